@@ -27,7 +27,7 @@ from amphista_tables_1_and_2 import RULES
 from real_model_figures import draw_all
 
 import hydrajax
-from hydrajax import api, assets
+from hydrajax import api
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.cli import run_command
 from hydrajax.cli.evaluate import make_prompter
@@ -36,6 +36,7 @@ from hydrajax.files import WholeFile
 from hydrajax.language_model import make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
+from hydrajax.measure.draft_contest import candidate_drafts
 from hydrajax.questions.contenders import folder_name
 from hydrajax.questions.sets import FILES, read_questions, select
 from hydrajax.questions.summary import MT_BENCH, OVERALL
@@ -93,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     common.set_defaults(args, FULL, QUICK)
     args.prompts, args.questions = None, args.questions_per_category  # as spec_bench.py names them
-    args.drafts = args.draft or default_drafts(args.base)
+    args.drafts = args.draft or candidate_drafts(args.base)
     args.tree_flags = ["--tree", args.tree] if args.tree else []
     parts = args.parts or [part for part in PARTS if part != "curve" or args.runs]
     if args.data is None and parts != ["curve"]:
@@ -105,11 +106,6 @@ def run(args: argparse.Namespace) -> None:
             PARTS[part](args)
         if can_draw():
             draw_all(folder, folder / "figures")
-
-
-def default_drafts(base: str) -> list[str]:
-    bundled = assets.drafts_of(base)
-    return ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
 
 
 def save(

@@ -396,10 +396,10 @@ def test_real_model_reports_missing_arguments(monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(sys, "argv", ["real_model.py", *argv])
         assert script.run_command("real_model.py", "", script.add_arguments, script.run, argv) == 2
         assert message in capsys.readouterr().err
-    assert script.default_drafts("elsewhere") == ["lookup"]
+    assert script.candidate_drafts("elsewhere") == ["lookup"]
     bundled = list(assets.SHIPPED_DRAFTS)
     assert [resolve(name, "draft") for name in bundled] == [assets.path(name) for name in assets.DRAFTS]
-    assert script.default_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
+    assert script.candidate_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
 
 
 def test_edit_and_summary_prompts(monkeypatch):

