@@ -1,0 +1,164 @@
+"""The Dockerfile: common mistakes are absent, its files and options exist, and it builds where a builder works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hydrajax.cli import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "Dockerfile").read_text()
+BUILDERS = {"docker": ["docker", "info"], "podman": ["podman", "info"], "buildah": ["buildah", "info"]}
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile and their arguments, without comments and line breaks."""
+    lines = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\n\s*", "", lines)
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+def mistakes(text: str) -> list[str]:
+    """Return what hadolint and common sense object to; hadolint's codes are in brackets."""
+    found, steps = [], instructions(text)
+    given = {name: [value for each, value in steps if each == name] for name in ("FROM", "RUN", "USER", "ADD")}
+    found += [f"untagged or latest [DL3006, DL3007]: {image}" for image in given["FROM"] if not tagged(image)]
+    for command in given["RUN"]:
+        if "apt-get install" in command:
+            wanted = ("apt-get update", "--no-install-recommends", " -y ", "rm -rf /var/lib/apt/lists/*")
+            found += [f"apt-get without {part} [DL3009, DL3014, DL3015]" for part in wanted if part not in command]
+        if "pip install" in command and "--no-cache-dir" not in command:
+            found.append("pip keeps its cache [DL3042]")
+    found += ["ADD instead of COPY [DL3020]"] * len(given["ADD"])
+    if not given["USER"] or re.match(r"root\b|0\b", given["USER"][-1]):
+        found.append("runs as root [DL3002]")
+    for name in ("CMD", "ENTRYPOINT", "HEALTHCHECK"):
+        values = [value for each, value in steps if each == name]
+        if not values:
+            found.append(f"no {name}")
+        found += [f"{name} is no JSON array [DL3025]" for value in values if array(value) is None]
+    secret = re.compile(r"(?i)\b\w*(key|token|password|secret)\w*\s*=")
+    found += [f"a secret in {name}" for name, value in steps if name in ("ENV", "ARG") and secret.search(value)]
+    return found
+
+
+def tagged(image: str) -> bool:
+    return bool(re.match(r"[\w./-]+:(?!latest\b)[\w.-]+( AS \w+)?$", image))
+
+
+def array(value: str) -> list[str] | None:
+    """Return the JSON array at the end of an instruction."""
+    try:
+        return json.loads(value[value.index("[") :])
+    except ValueError:
+        return None
+
+
+def argument(name: str) -> str:
+    return next(value for each, value in instructions(TEXT) if each == name)
+
+
+def test_common_mistakes_are_absent():
+    assert mistakes(TEXT) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("FROM python:3.12-slim-bookworm AS", "FROM python:latest AS", "untagged or latest"),
+        ("FROM python:3.12-slim-bookworm AS", "FROM python AS", "untagged or latest"),
+        ("--no-install-recommends ", "", "apt-get without --no-install-recommends"),
+        ("&& rm -rf /var/lib/apt/lists/*", "&& true", "apt-get without rm -rf"),
+        ("--no-cache-dir ", "", "pip keeps its cache"),
+        ("USER 1000", "USER root", "runs as root"),
+        ("USER 1000", "", "runs as root"),
+        ('CMD ["--base", "shipped", "--draft", "draft-model"]', "CMD --base shipped", "CMD is no JSON array"),
+        ("HEALTHCHECK", "LABEL", "no HEALTHCHECK"),
+        ("COPY hydrajax", "ADD hydrajax", "ADD instead of COPY"),
+        ("ARG EXTRA=", "ENV HYDRAJAX_API_KEY=abc", "a secret in ENV"),
+    ],
+)
+def test_the_check_itself(old, new, message):
+    assert old in TEXT
+    assert any(found.startswith(message) for found in mistakes(TEXT.replace(old, new)))
+
+
+def test_hadolint_finds_nothing():
+    hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_files_extras_and_options_exist():
+    """Copied files are not ignored, extras are those of the package, and the command serves at the exposed port."""
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    copied = [value for each, value in instructions(TEXT) if each == "COPY" and not value.startswith("--from")]
+    for name in [part for value in copied for part in value.split()[:-1]]:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in ignored
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.search(r"\.\[([\w,]+)\$\{EXTRA", TEXT)[1].split(",") + re.findall(r"cuda\d+", TEXT)
+    assert set(extras) <= set(project["optional-dependencies"])
+    program, *command = array(argument("ENTRYPOINT")) + array(argument("CMD"))
+    assert program in project["scripts"]
+    args = build_parser(command).parse_args(command)
+    assert str(args.port) == argument("EXPOSE")
+    assert args.host == "0.0.0.0"
+
+
+def test_the_health_check_asks_the_server():
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    from hydrajax.serve.app import Api, ServerSettings
+
+    python, flag, program = array(argument("HEALTHCHECK"))
+    address = re.search(r"urlopen\('http://127\.0\.0\.1:(\d+)(/\w+)'", program)
+    assert (python, flag, address[1]) == ("python", "-c", argument("EXPOSE"))
+    paths = {route.path for route in Api([], None, ServerSettings()).app().routes}
+    assert address[2] in paths
+    compile(program, "HEALTHCHECK", "exec")
+
+
+@pytest.mark.slow
+def test_the_image_builds_and_generates():
+    working = [name for name, check in BUILDERS.items() if shutil.which(name) and succeeds(*check)]
+    if not working:
+        pytest.skip(f"none of {', '.join(BUILDERS)} works here")
+    builder, image, name = working[0], "hydrajax-test", "hydrajax-test-container"
+    base = argument("FROM").split()[0]
+    if not succeeds(builder, "pull", base) and not succeeds(builder, "inspect", base):
+        pytest.skip(f"{builder} cannot pull {base}")
+    run_output(builder, "build", "--tag", image, str(ROOT))
+    command = ["hydrajax", "generate", "--base", "shipped", "--prompt", "def area(", "--max-new-tokens", "4"]
+    try:
+        if builder == "buildah":
+            run_output(builder, "from", "--name", name, image)
+            run = [builder, "run", name, "--"]
+        else:
+            run = [builder, "run", "--rm", "--entrypoint", "", image]
+        assert run_output(*run, "id", "-u").strip() != "0"
+        assert "def area(" in run_output(*run, *command)
+    finally:
+        if builder == "buildah":
+            succeeds(builder, "rm", name)
+        succeeds(builder, "rmi", image)
+
+
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def run_output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
