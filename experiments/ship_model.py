@@ -25,7 +25,7 @@ from hydrajax.train.data import dataset
 from hydrajax.train.run_config import load_config
 
 CONFIGS = Path(__file__).parent / "configs" / "shipped"
-MOST_BYTES = 80_000_000
+MOST_BYTES = 62_000_000  # compressed, in the wheel, less than 60 MB; tests/test_project.py has the same limit
 NOTE = "Trained on these sources, all under permissive licences. No text of them is included."
 
 
@@ -53,7 +53,7 @@ def main() -> None:
                 base_name="hydrajax/assets/base",
                 base_fingerprint=fingerprint(assets.FOLDER / "base"),
                 story=record["hydrajax"]["story"],
-                dtype=jnp.bfloat16,
+                dtype=jnp.int8,
                 overwrite=True,
             )
     size = sum(path.stat().st_size for path in assets.FOLDER.rglob("*") if path.is_file() and path.suffix != ".py")
