@@ -135,7 +135,8 @@ class Api:
         body = await self._body(request, TokenizeBody)
         model = self._served(body.model)
         if body.messages is None:
-            (ids,) = await self._prompts([body.prompt])
+            special = body.add_special_tokens is not False
+            ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
             ids = await self._conversation(body.messages)
         texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None

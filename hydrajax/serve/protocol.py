@@ -185,7 +185,6 @@ class TokenizeBody(BaseModel):
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     return_token_strs: bool | None = None
-    # Only with the values that encoding has.
     add_special_tokens: bool | None = None
     add_generation_prompt: Literal[True] | None = None
 
@@ -194,9 +193,8 @@ class TokenizeBody(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             found = "neither prompt nor messages" if self.prompt is None else "prompt and messages"
             raise ValueError(f"prompt: got {found}, expected one of them")
-        default = self.messages is None
-        if self.add_special_tokens not in (None, default):
-            raise ValueError(f"add_special_tokens: got {not default}, expected {default}".lower())
+        if self.messages is not None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: got true, expected false: the chat template writes special tokens")
         return self
 
 

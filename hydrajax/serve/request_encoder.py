@@ -49,11 +49,11 @@ class RequestEncoder:
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
-    def prompt(self, content: str | list[int]) -> np.ndarray:
-        """Encode a text or check token ids; int32 ``[P]``."""
+    def prompt(self, content: str | list[int], add_special_tokens: bool = True) -> np.ndarray:
+        """Encode a text, by default with the tokenizer's BOS, or check token ids; int32 ``[P]``."""
         if isinstance(content, str):
             self._check_bytes([content], "prompt")
-        ids = Prompt(content, "prompt").ids(self._tokenizer)
+        ids = Prompt(content, "prompt").ids(self._tokenizer, add_special_tokens)
         return self._checked(ids, "prompt")
 
     def conversation(self, messages: list[dict[str, str]]) -> np.ndarray:

@@ -40,11 +40,12 @@ class Prompt:
     where: str
     chat: bool = False
 
-    def ids(self, tokenizer: Any) -> list[int]:
+    def ids(self, tokenizer: Any, add_special_tokens: bool = True) -> list[int]:
         """Return token ids. Text gets the special tokens (BOS) that transformers adds by default.
 
         Args:
             tokenizer: of transformers; None if the base has none.
+            add_special_tokens: False encodes text without these.
 
         Raises:
             HydrajaxError: for text that is empty, is not valid Unicode or has no tokenizer, and for ids that are not
@@ -66,7 +67,8 @@ class Prompt:
         if self.chat and tokenizer.chat_template:
             return self._chat_ids(tokenizer, [{"role": "user", "content": self.content}])
         # verbose: no warning for long texts, which are refused later
-        return run_tokenizer(tokenizer.encode, self.content, where=f"{self.where}: ", verbose=False)
+        options = {"verbose": False, "add_special_tokens": add_special_tokens}
+        return run_tokenizer(tokenizer.encode, self.content, where=f"{self.where}: ", **options)
 
     def _conversation_ids(self, tokenizer: Any) -> list[int]:
         for number, message in enumerate(self.content):

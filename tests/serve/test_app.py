@@ -243,6 +243,42 @@ def test_numbers_that_clients_of_vllm_send(served, client, address):
     assert set(answer.choices[0].text) <= set("abc")
 
 
+CONTENT = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+CHAT = {"model": "letters", "max_completion_tokens": 12, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", CHAT | {"messages": CONTENT, "stream_options": {"include_usage": True}}),  # vLLM's client
+        (
+            "chat/completions",  # SGLang's
+            CHAT | {"messages": [{"role": "user", "content": "abc"}], "temperature": 0.0, "ignore_eos": True},
+        ),
+        (
+            "completions",  # SGLang's
+            {"model": "letters", "prompt": "abc", "best_of": 1, "max_tokens": 12, "stream": True}
+            | {"temperature": 0.0, "ignore_eos": True},
+        ),
+    ],
+)
+def test_benchmark_clients_find_the_first_token_and_the_usage(address, path, body):
+    """They split the stream at line ends, and take the first event with text, without a role, as the first token."""
+    headers, url = AUTHORISED | {"x-request-id": "bench-0"}, f"{address}/v1/{path}"
+    answer = httpx.post(url, json=body, headers=headers, timeout=SECONDS)
+    assert answer.status_code == 200
+    *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert last == "[DONE]"
+    events = [json.loads(event) for event in events]
+    if "stream_options" in body:
+        assert events.pop()["usage"]["completion_tokens"] > 0
+    choices = [event["choices"][0] for event in events]
+    if path != "completions":
+        assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
+        choices = [{"text": choice["delta"].get("content")} for choice in choices]
+    assert choices[0]["text"]
+
+
 def test_echo_puts_the_prompt_before_each_answer(served, client):
     answer = client.completions.create(model="letters", prompt=["abc", "deaf"], max_tokens=5, n=2, echo=True)
     texts = [
@@ -263,11 +299,16 @@ def test_the_other_routes_of_vllm(address):
     assert ask("tokenize", {"model": "letters", "prompt": "abc"}).json() == found
     assert ask("tokenize", {"prompt": "abc", "return_token_strs": True}).json()["token_strs"] == ["a", "b", "c"]
     assert ask("tokenize", HELLO).json()["tokens"] == [0, 15]
+    as_vllm_bench = {"model": "letters", "prompt": "abc", "add_special_tokens": False}
+    assert ask("tokenize", as_vllm_bench).json() == found
     assert ask("detokenize", {"tokens": [0, 1, 2, 16]}).json() == {"prompt": "abc</s>"}
     for route, body, status, message in (
         ("tokenize", {}, 400, "prompt: got neither prompt nor messages, expected one of them"),
         ("tokenize", {"prompt": "a", "model": "x"}, 404, "model: got 'x', expected one of: letters"),
-        ("tokenize", {"prompt": "a", "add_special_tokens": False}, 400, "add_special_tokens: got false, expected true"),
+        (
+            *("tokenize", HELLO | {"add_special_tokens": True}, 400),
+            "add_special_tokens: got true, expected false: the chat template writes special tokens",
+        ),
         ("detokenize", {"tokens": [17]}, 400, "tokens: got token id 17, expected 0 to 16"),
         ("detokenize", {"tokens": 3}, 400, "tokens: got 3, expected a list"),
     ):

@@ -19,7 +19,7 @@ class Tokenizer:
 
     chat_template = None
 
-    def encode(self, text, verbose=True):
+    def encode(self, text, verbose=True, add_special_tokens=True):
         return [1, *map(ord, text)]
 
 
