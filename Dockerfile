@@ -25,8 +25,8 @@ ENV PATH=/opt/hydrajax/bin:$PATH
 USER 1000
 WORKDIR /home/hydrajax
 EXPOSE 8000
-# The first start compiles all programs.
+# The first start compiles programs. Without a handler, urllib would ask a proxy of the environment.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=10m \
-    CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/health', timeout=5)"]
+    CMD ["python", "-c", "from urllib.request import *; build_opener(ProxyHandler({})).open('http://127.0.0.1:8000/health', timeout=5)"]
 ENTRYPOINT ["hydrajax", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["--base", "shipped", "--draft", "draft-model"]
