@@ -30,8 +30,8 @@ def test_the_base_comes_first_and_outputs_are_equal(m):
 
 def test_a_draft_has_its_own_tree_by_default(m, monkeypatch):
     monkeypatch.setattr("hydrajax.measure.draft_contest.contest", lambda executors, *args, **keywords: executors)
-    found = measure_drafts(m, ["lookup", "lookup-2+lookahead"], ["abc"], max_new_tokens=5)
-    assert list(found) == ["autoregressive", "lookup", "lookup-2+lookahead"]
+    found = measure_drafts(m, ["lookup", "lookahead-4-3-4"], ["abc"], max_new_tokens=5)
+    assert list(found) == ["autoregressive", "lookup", "lookahead-4-3-4"]
     assert found["lookup"].spec.tree == m.with_draft("lookup").default_tree()
     assert {executor.spec.max_new_tokens for executor in found.values()} == {5}
 

@@ -438,11 +438,11 @@ def test_short_prompts_do_not_wait_for_long_ones(small, monkeypatch):
 
     encode, long_text, go = request_encoder.Prompt.ids, "a" * 90, threading.Event()
 
-    def slow(prompt, tokenizer):
+    def slow(prompt, *arguments):
         if prompt.content == long_text:
             started.append(1)
             assert go.wait(60)
-        return encode(prompt, tokenizer)
+        return encode(prompt, *arguments)
 
     started: list[int] = []
     monkeypatch.setattr(request_encoder.Prompt, "ids", slow)
