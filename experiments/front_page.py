@@ -73,7 +73,8 @@ def speed_picture(peers: Path, path: Path) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=9)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"speed relative to hydrajax without a draft, {rows[0]['prompts']} questions of MT-Bench", fontsize=9)
+    asked_of = f"{rows[0]['prompts']} questions of MT-Bench"
+    axes.set_xlabel(f"speed relative to hydrajax without a draft, {asked_of}", fontsize=9)
     base = asked["base"] or "shipped"
     axes.set_title(f"{base}, float32, {here['cores']} cores of an {here['device']}", fontsize=10, loc="left")
     save_png(figure, path, "images")
