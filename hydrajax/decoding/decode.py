@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +150,7 @@ def _of_each_row(spec: DecodeSpec, processors, batch: int) -> list:
     return list(processors)
 
 
+@runtime_checkable
 class DecodeFn(Protocol):
     """A function that decodes a batch of prompts, the result of `hydrajax.make_decode_fn`.
 
