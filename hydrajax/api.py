@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding import decode
-from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.decode import DecodeFn
 from hydrajax.decoding.keywords import Rule, with_keywords
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
@@ -43,7 +43,7 @@ def make_decode_fn(
     max_new_tokens: int = 256,
     eos_ids: Sequence[int] | None = None,
     logprobs: int | bool | None = None,
-) -> Callable[..., DecodeResult]:
+) -> DecodeFn:
     """Return ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None)``, jitted.
 
     Args:
@@ -59,7 +59,7 @@ def make_decode_fn(
             the tokens' own only.
 
     Returns:
-        The function. `hydrajax.decoding.decode.make_decode_fn` describes its arguments and its result.
+        The function. `hydrajax.decoding.decode.DecodeFn` describes its arguments, its result and its attributes.
 
     Raises:
         HydrajaxError: for arguments that do not fit together, and for a model whose draft has its own devices, which
@@ -88,7 +88,7 @@ def make_decode_fn(
     return decode.make_decode_fn(model, with_keywords(spec, rule, processors))
 
 
-def make_autoregressive_fn(model: BaseModel, rule: Rule | None = None, **keywords: Any) -> Callable[..., DecodeResult]:
+def make_autoregressive_fn(model: BaseModel, rule: Rule | None = None, **keywords: Any) -> DecodeFn:
     """Return the baseline: the same engine with a one-node tree, called with ``Params(base, {})``.
 
     Args:

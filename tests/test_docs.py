@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -36,10 +37,11 @@ def command_lines(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", with_blocks("python"))
 @pytest.mark.quick("README")
 def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
-    """Run all samples of a page in order in an empty directory."""
+    """Run all samples of a page in order in an empty directory, on the shipped model, which is no download."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "sample"}
     for number, block in enumerate(blocks(page, "python")):
+        block = block.replace('"smollm2"', '"shipped"')
         exec(compile(block, f"{page.name}, sample {number}", "exec", dont_inherit=True), names)
     assert list(tmp_path.iterdir()) == []  # a sample that writes files should say so
     assert capfd.readouterr().out.strip()
@@ -77,6 +79,40 @@ def test_link_targets_exist(page):
         path, _, _ = target.partition("#")
         if path and ":" not in path:
             assert (page.parent / path).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "design.md"], ids=lambda page: page.stem)
+def test_pages_are_short(page):
+    assert len(page.read_text(encoding="utf-8").split()) <= 1500
+
+
+def speeds() -> dict[str, list[str]]:
+    """Return the cells of the table of speeds, by draft."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- speeds: begin.*?<!-- speeds: end -->", text, re.DOTALL)[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return {cells[0].split("`")[0]: cells[1:] for cells in rows[2:]}
+
+
+def test_the_table_of_speeds_shows_its_result_file():
+    rows = json.loads((ROOT / "experiments" / "results" / "real_model_mt_bench.json").read_text())["rows"]
+    expected = {}
+    for row in rows:
+        low, high = row["speedup_low"], row["speedup_high"]
+        name, interval = ("no draft", "") if row["nodes"] == 1 else (row["draft"], f" ({low:.2f} to {high:.2f})")
+        expected[name] = [
+            f"{row['tokens_per_step']:.2f}", f"{row['tokens_per_second']:.1f}", f"{row['speedup']:.2f}x{interval}",
+        ]  # fmt: skip
+    assert speeds() == expected
+
+
+def test_other_pages_give_ratios_that_quote_the_table():
+    ratios = {cells[2][:4] for cells in speeds().values()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert page.name == "performance.md" or "tokens/s" not in text, page.name
+        quoted = re.findall(r"\[(\d\.\d\d)[^\]]*\]\([^)]*performance\.md#speeds\)", text)
+        assert set(quoted) <= ratios, page.name
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from importlib.metadata import version
 
@@ -14,6 +15,7 @@ import pytest
 import hydrajax
 from hydrajax.autotune import fastest
 from hydrajax.cli import run_command
+from hydrajax.decoding.decode import DecodeFn
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
 
@@ -198,6 +200,23 @@ def test_repr_is_a_line_that_fetches_nothing(m):
     abstract.params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), m.params)
     drafted = "Medusa with 2.9M; vocabulary 4096, context 1024; tokenizer"
     assert repr(abstract) == repr(m) == f"<LanguageModel: Llama with 18.1M parameters, float32; {drafted}>"
+
+
+def test_parameters_are_counted_rather_than_printed(m):
+    """`repr(m.params)` printed every weight: 321,000 characters. A tree of other leaves keeps its repr."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(m.params.base))
+    assert f"Params(base=<{count:,} parameters in " in repr(m.params)
+    assert len(repr(m.params)) < 200
+    assert repr(m.params._replace(draft={})).endswith("draft={})")
+    assert repr(m.params._replace(draft={"scale": "data"})).endswith("draft={'scale': 'data'})")
+
+
+def test_a_decode_function_documents_itself(m):
+    decode_fn = hydrajax.make_decode_fn(m, tree="chain-2")
+    assert decode_fn.__name__ == decode_fn.__qualname__ == "decode_fn"
+    described = list(inspect.signature(DecodeFn.__call__).parameters)[1:]
+    assert list(inspect.signature(decode_fn).parameters) == described
+    assert all(f"{name}: " in inspect.getdoc(decode_fn) for name in described)
 
 
 def test_dtypes_as_jax_gives_them():

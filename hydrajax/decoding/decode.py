@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -150,47 +150,83 @@ def _of_each_row(spec: DecodeSpec, processors, batch: int) -> list:
     return list(processors)
 
 
-def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> Callable[..., DecodeResult]:
-    """Build ``decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None)``.
+@runtime_checkable
+class DecodeFn(Protocol):
+    """A function that decodes a batch of prompts, the result of `hydrajax.make_decode_fn`.
 
     The function is pure, compiles once per (B, bucket) and may be called inside `jax.jit`. A sequence's output does not
     depend on the rest of the batch. It ends at the first EOS id, after ``max_new_tokens``, or when prompt and output
-    fill the context. The function's arguments are:
+    fill the context.
 
-    - ``params``: `Params(base, draft)`.
-    - ``prompt``: int32 ``[B, P]``, right-padded. P is padded to a power of two, so prompts of one bucket share a
-      program.
-    - ``lengths``: int32 ``[B]`` prompt lengths; P by default.
-    - ``rng``: a `jax.random.key`, or one per sequence ``[B]``; required by rules that sample. A sequence's draws depend
-      only on its key; a single key is folded with the sequence's number.
-    - ``limits``: int32 ``[B]`` maximum number of tokens; by default (and at most) the spec's ``max_new_tokens``.
-    - ``rule``: the spec's kind of rule with other numbers, or a list with one rule per sequence. Other numbers do not
-      recompile, unless one has an effect that had none before.
-    - ``processors``: replace the spec's; one list for all sequences or one list each.
+    Attributes:
+        engine: drives single steps: ``prefill``, ``propose``, ``verify``, ``accept``, ``commit``, ``observe`` and
+            ``decode_step``.
+        spec: the decode configuration.
+        jitted: the jitted program.
+    """
+
+    engine: Engine
+    spec: DecodeSpec
+    jitted: Callable[..., DecodeResult]
+
+    def __call__(
+        self,
+        params: Params,
+        prompt: Any,
+        lengths: Any = None,
+        rng: Any = None,
+        limits: Any = None,
+        rule: Any = None,
+        processors: Any = None,
+    ) -> DecodeResult:
+        """Decode a batch of prompts with one compiled program.
+
+        Args:
+            params: `Params(base, draft)`.
+            prompt: int32 ``[B, P]``, right-padded. P is padded to a power of two, so prompts of one bucket share a
+                program.
+            lengths: int32 ``[B]`` prompt lengths; P by default.
+            rng: a `jax.random.key`, or one per sequence ``[B]``; required by rules that sample. A sequence's draws
+                depend only on its key; a single key is folded with the sequence's number.
+            limits: int32 ``[B]`` maximum number of tokens; by default (and at most) the spec's ``max_new_tokens``.
+            rule: the spec's kind of rule with other numbers, or a list with one rule per sequence. Other numbers do
+                not recompile, unless one has an effect that had none before.
+            processors: replace the spec's; one list for all sequences or one list each.
+
+        Returns:
+            The result, a `DecodeResult`.
+
+        Raises:
+            HydrajaxError: For an invalid prompt (outside a trace).
+        """
+        ...
+
+
+def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
+    """Build a decode function, ``decode_fn(params, prompt, lengths=None, rng=None, ...)``: see `DecodeFn`.
 
     Args:
         model: The base model.
         spec: How to decode.
 
     Returns:
-        The function, which returns a `DecodeResult`. Its attributes ``engine`` and ``spec`` drive single steps, and
-        ``jitted`` is the jitted program.
+        The function.
 
     Raises:
-        HydrajaxError: If base and spec do not fit each other. The function raises it (outside a trace) for an invalid
-            prompt.
+        HydrajaxError: If base and spec do not fit each other.
     """
     engine, config = Engine.of(model, spec), model.config
     outermost, inner = decode_programs(engine)
 
-    def decode_fn(params: Params, prompt, *args: Any, **settings: Any) -> DecodeResult:
-        given = settled_inputs(spec, config, prompt, *args, **settings)
+    def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
+        given = settled_inputs(spec, config, prompt, lengths, rng, limits, rule, processors)
         called_in_jit = inner is not outermost and isinstance(jnp.zeros(()), jax.core.Tracer)
         call = inner if called_in_jit else outermost
         return call(params, *given)
 
+    decode_fn.__qualname__, decode_fn.__doc__ = "decode_fn", DecodeFn.__call__.__doc__
     decode_fn.engine, decode_fn.spec, decode_fn.jitted = engine, spec, outermost
-    return decode_fn
+    return cast(DecodeFn, decode_fn)
 
 
 def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callable[..., DecodeResult]]:
@@ -206,6 +242,6 @@ def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callab
     return outermost, jax.jit(run) if options else outermost  # JAX takes options of an outermost function only
 
 
-def make_autoregressive_fn(model: BaseModel, spec: DecodeSpec | None = None) -> Callable[..., DecodeResult]:
+def make_autoregressive_fn(model: BaseModel, spec: DecodeSpec | None = None) -> DecodeFn:
     """Build the autoregressive baseline: the same engine with a root-only tree. Call it with `Params(base, {})`."""
     return make_decode_fn(model, (spec or DecodeSpec()).autoregressive())

@@ -171,7 +171,7 @@ class Executor(abc.ABC):
                 return
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None) -> DecodeResult:
-        """Decode to the end. The arguments are those of a decode function (`hydrajax.decoding.decode.make_decode_fn`)
+        """Decode to the end. The arguments are those of a decode function (`hydrajax.decoding.decode.DecodeFn`)
         without parameters; results have `room` columns.
         """
         given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
@@ -20,6 +21,19 @@ class Params(NamedTuple):
 
     base: Any
     draft: Any
+
+    def __repr__(self) -> str:
+        """Count the parameters. The default would fetch and print the weights."""
+        return f"Params(base={_summary(self.base)}, draft={_summary(self.draft)})"
+
+
+def _summary(tree: Any) -> str:
+    """Describe a pytree of parameters in a few words, from shapes; other small pytrees as they are."""
+    leaves = jax.tree.leaves(tree)
+    if not leaves or not all(hasattr(leaf, "dtype") and hasattr(leaf, "size") for leaf in leaves):
+        return repr(tree)
+    dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    return f"<{sum(leaf.size for leaf in leaves):,} parameters in {len(leaves)} arrays of {dtypes}>"
 
 
 class TargetState(NamedTuple):
