@@ -60,10 +60,14 @@ class Llama(nn.Module):
     def _calls(self, x: Array) -> list[Callable]:
         """Return a function for each layer. A program traces and lowers one layer for all, which XLA inlines again."""
         if self.is_initializing() or self.has_rng("dropout") or not isinstance(x, jax.core.Tracer):
-            return self.layers
-        layer = self._layer(parent=None)
-        call = jax.jit(lambda params, *inputs: layer.apply({"params": params}, *inputs))
-        return [partial(call, self.variables["params"][f"layers_{i}"]) for i in range(self.config.n_layers)]
+            return list(self.layers)
+        layer, params = self._layer(parent=None), self.variables["params"]
+
+        @jax.jit
+        def decoder_layer(params, *inputs):
+            return layer.apply({"params": params}, *inputs)
+
+        return [partial(decoder_layer, params[f"layers_{i}"]) for i in range(self.config.n_layers)]
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
