@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 from collections import Counter
 
 import jax
 import numpy as np
+import pytest
 
 from helpers.compilations import no_compilation
 from helpers.letters import TREE, pool
-from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.batcher import Batcher, Stats
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.warm_up import WarmUp
 
 SECONDS = 300
 
 
-class Programs:
-    """A pool of programs that note when they are compiled."""
+class Programs(ExecutorPool):
+    """Programs that note when they are compiled."""
 
     def __init__(self, names: str, notes: list[str], compiles=lambda name: None):
         self._names, self._notes, self._compiles = names, notes, compiles
@@ -108,3 +111,39 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     # Two batch sizes and two kinds of steps.
     assert compiled["burst"] == 4
     assert compiled["extend"] == 1
+
+
+def test_health_counts_the_programs(small):
+    """While some are missing, the server is healthy: it answers requests."""
+    for package in ("starlette", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
+    from starlette.requests import Request
+
+    from hydrajax.serve.app import Api, ServerSettings
+    from hydrajax.serve.request_encoder import RequestEncoder
+    from hydrajax.serve.served_models import ServedModel
+
+    encoder = RequestEncoder(small.executor.tokenizer, small.executor.model.config)
+    warm_up = WarmUp([Programs("abc", [])])
+    api = Api([ServedModel("letters", Batcher(small))], encoder, ServerSettings(), warm_up)
+    response = asyncio.run(api.health(Request({"type": "http"})))
+    assert response.status_code == 200
+    assert json.loads(response.body) == {"status": "ok", "compiled": 0, "programs": 3}
+
+
+def test_a_plain_step_is_timed_while_no_request_runs(small, monkeypatch):
+    pytest.importorskip("starlette", reason="starlette is not installed (hydrajax[serve])")
+    from hydrajax.serve import served_models
+
+    class Busy(Batcher):
+        def stats(self):
+            return seen.pop(0)
+
+    # Two with requests, one during which a request arrives, and one without.
+    seen = [Stats(running=1), Stats(waiting=1), Stats(requests=1), *[Stats(requests=2)] * 3]
+    times = [3.0, 2.0]
+    monkeypatch.setattr(served_models, "plain_step_seconds", lambda executor: times.pop(0))
+    measure = served_models.idle_plain_step_seconds
+    assert measure(small.executor, [Busy(small)], lambda seconds: True) == 2.0
+    assert (seen, times) == ([], [])
+    assert measure(small.executor, [Busy(small)], lambda seconds: False) is None
