@@ -158,8 +158,8 @@ def with_llama_cpp(args, gguf: Path | None) -> dict:
 
         def run(prompt):
             asked = {"prompt": prompt.tolist(), "n_predict": args.max_new_tokens, "temperature": 0.0}
-            asked |= {"ignore_eos": True, "cache_prompt": False, "return_tokens": True}
-            return np.array(server.handle_completions(asked)["tokens"])
+            asked |= {"ignore_eos": True, "cache_prompt": False, "verbose": True}  # verbose adds the ids
+            return np.array(server.handle_completions(asked)["__verbose"]["tokens"])
 
         return run
 
