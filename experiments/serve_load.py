@@ -161,6 +161,8 @@ def serving(args, draft: str) -> Iterator[tuple[subprocess.Popen, str]]:
         if address is None:
             raise HydrajaxError(f"the server did not start: {log[-1].strip() if log else 'no output'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
+        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models").json()["data"][0]["hydrajax"]:
+            time.sleep(1.0)  # until everything is compiled, and the last measurement has ended
         yield process, address
         process.send_signal(signal.SIGTERM)
         if code := process.wait(60):

@@ -7,22 +7,29 @@ decode_fn = hydrajax.make_decode_fn(m)
 out = decode_fn(m.params, *m.encode(["def area("]))  # out.tokens, out.lengths, out.steps
 """
 
-from hydrajax import assets, trees
-from hydrajax.api import load, make_autoregressive_fn, make_decode_fn
-from hydrajax.conversation import Chat
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
-from hydrajax.decoding.decode import DecodeResult
-from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
-from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.decoding.state import Params
-from hydrajax.errors import HydrajaxError
-from hydrajax.generation import Stream, generate, stream
-from hydrajax.language_model import LanguageModel, make_executor
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from hydrajax.machine import own_version
-from hydrajax.sharding import Placement
-from hydrajax.text.answers import Generation
-from hydrajax.trees import TreeTopology
+
+if TYPE_CHECKING:
+    from hydrajax import assets, trees
+    from hydrajax.api import load, make_autoregressive_fn, make_decode_fn
+    from hydrajax.conversation import Chat
+    from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+    from hydrajax.decoding.decode import DecodeResult
+    from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
+    from hydrajax.decoding.rejection import RejectionSampling
+    from hydrajax.decoding.spec import DecodeSpec
+    from hydrajax.decoding.state import Params
+    from hydrajax.errors import HydrajaxError
+    from hydrajax.generation import Stream, generate, stream
+    from hydrajax.language_model import LanguageModel, make_executor
+    from hydrajax.sharding import Placement
+    from hydrajax.text.answers import Generation
+    from hydrajax.trees import TreeTopology
 
 __version__ = own_version()
 
@@ -53,3 +60,35 @@ __all__ = [
     "stream",
     "trees",
 ]
+
+# Each name is imported at its first use: with JAX they take most of a second.
+HOMES = {
+    "hydrajax.api": ("load", "make_autoregressive_fn", "make_decode_fn"),
+    "hydrajax.conversation": ("Chat",),
+    "hydrajax.decoding.acceptance": ("ExactSampling", "Greedy", "Typical"),
+    "hydrajax.decoding.decode": ("DecodeResult",),
+    "hydrajax.decoding.processors": ("AllowedTokens", "LogitBias", "Penalties"),
+    "hydrajax.decoding.rejection": ("RejectionSampling",),
+    "hydrajax.decoding.spec": ("DecodeSpec",),
+    "hydrajax.decoding.state": ("Params",),
+    "hydrajax.errors": ("HydrajaxError",),
+    "hydrajax.generation": ("Stream", "generate", "stream"),
+    "hydrajax.language_model": ("LanguageModel", "make_executor"),
+    "hydrajax.sharding": ("Placement",),
+    "hydrajax.text.answers": ("Generation",),
+    "hydrajax.trees": ("TreeTopology",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("assets", "trees"):
+        return importlib.import_module(f"hydrajax.{name}")
+    home = next((home for home, names in HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'hydrajax' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(home), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

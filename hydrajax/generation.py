@@ -16,6 +16,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import Inputs
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import DecodeSpec, sampling_params
@@ -53,7 +54,7 @@ def generate(
         batch_size: sequences decoded together.
         seed: for sampling rules; None draws one, which the results report. A prompt's sample depends on the seed and
             the prompt's number, not on the batch size. With a list, each prompt is sampled as if decoded alone.
-        on_status: called with ``"compiling"`` before a new shape is compiled, and ``"decoding"`` before each batch.
+        on_status: called with ``"compiling ..."`` before a new shape is compiled, and ``"decoding"`` before each batch.
 
     Returns:
         A generator that yields the results of each batch when the batch is done.
@@ -285,7 +286,7 @@ def _decode(
 ) -> Iterator[tuple[Snapshot, float]]:
     """Yield snapshots of a batch and the seconds so far; append to ``texts``. Rows beyond ``texts`` fill the batch."""
     if not executor.is_compiled(given):
-        on_status("compiling")
+        on_status(_compilation(executor, given))
         executor.compile(given)
     on_status("decoding")
     stopped = np.arange(len(given.prompt)) >= len(texts)
@@ -296,6 +297,14 @@ def _decode(
             text.grow(now.tokens[row, : now.lengths[row]].tolist(), final=bool(now.done[row]))
             stopped[row] = text.stopped
         yield now, seconds
+
+
+def _compilation(executor: Executor, given: Inputs) -> str:
+    """Describe the programs that these inputs need."""
+    spec, (batch, width) = executor.spec, given.prompt.shape
+    rule = next((name for name, kind in RULES.items() if type(spec.rule) is kind), type(spec.rule).__name__)
+    tree = f"a tree of {spec.verified_nodes} nodes" if spec.longest_path else "no tree"
+    return f"compiling the rule {rule} with {tree} for {batch} x {width} prompt tokens"
 
 
 def _logprobs(now: Snapshot, row: int, used: int) -> dict[str, Any]:

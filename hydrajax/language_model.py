@@ -61,6 +61,12 @@ def _ignore(status: str) -> None:
     pass
 
 
+def _at_terminal(status: str) -> None:
+    """Tell a user at a terminal about compilations, which take seconds."""
+    if "compiling" in status and sys.stderr.isatty():
+        print(f"{status} ...", file=sys.stderr)
+
+
 @dataclass(eq=False, repr=False)
 class LanguageModel:
     """A base with its drafter, ready to decode.
@@ -239,7 +245,7 @@ class LanguageModel:
             seed: for sampling rules, one or a list with one per prompt.
             logprobs: K, to report each token's log-probability and the K most likely tokens at its position; 0 or True
                 for the tokens' own only.
-            on_status: called with lines of progress.
+            on_status: called with lines of progress; by default a terminal shows what is compiled.
             keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, one for all prompts or a
                 list with one per prompt: ``temperature=[0.2, 1.0]``.
 
@@ -264,7 +270,7 @@ class LanguageModel:
         specs = specs_of_prompts(DecodeSpec(logprobs=logprobs), len(several), **keywords)
         if not several:
             return []
-        on_status = on_status or _ignore
+        on_status = on_status or _at_terminal
         executor, specs = self._resolve(several, draft, tree, specs, batch_size, on_status)
         results = list(
             generate(executor, several, specs=specs, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status)
@@ -301,7 +307,7 @@ class LanguageModel:
             ```
         """
         spec = DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs)
-        spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _ignore
+        spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _at_terminal
         executor, _ = self._resolve([prompt], draft, tree, [spec], 1, on_status)
         return stream(executor, prompt, stop=stop, seed=seed, on_status=on_status)
 

@@ -8,16 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from hydrajax.models.kernels import few_rows
-
 
 def machine() -> dict[str, Any]:
     """Return the device, its cores, and the versions of JAX, Python and hydrajax.
 
     ``cpu_kernels``: whether the package's CPU kernels were built (`hydrajax.models.kernels`).
     """
+    import jax  # slow to import, which the version does not need
+
+    from hydrajax.models.kernels import few_rows
+
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform != "cpu" else _processor(),

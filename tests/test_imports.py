@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import hydrajax
 from hydrajax import assets
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hydrajax"
@@ -188,8 +190,38 @@ def loaded_after(program: str, names: set[str]) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+# Without these and the packages above, a start takes a twentieth of a second.
+SLOW = {"numpy", "jax", "jaxlib", "flax", "jaxtyping", "rich", "yaml"}
+
+
 def test_importing_the_package_loads_no_optional_packages():
-    assert loaded_after("import hydrajax, hydrajax.cli.train, hydrajax.cli.generate", ON_DEMAND | FOR_TRAINING) == set()
+    program = "import hydrajax.api, hydrajax.cli.train, hydrajax.cli.generate"
+    assert loaded_after(program, ON_DEMAND | FOR_TRAINING) == set()
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nothing"]])
+def test_a_start_without_a_command_loads_nothing_slow(words):
+    program = f"from hydrajax.cli import main\ntry: main({words})\nexcept SystemExit: pass"
+    assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
+
+
+def test_the_package_loads_its_names_at_their_first_use():
+    program = "import hydrajax\nassert hydrajax.__version__ and set(hydrajax.__all__) <= set(dir(hydrajax))"
+    assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
+    assert loaded_after(f"{program}\nhydrajax.load", {"jax", "torch"}) == {"jax"}
+
+
+def test_every_public_name_is_there():
+    """Type checkers read the imports, the program a table."""
+    (typed,) = (node for node in ast.parse(MODULES["hydrajax"].read_text()).body if isinstance(node, ast.If))
+    homes = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(homes) == sorted(hydrajax.__all__)
+    table = {name: home for home, names in hydrajax.HOMES.items() for name in names}
+    assert {name: home for name, home in homes.items() if home != "hydrajax"} == table
+    for name in hydrajax.__all__:
+        assert getattr(hydrajax, name) is getattr(importlib.import_module(homes[name]), name)
+    with pytest.raises(AttributeError, match="module 'hydrajax' has no attribute 'nothing'"):
+        _ = hydrajax.nothing
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ def contest(
     filled = list(batches(prompts, batch_size))
     key = jax.random.key(seed)
     outputs = {}
-    for name, executor in executors.items():
-        on_status(f"compiling {name}")
+    for number, (name, executor) in enumerate(executors.items(), start=1):
+        on_status(f"compiling {name}, {number} of {len(executors)}")
         outputs[name] = [jax.device_get(executor.decode(prompt, lengths, key)) for prompt, lengths, _ in filled]
     seconds: dict[str, list[float]] = {name: [] for name in executors}
     random, names = np.random.default_rng(seed), list(executors)

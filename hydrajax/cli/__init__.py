@@ -1,7 +1,7 @@
 """The ``hydrajax`` program: one module per command, each a thin layer over the library.
 
-A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args)``. Only the chosen command's module
-is imported, except for ``hydrajax --help``; slow imports therefore belong in ``run``.
+A command module has ``HELP`` (its line of `COMMANDS`), ``add_arguments(parser)`` and ``run(args)``. Only the chosen
+command's module is imported, and none for ``hydrajax --help``; slow imports therefore belong in ``run``.
 """
 # PYTHON_ARGCOMPLETE_OK (argcomplete looks for this line where it is switched on for all programs)
 
@@ -19,14 +19,25 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from hydrajax.cli.signals import Terminated, terminable
-from hydrajax.compilation import use_compilation_cache
 from hydrajax.errors import HydrajaxError, one_line
 
 EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
-COMMANDS = (
-    "demo", "generate", "chat", "serve", "train", "distill", "tree",
-    "bench", "evaluate", "certify", "convert", "roofline", "report",
-)  # fmt: skip
+COMMANDS = {
+    "demo": "compare a model's speed with and without each kind of draft, and show drafted text",
+    "generate": "generate text from prompts, with or without a draft",
+    "chat": "chat with a model in the terminal, keeping the KV cache between turns",
+    "serve": "serve many clients over HTTP through an OpenAI-compatible API",
+    "train": "train draft heads or a whole model; the same command resumes an interrupted run",
+    "distill": "generate training text for draft heads: the base answers conversations or continues texts",
+    "tree": "search the candidate tree that is fastest on this device, or draw a tree",
+    "bench": "time decode steps and their phases, with a draft and without",
+    "evaluate": "answer MT-Bench, HumanEval and other question sets with and without drafts; compare speed and output",
+    "certify": "check that speculative decoding gives the base's tokens or distribution",
+    "convert": "export draft heads to other formats, merge an adapter, fetch from and push to the Hub, "
+    "measure quantisation",
+    "roofline": "predict decode step times on a device, and compare them with measurements on this one",
+    "report": "print the tables of the result files in a directory and write them as Markdown",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,17 +58,19 @@ class _Version(argparse.Action):
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """Return the parser for a command line: of its command if it starts with one, else of all commands."""
+    """Return the parser for a command line, with the arguments of the first command that it names."""
     parser = _Parser(prog="hydrajax", description="Tree speculative decoding in JAX.", epilog=EPILOG)
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
     parser.set_defaults(run=lambda args: parser.print_help(), flags=frozenset())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
-        module = importlib.import_module(f"hydrajax.cli.{name}")
+    named = [word for word in argv if word in COMMANDS][:1]
+    for name in named or COMMANDS:
         # No abbreviated flags: a script that uses one would break when a longer flag is added.
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, flags=flags_of(command))
+        command = commands.add_parser(name, help=COMMANDS[name], description=COMMANDS[name], allow_abbrev=False)
+        if named:
+            module = importlib.import_module(f"hydrajax.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, flags=flags_of(command))
     return parser
 
 
@@ -113,7 +126,10 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
     try:
         args = parse()
         flags = args.flags
-        use_compilation_cache()
+        if "command" not in args or args.command:  # else it prints the help
+            from hydrajax.compilation import use_compilation_cache
+
+            use_compilation_cache()
         warnings.formatwarning = _as_one_line
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is missing
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the terminal's encoding lacks

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.cli import options
+from hydrajax.cli import COMMANDS, options
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
@@ -30,7 +30,7 @@ from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
-HELP = "time decode steps and their phases, with a draft and without"
+HELP = COMMANDS["bench"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,18 +9,19 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from hydrajax.cli import options
+from hydrajax.cli import COMMANDS, options
 from hydrajax.cli.signals import Terminated
 from hydrajax.conversation import Chat
 from hydrajax.errors import HydrajaxError
 
-HELP = "chat with a model in the terminal, keeping the KV cache between turns"
-COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl-D)"}
+HELP = COMMANDS["chat"]
+SLASH_COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl-D)"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True)
     group = options.add_decoding_arguments(parser, max_new_tokens=512, batch=False)
+    options.add_search_argument(group)
     group.add_argument(
         "--template", metavar="NAME", default="auto",
         help="write the conversation in this chat template: vicuna, plain or raw (default auto: the tokenizer's own)",
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     console = Console(stderr=True, highlight=False)
     model = options.load_from(args)
     spec = model.spec(spec, tree=tree)
-    if tree is None and model.tokenizer is not None:
+    if tree is None and model.tokenizer is not None and not args.no_tree_search:
         with console.status("finding the fastest tree") as line:
             spec = model.fastest(options.prompts_from(None, model), spec, 1, line.update)
     chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")
     if at_terminal():
         edit_lines()
-        console.print(", ".join(f"{name}: {what}" for name, what in COMMANDS.items()), style="dim")
+        console.print(", ".join(f"{name}: {what}" for name, what in SLASH_COMMANDS.items()), style="dim")
     while (line := read_line()) is not None:
         if line.strip() == "/exit":
             break

@@ -9,7 +9,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hydrajax.cli import run_command
+from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli.options import add_model_arguments, draft_of, positive, seed, tree_from
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hydrajax.train.run_config import TrainConfig
 
 PROG = "python -m hydrajax.train.distill"
-HELP = "generate training text for draft heads: the base answers conversations or continues texts"
+HELP = COMMANDS["distill"]
 CUTS, CUT_TOKENS = 2000, 64  # default number and length of beginnings
 NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 

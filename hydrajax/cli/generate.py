@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+from hydrajax.cli import COMMANDS
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
     add_sampling_arguments,
+    add_search_argument,
     load_from,
     positive,
     spec_from,
@@ -28,7 +30,7 @@ from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
 
-HELP = "generate text from prompts, with or without a draft"
+HELP = COMMANDS["generate"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_model_arguments(parser, apart=True)
     decoding = add_decoding_arguments(parser)
+    add_search_argument(decoding)
     decoding.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end each output before this text; repeatable"
     )
@@ -67,8 +70,8 @@ def run(args: argparse.Namespace) -> None:
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
         model = load_from(args, progress.status)
-        spec = model.spec(spec, tree=tree)
-        if tree is None:
+        spec = model.spec(spec, tree=model.default_tree(args.batch_size) if tree is None else tree)
+        if tree is None and not args.no_tree_search:
             spec = model.fastest(model.ids_of_prompts(prompts), spec, args.batch_size, progress.status)
             progress.hide()
         executor = model.executor(spec)

@@ -169,6 +169,14 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
 
 
+def add_search_argument(parser: argparse._ActionsContainer) -> None:
+    """Add ``--no-tree-search``."""
+    parser.add_argument(
+        "--no-tree-search", action="store_true",
+        help="without --tree, use the draft's own tree (default: the first run times a few trees on this device)",
+    )  # fmt: skip
+
+
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--json [FILE]``, see `json_report`."""
     parser.add_argument(

@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
+from hydrajax.cli import COMMANDS
 from hydrajax.errors import HydrajaxError
 
-HELP = "print the tables of the result files in a directory and write them as Markdown"
+HELP = COMMANDS["report"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hydrajax.cli import options
+from hydrajax.cli import COMMANDS, options
 from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
@@ -20,7 +20,7 @@ from hydrajax.trees.dynamic import CandidateTree
 if TYPE_CHECKING:
     from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 
-HELP = "serve many clients over HTTP through an OpenAI-compatible API"
+HELP = COMMANDS["serve"]
 KEY = "HYDRAJAX_API_KEY"
 
 
@@ -103,7 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help=f"support log-probabilities of the K most likely tokens, up to 20 {default}",
     )
-    batch.add_argument("--no-warm-up", action="store_true", help="compile at first use instead of at the start")
+    batch.add_argument(
+        "--no-warm-up",
+        action="store_true",
+        help="compile at first use only (default: all programs, while the server answers)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     from hydrajax.serve.batcher import Batcher
     from hydrajax.serve.executor_pool import PoolSizes
     from hydrajax.serve.request_encoder import RequestEncoder
-    from hydrajax.serve.served_models import ServedModel, check_unique, close_all, plain_step_seconds
+    from hydrajax.serve.served_models import ServedModel, check_unique, close_all, idle_plain_step_seconds
+    from hydrajax.serve.warm_up import WarmUp
 
     if args.grace < 0:
         raise HydrajaxError(f"grace: got {args.grace}, expected at least 0")
@@ -152,19 +157,22 @@ def run(args: argparse.Namespace) -> int:
         any_model=args.any_model,
     )
     shared = {"conversations": encoder.has_chat_template}
-    if not args.no_warm_up:
-        with status("compiling") as report:
-            for offer, pool in zip(offers, pools, strict=True):
-                pool.warm_up(lambda text, name=offer.name: report(f"{name}: {text}"))
-            report("timing a plain step")
-            shared["plain_step_seconds"] = plain_step_seconds(pools[0].executor)
     served = [
         ServedModel(
             offer.name, batcher, shared | {"draft": str(offer.draft), "tree": offer.tree_name or f"{pool.nodes} nodes"}
         )
         for offer, batcher, pool in zip(offers, batchers, pools, strict=True)
     ]
-    app = Api(served, encoder, settings).app()
+
+    def warm(warm_up: WarmUp) -> None:
+        if not args.quiet:
+            print(f"all {warm_up.total} programs are compiled", file=sys.stderr, flush=True)
+        if seconds := idle_plain_step_seconds(pools[0].executor, batchers, warm_up.wait):
+            for each in served:
+                each.about["plain_step_seconds"] = seconds
+
+    warm_up = None if args.no_warm_up else WarmUp(pools, warm)
+    app = Api(served, encoder, settings, warm_up).app()
     url = f"http://{address_of(listener)}"
     memory = sum(batcher.stats().limit_nbytes for batcher in batchers) / 1e6
     asks = "API key required" if key else "no API key required"
@@ -175,11 +183,17 @@ def run(args: argparse.Namespace) -> int:
     )
     for batcher in batchers:
         batcher.start()
+    if warm_up is not None:
+        if not args.quiet:
+            print(f"compiling {warm_up.total} programs, see {url}/health", file=sys.stderr, flush=True)
+        warm_up.start()
     try:
         limits = ConnectionLimits(most_connections(listener, args.max_connections))
         return serve(Server(app, batchers, grace=args.grace, quiet=args.quiet, limits=limits), batchers, listener)
     finally:
         close_all(batchers)
+        if warm_up is not None:
+            warm_up.stop()
 
 
 def _api_key(flag: str | None) -> str | None:

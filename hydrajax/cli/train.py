@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from hydrajax import processes
-from hydrajax.cli import run_command
+from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
@@ -22,7 +22,7 @@ from hydrajax.locking import in_use
 from hydrajax.train.run_config import TrainConfig, load_config, recipes
 
 PROG = "python -m hydrajax.train"
-HELP = "train draft heads or a whole model; the same command resumes an interrupted run"
+HELP = COMMANDS["train"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

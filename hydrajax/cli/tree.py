@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from hydrajax.cli import tree_search_command, tree_show
+from hydrajax.cli import COMMANDS, tree_search_command, tree_show
 
-HELP = "search the candidate tree that is fastest on this device, or draw a tree"
+HELP = COMMANDS["tree"]
 VERBS = {"search": tree_search_command, "show": tree_show}
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
-from hydrajax.models.kernels import few_rows, tree_attention
+from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama_config import LlamaConfig
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
@@ -187,6 +187,8 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
     if backend.attends_tree(queries) and len(segments) == 2 and isinstance(visible[1], Filled):
+        from hydrajax.models.kernels import tree_attention
+
         keys, values, mask = segments[0].with_mask()
         return tree_attention.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)

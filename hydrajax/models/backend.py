@@ -1,7 +1,8 @@
 """Every choice that depends on the backend, each with the figure that justifies it.
 
 The rest of the package calls these functions and does not depend on the backend. A new kernel for a backend belongs
-here, behind the function that it replaces, with its measurement.
+here, behind the function that it replaces, with its measurement. GPU kernels are imported where they are used: Pallas
+takes a tenth of the package's import.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array
-from hydrajax.models.kernels import add_norm as norm_kernel
-from hydrajax.models.kernels import append_rows as append_kernel
-from hydrajax.models.kernels import check, tree_attention
 from hydrajax.models.kernels import few_rows as kernels
 
 
@@ -151,7 +149,9 @@ def has_triton() -> bool:
 @functools.cache
 def _kernels_agree() -> bool:
     """Return whether the kernels agree with NumPy on this device; warn if not."""
-    found = check.disagreement()
+    from hydrajax.models.kernels.check import disagreement
+
+    found = disagreement()
     if found:
         warnings.warn(f"hydrajax: the GPU kernels are not used, XLA's own operations are ({found})", stacklevel=2)
     return found is None
@@ -163,7 +163,11 @@ def attends_tree(queries: Float[Array, "B n_heads T H"]) -> bool:
     7B, 64 nodes, 2048 tokens, batch 1: XLA's own program moves 19.2 GB per step in 619 kernels, of which weights and
     filled slots are 14.3 (`experiments/results/gpu_program`).
     """
-    return has_triton() and tree_attention.fits(*queries.shape[2:], queries.dtype)
+    if not has_triton():
+        return False
+    from hydrajax.models.kernels import tree_attention
+
+    return tree_attention.fits(*queries.shape[2:], queries.dtype)
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -189,6 +193,8 @@ def add_norm(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
     if has_triton() and x.size == x.shape[-1]:
+        from hydrajax.models.kernels import add_norm as norm_kernel
+
         rows = x.reshape(-1), None if added is None else added.reshape(-1)
         total, normed = norm_kernel.add_norm(*rows, scale, eps)
         return total.reshape(x.shape), normed.reshape(x.shape)
@@ -200,7 +206,11 @@ def add_norm(
 
 def whole_slots(slots: int) -> int:
     """Return the number of slots to allocate for ``slots``: GPU kernels read blocks."""
-    return -(-slots // tree_attention.SLOTS) * tree_attention.SLOTS if has_triton() else slots
+    if not has_triton():
+        return slots
+    from hydrajax.models.kernels.tree_attention import SLOTS
+
+    return -(-slots // SLOTS) * SLOTS
 
 
 def matmul(
@@ -286,9 +296,12 @@ def append_rows(
     """
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
-    if few and has_triton() and append_kernel.fits(head_dim):
-        every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
-        return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
+    if few and has_triton():
+        from hydrajax.models.kernels import append_rows as append_kernel
+
+        if append_kernel.fits(head_dim):
+            every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
+            return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
     if index is not None:  # by a gather: see openxla/xla#49176
         at = index[:, None, :, None]
         blocks = [jnp.take_along_axis(block, at, axis=2) for block in blocks]

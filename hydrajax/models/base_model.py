@@ -146,5 +146,11 @@ def init_base(model: BaseModel, rng: Array) -> dict:
 
 
 def abstract_base(model: BaseModel) -> dict:
-    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation."""
-    return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))
+    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation.
+
+    All layers are alike, so only the first one is traced.
+    """
+    first = model.clone(config=model.config.replace(n_layers=1))
+    found = dict(jax.eval_shape(lambda rng: init_boxed(first, rng), jax.random.key(0)))
+    layer = found.pop("layers_0")
+    return found | {f"layers_{i}": layer for i in range(model.config.n_layers)}

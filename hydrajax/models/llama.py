@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
@@ -42,11 +46,28 @@ class Llama(nn.Module):
         c = self.config
         normal = nn.initializers.normal(0.02)
         self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
-        self.layers = [layer(c, self.dtype, self.quantize, self.adapter) for _ in range(c.n_layers)]
+        self.layers = [self._layer() for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
+
+    @nn.nowrap
+    def _layer(self, **settings) -> DecoderLayer:
+        layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
+        return layer(self.config, self.dtype, self.quantize, self.adapter, **settings)
+
+    @nn.nowrap
+    def _calls(self, x: Array) -> list[Callable]:
+        """Return a function for each layer. A program traces and lowers one layer for all, which XLA inlines again."""
+        if self.is_initializing() or self.has_rng("dropout") or not isinstance(x, jax.core.Tracer):
+            return list(self.layers)
+        layer, params = self._layer(parent=None), self.variables["params"]
+
+        @jax.jit
+        def decoder_layer(params, *inputs):
+            return layer.apply({"params": params}, *inputs)
+
+        return [partial(decoder_layer, params[f"layers_{i}"]) for i in range(self.config.n_layers)]
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
@@ -90,7 +111,7 @@ class Llama(nn.Module):
         rope = rope_table(self.config, positions)
         block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
         inputs, block, added = [], [], None
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._calls(x)):
             inputs.append(x if added is None else x + added)
             past = () if cache is None else cache.segments(i, first_seen)
             x, added, key_value = layer(x, added, rope, block_mask, past)

@@ -44,6 +44,7 @@ from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.served_models import ServedModel, check_unique, total
 from hydrajax.serve.stream import EventStream
+from hydrajax.serve.warm_up import WarmUp
 
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
@@ -82,8 +83,15 @@ class ServerSettings:
 class Api:
     """The routes. Errors are one line in OpenAI's format."""
 
-    def __init__(self, models: Sequence[ServedModel], encoder: RequestEncoder, settings: ServerSettings):
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        encoder: RequestEncoder,
+        settings: ServerSettings,
+        warm_up: WarmUp | None = None,
+    ):
         check_unique([model.name for model in models])
+        self._warm_up = warm_up
         self._models, self._encoder, self._settings = {model.name: model for model in models}, encoder, settings
         self._metrics = ServerMetrics(self._stats)
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
@@ -122,8 +130,11 @@ class Api:
         return JSONResponse({"object": "list", "data": [_listed(model) for model in self._models.values()]})
 
     async def health(self, request: Request) -> Response:
-        failed = self._stats().failed
-        return JSONResponse({"status": "failed" if failed else "ok"}, status_code=503 if failed else 200)
+        failed, warm_up = self._stats().failed, self._warm_up
+        status = {"status": "failed" if failed else "ok"}
+        if warm_up is not None:  # requests are answered from the start, but slowly while programs are missing
+            status |= {"compiled": warm_up.compiled, "programs": warm_up.total}
+        return JSONResponse(status, status_code=503 if failed else 200)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

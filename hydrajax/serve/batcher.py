@@ -359,14 +359,17 @@ class Batcher:
         bursts = not (prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live))
         for group in groups:
             start = time.perf_counter()
-            speculative = not self._pool.drops_draft or self._policy.is_worth_it(len(group.slots))
+            shape = group.shape
+            speculative = not self._pool.can_be_plain(*shape) or self._policy.is_worth_it(len(group.slots))
+            compiled = self._pool.is_compiled(*shape, speculative)
             snapshot = group.advance(group.burst if bursts else 1, speculative)
             seconds = time.perf_counter() - start
             # A burst ends early if all its sequences end, so count the steps taken.
             taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
             emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
             steps, total = max(*taken, 1), sum(taken)
-            self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
+            if compiled and shape == group.shape:  # else it took the time of a compilation or of a move
+                self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
             if bursts:
                 group.burst = next_burst(steps, seconds * len(groups))
             with self._lock:

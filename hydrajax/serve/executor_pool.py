@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
@@ -109,6 +113,8 @@ class ExecutorPool:
         self.headroom = max(each.spec.verified_nodes for each in made.values())
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
+        self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
+        self._warming_up = False
 
     @property
     def executor(self) -> Executor:
@@ -125,8 +131,23 @@ class ExecutorPool:
         """Tokens per sequence that a step feeds to the base, root included."""
         return self.executor.spec.verified_nodes
 
-    def executor_for(self, batch: int, speculative: bool) -> Executor:
-        return self._speculative[batch] if speculative or self._plain is None else self._plain
+    def is_compiled(self, batch: int, cache_len: int, speculative: bool) -> bool:
+        """Return whether steps of this kind and shape have run before."""
+        return (batch, cache_len, speculative) in self._stepped
+
+    def can_be_plain(self, batch: int, cache_len: int) -> bool:
+        """Return whether steps of this shape may be plain: not before `programs` have compiled them, if they will."""
+        return self.drops_draft and (self.is_compiled(batch, cache_len, False) or not self._warming_up)
+
+    def advance(
+        self, state: State, cache_len: int, stopped: np.ndarray, steps: int, speculative: bool
+    ) -> tuple[State, Snapshot]:
+        """Take at most ``steps`` steps, see `Executor.advance`; ``cache_len`` is that of the state."""
+        batch = len(stopped)
+        executor = self._speculative[batch] if speculative or self._plain is None else self._plain
+        found = executor.advance(state, stopped, steps)
+        self._stepped.add((batch, cache_len, speculative))
+        return found
 
     def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
         """Return the sampling arrays of one sequence, which EOS does not end if the spec has no EOS ids.
@@ -214,40 +235,54 @@ class ExecutorPool:
 
     # --- compilation ------------------------------------------------------------------------------------------
 
-    def warm_up(self, on_status: Callable[[str], None] = lambda text: None) -> None:
-        """Compile every program by running it on an empty state, so that no request waits for a compilation.
+    def programs(self) -> list[Callable[[], None]]:
+        """Return functions that compile every program by running it on an empty state, the most wanted first.
 
-        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most p * (w + 2) prefill
-        programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for each kind of array
-        3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
+        Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
+        then, last. For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
+        p * (w + 2) prefill programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for
+        each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
-        ids = np.zeros(self.chunk, np.int32)
-        total = len(self.cache_lens) * (len(self.last_chunks) + len(self.batches) + 2)
-        done = 0
-
-        def report():
-            nonlocal done
-            on_status(f"compiling {done} of {total}")
-            done += 1
-
-        for cache_len in self.cache_lens:
-            one = self.rewind(self.empty(cache_len), 0, ids)
+        found: list[Callable[[], None]] = []
+        shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
+        for batch, cache_len in shapes:
+            steps = partial(self._compile_steps, batch, cache_len, True)
+            if batch > 1:
+                found.append(steps)
+                continue
+            first, *others = (partial(self._compile_prefill, n, cache_len) for n in self.last_chunks if n <= cache_len)
+            found += [first, steps, *others]
             if cache_len > self.chunk:
-                report()
-                one = self.rewind(self.feed(one, ids, 0), 0, ids)
-            for width in self.last_chunks:
-                if width <= cache_len:
-                    report()
-                    one = self.rewind(self.finish(one, ids[:width], self.key(0, 0), self.spec), 0, ids)
-            report()
-            for other in self.cache_lens:
-                self.take(one, 0, other)
-            for batch in self.batches:
-                report()
-                state = self.tile(one, batch, cache_len)
-                for executor in filter(None, (self._speculative[batch], self._plain)):
-                    state, _ = executor.advance(state, np.ones(batch, bool), 1)
-                self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+                found.append(partial(self._compile_feed, cache_len))
+        if self.drops_draft:
+            self._warming_up = True
+            found += [partial(self._compile_steps, batch, cache_len, False) for batch, cache_len in shapes]
+        return found
+
+    def warm_up(self) -> None:
+        """Compile every program, so that no request waits for a compilation."""
+        for compile_program in self.programs():
+            compile_program()
+
+    def _compile_prefill(self, width: int, cache_len: int) -> None:
+        state = self.finish(self._blank(cache_len), np.zeros(width, np.int32), self.key(0, 0), self.spec)
+        for other in self.cache_lens:
+            self.take(state, 0, other)
+
+    def _compile_feed(self, cache_len: int) -> None:
+        self.feed(self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32)), np.zeros(self.chunk, np.int32), 0)
+
+    def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
+        """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
+        one = self._blank(cache_len)
+        state = self.tile(one, batch, cache_len)
+        state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
+        self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+
+    def _blank(self, cache_len: int) -> State:
+        """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
+        ids = np.zeros(self.last_chunks[0], np.int32)
+        return self.rewind(self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec), 0, ids)
 
 
 def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

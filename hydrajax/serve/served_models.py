@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -28,7 +28,7 @@ class ServedModel:
 
     name: str
     batcher: Batcher
-    about: Mapping[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 def check_unique(names: Sequence[str]) -> None:
@@ -53,3 +53,17 @@ def plain_step_seconds(executor: Executor) -> float:
     """Time a plain step of one sequence after `CONTEXT` tokens, or after the full context if shorter."""
     context = min(CONTEXT, executor.model.config.max_positions)
     return interleaved_ms({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3
+
+
+def idle_plain_step_seconds(
+    executor: Executor, batchers: Sequence[Batcher], wait: Callable[[float], bool]
+) -> float | None:
+    """Return `plain_step_seconds`, measured while no request runs; None once ``wait(seconds)`` returns False."""
+    while wait(1.0):
+        before = total([batcher.stats() for batcher in batchers])
+        if before.running or before.waiting:
+            continue
+        seconds = plain_step_seconds(executor)
+        if total([batcher.stats() for batcher in batchers]).requests == before.requests:
+            return seconds
+    return None

@@ -67,6 +67,11 @@ class SlotGroup:
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Batch size and cache length."""
+        return len(self.slots), self.cache_len
+
+    @property
     def usage(self) -> GroupUsage:
         reserved = [] if self.reserved is None else [self.reserved]
         return GroupUsage((*(sequence.max_length for _, sequence in self.live), *reserved), self.nbytes)
@@ -95,8 +100,7 @@ class SlotGroup:
         """Take at most ``steps`` decode steps, speculative or plain."""
         self._fit(steps)
         stopped = np.array([sequence is None for sequence in self.slots])
-        executor = self._pool.executor_for(len(self.slots), speculative)
-        self._state, snapshot = executor.advance(self._state, stopped, steps)
+        self._state, snapshot = self._pool.advance(self._state, self.cache_len, stopped, steps, speculative)
         return snapshot
 
     def remove(self, slot: int) -> None:

@@ -120,7 +120,8 @@ def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_fil
     assert "\x1b[4;32m" in result.out
     texts = enumerate((decode_text(tokenizer, ids) for ids in reference), start=1)
     assert without_styles(result.out) == "".join(f"--- {n} of 4\n{text}\n" for n, text in texts)
-    for words in ("loading ...", "compiling ...", "decoding ...", "drafted and accepted, chosen by the base"):
+    compiling = "compiling the rule greedy with a tree of"
+    for words in ("loading ...", compiling, "decoding ...", "drafted and accepted, chosen by the base"):
         assert words in without_styles(result.err)
 
 
@@ -181,8 +182,9 @@ def test_nothing_is_compiled_while_the_clock_runs(base):
     loaded = hydrajax.load(base)
     prompts = [[5, 6, 7], [8] * 20, [9, 10]]
     results = list(loaded.generate(prompts, tree="root", max_new_tokens=7, on_status=statuses.append))
-    assert statuses == ["compiling", "decoding", "compiling", "decoding", "decoding"]
-    assert set(compiled) == {"compiling"}
+    compiling = [f"compiling the rule greedy with no tree for 1 x {width} prompt tokens" for width in (16, 32)]
+    assert statuses == [compiling[0], "decoding", compiling[1], "decoding", "decoding"]
+    assert set(compiled) == set(compiling)
     assert len(compiled) == 4  # the prefill and the loop, for two shapes
     assert all(result.wall_time > 0 for result in results)
 

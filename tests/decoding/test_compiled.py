@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
@@ -306,3 +308,18 @@ def test_separate_prefill_and_donated_loop(lab, small_run):
     final = loop(params, state)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.target.cache.layers, state.draft)))
     assert_same(result_of(final.output), expected)
+
+
+@pytest.mark.parametrize("name", ["medusa", "model"])
+def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatch):
+    """Layers after the first one are one function of the program, which XLA inlines."""
+    config = CONFIG.replace(n_layers=4)
+    drafter, tree = DRAFTERS[name] if name == "medusa" else (DraftModel(Llama(config), 17), TREE)
+    engine, calls = Engine(Llama(config), drafter, tree, 16), []
+    layer = DecoderLayer.__call__
+    monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *inputs: (calls.append(1), layer(self, *inputs))[1])
+    once, n_once = optimised_hlo(engine, 2), len(calls)
+    monkeypatch.setattr(Llama, "_calls", lambda self, x: list(self.layers))
+    each, n_each = optimised_hlo(engine, 2), len(calls) - n_once
+    assert Counter(instructions(once)) == Counter(instructions(each))
+    assert n_once < n_each

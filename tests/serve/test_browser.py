@@ -52,7 +52,11 @@ def address(tmp_path_factory):
     (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
     options = ["--base", base, "--draft", "hydra++", "--tree", "chain-2", "--also", "none", "--template", "plain"]
     with serving(*options, "--slots", 1, "--chunk", 16) as (_, address, log):
-        assert log[:2] == ["loading ...", "compiling ..."]
+        assert log[0] == "loading ..."
+        end = time.monotonic() + SECONDS
+        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models").json()["data"][0]["hydrajax"]:
+            assert time.monotonic() < end
+            time.sleep(0.2)
         yield address
 
 

@@ -1,0 +1,149 @@
+"""Compilation while the server answers: order, one compilation per program, progress and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from helpers.compilations import no_compilation
+from helpers.letters import TREE, pool
+from hydrajax.serve.batcher import Batcher, Stats
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
+from hydrajax.serve.warm_up import WarmUp
+
+SECONDS = 300
+
+
+class Programs(ExecutorPool):
+    """Programs that note when they are compiled."""
+
+    def __init__(self, names: str, notes: list[str], compiles=lambda name: None):
+        self._names, self._notes, self._compiles = names, notes, compiles
+
+    def programs(self):
+        return [lambda name=name: (self._compiles(name), self._notes.append(name)) for name in self._names]
+
+
+def test_pools_take_turns_and_the_end_is_reported():
+    notes, ended = [], threading.Event()
+    warm_up = WarmUp([Programs("abc", notes), Programs("xy", notes)], lambda warm_up: ended.set())
+    assert (warm_up.compiled, warm_up.total) == (0, 5)
+    warm_up.start()
+    assert ended.wait(SECONDS)
+    assert notes == list("axbyc")
+    assert (warm_up.compiled, warm_up.total) == (5, 5)
+    assert warm_up.wait(0.0)
+    warm_up.stop()
+    assert not warm_up.wait(SECONDS)
+
+
+def test_it_stops_after_the_program_in_progress():
+    notes, begun, go_on = [], threading.Event(), threading.Event()
+
+    def compiles(name):
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    warm_up = WarmUp([Programs("abc", notes, compiles)], lambda warm_up: notes.append("end"))
+    warm_up.start()
+    assert begun.wait(SECONDS)
+    stopper = threading.Thread(target=warm_up.stop)
+    stopper.start()
+    assert not warm_up.wait(SECONDS)
+    go_on.set()
+    stopper.join(SECONDS)
+    assert notes == ["a"]
+    WarmUp([]).stop()  # one that was never started
+
+
+def test_the_most_wanted_programs_come_first(served, monkeypatch):
+    """Short texts and small batches; plain steps, in whose place others can be taken, last."""
+    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
+    assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 112), (16,))
+    done = []
+    for kind in ("prefill", "feed", "steps"):
+        monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
+    assert found.can_be_plain(1, 64)
+    found.warm_up()
+    shapes = [(1, 64), (1, 112), (2, 64), (2, 112)]
+    plain = [("steps", *shape, False) for shape in shapes]
+    assert done == [
+        ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
+        ("prefill", 16, 112), ("steps", 1, 112, True), ("feed", 112),
+        ("steps", 2, 64, True), ("steps", 2, 112, True), *plain,
+    ]  # fmt: skip
+    assert not found.can_be_plain(1, 64)  # they have only been noted
+
+
+def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(served):
+    """A request that comes first, while each program compiles, needs no program that is compiled again."""
+    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=128), drops_draft=True)
+    prompts = [np.array([at, 3], np.int32) for at in range(2)]
+    wanted = served.generate([*prompts], tree=TREE, max_new_tokens=9, batch_size=2)
+    compiled = Counter()
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled[about.get("fun_name")] += 1
+
+    ended = threading.Event()
+    batcher = Batcher(found).start()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        warm_up = WarmUp([found], lambda warm_up: ended.set()).start()
+        requests = [batcher.request(prompt, max_new_tokens=9) for prompt in prompts]
+        answers = [handle.wait(SECONDS) for handle in batcher.submit(requests)]
+        assert ended.wait(SECONDS)
+        with no_compilation():
+            answers += [handle.wait(SECONDS) for handle in batcher.submit(requests)]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+        warm_up.stop()
+        batcher.close()
+    assert [answer.output_ids for answer in answers] == 2 * [answer.output_ids for answer in wanted]
+    assert warm_up.compiled == warm_up.total
+    # Two batch sizes and two kinds of steps.
+    assert compiled["jit_burst"] == 4
+    assert compiled["jit_extend"] == 1
+
+
+def test_health_counts_the_programs(small):
+    """While some are missing, the server is healthy: it answers requests."""
+    for package in ("starlette", "prometheus_client"):
+        pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
+    from starlette.requests import Request
+
+    from hydrajax.serve.app import Api, ServerSettings
+    from hydrajax.serve.request_encoder import RequestEncoder
+    from hydrajax.serve.served_models import ServedModel
+
+    encoder = RequestEncoder(small.executor.tokenizer, small.executor.model.config)
+    warm_up = WarmUp([Programs("abc", [])])
+    api = Api([ServedModel("letters", Batcher(small))], encoder, ServerSettings(), warm_up)
+    response = asyncio.run(api.health(Request({"type": "http"})))
+    assert response.status_code == 200
+    assert json.loads(response.body) == {"status": "ok", "compiled": 0, "programs": 3}
+
+
+def test_a_plain_step_is_timed_while_no_request_runs(small, monkeypatch):
+    pytest.importorskip("starlette", reason="starlette is not installed (hydrajax[serve])")
+    from hydrajax.serve import served_models
+
+    class Busy(Batcher):
+        def stats(self):
+            return seen.pop(0)
+
+    # Two with requests, one during which a request arrives, and one without.
+    seen = [Stats(running=1), Stats(waiting=1), Stats(requests=1), *[Stats(requests=2)] * 3]
+    times = [3.0, 2.0]
+    monkeypatch.setattr(served_models, "plain_step_seconds", lambda executor: times.pop(0))
+    measure = served_models.idle_plain_step_seconds
+    assert measure(small.executor, [Busy(small)], lambda seconds: True) == 2.0
+    assert (seen, times) == ([], [])
+    assert measure(small.executor, [Busy(small)], lambda seconds: False) is None
