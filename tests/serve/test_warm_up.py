@@ -109,8 +109,8 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     assert [answer.output_ids for answer in answers] == 2 * [answer.output_ids for answer in wanted]
     assert warm_up.compiled == warm_up.total
     # Two batch sizes and two kinds of steps.
-    assert compiled["jit_burst"] == 4
-    assert compiled["jit_extend"] == 1
+    assert compiled["jit(burst)"] == 4
+    assert compiled["jit(extend)"] == 1
 
 
 def test_health_counts_the_programs(small):
