@@ -102,7 +102,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     if version == INT8:
         params = jax.tree.map(lambda x: Int8(**x).dequantized() if isinstance(x, dict) else x, params, is_leaf=_is_int8)
     dtype = jnp.dtype(saved if dtype is None else dtype)
-    return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x.astype(dtype)), params)
+    return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
 
 
 def _is_matrix(x: Any) -> bool:
