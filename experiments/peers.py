@@ -18,6 +18,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 from functools import partial
 from itertools import islice
@@ -146,24 +147,21 @@ def with_llama_cpp(args, gguf: Path | None) -> dict:
     """Return llama.cpp's decoders by name, if it can be imported and read the base."""
     if gguf is None or not importlib.util.find_spec("xllamacpp"):
         return {}
-    import xllamacpp
+    program = Path(__file__).with_name("llama_cpp_peer.py")
 
-    def decoder(lookup: bool):
-        settings = xllamacpp.CommonParams()
-        settings.model.path, settings.n_ctx, settings.n_parallel = str(gguf), 4096, 1
-        settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = args.threads
-        if lookup:
-            settings.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        server = xllamacpp.Server(settings)
+    def decoder(*lookup: str):
+        command = [sys.executable, program, gguf, str(args.threads), str(args.max_new_tokens), *lookup]
+        peer = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
 
         def run(prompt):
-            asked = {"prompt": prompt.tolist(), "n_predict": args.max_new_tokens, "temperature": 0.0}
-            asked |= {"ignore_eos": True, "cache_prompt": False, "verbose": True}  # verbose adds the ids
-            return np.array(server.handle_completions(asked)["__verbose"]["tokens"])
+            print(json.dumps(prompt.tolist()), file=peer.stdin, flush=True)
+            return np.array(json.loads(peer.stdout.readline()))
 
         return run
 
-    return {"llama.cpp, greedy": decoder(False), "llama.cpp, prompt lookup": decoder(True)}
+    return {"llama.cpp, greedy": decoder(), "llama.cpp, prompt lookup": decoder("lookup")}
 
 
 def with_hydrajax(args, plain, prompts) -> dict:
