@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,14 @@ from real_model_figures import draw_all
 
 import hydrajax
 from hydrajax import api
-from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.autotune.contest import AUTOREGRESSIVE
 from hydrajax.cli import run_command
 from hydrajax.cli.evaluate import make_prompter
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.language_model import make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.measure.draft_contest import candidate_drafts
+from hydrajax.measure.draft_contest import candidate_drafts, measure_drafts
 from hydrajax.questions.contenders import folder_name
 from hydrajax.questions.sets import FILES, read_questions, select
 from hydrajax.questions.summary import MT_BENCH, OVERALL
@@ -46,7 +46,6 @@ from hydrajax.text.records import OBJECT, read_record
 from hydrajax.train.checkpoints import RECORD
 from hydrajax.train.metrics import FILE, read_metrics
 from hydrajax.train.run_config import load_config
-from hydrajax.trees import presets
 
 # questions_per_category: of Spec-Bench; MT-Bench's eight categories have ten each, the others 80.
 FULL = {"questions_per_category": 20, "max_new_tokens": 128, "repeats": 1}
@@ -211,22 +210,20 @@ def batch(args: argparse.Namespace) -> None:
     base = hydrajax.load(args.base, dtype=args.dtype)
     prompter = make_prompter(base, args.template or "auto", args.max_new_tokens)
     prompts = [np.array(prompter([{"role": "user", "content": each.turns[0]}])[0], np.int32) for each in questions]
-    drafted = {folder_name(draft): base.with_draft(draft) for draft in args.drafts}
 
     def measure(size: int) -> list[dict]:
-        executors = {AUTOREGRESSIVE: make_executor(base, base.spec(tree="root", max_new_tokens=args.max_new_tokens))}
-        for name, m in drafted.items():
-            tree = presets.by_name(args.tree) if args.tree else m.default_tree(size)
-            executors[name] = make_executor(m, m.spec(tree=tree, max_new_tokens=args.max_new_tokens))
         with common.CONSOLE.status("") as line:
-            rates = contest(
-                executors,
+            rates = measure_drafts(
+                base,
+                args.drafts,
                 prompts,
+                tree=args.tree,
                 batch_size=size,
+                max_new_tokens=args.max_new_tokens,
                 repeats=args.batch_rounds,
                 on_status=lambda text: line.update(f"batch {size}: {text}"),
             )
-        return common.speed_rows(rates, size)
+        return common.speed_rows([replace(rate, name=folder_name(rate.name)) for rate in rates], size)
 
     kept = {"base": args.base, "drafts": args.drafts, "tree": args.tree, "dtype": args.dtype, **sizes}
     parts = common.Parts(Path(args.output) / "real_model_batch.json.parts", kept | {"machine": machine()})
