@@ -273,7 +273,9 @@ def test_a_missing_key_and_a_full_queue(opened, served, monkeypatch):
     about = {"draft": "medusa", "tree": "small"}
     with running(pool, queue=0, api_key="k", about=about) as (address, batcher):
         page = opened(address, refusals=3)
-        expect(page.locator("#error")).to_contain_text("the API key is missing or wrong")
+        expect(page.locator("#error")).to_have_text(
+            "the API key is missing or wrong, expected the header 'Authorization: Bearer KEY'"
+        )
         for key in ("wrong", "k"):
             with page.expect_response("**/v1/models"):
                 page.fill("#key", key)
