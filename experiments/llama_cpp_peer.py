@@ -1,4 +1,4 @@
-"""Decode with llama.cpp for peers.py, in a process of its own: beside torch's threads it is a fifth slower.
+"""Decode with llama.cpp for peers.py, in a separate process: in one that also runs torch it is 20% slower.
 
     python experiments/llama_cpp_peer.py FILE.gguf THREADS NEW_TOKENS [lookup]
 

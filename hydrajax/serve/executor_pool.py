@@ -238,6 +238,8 @@ class ExecutorPool:
     def programs(self) -> list[Callable[[], None]]:
         """Return functions that compile every program by running it on an empty state, the most wanted first.
 
+        From now on, steps are plain only in shapes that are compiled, see `can_be_plain`.
+
         Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
         then, last. For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
         p * (w + 2) prefill programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for
