@@ -1,6 +1,6 @@
 """The ``hydrajax`` program: one module per command, each a thin layer over the library.
 
-A command module has ``HELP`` (its line of `COMMANDS`), ``add_arguments(parser)`` and ``run(args)``. Only the chosen
+A command module has ``add_arguments(parser)`` and ``run(args)``; its help text is in `COMMANDS`. Only the chosen
 command's module is imported, and none for ``hydrajax --help``; slow imports therefore belong in ``run``.
 """
 # PYTHON_ARGCOMPLETE_OK (argcomplete looks for this line where it is switched on for all programs)

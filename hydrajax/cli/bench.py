@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
@@ -29,8 +29,6 @@ from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
-
-HELP = COMMANDS["bench"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.measure.certificate import Check, certify
 from hydrajax.text.prompt import PROMPT_FORMATS
-
-HELP = COMMANDS["certify"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,12 +9,11 @@ from contextlib import suppress
 
 from rich.console import Console
 
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.cli.signals import Terminated
 from hydrajax.conversation import Chat
 from hydrajax.errors import HydrajaxError
 
-HELP = COMMANDS["chat"]
 SLASH_COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl-D)"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.export import FORMATS, export_heads
@@ -21,8 +21,6 @@ from hydrajax.formats.load import RECORD, load_draft
 from hydrajax.formats.tensors import read_json
 from hydrajax.models.weights import QUANTIZED
 from hydrajax.text.prompt import PROMPT_FORMATS
-
-HELP = COMMANDS["convert"]
 
 STORED = options.api.DTYPES | {"int8": jnp.int8}  # dtypes of exported heads
 

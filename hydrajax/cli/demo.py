@@ -23,7 +23,6 @@ from rich.table import Table
 from hydrajax import assets
 from hydrajax.api import load
 from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
-from hydrajax.cli import COMMANDS
 from hydrajax.cli.screen import CLOSE, OPEN, status, write_marked
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
@@ -37,7 +36,6 @@ from hydrajax.text.marking import pieces
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
 
-HELP = COMMANDS["demo"]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 80
 SHOWN = 3  # continuations
 REPEATS, QUESTION_REPEATS = 3, 1  # timed rounds; a round of questions is longer

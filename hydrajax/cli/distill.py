@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hydrajax.train.run_config import TrainConfig
 
 PROG = "python -m hydrajax.train.distill"
-HELP = COMMANDS["distill"]
 CUTS, CUT_TOKENS = 2000, 64  # default number and length of beginnings
 NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 
@@ -209,4 +208,4 @@ def report(result: DialogueResult, seeds: Seeds, file: RecordFile, context: int)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, HELP, add_arguments, run, sys.argv[1:] if argv is None else argv)
+    return run_command(PROG, COMMANDS["distill"], add_arguments, run, sys.argv[1:] if argv is None else argv)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax import api
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
@@ -27,8 +27,6 @@ from hydrajax.questions.sets import Question
 from hydrajax.questions.summary import Figures, summarise
 from hydrajax.report.tables import print_table
 from hydrajax.trees import presets
-
-HELP = COMMANDS["evaluate"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from hydrajax.cli import COMMANDS
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_model_arguments,
@@ -29,8 +28,6 @@ from hydrajax.generation import generate, stream
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
-
-HELP = COMMANDS["generate"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from hydrajax.cli import COMMANDS
 from hydrajax.errors import HydrajaxError
-
-HELP = COMMANDS["report"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.draft_model import DraftModel
@@ -30,8 +30,6 @@ from hydrajax.roofline.devices import DEVICES, Device
 from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.dynamic import CandidateTree
-
-HELP = COMMANDS["roofline"]
 
 HERE = "here"
 SIZES = (1, 4, 16, 64)  # nodes, for trees of at least this size

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hydrajax.cli import COMMANDS, options
+from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
@@ -20,7 +20,6 @@ from hydrajax.trees.dynamic import CandidateTree
 if TYPE_CHECKING:
     from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 
-HELP = COMMANDS["serve"]
 KEY = "HYDRAJAX_API_KEY"
 
 

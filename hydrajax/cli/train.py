@@ -22,7 +22,6 @@ from hydrajax.locking import in_use
 from hydrajax.train.run_config import TrainConfig, load_config, recipes
 
 PROG = "python -m hydrajax.train"
-HELP = COMMANDS["train"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,4 +95,4 @@ def preview(config: TrainConfig, count: int, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, HELP, add_arguments, run, sys.argv[1:] if argv is None else argv)
+    return run_command(PROG, COMMANDS["train"], add_arguments, run, sys.argv[1:] if argv is None else argv)

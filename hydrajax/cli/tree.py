@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from hydrajax.cli import COMMANDS, tree_search_command, tree_show
+from hydrajax.cli import tree_search_command, tree_show
 
-HELP = COMMANDS["tree"]
 VERBS = {"search": tree_search_command, "show": tree_show}
 
 

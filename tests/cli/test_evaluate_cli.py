@@ -17,7 +17,7 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.cli import evaluate, run_command
+from hydrajax.cli import COMMANDS, evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.numbers import numbers_as_arrays
@@ -41,7 +41,7 @@ QUICK = ["--max-new-tokens", 8]
 def program(capsys):
     def run(*argv) -> SimpleNamespace:
         capsys.readouterr()
-        command = "hydrajax evaluate", evaluate.HELP, evaluate.add_arguments, evaluate.run
+        command = "hydrajax evaluate", COMMANDS["evaluate"], evaluate.add_arguments, evaluate.run
         code = run_command(*command, [str(arg) for arg in argv])
         return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
@@ -281,8 +281,8 @@ def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
     if not (data / f"{name}_question.jsonl").is_file():
         pytest.skip(f"no question files in {data}; set HYDRAJAX_PROMPTS")
     source = (
-        "import sys; from hydrajax.cli import run_command, evaluate as e; "
-        "sys.exit(run_command('hydrajax evaluate', e.HELP, e.add_arguments, e.run, sys.argv[1:]))"
+        "import sys; from hydrajax.cli import COMMANDS, run_command, evaluate as e; "
+        "sys.exit(run_command('hydrajax evaluate', COMMANDS['evaluate'], e.add_arguments, e.run, sys.argv[1:]))"
     )
     flags = [*SHIPPED, "--tree", "chain-2", "--set", name, "--data", data, "--max-new-tokens", 16]
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli import roofline as command
-from hydrajax.cli import run_command
 from hydrajax.measure.benchmark import BenchmarkRow
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.roofline import comparison, meter
@@ -22,7 +22,7 @@ def program(capsys):
     def run(*argv) -> SimpleNamespace:
         capsys.readouterr()
         argv = [str(arg) for arg in argv]
-        code = run_command("hydrajax roofline", command.HELP, command.add_arguments, command.run, argv)
+        code = run_command("hydrajax roofline", COMMANDS["roofline"], command.add_arguments, command.run, argv)
         return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
 
     return run
