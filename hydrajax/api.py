@@ -23,7 +23,7 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.weights import QUANTIZED
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets

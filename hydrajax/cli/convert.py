@@ -19,7 +19,7 @@ from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft
 from hydrajax.formats.tensors import read_json
-from hydrajax.models.weights import QUANTIZED
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 STORED = options.api.DTYPES | {"int8": jnp.int8}  # dtypes of exported heads

@@ -22,7 +22,7 @@ from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
-from hydrajax.models.weights import QUANTIZED
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement, last_devices
 from hydrajax.text.prompt import Prompt, read_prompts
 from hydrajax.trees import presets

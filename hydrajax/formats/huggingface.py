@@ -32,7 +32,8 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Layout, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import QUANTIZED, low_rank
+from hydrajax.models.quantized import quantized_type, quantizes_embedding
+from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
@@ -90,7 +91,7 @@ def load_llama(
     Args:
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` puts a host array on devices; by default on the default device.
-        quantize: a name of `hydrajax.models.weights.QUANTIZED`; quantises the weights of matrix products.
+        quantize: one of `hydrajax.models.quantized.QUANTIZED`; quantises the weights of matrix products.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
         on_progress: called after each parameter.
@@ -129,7 +130,9 @@ def load_llama(
         if lora and merge:
             array = merged(array, tuple(parents), name)
         if quantize and name in KERNELS:
-            parts = QUANTIZED[quantize].of(array).stored(name)
+            parts = quantized_type(quantize, name).of(array).stored(name)
+        elif name == "embedding" and config.tied_lm_head and quantizes_embedding(quantize):
+            parts = quantized_type(quantize, name).of(array.T).stored(name)
         else:
             parts = {name: np.asarray(array, dtype)}
         placed = {part: place(x, leaf(axes, (*parents, part))) for part, x in parts.items()}

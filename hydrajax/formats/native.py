@@ -2,7 +2,7 @@
 
 ``config.json`` has the kind of drafter (`hydrajax.formats.draft_registry`), the fields of its dataclass, the shapes of
 all parameters, and the size and checksum of each file, as orbax does not notice a changed byte. Version 2 stores
-matrices in int8 (`hydrajax.models.weights.Int8`), which are loaded as floats.
+matrices in int8 (`hydrajax.models.quantized.Int8`), which are loaded as floats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hydrajax.formats.tensors import FLOATS
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import Int8
+from hydrajax.models.quantized import Int8
 
 WHAT = "draft"
 MARK = "hydrajax_draft"  # field of config.json that marks the format; its value is the version

@@ -196,7 +196,8 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
         return backend.attend_text(queries, segments[0].keys, segments[0].values, visible[0].window)
     if not is_long_text:
         if backend.attends_few_rows(queries):
-            return few_rows.attend(queries, tuple(segment.with_mask() for segment in segments), attend_plain)
+            # The oldest first, so that a token's sum has one order in a tree and in the cache.
+            return few_rows.attend(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
         return attend_plain(queries, segments)
     chunks = -(-n_tokens // QUERY_CHUNK)
     width = -(-chunks // UNROLLED_SECTIONS) * QUERY_CHUNK

@@ -122,8 +122,16 @@ def few_rows(rows: int, dtype) -> bool:
 
     One device only: XLA cannot partition a custom kernel.
     """
-    small = 1 < rows <= kernels.MOST_ROWS and dtype == jnp.float32
+    small = rows <= kernels.MOST_ROWS and dtype == jnp.float32
     return small and _on_cpu() and platform().devices == 1 and kernels.available()
+
+
+def has_few_bits() -> bool:
+    """Return whether `hydrajax.models.kernels.few_bits` computes products with quantised weights.
+
+    All devices of the process count, not those of a program: weights are stored for the kernel.
+    """
+    return _on_cpu() and jax.device_count() == 1 and kernels.available()
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -198,10 +206,18 @@ def add_norm(
         rows = x.reshape(-1), None if added is None else added.reshape(-1)
         total, normed = norm_kernel.add_norm(*rows, scale, eps)
         return total.reshape(x.shape), normed.reshape(x.shape)
-    total = x if added is None else x + added
-    wide = total.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return total, normed.astype(x.dtype) * scale
+
+    def plain(x, scale, *added):
+        total = sum(added, x)
+        wide = total.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return total, normed.astype(x.dtype) * scale
+
+    if few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == jnp.float32:
+        flat = (None if y is None else y.reshape(-1, x.shape[-1]) for y in (x, added))
+        total, normed = kernels.add_norm(*flat, scale, eps, plain)
+        return total.reshape(x.shape), normed.reshape(x.shape)
+    return plain(x, scale) if added is None else plain(x, scale, added)
 
 
 def whole_slots(slots: int) -> int:

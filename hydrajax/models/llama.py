@@ -19,7 +19,8 @@ from hydrajax.models.base_model import Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel, project
+from hydrajax.models.quantized import Int8Tiles, Quantized, quantizes_embedding
+from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
 
 class Llama(nn.Module):
@@ -30,8 +31,8 @@ class Llama(nn.Module):
     Attributes:
         config: Shapes and constants.
         dtype: Of parameters and computation.
-        quantize: Names the class of the products' weights in `hydrajax.models.weights.QUANTIZED`; the embedding, and an
-            lm head tied to it, stay as they are.
+        quantize: How the products' weights are stored (`hydrajax.models.quantized.QUANTIZED`); also the embedding's if
+            it is the lm head too and `hydrajax.models.quantized.quantizes_embedding`.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
     """
@@ -44,8 +45,11 @@ class Llama(nn.Module):
 
     def setup(self):
         c = self.config
-        normal = nn.initializers.normal(0.02)
-        self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
+        if c.tied_lm_head and quantizes_embedding(self.quantize):
+            self.embedding = declare_kernel(self, "embedding", (c.width, c.vocab_size), ("width", "vocab"))
+        else:
+            normal = nn.initializers.normal(0.02)
+            self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
         self.layers = [self._layer() for _ in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         if not c.tied_lm_head:
@@ -71,12 +75,16 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
+        if isinstance(self.embedding, Int8Tiles):
+            return self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
         return jnp.take(self.embedding, tokens, axis=0, mode="clip")
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
+        if isinstance(self.embedding, Int8Tiles):
+            return project(hidden, self.embedding if tokens is None else self.embedding.select(tokens), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
             return backend.matmul_transposed(hidden, rows, jnp.float32)
@@ -86,7 +94,8 @@ class Llama(nn.Module):
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the lm head as one float array."""
         if self.config.tied_lm_head:
-            return self.embedding.T
+            tiles = isinstance(self.embedding, Int8Tiles)
+            return self.embedding.dequantized().astype(self.dtype) if tiles else self.embedding.T
         kernel, added = self.lm_head, None
         if isinstance(kernel, LowRank):
             kernel, added = kernel.kernel, kernel.delta()

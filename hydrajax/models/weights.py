@@ -1,116 +1,24 @@
 """Weights: declaration in modules, and multiplication.
 
-A weight is an array, a `Quantized` kernel of fewer bits such as `Int8`, or `LowRank`, one of these two with an adapter.
+A weight is an array, a `hydrajax.models.quantized.Quantized` kernel of fewer bits, or `LowRank`, one of these two with
+an adapter.
 Every product goes through `project`.
 """
 
 from __future__ import annotations
 
-import abc
-import dataclasses
 import math
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float
 
-from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
-
-ROWS = 256  # rows of a kernel quantised at once
-
-
-class Quantized(abc.ABC):
-    """A kernel ``[D, *features]`` of few-bit numbers (weights only; activations keep their dtype).
-
-    A subclass is a dataclass of arrays, registered as a pytree. Each field is a parameter of its own (`stored`), so a
-    kernel is sharded, loaded and counted by its arrays.
-    """
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The kernel's shape, ``(D, *features)``."""
-
-    @classmethod
-    @abc.abstractmethod
-    def declare(cls, module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Quantized:
-        """Declare the parameters of a kernel of this shape and these logical axes, with arbitrary initial values."""
-
-    @classmethod
-    @abc.abstractmethod
-    def of(cls, kernel: np.ndarray) -> Quantized:
-        """Quantise a kernel on the host; raises `HydrajaxError` for non-finite numbers."""
-
-    @abc.abstractmethod
-    def dequantized(self) -> Float[Array, " D *features"]:
-        """Return the dequantised float32 kernel."""
-
-    @abc.abstractmethod
-    def project(self, x: Float[Array, "*rows D"], dtype) -> Float[Array, "*rows F"]:
-        """Return ``x @ kernel`` in this dtype, as `project` does."""
-
-    def stored(self, name: str) -> dict[str, Array]:
-        """Return the arrays by parameter name; the first field has the kernel's own name."""
-        first, *others = [field.name for field in dataclasses.fields(self)]
-        return {name: getattr(self, first)} | {f"{name}_{other}": getattr(self, other) for other in others}
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Int8(Quantized):
-    """``values * scale``: symmetric, one byte per number and a scale per output feature.
-
-    Attributes:
-        values: int8 ``[D, *features]``.
-        scale: float32 ``[*features]``.
-    """
-
-    values: Array
-    scale: Float[Array, "*features"]
-
-    @property
-    def shape(self):
-        return self.values.shape
-
-    @classmethod
-    def declare(cls, module, name, shape, axes):
-        zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
-        ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
-        return cls(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
-
-    @classmethod
-    def of(cls, kernel):
-        """Return the nearest int8 kernel; each output feature's largest weight becomes 127."""
-        # In blocks of rows: float32 copies of a whole lm head would be the peak of the host's memory.
-        blocks = [slice(i, i + ROWS) for i in range(0, len(kernel), ROWS)]
-        largest = np.zeros(kernel.shape[1:], np.float32)
-        for rows in blocks:
-            np.maximum(largest, np.max(np.abs(kernel[rows].astype(np.float32)), axis=0), out=largest)
-        if not np.all(np.isfinite(largest)):
-            raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers")
-        scale = largest / np.float32(127)
-        scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # for features of zeros, or nearly
-        values = np.empty(kernel.shape, np.int8)
-        for rows in blocks:
-            values[rows] = np.rint(kernel[rows].astype(np.float32) / scale)
-        return cls(values, scale)
-
-    def dequantized(self):
-        return self.values.astype(jnp.float32) * self.scale
-
-    def project(self, x, dtype):
-        values = self.values.reshape(x.shape[-1], -1).astype(x.dtype)
-        product = backend.matmul(x, values, jnp.float32, stored=False)
-        return (product * self.scale.reshape(-1)).astype(dtype)
-
-
-QUANTIZED: dict[str, type[Quantized]] = {"int8": Int8}  # by the user's name
+from hydrajax.models.quantized import Quantized, quantized_type
 
 
 class LowRank(NamedTuple):
@@ -212,15 +120,15 @@ def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[st
 def declare_kernel(
     module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> Array | Quantized | LowRank:
-    """Declare a product's weight, contracted over its first axis: normal with std 0.02, or the `QUANTIZED` class named
-    ``module.quantize``.
+    """Declare a product's weight, contracted over its first axis: normal with std 0.02, or quantised as
+    ``module.quantize`` says.
 
     With ``module.adapter`` the weight is `LowRank`, which has no effect as initialised.
     """
     if module.quantize is None:
         kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02))
     else:
-        kernel = QUANTIZED[module.quantize].declare(module, name, shape, axes)
+        kernel = quantized_type(module.quantize, name).declare(module, name, shape, axes)
     adapter: Adapter | None = module.adapter
     if adapter is None or not adapter.of(name):
         return kernel

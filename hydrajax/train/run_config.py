@@ -19,7 +19,7 @@ from hydrajax.errors import HydrajaxError, nearest_first, one_line
 from hydrajax.formats import draft_registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import QUANTIZED
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 

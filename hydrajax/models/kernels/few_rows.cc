@@ -8,31 +8,15 @@
 // last bit in a tree of any size.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
-#include <type_traits>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "cpu_kernels.h"
 
-namespace ffi = xla::ffi;
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Heads = ffi::Buffer<ffi::F32, 4>;
-
-// One source for every width of vector registers; the best is chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EVERY_CPU __attribute__((target_clones("avx512f", "fma", "default")))  // older GCC knows no levels
-#else
-#define FOR_EVERY_CPU
-#endif
-
-#define ALWAYS_INLINE __attribute__((always_inline))
 
 namespace {
 
@@ -45,59 +29,6 @@ constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
 constexpr int kDepth = 8;   // weight rows read side by side
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
-
-// ---- threads -------------------------------------------------------------------------------------------------------
-
-// Runs work(0) ... work(n - 1) on the caller and on the pool's free threads. The caller takes whatever no thread has begun,
-// so this never waits for a thread that does not come.
-template <typename Work>
-void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
-  struct Shared {
-    std::atomic<int64_t> next{0}, done{0};
-  };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
-  if (helpers <= 0) {
-    for (int64_t i = 0; i < n; ++i) work(i);
-    return;
-  }
-  auto shared = std::make_shared<Shared>();
-  // A late helper finds nothing left and touches neither `work` nor what it refers to.
-  auto take = [shared, n, &work]() {
-    for (int64_t i; (i = shared->next.fetch_add(1)) < n;) {
-      work(i);
-      shared->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(take)(take));
-  take();
-  for (int64_t waits = 1; shared->done.load(std::memory_order_acquire) < n; ++waits) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-    if (waits % 1024 == 0) std::this_thread::yield();  // the helper may be waiting for this core
-  }
-}
-
-// Aligned scratch space for n floats, reused by a thread.
-float* Scratch(int64_t n) {
-  static thread_local std::vector<float> room;
-  constexpr int64_t kLine = 16;
-  if (static_cast<int64_t>(room.size()) < n + kLine) room.resize(n + kLine);
-  const auto address = reinterpret_cast<uintptr_t>(room.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
-}
-
-// Calls `product` with the number of rows, kRows at most, as a constant, so that the compiler keeps all in registers.
-template <int R = kRows, typename Product>
-inline ALWAYS_INLINE void WithRows(int64_t rows, const Product& product) {
-  if constexpr (R == 1) {
-    product(std::integral_constant<int, 1>());
-  } else if (rows >= R) {
-    product(std::integral_constant<int, R>());
-  } else {
-    WithRows<R - 1>(rows, product);
-  }
-}
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
@@ -169,7 +100,7 @@ void ProductOfColumns(const float* x, const float* weight, float* out, int64_t r
       for (int64_t row = 0; row < rows; row += kRows) {
         const float* xs = x + row * depth + d;
         float* to = sums + (column - begin) * rows + row * kColumns;
-        WithRows(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, stride, to, n); });
+        WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, stride, to, n); });
       }
     }
   }
@@ -232,7 +163,7 @@ inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const float* weight,
   for (int64_t row = 0; row < rows; row += kRows) {
     const float* xs = x + row * depth;
     float* to = out + row * width;
-    WithRows(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
+    WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
   }
 }
 
@@ -440,8 +371,47 @@ ffi::Error Attend(ffi::ThreadPool pool, Heads queries, ffi::RemainingArgs rest,
   return ffi::Error::Success();
 }
 
+// ---- total = x + added; out = total / rms(total) * scale -------------------------------------------------------------------
+
+FOR_EVERY_CPU
+void NormRow(const float* x, const float* added, const float* scale, float eps, int64_t width, float* total, float* out) {
+  Lanes squares = {};
+  const int64_t vectors = width / kLanes * kLanes;
+  for (int64_t i = 0; i < vectors; i += kLanes) {
+    Lanes sum, more = {};
+    Load(sum, x + i);
+    if (added != nullptr) Load(more, added + i);
+    sum += more;
+    Store(total + i, sum);
+    squares += sum * sum;
+  }
+  float square = 0;
+  for (int lane = 0; lane < kLanes; ++lane) square += squares[lane];
+  for (int64_t i = vectors; i < width; ++i) {
+    total[i] = x[i] + (added == nullptr ? 0.0f : added[i]);
+    square += total[i] * total[i];
+  }
+  const float factor = 1.0f / std::sqrt(square / width + eps);
+  for (int64_t i = 0; i < width; ++i) out[i] = total[i] * factor * scale[i];
+}
+
+// `added` may be missing.
+ffi::Error AddNorm(Matrix x, ffi::Buffer<ffi::F32, 1> scale, ffi::RemainingArgs rest, ffi::Result<Matrix> total,
+                   ffi::Result<Matrix> out, float eps) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  const float* added = nullptr;
+  if (auto given = rest.get<Matrix>(0)) added = given->typed_data();
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t at = r * width;
+    NormRow(x.typed_data() + at, added == nullptr ? nullptr : added + at, scale.typed_data(), eps, width,
+            total->typed_data() + at, out->typed_data() + at);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
+using Vector = ffi::Buffer<ffi::F32, 1>;
 using Output = ffi::Buffer<ffi::F32, 3>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul, Matmul,
@@ -452,3 +422,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_transposed, MatmulTransposed,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_attend, Attend,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Heads>().RemainingArgs().Ret<Output>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hydrajax_add_norm, AddNorm,
+    ffi::Ffi::Bind().Arg<Matrix>().Arg<Vector>().RemainingArgs().Ret<Matrix>().Ret<Matrix>().Attr<float>("eps"));

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float
 
 from hydrajax.models.arrays import Array
@@ -32,6 +33,13 @@ from hydrajax.models.arrays import Array
 MOST_ROWS = 64  # beyond, XLA's product is faster
 LANES = 16  # a head must fill whole vectors of this length
 LONGEST_HEAD = 256
+TARGETS = (
+    "hydrajax_matmul",
+    "hydrajax_matmul_transposed",
+    "hydrajax_attend",
+    "hydrajax_add_norm",
+    "hydrajax_matmul_few_bits",
+)
 
 
 @functools.cache
@@ -46,12 +54,12 @@ def available() -> bool:
         library = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return False
-    for name in ("hydrajax_matmul", "hydrajax_matmul_transposed", "hydrajax_attend"):
+    for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return True
 
 
-def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
+def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
     """Give a kernel the gradient of ``plain``, which computes the same."""
 
     def wrap(kernel: Callable) -> Callable:
@@ -62,18 +70,35 @@ def _with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
     return wrap
 
 
-@_with_gradient_of(jnp.matmul)
+@with_gradient_of(jnp.matmul)
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, "R F"]:
     """Return ``x @ weight`` in float32. Each output element is summed over D in order."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
 
-@_with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T))
+@with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T))
 def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
     """Return ``x @ weight.T`` in float32, without a transposed copy of the weight."""
     out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
+
+
+def add_norm(
+    x: Float[Array, "R D"], added: Float[Array, "R D"] | None, scale: Float[Array, " D"], eps: float, plain: Callable
+) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
+    """Compute `hydrajax.models.backend.add_norm` in float32 with the gradient of ``plain``.
+
+    XLA sums the squares of one row in another order than those of several.
+    """
+
+    @with_gradient_of(plain)
+    def kernel(x, scale, *added):
+        out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        call = jax.ffi.ffi_call("hydrajax_add_norm", (out, out), vmap_method="sequential")
+        return tuple(call(x, scale, *added, eps=np.float32(eps)))
+
+    return kernel(x, scale) if added is None else kernel(x, scale, added)
 
 
 def attend(
@@ -86,7 +111,7 @@ def attend(
     Slots before the first and after the last visible one are not read.
     """
 
-    @_with_gradient_of(plain)
+    @with_gradient_of(plain)
     def kernel(queries, parts):
         batch, heads, tokens, head_dim = queries.shape
         out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), jnp.float32)

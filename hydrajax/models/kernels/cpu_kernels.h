@@ -1,0 +1,84 @@
+// What the CPU kernels share: threads, scratch space, and code for every width of vector registers.
+
+#ifndef HYDRAJAX_CPU_KERNELS_H_
+#define HYDRAJAX_CPU_KERNELS_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+// One source for every width of vector registers; the best is chosen when the library is loaded.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EVERY_CPU __attribute__((target_clones("avx512f", "fma", "default")))  // older GCC knows no levels
+#else
+#define FOR_EVERY_CPU
+#endif
+
+#define ALWAYS_INLINE __attribute__((always_inline))
+
+namespace {
+
+// Runs work(0) ... work(n - 1) on the caller and on the pool's free threads. The caller takes whatever no thread has begun,
+// so this never waits for a thread that does not come.
+template <typename Work>
+void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
+  struct Shared {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), n) - 1;
+  if (helpers <= 0) {
+    for (int64_t i = 0; i < n; ++i) work(i);
+    return;
+  }
+  auto shared = std::make_shared<Shared>();
+  // A late helper finds nothing left and touches neither `work` nor what it refers to.
+  auto take = [shared, n, &work]() {
+    for (int64_t i; (i = shared->next.fetch_add(1)) < n;) {
+      work(i);
+      shared->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule(decltype(take)(take));
+  take();
+  for (int64_t waits = 1; shared->done.load(std::memory_order_acquire) < n; ++waits) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+    if (waits % 1024 == 0) std::this_thread::yield();  // the helper may be waiting for this core
+  }
+}
+
+// Aligned scratch space for n floats, reused by a thread.
+float* Scratch(int64_t n) {
+  static thread_local std::vector<float> room;
+  constexpr int64_t kLine = 16;
+  if (static_cast<int64_t>(room.size()) < n + kLine) room.resize(n + kLine);
+  const auto address = reinterpret_cast<uintptr_t>(room.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+// Calls `product` with the number of rows, R at most, as a constant, so that the compiler keeps all in registers.
+template <int R, typename Product>
+inline ALWAYS_INLINE void WithRows(int64_t rows, const Product& product) {
+  if constexpr (R == 1) {
+    product(std::integral_constant<int, 1>());
+  } else if (rows >= R) {
+    product(std::integral_constant<int, R>());
+  } else {
+    WithRows<R - 1>(rows, product);
+  }
+}
+
+}  // namespace
+
+#endif  // HYDRAJAX_CPU_KERNELS_H_

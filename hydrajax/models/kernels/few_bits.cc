@@ -1,0 +1,341 @@
+// Matrix products with weights of 8 and 4 bits on a CPU, for any number of rows.
+//
+// Each row of x is rounded to 8 bits in groups of 32 numbers, so that a group's products and their sums are integers. XLA
+// would widen the whole weight to float32 in memory in every step. few_bits.py describes the weights' layout and has
+// measurements.
+//
+// The integers are exact on every CPU, and groups are added in one order, independent of the number of rows and threads, so
+// a row's result is the same to the last bit in a tree of any size.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "cpu_kernels.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define HAS_VNNI_CODE 1
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using Matrix = ffi::Buffer<ffi::F32, 2>;
+
+constexpr int kDepth = 32;    // numbers of a group
+constexpr int kColumns = 64;  // of a tile
+constexpr int kSteps = kDepth / 4;
+constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
+constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
+
+// Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
+// numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
+struct Weight {
+  const uint8_t* tiles;
+  int64_t groups, width;
+  bool four_bits;
+  const float* column_scales;                    // [columns], or null if the scales are per group
+  const uint16_t *group_scales, *group_offsets;  // float16 [columns / 64, groups, 64]; offsets may be null
+};
+
+struct Tile {
+  const uint8_t* values;
+  const uint16_t *scales, *offsets;
+};
+
+// Rows of x in 8 bits, in groups of 32 that are padded with zeros. T is int8_t or float.
+struct Rows {
+  void* values;   // T [rows, groups, 32]
+  float* scales;  // [rows, groups]
+  float* sums;    // [rows, groups], of the values
+  int64_t groups;
+};
+
+// Rounds rows of x: a group's largest number becomes 127. NaN and infinity stay so by their scale.
+template <typename T>
+inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, int64_t rows, const Rows& to) {
+  T* values = static_cast<T*>(to.values);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t g = 0; g < to.groups; ++g) {
+      float in[kDepth] = {};
+      std::memcpy(in, x + r * depth + g * kDepth, sizeof(float) * std::min<int64_t>(kDepth, depth - g * kDepth));
+      int32_t bits[kDepth], largest_bits = 0;
+      std::memcpy(bits, in, sizeof(bits));
+      for (int i = 0; i < kDepth; ++i) largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);
+      float largest;
+      std::memcpy(&largest, &largest_bits, sizeof(largest));
+      const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
+      T* out = values + (r * to.groups + g) * kDepth;
+      int32_t sum = 0;
+      for (int i = 0; i < kDepth; ++i) {
+        const float shifted = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+        int32_t rounded;
+        std::memcpy(&rounded, &shifted, sizeof(rounded));
+        rounded -= 0x4b400000;
+        out[i] = static_cast<T>(static_cast<int8_t>(rounded));
+        sum += static_cast<int8_t>(rounded);
+      }
+      to.scales[r * to.groups + g] = largest / 127.0f;
+      to.sums[r * to.groups + g] = static_cast<float>(sum);
+    }
+  }
+}
+
+// ---- every CPU: integers as floats, which are exact below 2^24 -------------------------------------------------------------
+
+namespace plain {
+
+constexpr int kLanes = 16;
+typedef float Lanes __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
+
+FOR_EVERY_CPU
+void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<float>(x, depth, rows, to); }
+
+// float16 without infinities and NaN.
+inline ALWAYS_INLINE Lanes FromHalves(const uint16_t* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const Bits bits = __builtin_convertvector(halves, Bits);
+  const Bits wide = (bits & 0x7fff) << 13 | (bits & 0x8000) << 16;
+  Lanes small;
+  std::memcpy(&small, &wide, sizeof(small));
+  return small * 0x1p112f;  // also right for denormal numbers
+}
+
+// Widens a tile to floats [32 numbers][64 columns].
+inline ALWAYS_INLINE void Widen(const uint8_t* tile, bool four_bits, float* wide) {
+  for (int s = 0; s < (four_bits ? kSteps / 2 : kSteps); ++s) {
+    int32_t fours[kColumns];
+    std::memcpy(fours, tile + s * sizeof(fours), sizeof(fours));
+    for (int k = 0; k < 4; ++k) {
+      float* to = wide + (4 * s + k) * kColumns;
+      if (four_bits) {
+        for (int c = 0; c < kColumns; ++c) to[c] = static_cast<float>(fours[c] >> 8 * k & 15);
+        float* high = to + kDepth / 2 * kColumns;
+        for (int c = 0; c < kColumns; ++c) high[c] = static_cast<float>(fours[c] >> (8 * k + 4) & 15);
+      } else {
+        for (int c = 0; c < kColumns; ++c) {
+          const int32_t left = static_cast<int32_t>(static_cast<uint32_t>(fours[c]) << (24 - 8 * k));
+          to[c] = static_cast<float>(left >> 24);
+        }
+      }
+    }
+  }
+}
+
+template <int R>
+inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, const Rows& x, int64_t group, int64_t row,
+                                       float* sums) {
+  const float* numbers = static_cast<const float*>(x.values) + (row * x.groups + group) * kDepth;
+  for (int c = 0; c < kColumns; c += 2 * kLanes) {
+    Lanes products[R][2] = {};
+    for (int d = 0; d < kDepth; ++d) {
+      Lanes w[2];
+      std::memcpy(w, wide + d * kColumns + c, sizeof(w));
+      for (int r = 0; r < R; ++r) {
+        const float number = numbers[r * x.groups * kDepth + d];
+        products[r][0] += number * w[0];
+        products[r][1] += number * w[1];
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = (row + r) * x.groups + group;
+      for (int v = 0; v < 2; ++v) {
+        float* place = sums + (row + r) * kColumns + c + v * kLanes;
+        Lanes sum = products[r][v], to;
+        std::memcpy(&to, place, sizeof(to));
+        if (tile.scales != nullptr) sum *= FromHalves(tile.scales + c + v * kLanes);
+        if (tile.offsets != nullptr) sum += x.sums[at] * FromHalves(tile.offsets + c + v * kLanes);
+        to += x.scales[at] * sum;
+        std::memcpy(place, &to, sizeof(to));
+      }
+    }
+  }
+}
+
+FOR_EVERY_CPU
+void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+  alignas(64) float wide[kDepth * kColumns];
+  Widen(tile.values, weight.four_bits, wide);
+  for (int64_t row = 0; row < rows; row += 8) {
+    WithRows<8>(rows - row, [&](auto r) ALWAYS_INLINE { MultiplyRows<r>(tile, wide, x, group, row, sums); });
+  }
+}
+
+}  // namespace plain
+
+// ---- AVX-512 with VNNI: four products and their sum in one instruction -------------------------------------------------------
+
+#ifdef HAS_VNNI_CODE
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni")
+
+namespace vnni {
+
+constexpr int kVectors = kColumns / 16;
+
+void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<int8_t>(x, depth, rows, to); }
+
+template <int R, bool FourBits>
+inline void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t row, float* sums) {
+  const int8_t* a[R];
+  __m512i products[R][kVectors];
+  for (int r = 0; r < R; ++r) {
+    const int64_t at = (row + r) * x.groups + group;
+    a[r] = static_cast<const int8_t*>(x.values) + at * kDepth;
+    // The instruction multiplies unsigned by signed bytes: 128 is added to int8 weights, and 128 times the sum of x is
+    // taken off.
+    const __m512i start = _mm512_set1_epi32(FourBits ? 0 : -128 * static_cast<int32_t>(x.sums[at]));
+    for (int c = 0; c < kVectors; ++c) products[r][c] = start;
+  }
+  const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+  auto add = [&](int step, const __m512i* w) ALWAYS_INLINE {
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, a[r] + 4 * step, sizeof(four));
+      const __m512i numbers = _mm512_set1_epi32(four);
+      for (int c = 0; c < kVectors; ++c) products[r][c] = _mm512_dpbusd_epi32(products[r][c], w[c], numbers);
+    }
+  };
+  for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
+    __m512i w[kVectors], high[kVectors];
+    for (int c = 0; c < kVectors; ++c) {
+      w[c] = _mm512_loadu_si512(tile.values + (s * kVectors + c) * 64);
+      if constexpr (FourBits) {
+        high[c] = _mm512_and_si512(_mm512_srli_epi16(w[c], 4), nibble);
+        w[c] = _mm512_and_si512(w[c], nibble);
+      } else {
+        w[c] = _mm512_xor_si512(w[c], flip);
+      }
+    }
+    add(s, w);
+    if constexpr (FourBits) add(s + kSteps / 2, high);
+  }
+  for (int r = 0; r < R; ++r) {
+    const int64_t at = (row + r) * x.groups + group;
+    const __m512 scale = _mm512_set1_ps(x.scales[at]), sum = _mm512_set1_ps(x.sums[at]);
+    for (int c = 0; c < kVectors; ++c) {
+      float* to = sums + (row + r) * kColumns + c * 16;
+      auto wide_of = [&](const uint16_t* halves) ALWAYS_INLINE {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + c * 16)));
+      };
+      __m512 wide = _mm512_cvtepi32_ps(products[r][c]);
+      if (tile.scales != nullptr) wide = _mm512_mul_ps(wide, wide_of(tile.scales));
+      if (tile.offsets != nullptr) wide = _mm512_fmadd_ps(sum, wide_of(tile.offsets), wide);
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(scale, wide, _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+template <bool FourBits>
+void MultiplyTile(const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4) MultiplyRows<4, FourBits>(tile, x, group, row, sums);
+  if (rows - row == 3) MultiplyRows<3, FourBits>(tile, x, group, row, sums);
+  if (rows - row == 2) MultiplyRows<2, FourBits>(tile, x, group, row, sums);
+  if (rows - row == 1) MultiplyRows<1, FourBits>(tile, x, group, row, sums);
+}
+
+void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+  (weight.four_bits ? MultiplyTile<true> : MultiplyTile<false>)(tile, x, group, rows, sums);
+}
+
+}  // namespace vnni
+
+#pragma GCC pop_options
+#endif
+
+// ---- out[rows, width] = x[rows, depth] @ weight ----------------------------------------------------------------------------
+
+struct Code {
+  int64_t bytes;  // of T
+  void (*quantize)(const float* x, int64_t depth, int64_t rows, const Rows& to);
+  void (*multiply)(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows,
+                   float* sums);  // adds to sums [rows, 64]
+};
+
+const Code& BestCode() {
+  static constexpr Code kPlain = {sizeof(float), plain::Quantize, plain::Multiply};
+#ifdef HAS_VNNI_CODE
+  static constexpr Code kVnni = {sizeof(int8_t), vnni::Quantize, vnni::Multiply};
+  static const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                           __builtin_cpu_supports("avx512vnni") && std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS") == nullptr;
+  if (vnni) return kVnni;
+#endif
+  return kPlain;
+}
+
+// Tiles `begin` to `end` of the columns.
+void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weight& weight, float* out, int64_t rows,
+                    int64_t begin, int64_t end) {
+  const int64_t tile_bytes = kDepth * kColumns / (weight.four_bits ? 2 : 1);
+  const int64_t groups = weight.groups, in_rows = std::min<int64_t>(kMostRows, rows);
+  const int64_t value_floats = in_rows * groups * kDepth * code.bytes / 4, n_sums = in_rows * kColumns;
+  float* sums = Scratch(n_sums + value_floats + 2 * in_rows * groups);
+  float* values = sums + n_sums;
+  const Rows quantized = {values, values + value_floats, values + value_floats + in_rows * groups, groups};
+  for (int64_t row = 0; row < rows; row += kMostRows) {
+    const int64_t n = std::min<int64_t>(kMostRows, rows - row);
+    code.quantize(x + row * depth, depth, n, quantized);
+    for (int64_t t = begin; t < end; ++t) {
+      std::memset(sums, 0, sizeof(float) * n * kColumns);
+      for (int64_t i = t * groups; i < (t + 1) * groups; ++i) {
+        const uint8_t* values = weight.tiles + i * tile_bytes;
+        for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(values + kTilesAhead * tile_bytes + b, 0, 2);
+        const Tile tile = {values,
+                           weight.group_scales ? weight.group_scales + i * kColumns : nullptr,
+                           weight.group_offsets ? weight.group_offsets + i * kColumns : nullptr};
+        code.multiply(weight, tile, quantized, i - t * groups, n, sums);
+      }
+      const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
+      for (int64_t r = 0; r < n; ++r) {
+        const float* from = sums + r * kColumns;
+        float* to = out + (row + r) * weight.width + t * kColumns;
+        if (weight.column_scales == nullptr) {
+          std::memcpy(to, from, sizeof(float) * columns);
+        } else {
+          for (int64_t c = 0; c < columns; ++c) to[c] = from[c] * weight.column_scales[t * kColumns + c];
+        }
+      }
+    }
+  }
+}
+
+// `scales` are float32 per column, or float16 per group and perhaps followed by offsets.
+ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
+                         ffi::Result<Matrix> out) {
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
+  const int64_t groups = (depth + kDepth - 1) / kDepth, width = out->dimensions()[1];
+  const int64_t units = (width + kColumns - 1) / kColumns;
+  const bool four_bits = tiles.element_type() == ffi::U8;
+  const int64_t bytes = units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
+  auto scale = scales.get<ffi::AnyBuffer>(0);
+  if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes) {
+    return ffi::Error::InvalidArgument("few_bits: x and the weight do not fit");
+  }
+  Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, nullptr, nullptr, nullptr};
+  if (scale->element_type() == ffi::F32) {
+    weight.column_scales = static_cast<const float*>(scale->untyped_data());
+  } else {
+    weight.group_scales = static_cast<const uint16_t*>(scale->untyped_data());
+    auto offset = scales.get<ffi::AnyBuffer>(1);
+    if (offset) weight.group_offsets = static_cast<const uint16_t*>(offset->untyped_data());
+  }
+  const Code& code = BestCode();
+  // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
+  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), rows * bytes / (64 << 10)}));
+  InParallel(pool, shares, [&](int64_t i) {
+    ProductOfTiles(code, x.typed_data(), depth, weight, out->typed_data(), rows, units * i / shares,
+                   units * (i + 1) / shares);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hydrajax_matmul_few_bits, MatmulFewBits,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<Matrix>());
