@@ -63,7 +63,9 @@ def select(tiles: Int8[Array, "tiles groups 8 64 4"], columns: np.ndarray) -> In
     """Return some columns in tiles."""
     filled = np.resize(columns, -(-len(columns) // COLUMNS) * COLUMNS)
     picked = tiles[filled // COLUMNS, :, :, filled % COLUMNS]  # [n, groups, 8, 4]
-    return picked.reshape(-1, COLUMNS, *picked.shape[1:]).transpose(0, 2, 3, 1, 4)
+    # XLA moves neither a gather's copy nor a transposition out of a loop, but a conversion with both.
+    fours = jax.lax.bitcast_convert_type(picked, jnp.int32).reshape(-1, COLUMNS, *picked.shape[1:-1])
+    return jax.lax.bitcast_convert_type(fours.transpose(0, 2, 3, 1), jnp.int8)
 
 
 def rounded(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
