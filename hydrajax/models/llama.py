@@ -45,7 +45,7 @@ class Llama(nn.Module):
 
     def setup(self):
         c = self.config
-        if c.tied_lm_head and quantizes_embedding(self.quantize):
+        if c.tied_lm_head and quantizes_embedding(self.quantize, self.get_variable("params", "embedding")):
             self.embedding = declare_kernel(self, "embedding", (c.width, c.vocab_size), ("width", "vocab"))
         else:
             normal = nn.initializers.normal(0.02)
@@ -83,12 +83,13 @@ class Llama(nn.Module):
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
-        if isinstance(self.embedding, Int8Tiles):
-            return project(hidden, self.embedding if tokens is None else self.embedding.select(tokens), jnp.float32)
+        head = self.embedding if self.config.tied_lm_head else self.lm_head
+        if isinstance(head, Int8Tiles):
+            return project(hidden, head if tokens is None else head.select(tokens), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
             return backend.matmul_transposed(hidden, rows, jnp.float32)
-        kernel = self.lm_head if tokens is None else self.head_kernel()[:, tokens]
+        kernel = head if tokens is None else self.head_kernel()[:, tokens]
         return project(hidden, kernel, jnp.float32)
 
     def head_kernel(self) -> Float[Array, "D V"]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -24,20 +26,47 @@ from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
 
 ROWS = 256  # rows of a kernel quantised at once, a multiple of a group
+TILE_AXES = 5  # more than any kernel has
 
 QUANTIZED = ("int8", "int4")  # by the user's name
 
 
-def quantized_type(name: str, kernel: str) -> type[Quantized]:
-    """Return the class that stores a kernel of this name. The lm head, and an embedding that is one, take 8 bits."""
+def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[Quantized]:
+    """Return the class that stores a kernel of this name. The lm head, and an embedding that is one, take 8 bits.
+
+    Args:
+        name: One of `QUANTIZED`.
+        kernel: The parameter's name.
+        stored: Its first array if it exists: a program for an absent device is traced with the present one's.
+    """
     if name == "int4" and kernel not in ("lm_head", "embedding"):
         return Int4Tiles
-    return Int8Tiles if backend.has_few_bits() else Int8
+    tiles = backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES
+    return Int8Tiles if tiles else Int8
 
 
-def quantizes_embedding(name: str | None) -> bool:
+def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
     """Return whether an embedding that is also the lm head is quantised: where tiles are read in place."""
-    return name is not None and backend.has_few_bits()
+    return name is not None and (backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES)
+
+
+# Kernels of drafts that only products read.
+PRODUCTS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_up", "down")
+PRODUCTS += ("lm_head", "lm_kernel", "lm_down", "lm_up")
+
+
+def with_int8_products(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a draft's parameters with the kernels of products in `Int8Tiles`, or as they are without our kernels."""
+    if not backend.has_few_bits():
+        return dict(params)
+    return {
+        name: with_int8_products(value)
+        if isinstance(value, Mapping)
+        else jax.device_put(Int8Tiles.of(np.asarray(value)))
+        if name in PRODUCTS
+        else value
+        for name, value in params.items()
+    }
 
 
 class Quantized(abc.ABC):
@@ -184,41 +213,49 @@ class Tiles(Quantized):
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("shape_",))
 @dataclasses.dataclass(frozen=True)
 class Int8Tiles(Tiles):
-    """The numbers of `Int8` in tiles.
+    """``values * scale`` with a scale for each 32 inputs of an output, like GGUF's Q8_0.
 
     Attributes:
         values: int8 (`few_bits.tile_shape`).
-        scale: float32 ``[F]``.
+        scale: float16 (`few_bits.per_group`).
     """
 
     values: Array
-    scale: Float[Array, " F"]
+    scale: Float16[Array, "tiles groups 64"]
     shape_: tuple[int, ...]
 
     @classmethod
     def parameters(cls, depth, width):
-        return {"values": (few_bits.tile_shape(depth, width), jnp.int8), "scale": ((width,), jnp.float32)}
+        tiles = few_bits.tile_shape(depth, width)
+        return {"values": (tiles, jnp.int8), "scale": ((*tiles[:2], few_bits.COLUMNS), jnp.float16)}
 
     @classmethod
     def of(cls, kernel):
-        plain = Int8.of(kernel)
-        depth = len(kernel)
-        return cls(few_bits.to_tiles(plain.values.reshape(depth, -1)), plain.scale.reshape(-1), kernel.shape)
+        """Return the nearest kernel; the largest number of each group becomes 127."""
+        values, scale = _in_groups(kernel, cls._of_groups)
+        return cls(few_bits.to_tiles(values), few_bits.per_group(scale), kernel.shape)
+
+    @staticmethod
+    def _of_groups(groups: Float[np.ndarray, "n 32 F"]):
+        scale = (np.abs(groups).max(axis=1) / 127).astype(np.float16)
+        return np.clip(_steps(groups, scale), -127, 127).astype(np.int8), scale
 
     @staticmethod
     def widened(depth, width, values, scale):
-        return few_bits.from_tiles(values, depth, width).astype(jnp.float32) * scale
+        tiles = values.astype(jnp.float32) * scale.astype(jnp.float32)[:, :, None, :, None]
+        return few_bits.from_tiles(tiles, depth, width)
 
     def columns(self, at: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return some columns in float32: rows of an embedding that is also the lm head."""
-        picked = self.values[at // few_bits.COLUMNS, :, :, at % few_bits.COLUMNS]  # [*rows, groups, 8, 4]
-        rows = picked.reshape(*at.shape, math.prod(picked.shape[at.ndim :]))[..., : self.shape_[0]]
-        return rows.astype(jnp.float32) * self.scale[at][..., None]
+        tile, place = at // few_bits.COLUMNS, at % few_bits.COLUMNS
+        scale = self.scale[tile, :, place].astype(jnp.float32)[..., None, None]
+        rows = self.values[tile, :, :, place].astype(jnp.float32) * scale  # [*rows, groups, 8, 4]
+        return rows.reshape(*at.shape, math.prod(rows.shape[at.ndim :]))[..., : self.shape_[0]]
 
     def select(self, columns: Int[np.ndarray, " n"]) -> Int8Tiles:
         """Return the kernel of some columns, which are constants of the program."""
-        picked = few_bits.select(self.values, columns)
-        return Int8Tiles(picked, self.scale[columns], (self.shape_[0], len(columns)))
+        values, scale = few_bits.select(self.values, self.scale, columns)
+        return Int8Tiles(values, scale, (self.shape_[0], len(columns)))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
@@ -244,32 +281,44 @@ class Int4Tiles(Tiles):
 
     @classmethod
     def of(cls, kernel):
-        """Return the kernel in which each group's least and largest number are kept, to float16; numbers that were in
-        Q4_1 stay what they are.
-        """
-        flat = kernel.reshape(len(kernel), -1)
-        blocks = [cls._of_rows(flat[at : at + ROWS].astype(np.float32)) for at in range(0, len(flat), ROWS)]
-        values, scale, offset = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        tiles = few_bits.to_tiles(values)
-        half = few_bits.STEPS // 2
+        """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
+        values, scale, offset = _in_groups(kernel, cls._of_groups)
+        tiles, half = few_bits.to_tiles(values), few_bits.STEPS // 2
         packed = tiles[:, :, :half] | tiles[:, :, half:] << 4
         return cls(packed, few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
 
     @staticmethod
-    def _of_rows(rows: Float[np.ndarray, "n F"]):
-        """Return numbers ``[n, F]``, scales and offsets ``[groups, F]``."""
-        padded = np.pad(rows, [(0, -len(rows) % few_bits.GROUP), (0, 0)], mode="edge")
-        groups = padded.reshape(-1, few_bits.GROUP, rows.shape[1])
+    def _of_groups(groups: Float[np.ndarray, "n 32 F"]):
         least, largest = groups.min(axis=1), groups.max(axis=1)
-        if not max(np.abs(least).max(), np.abs(largest).max()) < np.finfo(np.float16).max:
-            raise HydrajaxError("quantize: got a weight that is not finite, expected numbers within float16")
         scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
-        steps = np.where(scale > 0, scale, np.float16(1)).astype(np.float32)
-        numbers = np.rint((groups - offset[:, None].astype(np.float32)) / steps[:, None])
-        return np.clip(numbers, 0, 15).astype(np.uint8).reshape(-1, rows.shape[1])[: len(rows)], scale, offset
+        steps = _steps(groups - offset[:, None].astype(np.float32), scale)
+        return np.clip(steps, 0, 15).astype(np.uint8), scale, offset
 
     @staticmethod
     def widened(depth, width, values, scale, offset):
         tiles = jnp.concatenate([values & 15, values >> 4], axis=2).astype(jnp.float32)
         scale, offset = (x.astype(jnp.float32)[:, :, None, :, None] for x in (scale, offset))
         return few_bits.from_tiles(tiles * scale + offset, depth, width)
+
+
+def _steps(groups: Float[np.ndarray, "n 32 F"], scale: Float16[np.ndarray, "n F"]) -> Float[np.ndarray, "n 32 F"]:
+    """Return numbers in whole steps."""
+    step = scale[:, None].astype(np.float32)
+    return np.rint(groups / np.where(step > 0, step, 1))
+
+
+def _in_groups(kernel: np.ndarray, quantise: Callable) -> list[np.ndarray]:
+    """Quantise a kernel's groups of inputs, in blocks: a float32 copy of a whole one would be the host's peak.
+
+    ``quantise`` takes ``[n, 32, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.
+    """
+    flat, blocks = kernel.reshape(len(kernel), -1), []
+    for at in range(0, len(flat), ROWS):
+        rows = flat[at : at + ROWS].astype(np.float32)
+        if not np.abs(rows).max() < np.finfo(np.float16).max:
+            raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers within float16")
+        rows = np.pad(rows, [(0, -len(rows) % few_bits.GROUP), (0, 0)], mode="edge")
+        values, *numbers = quantise(rows.reshape(-1, few_bits.GROUP, rows.shape[1]))
+        blocks.append((values.reshape(rows.shape), *numbers))
+    values, *numbers = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return [values[: len(kernel)], *numbers]

@@ -112,8 +112,16 @@ def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "
     return kernel._joined(products, jnp).reshape(*x.shape[:-1], -1)
 
 
-def declare(module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init) -> Array:
-    """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser."""
+def declare(
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init
+) -> Array | Quantized:
+    """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
+
+    A kernel that was quantised after loading (`hydrajax.models.quantized.with_int8_products`) is returned as it is.
+    """
+    stored = module.get_variable("params", name)
+    if isinstance(stored, Quantized):
+        return stored
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
 
 
@@ -128,7 +136,8 @@ def declare_kernel(
     if module.quantize is None:
         kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02))
     else:
-        kernel = quantized_type(module.quantize, name).declare(module, name, shape, axes)
+        stored = module.get_variable("params", name)
+        kernel = quantized_type(module.quantize, name, stored).declare(module, name, shape, axes)
     adapter: Adapter | None = module.adapter
     if adapter is None or not adapter.of(name):
         return kernel

@@ -10,11 +10,16 @@ from transformers import AutoTokenizer
 
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.measure.quantization import logit_effect
+from hydrajax.models import backend
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
-KERNELS = 32 * (32 + 16 + 16) + 32 * 32 + 32 * 2 * 88 + 88 * 32 + 32 * 320
-OUTPUTS = (32 + 16 + 16) + 32 + 2 * 88 + 32 + 320  # of these kernels
+KERNELS = [(32, 32 + 16 + 16), (32, 32), (32, 2 * 88), (88, 32), (32, 320)]
+FLOATS = sum(inputs * outputs for inputs, outputs in KERNELS)
 OTHERS = 320 * 32 + 3 * 32
+if backend.has_few_bits():  # tiles of 64 outputs and 32 inputs, with a float16 scale for each output
+    INT8_BYTES = sum(-(-outputs // 64) * -(-inputs // 32) * 64 * (32 + 2) for inputs, outputs in KERNELS)
+else:
+    INT8_BYTES = sum(inputs * outputs + 4 * outputs for inputs, outputs in KERNELS)
 TEXTS = ["the tree", "the draft of the base"]
 
 
@@ -31,8 +36,8 @@ def test_figures_are_printed_and_written(program, base, prompts, tmp_path):
     report = json.loads((tmp_path / "effect.json").read_text())
     assert report["base"] == str(base)
     assert report["dtype"] == "float32"
-    assert report["bytes"] == 4 * (KERNELS + OTHERS)
-    assert report["bytes_int8"] == KERNELS + 4 * (OUTPUTS + OTHERS)
+    assert report["bytes"] == 4 * (FLOATS + OTHERS)
+    assert report["bytes_int8"] == INT8_BYTES + 4 * OTHERS
 
     ids = [AutoTokenizer.from_pretrained(base).encode(text) for text in TEXTS]
     assert report["positions"] == sum(map(len, ids))

@@ -13,7 +13,7 @@ from scipy.special import rel_entr, softmax
 from hydrajax.measure.quantization import logit_effect
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.llama import Llama
-from hydrajax.models.weights import Int8
+from hydrajax.models.quantized import Int8
 
 TEXTS = [np.random.default_rng(n).integers(0, 61, n).astype(np.int32) for n in (5, 19)]
 

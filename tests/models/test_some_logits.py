@@ -10,18 +10,20 @@ import pytest
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import QUANTIZED
+from hydrajax.models.quantized import quantized_type, quantizes_embedding
 
 TOKENS = np.array([40, 3, 7, 96])  # in this order, not sorted
 
 
 @pytest.mark.parametrize("rows", [1, 5, 200])  # one row, the kernel for few rows, XLA's product
-@pytest.mark.parametrize(("tied", "quantize"), [(True, None), (False, None), (False, "int8")])
+@pytest.mark.parametrize(("tied", "quantize"), [(True, None), (False, None), (False, "int8"), (True, "int4")])
 def test_columns_of_all_logits(rows, tied, quantize):
     config = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, tied_lm_head=tied)
     params = init_base(Llama(config, jnp.float32), jax.random.key(0))
-    if quantize:
-        params |= QUANTIZED[quantize].of(np.asarray(params.pop("lm_head"))).stored("lm_head")
+    if quantize and not tied:
+        params |= quantized_type(quantize, "lm_head").of(np.asarray(params.pop("lm_head"))).stored("lm_head")
+    elif quantizes_embedding(quantize):
+        params |= quantized_type(quantize, "embedding").of(np.asarray(params.pop("embedding")).T).stored("embedding")
     base = BoundBase(Llama(config, jnp.float32, quantize), params)
     hidden = np.random.default_rng(1).standard_normal((rows, 32), np.float32)
     some, whole = jax.jit(lambda x: (base.logits(x, TOKENS), base.logits(x)))(hidden)

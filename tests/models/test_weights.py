@@ -1,6 +1,6 @@
 """Compare matmuls with float and int8 weights with NumPy, and int8 and sliding-window bases with transformers.
 
-The reference of an int8 base is the model of transformers with the weights of its Linears rounded (`rounded`).
+The reference of an int8 base is the model of transformers with its linear layers rounded (`helpers.rounded`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from hypothesis.extra import numpy as arrays
 from transformers import AutoModelForCausalLM
 
 from helpers.how import sampling
+from helpers.rounded import with_int8
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
+from hydrajax.models import backend
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.weights import Int8, project
+from hydrajax.models.quantized import Int8, Int8Tiles
+from hydrajax.models.weights import project
 from hydrajax.trees import presets
 
 QUICK = {"xla_backend_optimization_level": 0}  # compilation takes nearly all the time of these tests
@@ -136,16 +139,6 @@ def test_project_with_int8_is_the_product_with_the_dequantised_kernel(rows, dtyp
 # --- an int8 base ---------------------------------------------------------------------------------------------
 
 
-def rounded(model):
-    """Return the transformers model with every Linear rounded to 255 steps per output; a tied lm head is no Linear."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not (name == "lm_head" and model.config.tie_word_embeddings):
-            with torch.no_grad():
-                step = module.weight.abs().amax(dim=1, keepdim=True) / 127
-                module.weight.copy_(torch.round(module.weight / step) * step)
-    return model
-
-
 def opened(directory):
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
 
@@ -172,7 +165,9 @@ def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
     directory, model, params = loaded
     plain_model, plain = load_llama(directory)
     assert model.config == plain_model.config
-    quantized = {"qkv", "out", "gate_up", "down"} | (set() if model.config.tied_lm_head else {"lm_head"})
+    tied, tiles = model.config.tied_lm_head, backend.has_few_bits()
+    head = "lm_head" if not tied else "embedding" if tiles else None
+    quantized = {"qkv", "out", "gate_up", "down"} | ({head} if head else set())
     seen = set()
 
     def compare(mine: dict, theirs: dict):
@@ -182,11 +177,13 @@ def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
             elif name in quantized:
                 seen.add(name)
                 before = np.asarray(before, np.float64)
-                values, scale = np.asarray(mine[name]), np.asarray(mine[f"{name}_scale"])
-                assert values.dtype == np.int8
-                assert scale.dtype == np.float32
+                before = before.T if name == "embedding" else before
+                arrays = mine[name], mine[f"{name}_scale"]
+                assert arrays[0].dtype == np.int8
+                assert arrays[1].dtype == (np.float16 if tiles else np.float32)
+                kernel = Int8Tiles(*arrays, before.shape) if tiles else Int8(*arrays)
                 step = np.abs(before).max(axis=0) / 127
-                assert (np.abs(values.astype(np.float64) * scale - before) <= 0.5001 * step).all(), name
+                assert (np.abs(kernel.dequantized() - before) <= 0.51 * step).all(), name
             else:
                 assert mine[name].dtype == jnp.float32
                 np.testing.assert_array_equal(mine[name], before, err_msg=name)
@@ -210,7 +207,7 @@ def test_int8_logits_are_those_of_the_rounded_model(loaded):
     hf = opened(directory)
     with torch.no_grad():
         before = hf(torch.tensor(ids)).logits.numpy()
-        after = rounded(hf)(torch.tensor(ids)).logits.numpy()
+        after = with_int8(hf)(torch.tensor(ids)).logits.numpy()
     np.testing.assert_allclose(found, after, atol=1e-4, rtol=0)
     assert np.abs(found - before).max() > 1e-3
     assert np.sqrt(np.mean((found - before) ** 2)) < 0.05 * before.std()
@@ -258,7 +255,7 @@ def prompts(seed: int) -> list[list[int]]:
 def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
     directory = llama_checkpoint(vocab_size=VOCAB)
     model, base = load_llama(directory, quantize="int8")
-    reference = rounded(opened(directory))
+    reference = with_int8(opened(directory))
     three = prompts(0)
     expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]
     one_by_one, _ = decoded(make_autoregressive_fn(model, max_new_tokens=MAX_NEW), Params(base, {}), three)

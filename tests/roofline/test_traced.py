@@ -11,7 +11,8 @@ from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.models.weights import Int8, project
+from hydrajax.models.quantized import Int8
+from hydrajax.models.weights import project
 from hydrajax.roofline import passes
 from hydrajax.roofline.passes import begin, forward, observe, propose
 from hydrajax.roofline.traced import Operator, trace

@@ -19,7 +19,7 @@ from helpers.released import refusal
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.weights import Int8
+from hydrajax.models.quantized import Int8
 from hydrajax.sharding import make_mesh
 from hydrajax.train.losses import IGNORED, Objective
 from hydrajax.train.metrics import read_metrics

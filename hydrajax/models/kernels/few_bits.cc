@@ -35,8 +35,7 @@ struct Weight {
   const uint8_t* tiles;
   int64_t groups, width;
   bool four_bits;
-  const float* column_scales;                    // [columns], or null if the scales are per group
-  const uint16_t *group_scales, *group_offsets;  // float16 [columns / 64, groups, 64]; offsets may be null
+  const uint16_t *scales, *offsets;  // float16 [columns / 64, groups, 64]; offsets may be null
 };
 
 struct Tile {
@@ -147,7 +146,7 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, cons
         float* place = sums + (row + r) * kColumns + c + v * kLanes;
         Lanes sum = products[r][v], to;
         std::memcpy(&to, place, sizeof(to));
-        if (tile.scales != nullptr) sum *= FromHalves(tile.scales + c + v * kLanes);
+        sum *= FromHalves(tile.scales + c + v * kLanes);
         if (tile.offsets != nullptr) sum += x.sums[at] * FromHalves(tile.offsets + c + v * kLanes);
         to += x.scales[at] * sum;
         std::memcpy(place, &to, sizeof(to));
@@ -223,7 +222,7 @@ inline void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + c * 16)));
       };
       __m512 wide = _mm512_cvtepi32_ps(products[r][c]);
-      if (tile.scales != nullptr) wide = _mm512_mul_ps(wide, wide_of(tile.scales));
+      wide = _mm512_mul_ps(wide, wide_of(tile.scales));
       if (tile.offsets != nullptr) wide = _mm512_fmadd_ps(sum, wide_of(tile.offsets), wide);
       _mm512_storeu_ps(to, _mm512_fmadd_ps(scale, wide, _mm512_loadu_ps(to)));
     }
@@ -285,26 +284,21 @@ void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weigh
       for (int64_t i = t * groups; i < (t + 1) * groups; ++i) {
         const uint8_t* values = weight.tiles + i * tile_bytes;
         for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(values + kTilesAhead * tile_bytes + b, 0, 2);
-        const Tile tile = {values,
-                           weight.group_scales ? weight.group_scales + i * kColumns : nullptr,
-                           weight.group_offsets ? weight.group_offsets + i * kColumns : nullptr};
+        const Tile tile = {values, weight.scales + i * kColumns,
+                           weight.offsets ? weight.offsets + i * kColumns : nullptr};
         code.multiply(weight, tile, quantized, i - t * groups, n, sums);
       }
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
         const float* from = sums + r * kColumns;
         float* to = out + (row + r) * weight.width + t * kColumns;
-        if (weight.column_scales == nullptr) {
-          std::memcpy(to, from, sizeof(float) * columns);
-        } else {
-          for (int64_t c = 0; c < columns; ++c) to[c] = from[c] * weight.column_scales[t * kColumns + c];
-        }
+        std::memcpy(to, from, sizeof(float) * columns);
       }
     }
   }
 }
 
-// `scales` are float32 per column, or float16 per group and perhaps followed by offsets.
+// `scales` may be followed by offsets.
 ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
                          ffi::Result<Matrix> out) {
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
@@ -312,18 +306,13 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
   const int64_t units = (width + kColumns - 1) / kColumns;
   const bool four_bits = tiles.element_type() == ffi::U8;
   const int64_t bytes = units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
-  auto scale = scales.get<ffi::AnyBuffer>(0);
+  const auto scale = scales.get<ffi::AnyBuffer>(0), offset = scales.get<ffi::AnyBuffer>(1);
   if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes) {
     return ffi::Error::InvalidArgument("few_bits: x and the weight do not fit");
   }
-  Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, nullptr, nullptr, nullptr};
-  if (scale->element_type() == ffi::F32) {
-    weight.column_scales = static_cast<const float*>(scale->untyped_data());
-  } else {
-    weight.group_scales = static_cast<const uint16_t*>(scale->untyped_data());
-    auto offset = scales.get<ffi::AnyBuffer>(1);
-    if (offset) weight.group_offsets = static_cast<const uint16_t*>(offset->untyped_data());
-  }
+  const Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits,
+                         static_cast<const uint16_t*>(scale->untyped_data()),
+                         offset ? static_cast<const uint16_t*>(offset->untyped_data()) : nullptr};
   const Code& code = BestCode();
   // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
   const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), rows * bytes / (64 << 10)}));

@@ -59,13 +59,17 @@ def per_group(values: Shaped[np.ndarray, "groups F"]) -> Shaped[np.ndarray, "til
     return np.ascontiguousarray(whole.reshape(groups, -1, COLUMNS).swapaxes(0, 1))
 
 
-def select(tiles: Int8[Array, "tiles groups 8 64 4"], columns: np.ndarray) -> Int8[Array, "tiles_ groups 8 64 4"]:
-    """Return some columns in tiles."""
+def select(
+    tiles: Int8[Array, "tiles groups 8 64 4"], scales: Float16[Array, "tiles groups 64"], columns: np.ndarray
+) -> tuple[Int8[Array, "tiles_ groups 8 64 4"], Float16[Array, "tiles_ groups 64"]]:
+    """Return some columns in tiles, and their scales."""
     filled = np.resize(columns, -(-len(columns) // COLUMNS) * COLUMNS)
-    picked = tiles[filled // COLUMNS, :, :, filled % COLUMNS]  # [n, groups, 8, 4]
+    tile, place = filled // COLUMNS, filled % COLUMNS
+    picked = tiles[tile, :, :, place]  # [n, groups, 8, 4]
     # XLA moves neither a gather's copy nor a transposition out of a loop, but a conversion with both.
     fours = jax.lax.bitcast_convert_type(picked, jnp.int32).reshape(-1, COLUMNS, *picked.shape[1:-1])
-    return jax.lax.bitcast_convert_type(fours.transpose(0, 2, 3, 1), jnp.int8)
+    of_columns = scales[tile, :, place].reshape(-1, COLUMNS, scales.shape[1])
+    return jax.lax.bitcast_convert_type(fours.transpose(0, 2, 3, 1), jnp.int8), of_columns.swapaxes(1, 2)
 
 
 def rounded(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -82,7 +86,7 @@ def matmul(
     x: Float[Array, "R D"],
     width: int,
     tiles: Shaped[Array, "tiles groups steps 64 4"],
-    *scales: Float[Array, " F"] | Float16[Array, "tiles groups 64"],
+    *scales: Float16[Array, "tiles groups 64"],
 ) -> Float[Array, "R F"]:
     """Return ``x @ weight`` in float32; without a gradient.
 
@@ -90,8 +94,7 @@ def matmul(
         x: float32.
         width: F.
         tiles: int8, or uint8 with two numbers of 0 to 15 in a byte.
-        scales: A scale of each column; or of each group and column, perhaps followed by what is added to the scaled
-            numbers.
+        scales: A scale of each group and column, perhaps followed by what is added to the scaled numbers.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_few_bits", out, vmap_method="sequential")(x, tiles, *scales)

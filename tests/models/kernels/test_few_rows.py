@@ -158,7 +158,7 @@ def test_vmap():
 @pytest.mark.parametrize(
     ("rows", "dtype", "taken"),
     [
-        (1, "float32", False),
+        (1, "float32", True),
         (2, "float32", True),
         (64, "float32", True),
         (65, "float32", False),
