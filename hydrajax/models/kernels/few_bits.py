@@ -6,14 +6,17 @@ rows, to the last bit.
 
 Weights lie in tiles of 64 columns and 32 rows, so that a kernel reads memory in order: `to_tiles`.
 
+HYDRAJAX_PLAIN_CPU_KERNELS=1 in the environment uses the code for CPUs without these instructions.
+
 Measured on 2 cores of an AMD EPYC (Zen 5), jax 0.10.2, all products of SmolLM2-135M, in ms:
 
-| rows                   | 1   | 8    | 64 |
-|------------------------|-----|------|----|
-| float32                | 13.7 | 13.7 | 64 |
-| int8                   | 3.7 | 4.6  | 28 |
-| int4                   | 2.3 | 3.5  | 24 |
-| int8 without VNNI      | 5.3 | 10.5 |    |
+| rows                    | 1    | 2    | 4    | 8    | 64   |
+|-------------------------|------|------|------|------|------|
+| float32 (`few_rows`)    | 13.7 | 14.7 | 14.9 | 13.7 | 64   |
+| int8                    | 4.2  | 4.9  | 5.4  | 5.0  | 28   |
+| int4                    | 2.5  | 2.9  | 3.2  | 3.5  | 24   |
+| int8, plain code        | 5.7  |      |      | 10.8 |      |
+| int4, plain code        | 5.1  |      |      | 11.8 |      |
 """
 
 from __future__ import annotations
@@ -70,16 +73,6 @@ def select(
     fours = jax.lax.bitcast_convert_type(picked, jnp.int32).reshape(-1, COLUMNS, *picked.shape[1:-1])
     of_columns = scales[tile, :, place].reshape(-1, COLUMNS, scales.shape[1])
     return jax.lax.bitcast_convert_type(fours.transpose(0, 2, 3, 1), jnp.int8), of_columns.swapaxes(1, 2)
-
-
-def rounded(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Return x as the kernels round it, in float32."""
-    depth = x.shape[-1]
-    pad = [(0, 0)] * (x.ndim - 1) + [(0, -depth % GROUP)]
-    groups = jnp.pad(x.astype(jnp.float32), pad).reshape(*x.shape[:-1], -1, GROUP)
-    largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    steps = jnp.round(groups * jnp.where(largest > 1e-35, 127 / largest, 0))
-    return (steps * (largest / 127)).reshape(*x.shape[:-1], -1)[..., :depth]
 
 
 def matmul(

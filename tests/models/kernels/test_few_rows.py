@@ -51,6 +51,23 @@ def test_rows_are_independent(product, shape):
         np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
 
 
+@pytest.mark.parametrize("width", [576, 37, 5])
+@pytest.mark.parametrize("summand", [True, False])
+def test_norms_equal_numpy_and_rows_are_independent(width, summand):
+    rng = np.random.default_rng(width)
+    x, scale = normal(rng, 13, width), normal(rng, width)
+    added = normal(rng, 13, width) if summand else None
+    norm = jax.jit(lambda x, added: backend.add_norm(x, added, scale, 1e-5))
+    total, normed = norm(x, added)
+    exact = x.astype(np.float64) + (added if summand else 0)
+    np.testing.assert_allclose(total, exact, rtol=1e-6, atol=1e-6)
+    expected = exact / np.sqrt(np.mean(exact**2, axis=-1, keepdims=True) + 1e-5) * scale
+    np.testing.assert_allclose(normed, expected, rtol=2e-6, atol=1e-6)
+    for row in range(3):
+        alone = norm(x[row], None if added is None else added[row])
+        np.testing.assert_array_equal(alone[1], normed[row])
+
+
 def test_nan_stays_in_its_row():
     x, weight = np.ones((3, 40), np.float32), np.ones((40, 64), np.float32)
     x[1, 5] = np.nan

@@ -1,0 +1,146 @@
+"""Compare products with 8- and 4-bit weights with NumPy in float64, and the weights with GGUF's types."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.models import backend
+from hydrajax.models.kernels import few_bits
+from hydrajax.models.quantized import Int4Tiles, Int8Tiles
+
+pytestmark = pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+
+SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
+KINDS = [Int8Tiles, Int4Tiles]
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """x in 255 steps for each group of 32 numbers, in float64."""
+    out = np.zeros(x.shape)
+    for row, at in np.ndindex(len(x), -(-x.shape[1] // 32)):
+        group = x[row, 32 * at : 32 * at + 32]
+        largest = np.abs(group).max()
+        if largest > 0:
+            steps = np.rint(group * (np.float32(127) / largest))
+            out[row, 32 * at : 32 * at + 32] = steps * (float(largest) / 127)
+    return out
+
+
+def product(x, weight) -> np.ndarray:
+    return np.asarray(jax.jit(lambda x, weight: weight.project(x, jnp.float32))(x, weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 65])
+def test_products_equal_numpy(kind, shape, rows):
+    rng = np.random.default_rng(rows + shape[0])
+    x = rng.standard_normal((rows, shape[0])).astype(np.float32) * np.exp(rng.standard_normal((1, shape[0])))
+    x = x.astype(np.float32)
+    weight = kind.of(rng.standard_normal(shape).astype(np.float32))
+    kernel = np.asarray(weight.dequantized(), np.float64)
+    size = np.abs(rounded(x)) @ np.abs(kernel)
+    # An offset of 4 bits cancels against the numbers.
+    size += np.abs(rounded(x)) @ np.ones(shape) if kind is Int4Tiles else 0
+    assert np.max(np.abs(product(x, weight) - rounded(x) @ kernel) / (size + 1e-9)) < 2e-6
+
+
+def test_the_code_for_every_cpu_gives_the_same():
+    """The choice is made once in a process."""
+    test = f"{__file__}::test_products_equal_numpy"
+    env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_independent_to_the_last_bit(kind):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((70, 100)).astype(np.float32)
+    weight = kind.of(rng.standard_normal((100, 200)).astype(np.float32))
+    together = product(x, weight)
+    for rows in (1, 2, 3, 4, 63, 64, 65):
+        np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_row(kind, bad):
+    x = np.ones((3, 64), np.float32)
+    x[1, 5] = bad
+    out = product(x, kind.of(np.ones((64, 64), np.float32)))
+    assert not np.isfinite(out[1]).any()
+    np.testing.assert_allclose(out[[0, 2]], 64, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_that_of_the_product_with_the_kernel(kind):
+    rng = np.random.default_rng(1)
+    x, slope = rng.standard_normal((3, 40)).astype(np.float32), rng.standard_normal((3, 20)).astype(np.float32)
+    weight = kind.of(rng.standard_normal((40, 20)).astype(np.float32))
+    found = jax.grad(lambda x: jnp.sum(weight.project(x, jnp.float32) * slope))(x)
+    np.testing.assert_allclose(found, slope @ np.asarray(weight.dequantized()).T, rtol=1e-4, atol=1e-5)
+
+
+# --- weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiles_hold_the_matrix(shape):
+    matrix = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
+    tiles = few_bits.to_tiles(matrix)
+    assert tiles.shape == few_bits.tile_shape(*shape)
+    np.testing.assert_array_equal(few_bits.from_tiles(tiles, *shape), matrix)
+    for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
+        place = (column // 64, row // 32, row % 32 // 4, column % 64, row % 4)
+        assert tiles[place] == matrix[row, column]
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Int8Tiles, "Q8_0"), (Int4Tiles, "Q4_1")])
+def test_numbers_from_gguf_stay_what_they_are(kind, name):
+    gguf = pytest.importorskip("gguf")
+    stored = gguf.GGMLQuantizationType[name]
+    weight = np.random.default_rng(2).standard_normal((96, 320)).astype(np.float32) * 0.05
+    before = gguf.quants.dequantize(gguf.quants.quantize(weight, stored), stored)  # [out, in]
+    after = np.asarray(kind.of(before.T).dequantized()).T
+    np.testing.assert_array_equal(after, before)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(Int8Tiles, 127), (Int4Tiles, 7.5)])
+def test_weights_are_within_half_a_step(kind, steps):
+    kernel = np.random.default_rng(3).standard_normal((300, 2, 35)).astype(np.float32)
+    kernel[:, 1, 4] = 0
+    found = kind.of(kernel)
+    assert found.shape == kernel.shape
+    step = np.pad(np.abs(kernel), [(0, -300 % 32), (0, 0), (0, 0)]).reshape(-1, 32, 2, 35).max(axis=1).repeat(32, 0)
+    assert (np.abs(found.dequantized() - kernel) <= 0.51 * step[:300] / steps + 1e-3 * step[:300]).all()
+    np.testing.assert_array_equal(found.dequantized()[:, 1, 4], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e5])
+def test_weights_beyond_float16_are_refused(kind, bad):
+    kernel = np.ones((40, 3), np.float32)
+    kernel[33, 1] = bad
+    with pytest.raises(HydrajaxError, match="not finite, expected finite numbers within float16"):
+        kind.of(kernel)
+
+
+def test_columns_of_an_embedding():
+    table = np.random.default_rng(4).standard_normal((150, 48)).astype(np.float32)  # [tokens, D]
+    kernel = jax.tree.map(jnp.asarray, Int8Tiles.of(table.T))
+    whole = np.asarray(kernel.dequantized()).T
+    tokens = np.array([[149, 0], [64, 63]])
+    np.testing.assert_array_equal(kernel.columns(jnp.asarray(tokens)), whole[tokens])
+    assert kernel.columns(jnp.zeros((2, 3, 0), jnp.int32)).shape == (2, 3, 0, 48)
+    some = kernel.select(np.array([140, 3, 77]))
+    np.testing.assert_array_equal(some.dequantized().T, whole[[140, 3, 77]])

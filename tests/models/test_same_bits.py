@@ -1,0 +1,67 @@
+"""On a CPU a token's hidden state is the same to the last bit in a tree and on its own.
+
+With rounded inputs the last bit matters: it decides which of two steps an input takes; logits then differ by tenths.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.models import backend
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.cache import append
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.quantized import QUANTIZED, quantized_type
+
+pytestmark = pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+
+CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
+PROMPT = 5
+PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
+PARENTS = [-1, 0, 0, 0, 1, 1, 2]
+
+
+def base_of(quantize: str | None) -> BoundBase:
+    params = init_base(Llama(CONFIG), jax.random.key(0))
+    params["embedding"] = params["embedding"] * 20
+    if quantize:
+        params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")
+        for layer in (value for name, value in params.items() if name.startswith("layers_")):
+            for name in ("qkv", "out", "gate_up", "down"):
+                layer |= quantized_type(quantize, name).of(np.asarray(layer[name]) * 4).stored(name)
+    return BoundBase(Llama(CONFIG, quantize=quantize), jax.tree.map(jnp.asarray, params))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("quantize", [None, *QUANTIZED])
+def test_a_tree_and_one_token_at_a_time(quantize, batch):
+    base = base_of(quantize)
+    tokens = np.random.default_rng(0).integers(0, 97, (batch, PROMPT + len(PARENTS))).astype(np.int32)
+    prompt, nodes = tokens[:, :PROMPT], tokens[:, PROMPT:]
+
+    def run(tokens, positions, mask, cache):
+        out = base.forward(tokens, positions, mask, cache)
+        cache = append(cache, out.block, jnp.full(batch, tokens.shape[1]), after=out.hidden[:, 0, 0])
+        return cache, out.hidden, base.logits(out.hidden)
+
+    run = jax.jit(run, static_argnums=2)
+    filled, *_ = run(prompt, np.arange(PROMPT) + 0 * prompt, causal_mask(PROMPT), base.model.init_cache(batch, 32))
+
+    ancestors = np.eye(len(PARENTS), dtype=bool)
+    for node, parent in enumerate(PARENTS[1:], start=1):
+        ancestors[node] |= ancestors[parent]
+    depths = ancestors.sum(axis=1) - 1
+    together = jax.jit(lambda: base.forward(nodes, PROMPT + depths + 0 * nodes, ancestors, filled))()
+    logits = jax.jit(base.logits)(together.hidden)
+    for path in PATHS:
+        cache = filled
+        for depth, node in enumerate(path):
+            position = np.full((batch, 1), PROMPT + depth)
+            cache, hidden, alone = run(nodes[:, node : node + 1], position, causal_mask(1), cache)
+            np.testing.assert_array_equal(hidden[:, 0], together.hidden[:, node])
+            np.testing.assert_array_equal(alone[:, 0], logits[:, node])
