@@ -8,8 +8,9 @@ The default is the shipped model with all its drafts on held-out code. Each draf
 small trees, chosen on two of the prompts. All continue after EOS, for equal work. Needs the extra `test`.
 
 If the base is a GGUF file, transformers needs `accelerate`, and llama.cpp runs too where `xllamacpp` is installed. It
-computes in the file's own low-bit types, with activations rounded to 8 bits; the others widen the weights to float32.
-Its tokens may therefore differ.
+computes in the file's own low-bit types, with activations rounded to 8 bits; the others widen the weights to float32,
+and with `--quantize` hydrajax decodes in low-bit types too. Such tokens may differ from those in float32; they are
+compared with those of the same program without a draft.
 """
 
 from __future__ import annotations
@@ -39,16 +40,22 @@ from hydrajax.cli.options import prompts_from
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.machine import machine
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.questions.sets import read_questions
 from hydrajax.text.templates import make_encoder
 from hydrajax.trees import presets
+
+SMALLEST = "chain-2"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", help="Hugging Face directory (default: the shipped base)")
     parser.add_argument("--draft", action="append", help="draft, repeatable (default: lookup and all shipped drafts)")
+    parser.add_argument(
+        "--quantize", action="append", choices=QUANTIZED, help="also decode with these weights, repeatable"
+    )
     parser.add_argument("--assistant", help="draft model for transformers (default: the shipped one for its base)")
     parser.add_argument("--prompts", help="file of prompts (default: held-out code)")
     parser.add_argument(
@@ -69,19 +76,26 @@ def main() -> int:
     plain = hydrajax.load(args.base or assets.base())
     prompts = list(read_prompts(args, plain))
     gguf = gguf_of(args.base)
-    runs = with_transformers(args, gguf) | with_llama_cpp(args, gguf) | with_hydrajax(args, plain, prompts)
+    runs = with_transformers(args, gguf) | with_llama_cpp(args, gguf) | with_hydrajax(args, plain, prompts, "hydrajax")
+    for name in args.quantize or []:
+        quantized = hydrajax.load(args.base or assets.base(), quantize=name)
+        runs |= with_hydrajax(args, quantized, prompts, f"hydrajax {name}")
     for_all = {name: lambda run=run: [run(prompt) for prompt in prompts] for name, run in runs.items()}
     outputs, seconds = side_by_side(for_all, args.repeats)
     tokens = len(prompts) * args.max_new_tokens
-    first, reference = next(iter(runs)), next(iter(outputs.values()))
-    table = Table("decoder", "tokens/s", f"against {first}", "same ids")
+    first = next(iter(runs))
+    table = Table("decoder", "tokens/s", f"against {first}", "same ids", "as")
     results = []
     for name in runs:
-        same = sum(np.array_equal(ours, theirs) for ours, theirs in zip(outputs[name], reference, strict=True))
+        like = next((one for one in runs if in_low_bits(one) and one.split(",")[0] == name.split(",")[0]), first)
+        same = sum(np.array_equal(ours, theirs) for ours, theirs in zip(outputs[name], outputs[like], strict=True))
         rate, ratio = tokens / seconds[name], seconds[first] / seconds[name]
-        results.append({"name": name, "tokens_per_second": rate, "ratio": ratio, "same": same, "prompts": len(prompts)})
-        table.add_row(name, f"{rate:.0f}", f"{ratio:.2f}x", f"{same} of {len(prompts)}")
-    print(f"{len(prompts)} prompts, {args.max_new_tokens} new tokens each, float32, median of {args.repeats} rounds")
+        results.append(
+            {"name": name, "tokens_per_second": rate, "ratio": ratio, "same": same, "same_as": like}
+            | {"prompts": len(prompts)}
+        )
+        table.add_row(name, f"{rate:.0f}", f"{ratio:.2f}x", f"{same} of {len(prompts)}", like)
+    print(f"{len(prompts)} prompts, {args.max_new_tokens} new tokens each, median of {args.repeats} rounds")
     Console().print(table)
     if args.json:
         arguments = vars(args) | {"json": str(args.json)}
@@ -89,6 +103,10 @@ def main() -> int:
             json.dumps({"machine": machine(), "arguments": arguments, "results": results}, indent=1) + "\n"
         )
     return 0
+
+
+def in_low_bits(name: str) -> bool:
+    return name.startswith(("llama.cpp", *(f"hydrajax {one}" for one in QUANTIZED)))
 
 
 def read_prompts(args, loaded):
@@ -164,18 +182,19 @@ def with_llama_cpp(args, gguf: Path | None) -> dict:
     return {"llama.cpp, greedy": decoder(), "llama.cpp, prompt lookup": decoder("lookup")}
 
 
-def with_hydrajax(args, plain, prompts) -> dict:
-    """Return this package's decoders by name."""
+def with_hydrajax(args, plain, prompts, name: str) -> dict:
+    """Return this package's decoders by name, which begins with this one."""
     wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
     plain_spec = plain.spec(wanted, tree="root", eos_ids=())
-    executors = {"hydrajax, autoregressive": hydrajax.make_executor(plain, plain_spec)}
+    executors = {f"{name}, autoregressive": hydrajax.make_executor(plain, plain_spec)}
     for draft in args.draft or ["lookup", *assets.drafts_of(args.base or "shipped")]:
         m = plain.with_draft(draft)
         executor = hydrajax.make_executor(m, m.spec(wanted, tree="root", eos_ids=()))
         choice = choose(executor, prompts[:2], 1)
-        tree = choice.tree or presets.by_name(choice.name)
-        executors[f"hydrajax, {title_of(m.drafter)}, {choice.name}"] = executor.with_spec(tree=tree)
-    return {name: partial(decoded, executor) for name, executor in executors.items()}
+        tree_name = SMALLEST if choice.name == "none" else choice.name  # where no tree is faster
+        tree = choice.tree or presets.by_name(tree_name)
+        executors[f"{name}, {title_of(m.drafter)}, {tree_name}"] = executor.with_spec(tree=tree)
+    return {title: partial(decoded, executor) for title, executor in executors.items()}
 
 
 def decoded(executor, prompt: np.ndarray) -> np.ndarray:

@@ -136,8 +136,9 @@ def load(
             (`hydrajax.formats.huggingface.default_dtype`). ``m.model.dtype`` is the chosen one.
         placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
             shards the base and replicates the draft. None is the default device.
-        quantize: ``"int8"`` stores the base's matmul weights in one byte each, half of bfloat16's memory. Logits differ
-            slightly.
+        quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
+            in one. Logits differ slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft
+            heads too; elsewhere they only take less memory.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
         merge: add the adapter to the base's weights, before quantisation. A step then costs what it costs without an
             adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
