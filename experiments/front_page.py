@@ -60,7 +60,7 @@ def speed_picture(peers: Path, path: Path) -> None:
     content = json.loads(peers.read_text())
     rows, here, asked = content["results"], content["machine"], content["arguments"]
     names = [row["name"].replace("autoregressive", "no draft").replace("greedy", "no draft") for row in rows]
-    names = [f"{name} (low-bit products)" if "llama.cpp" in name else name for name in names]
+    names = [name.replace("llama.cpp", "llama.cpp Q4_1") for name in names]
     plain = next(row["tokens_per_second"] for row in rows if row["name"] == "hydrajax, autoregressive")
     speeds = [row["tokens_per_second"] / plain for row in rows]
     colours = [GREEN if "hydrajax" in name else GREY for name in names]
@@ -76,7 +76,7 @@ def speed_picture(peers: Path, path: Path) -> None:
     asked_of = f"{rows[0]['prompts']} questions of MT-Bench"
     axes.set_xlabel(f"speed relative to hydrajax without a draft, {asked_of}", fontsize=9)
     base = asked["base"] or "shipped"
-    axes.set_title(f"{base}, float32, {here['cores']} cores of an {here['device']}", fontsize=10, loc="left")
+    axes.set_title(f"{base}, float32 unless named, {here['cores']} cores of an {here['device']}", fontsize=10, loc="left")
     save_png(figure, path, "images")
 
 
