@@ -217,11 +217,11 @@ class Int8Tiles(Tiles):
 
     Attributes:
         values: int8 (`few_bits.tile_shape`).
-        scale: float16 (`few_bits.per_group`).
+        scale: float16 ``[tiles, groups, 64]`` (`few_bits.per_group`).
     """
 
-    values: Array
-    scale: Float16[Array, "tiles groups 64"]
+    values: Any  # leaves of a pytree, which transformations replace by other things than arrays
+    scale: Any
     shape_: tuple[int, ...]
 
     @classmethod
@@ -265,12 +265,12 @@ class Int4Tiles(Tiles):
 
     Attributes:
         values: uint8, two numbers of 0 to 15 in a byte (`few_bits.tile_shape`).
-        scale, offset: float16 (`few_bits.per_group`).
+        scale, offset: float16 ``[tiles, groups, 64]`` (`few_bits.per_group`).
     """
 
-    values: Array
-    scale: Float16[Array, "tiles groups 64"]
-    offset: Float16[Array, "tiles groups 64"]
+    values: Any
+    scale: Any
+    offset: Any
     shape_: tuple[int, ...]
 
     @classmethod

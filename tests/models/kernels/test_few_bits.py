@@ -91,6 +91,15 @@ def test_gradient_is_that_of_the_product_with_the_kernel(kind):
     np.testing.assert_allclose(found, slope @ np.asarray(weight.dequantized()).T, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
+    """As on several devices, where int4 weights lie in tiles too."""
+    rng = np.random.default_rng(6)
+    x, weight = rng.standard_normal((3, 40)).astype(np.float32), kind.of(rng.standard_normal((40, 70), np.float32))
+    monkeypatch.setattr(backend, "has_few_bits", lambda: False)
+    np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
+
+
 # --- weights ------------------------------------------------------------------------------------------------------
 
 
