@@ -70,7 +70,7 @@ def with_int8_products(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Quantized(abc.ABC):
-    """A kernel ``[D, *features]`` of few-bit numbers (weights only; activations keep their dtype).
+    """A kernel ``[D, *features]`` of few-bit numbers.
 
     A subclass is a dataclass of arrays, registered as a pytree. Each field is a parameter of its own (`stored`), so a
     kernel is sharded, loaded and counted by its arrays.

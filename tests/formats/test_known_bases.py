@@ -27,9 +27,11 @@ from hydrajax.formats.gguf import official_name
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
 from hydrajax.formats.tensors import open_tensors
+from hydrajax.models import backend
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
+from hydrajax.models.quantized import Int4Tiles, Int8Tiles
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.run_config import load_config
 
@@ -237,8 +239,23 @@ def question_texts() -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+def test_int4_has_exactly_the_weights_of_the_file(real, tmp_path, monkeypatch):
+    """The layers are stored in Q4_1, the embedding, which is the lm head too, in Q8_0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    low, plain = (hydrajax.load(real, dtype="float32", quantize=one).params.base for one in ("int4", None))
+    for name, layer in plain.items():
+        for kernel in ("qkv", "out", "gate_up", "down") if name.startswith("layers_") else ():
+            stored = [low[name][kernel + part] for part in ("", "_scale", "_offset")]
+            np.testing.assert_array_equal(Int4Tiles(*stored, layer[kernel].shape).dequantized(), layer[kernel])
+    embedding = plain["embedding"].T
+    stored = Int8Tiles(low["embedding"], low["embedding_scale"], embedding.shape)
+    np.testing.assert_array_equal(stored.dequantized(), embedding)
+
+
+@pytest.mark.slow
 def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
-    """Tensors bit by bit; logits within 1e-4; greedy ids of 50 chat questions, 32 tokens each."""
+    """Tensors bit by bit; logits within 2e-4; greedy ids of 50 chat questions, 32 tokens each."""
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
@@ -268,7 +285,7 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
     model, params = m.model, m.params.base
     hidden = model.apply({"params": params}, np.array([ids]), np.arange(60)[None], causal_mask(60)).hidden
     difference = np.abs(np.asarray(BoundBase(model, params).logits(hidden))[0] - expected).max()
-    assert difference < 1e-4
+    assert difference < 2e-4  # transformers' own float32 and float64 differ by up to 1.3e-4
 
     ours = [list(one.output_ids) for one in m.generate(prompts, max_new_tokens=32)]
     equal = 0

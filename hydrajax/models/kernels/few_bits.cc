@@ -14,7 +14,7 @@
 
 #include "cpu_kernels.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_VNNI_CODE 1
 #include <immintrin.h>
 #endif
@@ -282,9 +282,9 @@ void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weigh
     for (int64_t t = begin; t < end; ++t) {
       std::memset(sums, 0, sizeof(float) * n * kColumns);
       for (int64_t i = t * groups; i < (t + 1) * groups; ++i) {
-        const uint8_t* values = weight.tiles + i * tile_bytes;
-        for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(values + kTilesAhead * tile_bytes + b, 0, 2);
-        const Tile tile = {values, weight.scales + i * kColumns,
+        const uint8_t* packed = weight.tiles + i * tile_bytes;
+        for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(packed + kTilesAhead * tile_bytes + b, 0, 2);
+        const Tile tile = {packed, weight.scales + i * kColumns,
                            weight.offsets ? weight.offsets + i * kColumns : nullptr};
         code.multiply(weight, tile, quantized, i - t * groups, n, sums);
       }
