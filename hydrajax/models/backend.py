@@ -122,7 +122,7 @@ def few_rows(rows: int, dtype) -> bool:
 
     One device only: XLA cannot partition a custom kernel.
     """
-    small = rows <= kernels.MOST_ROWS and dtype == jnp.float32
+    small = 0 < rows <= kernels.MOST_ROWS and dtype == jnp.float32
     return small and _on_cpu() and platform().devices == 1 and kernels.available()
 
 
