@@ -76,7 +76,9 @@ def speed_picture(peers: Path, path: Path) -> None:
     asked_of = f"{rows[0]['prompts']} questions of MT-Bench"
     axes.set_xlabel(f"speed relative to hydrajax without a draft, {asked_of}", fontsize=9)
     base = asked["base"] or "shipped"
-    axes.set_title(f"{base}, float32 unless named, {here['cores']} cores of an {here['device']}", fontsize=10, loc="left")
+    axes.set_title(
+        f"{base}, float32 unless named, {here['cores']} cores of an {here['device']}", fontsize=10, loc="left"
+    )
     save_png(figure, path, "images")
 
 

@@ -13,7 +13,7 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
 
 
-def without_weights(shape, kind, dtype, seed):
+def without_weights(shape, kind, dtype, seed, quantize=None):
     """A `random_model` without parameters, for errors that are raised before they are used."""
     model = Llama(PRESETS[shape], dtype)
     return model, KINDS[kind].build(model.config, dtype), Params({}, {})
