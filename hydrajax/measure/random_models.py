@@ -11,7 +11,7 @@ from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.models.quantized import with_int8_products
+from hydrajax.models.quantized import quantized_draft
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):
@@ -44,4 +44,4 @@ def random_model(preset: str, kind: str = "none", dtype=jnp.float32, seed: int =
     """Return ``(model, drafter, params)`` of a shape in `hydrajax.models.llama_config.PRESETS`."""
     model, base = random_base(PRESETS[preset], dtype, seed, quantize)
     drafter, params = random_draft(model, base, kind, seed)
-    return model, drafter, params._replace(draft=with_int8_products(params.draft)) if quantize else params
+    return model, drafter, params._replace(draft=quantized_draft(params.draft, quantize))

@@ -213,11 +213,12 @@ def add_norm(
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
         return total, normed.astype(x.dtype) * scale
 
+    summands = (x,) if added is None else (x, added)
     if few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == jnp.float32:
-        flat = (None if y is None else y.reshape(-1, x.shape[-1]) for y in (x, added))
-        total, normed = kernels.add_norm(*flat, scale, eps, plain)
+        first, *second = (y.reshape(-1, x.shape[-1]) for y in summands)
+        total, normed = kernels.add_norm(plain, eps, first, scale, *second)
         return total.reshape(x.shape), normed.reshape(x.shape)
-    return plain(x, scale) if added is None else plain(x, scale, added)
+    return plain(x, scale, *summands[1:])
 
 
 def whole_slots(slots: int) -> int:
@@ -234,9 +235,9 @@ def matmul(
 ) -> Float[Array, "*rows F"]:
     """Return ``x @ kernel``, accumulated and returned in ``dtype``.
 
-    On a CPU a single row is multiplied as two half contractions whose results are added. XLA runs the two on two cores,
-    while it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us instead of 196, and no shape was
-    more than 10% slower (jax 0.10, 2 cores). With more rows this loses up to threefold.
+    On a CPU without our kernels a single row is multiplied as two half contractions whose results are added. XLA runs
+    the two on two cores, while it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us instead of
+    196, and no shape was more than 10% slower (jax 0.10, 2 cores). With more rows this loses up to threefold.
 
     Args:
         x: Rows.

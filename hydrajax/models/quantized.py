@@ -41,13 +41,16 @@ def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[
     """
     if name == "int4" and kernel not in ("lm_head", "embedding"):
         return Int4Tiles
-    tiles = backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES
-    return Int8Tiles if tiles else Int8
+    return Int8Tiles if _in_tiles(stored) else Int8
 
 
 def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
     """Return whether an embedding that is also the lm head is quantised: where tiles are read in place."""
-    return name is not None and (backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES)
+    return name is not None and _in_tiles(stored)
+
+
+def _in_tiles(stored: Array | None) -> bool:
+    return backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES
 
 
 # Kernels of drafts that only products read.
@@ -55,12 +58,15 @@ PRODUCTS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_
 PRODUCTS += ("lm_head", "lm_kernel", "lm_down", "lm_up")
 
 
-def with_int8_products(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a draft's parameters with the kernels of products in `Int8Tiles`, or as they are without our kernels."""
-    if not backend.has_few_bits():
-        return dict(params)
+def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[str, Any]:
+    """Return a draft's parameters with the kernels of products in `Int8Tiles` if its base is quantised.
+
+    They stay as they are where there are no kernels for tiles.
+    """
+    if quantize is None or not backend.has_few_bits():
+        return params
     return {
-        name: with_int8_products(value)
+        name: quantized_draft(value, quantize)
         if isinstance(value, Mapping)
         else jax.device_put(Int8Tiles.of(np.asarray(value)))
         if name in PRODUCTS

@@ -117,7 +117,7 @@ def declare(
 ) -> Array | Quantized:
     """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
 
-    A kernel that was quantised after loading (`hydrajax.models.quantized.with_int8_products`) is returned as it is.
+    A kernel that was quantised after loading (`hydrajax.models.quantized.quantized_draft`) is returned as it is.
     """
     stored = module.get_variable("params", name)
     if isinstance(stored, Quantized):
@@ -128,8 +128,8 @@ def declare(
 def declare_kernel(
     module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> Array | Quantized | LowRank:
-    """Declare a product's weight, contracted over its first axis: normal with std 0.02, or quantised as
-    ``module.quantize`` says.
+    """Declare a product's weight, contracted over its first axis: normal with std 0.02, or quantised if
+    ``module.quantize`` names a type.
 
     With ``module.adapter`` the weight is `LowRank`, which has no effect as initialised.
     """

@@ -183,7 +183,7 @@ def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
                 assert arrays[1].dtype == (np.float16 if tiles else np.float32)
                 kernel = Int8Tiles(*arrays, before.shape) if tiles else Int8(*arrays)
                 step = np.abs(before).max(axis=0) / 127
-                assert (np.abs(kernel.dequantized() - before) <= 0.51 * step).all(), name
+                assert (np.abs(kernel.dequantized() - before) <= (0.51 if tiles else 0.5001) * step).all(), name
             else:
                 assert mine[name].dtype == jnp.float32
                 np.testing.assert_array_equal(mine[name], before, err_msg=name)

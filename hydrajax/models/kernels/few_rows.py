@@ -85,9 +85,9 @@ def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Fl
 
 
 def add_norm(
-    x: Float[Array, "R D"], added: Float[Array, "R D"] | None, scale: Float[Array, " D"], eps: float, plain: Callable
+    plain: Callable, eps: float, x: Float[Array, "R D"], scale: Float[Array, " D"], *added: Float[Array, "R D"]
 ) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
-    """Compute `hydrajax.models.backend.add_norm` in float32 with the gradient of ``plain``.
+    """Compute `hydrajax.models.backend.add_norm` in float32 with the gradient of ``plain``; ``added`` may be missing.
 
     XLA sums the squares of one row in another order than those of several.
     """
@@ -98,7 +98,7 @@ def add_norm(
         call = jax.ffi.ffi_call("hydrajax_add_norm", (out, out), vmap_method="sequential")
         return tuple(call(x, scale, *added, eps=np.float32(eps)))
 
-    return kernel(x, scale) if added is None else kernel(x, scale, added)
+    return kernel(x, scale, *added)
 
 
 def attend(
