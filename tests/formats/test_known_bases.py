@@ -30,6 +30,7 @@ from hydrajax.formats.tensors import open_tensors
 from hydrajax.models import backend
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.kernels import few_rows
 from hydrajax.models.layout import MODEL
 from hydrajax.models.quantized import Int4Tiles, Int8Tiles
 from hydrajax.text.tokenizer import load_tokenizer
@@ -255,7 +256,7 @@ def test_int4_has_exactly_the_weights_of_the_file(real, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
-    """Tensors bit by bit; logits within 2e-4; greedy ids of 50 chat questions, 32 tokens each."""
+    """Tensors bit by bit; logits within 1e-4, with our kernels 2e-4; greedy ids of 50 chat questions, 32 tokens each."""
     import gguf
     import torch
     from transformers import AutoModelForCausalLM
@@ -283,9 +284,15 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     model, params = m.model, m.params.base
-    hidden = model.apply({"params": params}, np.array([ids]), np.arange(60)[None], causal_mask(60)).hidden
-    difference = np.abs(np.asarray(BoundBase(model, params).logits(hidden))[0] - expected).max()
-    assert difference < 2e-4  # transformers' own float32 and float64 differ by up to 1.3e-4
+
+    def difference() -> float:
+        hidden = model.apply({"params": params}, np.array([ids]), np.arange(60)[None], causal_mask(60)).hidden
+        return np.abs(np.asarray(BoundBase(model, params).logits(hidden))[0] - expected).max()
+
+    assert difference() < 2e-4  # our CPU kernels add a row's products one by one; so much is float32's rounding
+    with monkeypatch.context() as patch:
+        patch.setattr(few_rows, "available", lambda: False)
+        assert difference() < 1e-4
 
     ours = [list(one.output_ids) for one in m.generate(prompts, max_new_tokens=32)]
     equal = 0
