@@ -87,7 +87,8 @@ def main() -> int:
     table = Table("decoder", "tokens/s", f"against {first}", "same ids", "as")
     results = []
     for name in runs:
-        like = next((one for one in runs if in_low_bits(one) and one.split(",")[0] == name.split(",")[0]), first)
+        program = name.split(",")[0]
+        like = first if program == "hydrajax" else next(one for one in runs if one.startswith(f"{program},"))
         same = sum(np.array_equal(ours, theirs) for ours, theirs in zip(outputs[name], outputs[like], strict=True))
         rate, ratio = tokens / seconds[name], seconds[first] / seconds[name]
         results.append(
@@ -103,10 +104,6 @@ def main() -> int:
             json.dumps({"machine": machine(), "arguments": arguments, "results": results}, indent=1) + "\n"
         )
     return 0
-
-
-def in_low_bits(name: str) -> bool:
-    return name.startswith(("llama.cpp", *(f"hydrajax {one}" for one in QUANTIZED)))
 
 
 def read_prompts(args, loaded):
