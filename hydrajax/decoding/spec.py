@@ -76,6 +76,8 @@ class DecodeSpec:
 
     def __post_init__(self):
         check_max_new_tokens(self.max_new_tokens)
+        if isinstance(self.tree, DynamicTree) and self.drafter.spec.supports_dynamic_tree:
+            object.__setattr__(self, "tree", self.tree.reaching(self.drafter.spec.depth))
         if isinstance(self.logprobs, bool):  # "log-probabilities: yes"
             object.__setattr__(self, "logprobs", 0 if self.logprobs else None)
         for name in ("processors", "eos_ids"):

@@ -65,13 +65,19 @@ def token_ranks(
 
     def rank(chunk):
         hidden, wanted = chunk
-        logits = logits_of(hidden)
-        if vocabulary is not None:
-            wanted = vocabulary.places_of(wanted, vocab_size)
-        chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
-        before = jnp.arange(logits.shape[-1]) < wanted[..., None]
-        rank = jnp.sum((logits > chosen) | ((logits == chosen) & before), axis=-1, dtype=jnp.int32)
-        return jnp.where(wanted >= 0, rank, vocab_size)
+        return ranks_among(logits_of(hidden), wanted, vocabulary, vocab_size)
 
     ranks = jax.lax.map(rank, into_chunks((hidden, wanted), chunk_width(chunk_tokens, wanted.shape)))
     return jnp.moveaxis(ranks, 0, 1).reshape(wanted.shape[0], -1)[:, : wanted.shape[1]]  # from [chunks, B, width]
+
+
+def ranks_among(
+    logits: Float[Array, "*rows V_"], wanted: Int[Array, "*rows"], vocabulary: Vocabulary | None, vocab_size: int
+) -> Int[Array, "*rows"]:
+    """Return the rank of each wanted token in its row of logits over the ``vocabulary``, int32; see `head_ranks`."""
+    if vocabulary is not None:
+        wanted = vocabulary.places_of(wanted, vocab_size)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)
+    before = jnp.arange(logits.shape[-1]) < wanted[..., None]
+    rank = jnp.sum((logits > chosen) | ((logits == chosen) & before), axis=-1, dtype=jnp.int32)
+    return jnp.where(wanted >= 0, rank, vocab_size)

@@ -14,12 +14,6 @@ def base_layout(c: LlamaConfig) -> Layout:
     for i in range(c.n_layers):
         path, prefix = (f"layers_{i}",), f"model.layers.{i}."
         layout += decoder_layer(path, prefix, c)
-        if c.qkv_bias:
-            layout.append(_qkv((*path, "qkv_bias"), f"{prefix}self_attn.", "bias", c, ()))
-        if c.qk_norm:
-            for ours, theirs in (("query", "q"), ("key", "k")):
-                name = f"{prefix}self_attn.{theirs}_norm.weight"
-                layout.append(same((*path, f"{ours}_norm", "scale"), name, c.head_dim))
     layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
@@ -38,6 +32,12 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
     """
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     norm = same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width)
+    biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
+    head_norms = [
+        same((*path, ours, "scale"), f"{attention}{theirs}.weight", c.head_dim)
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
+        if c.qk_norm
+    ]
     return [
         *([norm] if attention_width is None else []),
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
@@ -50,6 +50,8 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
             lambda both: (both[:, 0].T, both[:, 1].T),
         ),
         transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
+        *biases,
+        *head_norms,
     ]
 
 

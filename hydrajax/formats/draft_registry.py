@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.head_stack import StackSettings
@@ -25,7 +27,7 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import amphista_format, eagle_format, hydra_format, medusa_format
+from hydrajax.formats import amphista_format, block_format, eagle_format, hydra_format, medusa_format
 from hydrajax.formats.interface import Files
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -75,6 +77,9 @@ KINDS = {
     "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
     "eagle": DrafterKind("EAGLE", Eagle, eagle_format.EAGLE_FILES),
     "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle_format.EAGLE_3_FILES),
+    "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES),
+    "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES),
+    "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

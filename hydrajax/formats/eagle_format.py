@@ -42,6 +42,7 @@ from hydrajax.formats.interface import (
     HeadFormat,
     MadeFor,
     cannot_write,
+    check_copies,
     check_sizes,
     drafter_name,
     expect,
@@ -330,13 +331,6 @@ def flattened(config: dict) -> dict:
     flat = layer | {name: value for name, value in config.items() if value is not None and name not in inner}
     expect(flat, {"truncated_vocab_size": (flat.get("vocab_size"), None)})
     return flat
-
-
-def check_copies(files: TensorFiles, base: LlamaConfig, *names: str) -> None:
-    """Refuse files whose copies of the base's embedding or lm head have another base's size."""
-    for name in names:
-        if name in files:
-            check_sizes(files.shape(name), base)
 
 
 def check_class(drafter: Any, kind: type) -> None:

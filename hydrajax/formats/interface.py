@@ -137,6 +137,13 @@ def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
             raise HydrajaxError(f"{name}: got {found}, expected {wanted}; the heads were made for another base")
 
 
+def check_copies(files: TensorFiles, base: LlamaConfig, *names: str) -> None:
+    """Refuse files whose copies of the base's embedding or lm head have another base's size."""
+    for name in names:
+        if name in files:
+            check_sizes(files.shape(name), base)
+
+
 def integer(config: dict, field: str, least: int, default: int | None = None) -> int:
     """Return an integer field of ``config.json``, which may be missing if there is a default."""
     value = config.get(field)

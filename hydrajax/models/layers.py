@@ -63,7 +63,8 @@ class DecoderLayer(nn.Module):
         block_mask,
         past: Sequence[KVSegment] = (),
         attends_from: Float[Array, "B T E"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], KeyValue]:
+        only_keys: bool = False,
+    ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue]:
         """Return two arrays whose sum is the output, and the T tokens' keys and values.
 
         Args:
@@ -74,6 +75,7 @@ class DecoderLayer(nn.Module):
             past: Earlier segments.
             attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
                 then has no norm of its own (EAGLE's layers).
+            only_keys: Compute keys and values and nothing else, from ``attends_from``; the parameters must exist.
         """
         c = self.config
         batch, n_tokens, width = x.shape
@@ -101,6 +103,8 @@ class DecoderLayer(nn.Module):
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
+        if only_keys:
+            return None, None, (keys, values)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past])
         attended = project(attended, out_kernel)
 

@@ -1,7 +1,8 @@
-"""Dynamic trees (EAGLE-2, Li et al. 2024): the drafter chooses the shape at every step."""
+"""Dynamic trees: the drafter chooses the shape at every step (EAGLE-2, Li et al. 2024; DDTree; JetSpec)."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError
@@ -65,6 +66,63 @@ class DynamicTree:
             raise HydrajaxError(
                 f"tree: got {self.top_k} children per node, expected at most the vocabulary of {vocab_size} tokens"
             )
+
+    def reaching(self, draft_depth: int) -> DynamicTree:
+        """Return the tree for a drafter of ``draft_depth`` tokens, if the depth is the drafter's choice."""
+        del draft_depth
+        return self
+
+
+@dataclass(frozen=True)
+class BestFirstTree(DynamicTree):
+    """A dynamic tree grown best-first, as deep as the drafter.
+
+    ``best-N`` takes the N - 1 most likely nodes (DDTree, arXiv 2604.12989). ``fanout-N-K`` expands the most likely node
+    into its K most likely children, again and again until there are N nodes (JetSpec, arXiv 2606.18394).
+
+    Attributes:
+        expansions: -1 until `reaching` knows the drafter's depth.
+        top_k: K; 0 for ``best-N``, whose nodes have as many children as are likely.
+    """
+
+    expansions: int = -1
+    top_k: int = 0
+
+    def __post_init__(self):
+        if not 2 <= self.size <= MAX_NODES:
+            raise HydrajaxError(f"tree: got {self.name}, expected 2 to {MAX_NODES} nodes, root included")
+
+    @property
+    def name(self) -> str:
+        return f"fanout-{self.size}-{self.top_k}" if self.top_k else f"best-{self.size}"
+
+    @property
+    def most_children(self) -> int:
+        """The maximum number of children of a node."""
+        return min(self.top_k or self.size, self.size - 1)
+
+    @property
+    def depth(self) -> int:
+        if self.expansions < 0:
+            raise HydrajaxError(f"tree: {self.name} has no depth without a drafter; use it in a DecodeSpec")
+        return super().depth
+
+    def check(self, draft_depth: int, vocab_size: int) -> None:
+        self.reaching(draft_depth)
+        if self.top_k > vocab_size:
+            super().check(draft_depth, vocab_size)
+
+    def reaching(self, draft_depth: int) -> BestFirstTree:
+        if draft_depth < 1:
+            raise HydrajaxError(f"tree: got {self.name}, expected root: the draft proposes no token")
+        return dataclasses.replace(self, expansions=min(draft_depth, self.size - 1) - 1)
+
+    def beams(self) -> DynamicTree:
+        """Return the tree of as many nodes that `hydrajax.drafters.growing.grow` finds the same nodes for.
+
+        A node of ``best-N`` is among the N - 1 most likely of its level, and so is its parent.
+        """
+        return DynamicTree(self.size, self.expansions, self.most_children)
 
 
 CandidateTree = TreeTopology | DynamicTree

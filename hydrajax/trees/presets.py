@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.tree_json import read_tree
 
@@ -92,7 +92,7 @@ def released() -> list[str]:
 
 def names() -> list[str]:
     """Return the names that `by_name` accepts next to files and JSON, for messages and help texts."""
-    return ["root", "chain-K", "cartesian-S1xS2x...", "dynamic-NODES-EXPANSIONS-TOP_K", *released()]
+    return ["root", "chain-K", "cartesian-S1xS2x...", "dynamic-NODES-EXPANSIONS-TOP_K", "best-N", "fanout-N-K", *released()]
 
 
 def is_inline(name: str) -> bool:
@@ -105,7 +105,8 @@ def by_name(name: str) -> CandidateTree:
 
     Args:
         name: A preset, the name of a ``.json`` file, or a JSON list of choices such as ``[[0], [0, 0], [1]]``.
-            ``dynamic-60-7-10`` is a `DynamicTree` of 60 nodes, 7 expansions and top-10, the numbers of EAGLE-2.
+            ``dynamic-60-7-10`` is a `DynamicTree` of 60 nodes, 7 expansions and top-10, the numbers of EAGLE-2;
+            ``best-64`` and ``fanout-128-7`` are `BestFirstTree`.
 
     Raises:
         HydrajaxError: For anything else.
@@ -125,6 +126,10 @@ def by_name(name: str) -> CandidateTree:
         return cartesian(widths)
     if match := re.fullmatch(r"dynamic-(\d{1,4})-(\d{1,2})-(\d{1,3})", name):
         return DynamicTree(*map(int, match.groups()))
+    if match := re.fullmatch(r"best-(\d{1,4})", name):
+        return BestFirstTree(int(match[1]))
+    if match := re.fullmatch(r"fanout-(\d{1,4})-([1-9]\d{0,2})", name):
+        return BestFirstTree(int(match[1]), top_k=int(match[2]))
     raise not_allowed("tree", name, names(), ", a .json file or a JSON list of choices such as [[0], [0, 0], [1]]")
 
 

@@ -1,0 +1,425 @@
+"""Drafts of one pass: a block of masked positions, predicted at once from hidden states of several of the base's layers.
+
+The published drafts differ in how they read the block: DFlash and JetSpec (`hydrajax.drafters.dflash`), DSpark
+(`hydrajax.drafters.dspark`). The network is the same. The *context* is the text that the base has processed: the draft
+fuses the base's hidden states of several layers into one vector per position, from which every draft layer computes
+keys and values (KV injection, DFlash 3). The *block* is the anchor, the last known token, followed by mask tokens. Only
+the block passes through the layers. It attends to the context and to itself.
+
+The cache holds keys and values of the context alone, so rejected tokens never enter it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from hydrajax.drafters.best_first import best_first
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.filling import fill
+from hydrajax.drafters.markov import MarkovHead, MarkovNetwork
+from hydrajax.drafters.ranks import ranks_among
+from hydrajax.drafters.settings import Settings, at_least, within_base
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import KVSegment, rope_table
+from hydrajax.models.cache import Block, KVCache, append, init_cache
+from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import into_chunks, row_layout
+from hydrajax.models.weights import declare, project
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, guesses_of
+from hydrajax.trees.topology import take
+
+RANKED_ROWS = 512  # rows of blocks in one pass of `BlockDrafter.ranks`
+
+
+class BlockState(NamedTuple):
+    """The state: keys and values of the context, for each draft layer."""
+
+    cache: KVCache
+
+
+class BlockNetwork(nn.Module):
+    """fc and norm of the base's hidden states, decoder layers over the block, a final norm, and the heads.
+
+    Attributes:
+        config: Of the draft layers, with the base's width and vocabulary.
+        n_reads: Number of the base's hidden states that fc reads.
+        markov: The Markov head; None without one.
+        confidence: What the confidence head reads: the ``"hidden"`` state, or also the token before (``"markov"``).
+            None without one.
+    """
+
+    config: LlamaConfig
+    dtype: DType
+    n_reads: int
+    lm_head: LmHead
+    markov: MarkovHead | None = None
+    confidence: str | None = None
+
+    def setup(self):
+        c, normal = self.config, nn.initializers.normal(0.02)
+        self.fc = declare(self, "fc", (self.n_reads * c.width, c.width), ("width", "mlp"), normal)
+        self.hidden_norm = RMSNorm(c.norm_eps, self.dtype)
+        self.layers = [DecoderLayer(c, self.dtype) for _ in range(c.n_layers)]
+        self.norm = RMSNorm(c.norm_eps, self.dtype)
+        self.lm_params = self.lm_head.declare(self, c.width, c.vocab_size)
+        if self.markov is not None:
+            sizes = c.vocab_size, self.lm_head.size(c.vocab_size)
+            self.markov_head = MarkovNetwork(self.markov, c.width, sizes, self.dtype)
+        if self.confidence is not None:
+            inputs = c.width + (self.markov.rank if self.markov and self.confidence == "markov" else 0)
+            self.confidence_kernel = declare(self, "confidence_kernel", (inputs, 1), (None, None), normal)
+            self.confidence_bias = declare(self, "confidence_bias", (1,), (None,), nn.initializers.zeros)
+
+    def context(self, aux_hidden_states: Float[Array, "B T nD"], positions: Int[Array, "B T"]) -> Block:
+        """Return keys and values of the context, layer by layer."""
+        fused = self.hidden_norm(project(aux_hidden_states.astype(self.dtype), self.fc))
+        rope = rope_table(self.config, positions)
+        return tuple(layer(fused, None, rope, None, (), fused, only_keys=True)[2] for layer in self.layers)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], block_mask, past: Sequence[Sequence[KVSegment]]
+    ) -> Float[Array, "B T D"]:
+        """Return the lm head's input at the T positions of blocks, which attend to ``past[layer]`` and each other."""
+        rope, added = rope_table(self.config, positions), None
+        for layer, segments in zip(self.layers, past, strict=True):
+            x, added, _ = layer(x, added, rope, block_mask, segments)
+        return self.norm.of_sum(x, added)[1]
+
+    def logits(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"]:
+        """Return float32 logits over the draft's vocabulary, without the Markov head's correction."""
+        return self.lm_head.logits(self.lm_params, hidden, base_logits)
+
+    def corrected(self, state, before, hidden):
+        """Call the Markov head (`MarkovNetwork`)."""
+        return self.markov_head(state, before, hidden)
+
+    def corrections(self, before, hidden):
+        """Return the Markov head's corrections of whole blocks (`MarkovNetwork.along`)."""
+        return self.markov_head.along(before, hidden)
+
+    def confidence_logits(
+        self, hidden: Float[Array, "*rows D"], before: Int[Array, "*rows"]
+    ) -> Float[Array, "*rows"]:
+        """Return the float32 logit of the probability that a slot's token is accepted, given the token before it."""
+        if self.confidence == "markov":
+            hidden = jnp.concatenate([hidden, self.markov_head.embed(before)], axis=-1)
+        out = project(hidden, self.confidence_kernel, jnp.float32) + self.confidence_bias.astype(jnp.float32)
+        return out[..., 0]
+
+    def everything(self, aux_hidden_states, x, positions, base_logits):
+        """Touch every parameter, for `init`."""
+        hidden = self(x, positions, np.ones((1, 1), bool), [()] * self.config.n_layers)
+        self.context(aux_hidden_states, positions)
+        if self.markov is not None:
+            self.corrections(positions, hidden)
+        if self.confidence is not None:
+            self.confidence_logits(hidden, positions)
+        return self.logits(hidden, base_logits)
+
+
+@dataclass(frozen=True)
+class BlockSettings(Settings):
+    """Settings of drafts of one pass.
+
+    Attributes:
+        n_layers: Number of draft layers.
+        block_size: Positions of a block, the anchor included.
+        aux_hidden_layers: The base's layers, counted from 0, whose *outputs* the draft reads, ascending; the last one's
+            is read after the final norm. Empty for one per draft layer, evenly spaced (`default_target_layers`).
+        mask_token: Id of the token whose embedding marks positions to predict; by default the vocabulary's last.
+        vocabulary: The number of tokens that the draft can propose, see `hydrajax.drafters.settings.HeadSettings`.
+        num_anchors: Blocks per row of training text, at random positions.
+    """
+
+    n_layers: int = 2
+    block_size: int = 8
+    aux_hidden_layers: tuple[int, ...] = ()
+    mask_token: int | None = None
+    vocabulary: int | None = None
+    num_anchors: int = 64
+
+    def __post_init__(self):
+        at_least("draft.n_layers", self.n_layers, 1)
+        at_least("draft.block_size", self.block_size, 2)
+        at_least("draft.vocabulary", self.vocabulary, 1)
+        at_least("draft.num_anchors", self.num_anchors, 1)
+        at_least("draft.mask_token", self.mask_token, 0)
+        layers = list(self.aux_hidden_layers)
+        if layers != sorted(set(layers)) or (layers and layers[0] < 0):
+            raise HydrajaxError(f"draft.aux_hidden_layers: got {layers}, expected ascending layers from 0 up")
+
+    def mask_of(self, base: LlamaConfig) -> int:
+        """Return the mask token's id."""
+        if self.mask_token is None:
+            return base.vocab_size - 1
+        within_base("draft.mask_token", self.mask_token + 1, base.vocab_size, "tokens")
+        return self.mask_token
+
+    def reads(self, base: LlamaConfig) -> tuple[int, ...]:
+        """Return ``aux_hidden_layers`` of the drafter."""
+        layers = self.aux_hidden_layers or default_target_layers(base.n_layers, self.n_layers)
+        within_base("draft.aux_hidden_layers", max(layers) + 1, base.n_layers, "layers")
+        return tuple(from_last(layer, base.n_layers) for layer in layers)
+
+
+def default_target_layers(n_base: int, n_draft: int) -> tuple[int, ...]:
+    """Return the base's layers whose outputs a draft of ``n_draft`` layers reads: evenly spaced from 1 to L - 3.
+
+    These are the numbers in released DFlash drafts. A small base gives fewer layers.
+    """
+    if n_draft == 1:
+        return (n_base // 2,)
+    first, last = min(1, n_base - 1), max(n_base - 3, 0)
+    return tuple(sorted({round(first + i * (last - first) / (n_draft - 1)) for i in range(n_draft)}))
+
+
+def from_last(layer: int, n_layers: int) -> int:
+    """Return the output of a layer as `hydrajax.models.base_model.BaseModel` counts hidden states; -1 is the
+    embedding's.
+    """
+    return n_layers - 1 - layer
+
+
+class BlockDrafter(SeesAcceptedOnly):
+    """The procedure of drafts of one pass.
+
+    A subclass is a frozen dataclass with the fields of `BlockNetwork` and ``aux_hidden_layers``, ``mask_token``,
+    ``block_size`` and ``num_anchors``. It defines the class variables below.
+
+    Attributes:
+        first_slot: The first slot whose output is a guess. Slot s predicts the token at its own position if this is 1,
+            that of the next position if it is 0.
+        causal: A slot attends to the slots before it only.
+        recipe: The default objective of training by name (`hydrajax.train.block_loss`).
+    """
+
+    first_slot: int
+    causal: bool
+    config: LlamaConfig
+    dtype: DType
+    vocabulary: Vocabulary | None
+    markov: MarkovHead | None = None
+    confidence_head: str | None = None
+    confidence: float = 0.0
+
+    def check_block(self) -> None:
+        """Raise `HydrajaxError` for numbers out of range."""
+        at_least("block_size", self.block_size, 1 + self.first_slot)
+        if not 0 <= self.mask_token < self.config.vocab_size:
+            raise HydrajaxError(
+                f"mask_token: got {self.mask_token}, expected a token of the vocabulary of {self.config.vocab_size}"
+            )
+
+    @property
+    def depth(self) -> int:
+        """K, the number of positions that a block predicts."""
+        return self.block_size - self.first_slot
+
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            depth=self.depth,
+            default_tree=presets.default_name(self.depth, 1),
+            aux_hidden_layers=self.aux_hidden_layers,
+            supports_sampling=True,
+            supports_dynamic_tree=True,
+            num_draft_heads=self.depth,
+            shared_lm_head=self.lm_head.shared,
+        )
+
+    @property
+    def network(self) -> BlockNetwork:
+        n_reads = len(self.aux_hidden_layers)
+        return BlockNetwork(self.config, self.dtype, n_reads, self.lm_head, self.markov, self.confidence_head)
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def init_state(self, batch, slots):
+        return BlockState(init_cache(self.config, batch, slots, self.dtype))
+
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+        """Add positions that the base has processed to the context."""
+        positions = state.cache.lengths[:, None] + jnp.arange(tokens.shape[1])
+        block = self._apply(params, aux_hidden_states, positions, method="context")
+        return BlockState(append(state.cache, block, counts, after=bonus_token))
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        """Predict all positions in one pass, then fill the tree.
+
+        The tokens of a block are independent given the text, so q of a node depends on its depth alone, also below a
+        drawn token. With a Markov head q is conditioned on the node's parent too (with the recurrent one on its whole
+        path). Both are the distributions from which a node's children are drawn, which is all that rejection sampling
+        needs (`Proposal.log_q`).
+        """
+        n_levels = len(guesses_of(tree))
+        hidden = self._slots(params, state.cache, root, n_levels, base) if n_levels else None
+        logits = self._apply(params, hidden, base.logits, method="logits") if n_levels else None
+        if isinstance(tree, BestFirstTree) and draw is None and self.markov is None:
+            proposal = best_first(tree, root, logits, self.lm_head)
+        elif isinstance(tree, BestFirstTree) and tree.top_k:
+            raise HydrajaxError(f"tree: got {tree.name}, expected best-{tree.size}: the guesses depend on each other")
+        else:
+            proposal = self._filled(params, root, tree, hidden, logits, draw)
+        return self._cut(params, proposal, hidden) if self.confidence and n_levels else proposal
+
+    def _slots(self, params, cache: KVCache, root, n_levels: int, base) -> Float[Array, "B D n"]:
+        """Return the lm head's inputs for the first ``n_levels`` positions after the root."""
+        # Slots that see only earlier ones do not need the later ones.
+        size = n_levels + self.first_slot if self.causal else self.block_size
+        tokens = jnp.concatenate([root[:, None], jnp.full((len(root), size - 1), self.mask_token)], axis=1)
+        x = base.embed(tokens).astype(self.dtype)
+        past = [cache.segments(layer) for layer in range(self.config.n_layers)]
+        positions = cache.lengths[:, None] + jnp.arange(size)
+        hidden = self._apply(params, x, positions, self._block_mask(size), past)
+        return hidden[:, self.first_slot : self.first_slot + n_levels]
+
+    def _block_mask(self, size: int) -> Bool[np.ndarray, "n n"]:
+        return np.tri(size, dtype=bool) if self.causal else np.ones((size, size), bool)
+
+    def _filled(self, params, root, tree: CandidateTree, hidden, logits, draw: Draw | None) -> Proposal:
+        """Fill the tree level by level, with the Markov head if there is one."""
+
+        def guess(state, beam):
+            level = logits[:, beam.depth, None]
+            if self.markov is None:
+                return state, level
+            state = take(state, beam.parents) if beam.depth else state
+            rows = jnp.broadcast_to(hidden[:, beam.depth, None], (*beam.tokens.shape, hidden.shape[-1]))
+            state, correction = self._apply(params, state, beam.tokens, rows, method="corrected")
+            return state, level + correction
+
+        tree = tree.beams() if isinstance(tree, BestFirstTree) else tree
+        start = None if self.markov is None else jnp.zeros((len(root), 1, self.markov.rank), self.dtype)
+        return fill(tree, root, guess, start, self.lm_head, self.config.vocab_size, draw)[0]
+
+    def _cut(self, params, proposal: Proposal, hidden: Float[Array, "B D n"]) -> Proposal:
+        """Remove the tokens below nodes whose next slot has a confidence of less than the threshold.
+
+        This is decided by a node and never by its children, so sampling stays exact.
+        """
+        tree, tokens = proposal.tree, proposal.tokens
+        depths = jnp.broadcast_to(tree.depths, tokens.shape)
+        rows = jnp.take_along_axis(hidden, jnp.minimum(depths, hidden.shape[1] - 1)[:, :, None], axis=1)
+        logits = self._apply(params, rows, tokens, method="confidence_logits")
+        unsure = jax.nn.sigmoid(logits) < self.confidence
+        above = tree.mask & ~np.eye(tree.size, dtype=bool)
+        return proposal._replace(tokens=jnp.where(jnp.any(above & unsure[:, None, :], axis=-1), -1, tokens))
+
+    def _apply(self, params, *inputs, method: str = "__call__"):
+        return self.network.apply({"params": params}, *inputs, method=method)
+
+    # --- parameters and training --------------------------------------------------------------------------------------
+
+    def init(self, rng, base):
+        return nn.unbox(self.init_boxed(rng, base))
+
+    def init_boxed(self, rng: Array, base) -> Any:
+        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+        x = jnp.zeros((1, 1, self.config.width), self.dtype)
+        aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
+        example = aux_hidden_states, x, jnp.zeros((1, 1), jnp.int32), base.logits
+        params = dict(self.network.init(rng, *example, method="everything")["params"])
+        if not self.lm_head.shared:
+            for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
+                params[name] = params[name].replace_boxed(value)
+        return params
+
+    def blocks(
+        self,
+        params,
+        aux_hidden_states: Float[Array, "B T nD"],
+        tokens: Int[Array, "B T"],
+        anchors: Int[Array, "B A"],
+        base,
+        segments: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B A K D"]:
+        """Return the lm head's inputs for the K positions of blocks at A anchors of each text, in one pass.
+
+        A block attends to the text before its anchor, in the same document, and to itself.
+
+        Args:
+            params: The draft's parameters.
+            aux_hidden_states: The base's hidden states.
+            tokens: int32 ``[B, T]``.
+            anchors: int32 ``[B, A]`` indices of the last known tokens; index 0 has no context.
+            base: The base with its parameters.
+            segments: int32 ``[B, T]`` documents, if packed.
+        """
+        return self._blocks_at(params, self._context(params, aux_hidden_states, tokens, segments), anchors, base)
+
+    def _context(self, params, aux_hidden_states, tokens, segments):
+        positions, _ = row_layout(tokens, segments)
+        keys = self._apply(params, aux_hidden_states, positions, method="context")
+        return keys, tokens, positions, segments
+
+    def _blocks_at(self, params, context, anchors, base):
+        keys, tokens, positions, segments = context
+        (batch, n_blocks), size = anchors.shape, self.block_size
+        rows = n_blocks * size
+        known = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
+        masks = jnp.full((batch, n_blocks, size - 1), self.mask_token)
+        x = base.embed(jnp.concatenate([known, masks], axis=2).reshape(batch, rows)).astype(self.dtype)
+        places = jnp.take_along_axis(positions, anchors, axis=1)[:, :, None] + jnp.arange(size)
+        before = jnp.arange(tokens.shape[1]) < anchors[:, :, None]
+        if segments is not None:
+            before &= segments[:, None, :] == jnp.take_along_axis(segments, anchors, axis=1)[:, :, None]
+        before = jnp.repeat(before, size, axis=1)[:, None, None]
+        own = np.kron(np.eye(n_blocks, dtype=bool), self._block_mask(size))
+        past = [(KVSegment(*pair, before),) for pair in keys]
+        hidden = self._apply(params, x, places.reshape(batch, rows), own, past)
+        return hidden.reshape(batch, n_blocks, size, -1)[:, :, self.first_slot :]
+
+    def block_logits(
+        self, params, hidden: Float[Array, "*rows K D"], before: Int[Array, "*rows K"], base
+    ) -> Float[Array, "*rows K V_"]:
+        """Return the float32 logits of whole blocks, given the tokens before each position."""
+        logits = self._apply(params, hidden, base.logits, method="logits")
+        return logits if self.markov is None else logits + self._apply(params, before, hidden, method="corrections")
+
+    def confidence_logits(self, params, hidden, before) -> Float[Array, "*rows K"]:
+        """Return `BlockNetwork.confidence_logits` of whole blocks."""
+        return self._apply(params, hidden, before, method="confidence_logits")
+
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
+        """Return the ranks from a block at every position, given the text's tokens before each of its positions."""
+        tokens = batch["tokens"]
+        n_rows, length = tokens.shape
+        context = self._context(params, aux_hidden_states, tokens, batch.get("segments"))
+        # The root at position t is the text's token t + 1.
+        anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(length) + 1, length - 1), tokens.shape)
+        width = max(min(RANKED_ROWS // self.block_size, chunk_tokens // (n_rows * depth)), 1)
+
+        def rank(anchors):
+            hidden = self._blocks_at(params, context, anchors, base)[:, :, :depth]
+            places = jnp.minimum(anchors[:, :, None] + jnp.arange(depth + 1), length - 1)
+            text = jnp.take_along_axis(tokens[:, None], places, axis=2)
+            logits = self.block_logits(params, hidden, text[..., :-1], base)
+            return ranks_among(logits, text[..., 1:], self.vocabulary, base.config.vocab_size)
+
+        ranks = jax.lax.map(rank, into_chunks(anchors, min(width, length)))  # [chunks, B, width, depth]
+        return jnp.moveaxis(ranks, (3, 1), (0, 1)).reshape(depth, n_rows, -1)[:, :, :length]
+
+    def reaching(self, depth):
+        return self
+
+    def trained_on(self, found):
+        """Return a draft of the same kind with the layers and the vocabulary that were read."""
+        if type(found) is not type(self):
+            raise HydrajaxError(
+                f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"
+            )
+        return dataclasses.replace(found, num_anchors=self.num_anchors, dtype=self.dtype)

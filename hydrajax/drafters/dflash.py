@@ -1,0 +1,72 @@
+"""DFlash (arXiv 2602.06036) and JetSpec (arXiv 2606.18394): each masked slot predicts the token at its own position.
+
+DFlash's slots see the whole block (a block diffusion model of one step). JetSpec's see the slots before them, and its
+trees are wide (``fanout-N-K``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from hydrajax.drafters.block import BlockDrafter, BlockSettings
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.settings import vocabulary_of
+from hydrajax.models.arrays import DType
+from hydrajax.models.llama_config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class DFlash(BlockDrafter):
+    """DFlash.
+
+    Attributes:
+        config: Of the draft's layers, with the base's width and vocabulary.
+        aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
+        mask_token: Id of the token whose embedding marks positions to predict.
+        block_size: Slots of a block; the anchor's predicts nothing.
+        vocabulary: The tokens that it can propose; None for all.
+        num_anchors: Blocks per row of training text.
+    """
+
+    config: LlamaConfig
+    aux_hidden_layers: tuple[int, ...]
+    mask_token: int
+    block_size: int = 16
+    vocabulary: Vocabulary | None = None
+    dtype: DType = jnp.float32
+    num_anchors: int = 64
+    first_slot: ClassVar[int] = 1
+    causal: ClassVar[bool] = False
+    Settings = BlockSettings
+
+    def __post_init__(self):
+        self.check_block()
+
+    @classmethod
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        """Return a draft whose layers have the base's shape and norms of queries and keys, as released."""
+        s = settings or cls.Settings()
+        return cls(
+            base.plain_layer.replace(n_layers=s.n_layers, qk_norm=True),
+            s.reads(base),
+            s.mask_of(base),
+            s.block_size,
+            vocabulary_of(s.vocabulary, base, target_counts),
+            jnp.dtype(dtype),
+            s.num_anchors,
+        )
+
+    @property
+    def lm_head(self) -> LmHead:
+        """The base's own."""
+        return LmHead(shared=True, vocabulary=self.vocabulary)
+
+
+@dataclass(frozen=True)
+class JetSpec(DFlash):
+    """JetSpec; the attributes are those of `DFlash`."""
+
+    causal: ClassVar[bool] = True

@@ -1,0 +1,103 @@
+"""DSpark (arXiv 2607.05147): slots predict the *next* position, a Markov head links them, a confidence head cuts them.
+
+DeepSpec, the released training code, has a variant of DFlash with the same slots. It is a `DSpark` without the two
+heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from hydrajax.drafters.block import BlockDrafter, BlockSettings
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.markov import KINDS, MarkovHead
+from hydrajax.drafters.settings import at_least, below, one_of, vocabulary_of
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import DType
+from hydrajax.models.llama_config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class DSparkSettings(BlockSettings):
+    """Settings of DSpark drafts.
+
+    Attributes:
+        markov_rank: Rank of the Markov head; 0 for none.
+        markov: Its kind, one of `hydrajax.drafters.markov.KINDS`.
+        confidence_head: Train a confidence head. It reads the Markov head's embedding of the token before, too.
+    """
+
+    markov_rank: int = 64
+    markov: str = "vanilla"
+    confidence_head: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least("draft.markov_rank", self.markov_rank, 0)
+        one_of("draft.markov", self.markov, KINDS)
+
+
+@dataclass(frozen=True)
+class DSpark(BlockDrafter):
+    """DSpark.
+
+    Attributes:
+        config: Of the draft's layers, with the base's width and vocabulary.
+        aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
+        mask_token: Id of the token whose embedding marks positions to predict.
+        block_size: Slots of a block, each of which predicts a token.
+        markov: The Markov head; None without one.
+        confidence_head: What the confidence head reads, ``"hidden"`` or ``"markov"`` (both that and the token before);
+            None without one.
+        confidence: Threshold of the confidence head: no token is drafted after a node whose next slot is less
+            confident. 0 for no threshold.
+        vocabulary: The tokens that it can propose; None for all.
+        own_lm_head: It has its own lm head and does not use the base's.
+        num_anchors: Blocks per row of training text.
+    """
+
+    config: LlamaConfig
+    aux_hidden_layers: tuple[int, ...]
+    mask_token: int
+    block_size: int = 7
+    markov: MarkovHead | None = None
+    confidence_head: str | None = None
+    confidence: float = 0.0
+    vocabulary: Vocabulary | None = None
+    own_lm_head: bool = False
+    dtype: DType = jnp.float32
+    num_anchors: int = 64
+    first_slot: ClassVar[int] = 0
+    causal: ClassVar[bool] = False
+    Settings = DSparkSettings
+
+    def __post_init__(self):
+        self.check_block()
+        below("draft_confidence", self.confidence, 1)
+        if self.confidence and self.confidence_head is None:
+            raise HydrajaxError("draft_confidence: got a threshold, expected none: the draft has no confidence head")
+        if self.confidence_head == "markov" and self.markov is None:
+            raise HydrajaxError("confidence_head: got 'markov', expected 'hidden': the draft has no Markov head")
+
+    @classmethod
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        """Return a draft whose layers have the base's shape and norms of queries and keys, as released."""
+        s = settings or DSparkSettings()
+        return cls(
+            base.plain_layer.replace(n_layers=s.n_layers, qk_norm=True),
+            s.reads(base),
+            s.mask_of(base),
+            s.block_size,
+            MarkovHead(s.markov_rank, s.markov) if s.markov_rank else None,
+            ("markov" if s.markov_rank else "hidden") if s.confidence_head else None,
+            vocabulary=vocabulary_of(s.vocabulary, base, target_counts),
+            dtype=jnp.dtype(dtype),
+            num_anchors=s.num_anchors,
+        )
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(shared=not self.own_lm_head, vocabulary=self.vocabulary)
