@@ -96,6 +96,12 @@ def golden(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def parallel(golden) -> Path:
+    """Return the folder of recordings of drafts of one pass."""
+    return golden / "parallel"
+
+
+@pytest.fixture(scope="session")
 def on_eight_devices():
     """Return ``run(folder, program, *arguments, flags="") -> answer``, which runs a program on 8 CPU devices.
 

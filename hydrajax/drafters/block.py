@@ -111,9 +111,7 @@ class BlockNetwork(nn.Module):
         """Return the Markov head's corrections of whole blocks (`MarkovNetwork.along`)."""
         return self.markov_head.along(before, hidden)
 
-    def confidence_logits(
-        self, hidden: Float[Array, "*rows D"], before: Int[Array, "*rows"]
-    ) -> Float[Array, "*rows"]:
+    def confidence_logits(self, hidden: Float[Array, "*rows D"], before: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
         """Return the float32 logit of the probability that a slot's token is accepted, given the token before it."""
         if self.confidence == "markov":
             hidden = jnp.concatenate([hidden, self.markov_head.embed(before)], axis=-1)

@@ -85,10 +85,10 @@ class MarkovNetwork(nn.Module):
 
     def along(self, before: Int[Array, "*rows S"], hidden: Float[Array, "*rows S D"]) -> Float[Array, "*rows S V_"]:
         """Return the corrections of all S slots, given the tokens before them."""
-        state = jnp.zeros((*before.shape[:-1], self.head.rank), self.dtype)
+        state = jnp.zeros((*before.shape, self.head.rank), self.dtype)
         if self.head.kind != "rnn":
-            return self(state[..., None, :], before, hidden)[1]
-        corrections = []
+            return self(state, before, hidden)[1]
+        state, corrections = state[..., 0, :], []
         for slot in range(before.shape[-1]):
             state, correction = self(state, before[..., slot], hidden[..., slot, :])
             corrections.append(correction)

@@ -16,6 +16,7 @@ from hydrajax.decoding.engine import true_float32
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import TokenIds, bucket
 from hydrajax.decoding.spec import sampling_params
+from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -120,12 +121,19 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
     """Compile the draft's log-probabilities of the ``depth`` tokens after the root, which follows ``known`` tokens."""
     drafter, vocabulary = drafter.reaching(depth), drafter.vocabulary
 
+    def logits_after(params, base, aux_hidden_states, known, row):
+        if isinstance(drafter, BlockDrafter):
+            anchor = jnp.reshape(known, (1, 1))
+            hidden = drafter.blocks(params.draft, aux_hidden_states, row[None], anchor, base)[0, :, :depth]
+            before = jax.lax.dynamic_slice_in_dim(row, known, depth)
+            return drafter.block_logits(params.draft, hidden, before[None], base)[0]
+        hidden = drafter.teacher_hidden(params.draft, aux_hidden_states, row[None], base)
+        return [drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0] for k in range(depth)]
+
     def of_row(params, base, aux_hidden_states, known, row):
         indices = row if vocabulary is None else vocabulary.places_of(row, model.config.vocab_size)
-        hidden = drafter.teacher_hidden(params.draft, aux_hidden_states, row[None], base)
         found = []
-        for k in range(depth):
-            logits = drafter.head_logits(params.draft, k, hidden[k][0, known - 1][None], base)[0]
+        for k, logits in enumerate(logits_after(params, base, aux_hidden_states, known, row)):
             index = indices[known + 1 + k]
             found.append(jnp.where(index < 0, -jnp.inf, jax.nn.log_softmax(logits)[index]))
         return jnp.stack(found)

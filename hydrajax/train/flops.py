@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
@@ -56,12 +57,18 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
 
     def forward(params, aux_hidden_states, tokens):
         bound = BoundBase(base, params[1])
+        if isinstance(drafter, BlockDrafter):
+            anchors = jnp.zeros((1, drafter.num_anchors), jnp.int32)
+            hidden = drafter.blocks(params[0], aux_hidden_states, tokens, anchors, bound)
+            return drafter.block_logits(params[0], hidden, jnp.zeros(hidden.shape[:-1], jnp.int32), bound)
         read = drafter.teacher_hidden(params[0], aux_hidden_states, tokens, bound)
         return [drafter.head_logits(params[0], k, hidden, bound) for k, hidden in enumerate(read)]
 
     def operators(tokens):
         return trace(forward, params, jax.ShapeDtypeStruct((*tokens.shape, width), base.dtype), tokens)[0]
 
+    if isinstance(drafter, BlockDrafter):  # the number of blocks does not grow with the text
+        return flops(operators(jax.ShapeDtypeStruct((1, length), jnp.int32))) / length
     return _per_token(operators, length).total
 
 

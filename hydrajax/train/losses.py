@@ -33,11 +33,14 @@ IGNORED = -100  # label without a target, as in transformers and the released tr
 class Objective:
     """The loss of draft heads: Σ_k λ_k (lm_weight · CE + teacher_weight · teacher CE + reconstruction_weight · L1).
 
+    `hydrajax.train.block_loss` describes the loss of drafts of one pass.
+
     Attributes:
         lm_weight: of the cross entropy with the text.
         teacher_weight: of the cross entropy with the base's distribution (hydra 3.1, "teacher loss").
         reconstruction_weight: of the smooth L1 distance between the input of a head's lm head and the base's hidden
             state that predicts the same token (released Hydra code).
+        distance_weight, confidence_weight: of drafts of one pass (`hydrajax.train.block_loss`).
         head_decay: λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for the
             successive guesses of EAGLE-3 (its released code).
         noise_alpha: α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
@@ -48,6 +51,8 @@ class Objective:
     lm_weight: float = 0.0
     teacher_weight: float = 1.0
     reconstruction_weight: float = 0.0
+    distance_weight: float = 0.0
+    confidence_weight: float = 0.0
     head_decay: float = 1.0
     noise_alpha: float = 0.0
     feature_noise: float = 0.0
@@ -60,8 +65,10 @@ class Objective:
                 raise HydrajaxError(f"objective.{field.name}: got {value}, expected a finite number of at least 0")
         if self.chunk_tokens < 1:
             raise HydrajaxError(f"objective.chunk_tokens: got {self.chunk_tokens}, expected at least 1")
-        if not self.lm_weight + self.teacher_weight + self.reconstruction_weight:
-            raise HydrajaxError("objective: set at least one of lm_weight, teacher_weight and reconstruction_weight")
+        if not self.lm_weight + self.teacher_weight + self.reconstruction_weight + self.distance_weight:
+            raise HydrajaxError(
+                "objective: set at least one of lm_weight, teacher_weight, reconstruction_weight and distance_weight"
+            )
 
 
 class HeadCounts(NamedTuple):

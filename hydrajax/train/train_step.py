@@ -37,6 +37,11 @@ class TrainState(NamedTuple):
 class Loss(Protocol):
     """A loss that is a sum over micro-batches."""
 
+    def prepared(self, batch: Batch, rng: Array) -> Batch:
+        """Return the whole batch with what the loss draws for each sequence."""
+        del rng
+        return batch
+
     def totals(self, batch: Batch) -> Any:
         """Return the target counts of the whole batch, by which its sums are divided."""
 
@@ -109,6 +114,7 @@ def make_train_step(
     """
 
     def gradients(params, frozen, batch, rng, step):
+        batch = loss.prepared(batch, rng)
         totals = loss.totals(batch)
         value_and_grad = jax.value_and_grad(loss, has_aux=True)
         if accumulation == 1:

@@ -92,7 +92,15 @@ def released() -> list[str]:
 
 def names() -> list[str]:
     """Return the names that `by_name` accepts next to files and JSON, for messages and help texts."""
-    return ["root", "chain-K", "cartesian-S1xS2x...", "dynamic-NODES-EXPANSIONS-TOP_K", "best-N", "fanout-N-K", *released()]
+    return [
+        "root",
+        "chain-K",
+        "cartesian-S1xS2x...",
+        "dynamic-NODES-EXPANSIONS-TOP_K",
+        "best-N",
+        "fanout-N-K",
+        *released(),
+    ]
 
 
 def is_inline(name: str) -> bool:

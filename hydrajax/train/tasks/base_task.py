@@ -28,11 +28,11 @@ from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import LanguageLoss, language_model_loss, targets
 from hydrajax.train.run_config import TrainConfig
-from hydrajax.train.train_step import Batch, batch_placer
+from hydrajax.train.train_step import Batch, Loss, batch_placer
 
 
 @dataclass(frozen=True)
-class BaseLoss:
+class BaseLoss(Loss):
     """Mean next-token cross entropy in nats, or KL(teacher ‖ model); see `hydrajax.train.train_step.Loss`.
 
     ``params`` are float32 and cast to the model's dtype. ``frozen`` are the teacher's parameters.

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import draft_registry
@@ -27,12 +28,20 @@ from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, replicated, tree_shardings
+from hydrajax.train.block_loss import (
+    Anchors,
+    block_loss,
+    block_targets,
+    block_totals,
+    check_objective,
+    draw_anchors,
+)
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
 from hydrajax.train.run_config import DraftConfig, TrainConfig
 from hydrajax.train.simulate import Tally
-from hydrajax.train.train_step import Batch, batch_placer
+from hydrajax.train.train_step import Batch, Loss, batch_placer
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import static
 
@@ -47,7 +56,7 @@ def make_drafter(
 
 
 @dataclass(frozen=True)
-class HeadsLoss:
+class HeadsLoss(Loss):
     """`draft_loss` on the frozen base; see `hydrajax.train.train_step.Loss`. ``frozen`` are the base's parameters.
 
     If a batch has the base's post-norm hidden states, ``hidden`` ``[B, T, D]``, the base is not run.
@@ -92,6 +101,47 @@ class HeadsLoss:
         return {name: value for name, value in parts._asdict().items() if weights.get(name, lm + teacher) > 0}
 
 
+@dataclass(frozen=True)
+class BlocksLoss(HeadsLoss):
+    """`block_loss` on the frozen base, for drafts of one pass; see `hydrajax.train.train_step.Loss`."""
+
+    drafter: BlockDrafter
+
+    def prepared(self, batch: Batch, rng):
+        anchors = draw_anchors(rng, batch["labels"], batch.get("segments"), self.drafter.num_anchors)
+        return batch | {"anchors": anchors.positions, "keep": anchors.keep}
+
+    def totals(self, batch: Batch):
+        return block_totals(block_targets(batch, _anchors(batch), self.drafter, self.objective.head_decay))
+
+    def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
+        base = BoundBase(self.model, frozen)
+        aux_hidden_states, hidden = self.aux_hidden_states(frozen, batch)
+        params = optax.tree.cast(params, self.model.dtype)
+        return block_loss(
+            self.objective, self.drafter, params, aux_hidden_states, hidden, batch, _anchors(batch), base, totals
+        )
+
+
+def _anchors(batch: Batch) -> Anchors:
+    return Anchors(batch["anchors"], batch["keep"])
+
+
+def make_loss(model: BaseModel, drafter: Trainable | BlockDrafter, objective: Objective) -> HeadsLoss:
+    """Return the loss of a drafter's kind.
+
+    Raises:
+        HydrajaxError: For an objective that has terms of the other kind.
+    """
+    if isinstance(drafter, BlockDrafter):
+        check_objective(objective, drafter)
+        return BlocksLoss(model, drafter, objective)
+    for name in ("distance_weight", "confidence_weight"):
+        if value := getattr(objective, name):
+            raise HydrajaxError(f"objective.{name}: got {value}, expected 0 for {type(drafter).__name__}")
+    return HeadsLoss(model, drafter, objective)
+
+
 class HeadsTask:
     """Draft heads; see `hydrajax.train.train_loop.Task`."""
 
@@ -109,7 +159,7 @@ class HeadsTask:
             drafter, self._start = load_heads(drafter, config.draft.init, model.config)
         self.drafter, self.master = drafter, dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
-        self.loss = HeadsLoss(model, drafter, config.objective)
+        self.loss = make_loss(model, drafter, config.objective)
         boxed_base = abstract_base(model)
         self.frozen, self.frozen_shardings = base_params, tree_shardings(mesh, boxed_base)
         boxed = abstract_draft(self.master, model)

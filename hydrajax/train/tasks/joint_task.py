@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from hydrajax.drafters.block import BlockDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import export_merged
@@ -35,7 +36,7 @@ from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.losses import draft_loss, language_model_loss, targets
 from hydrajax.train.run_config import JointConfig, TrainConfig
 from hydrajax.train.tasks.heads_task import HeadsLoss, HeadsTask, make_drafter
-from hydrajax.train.train_step import Batch
+from hydrajax.train.train_step import Batch, Loss
 
 
 def heads_weight(config: JointConfig, step: int | Array) -> Float[Array, ""]:
@@ -57,6 +58,8 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
     """
     check_adapter(config.adapter, base)
     heads = make_drafter(config.draft, base, config.dtype)
+    if isinstance(heads, BlockDrafter):
+        raise HydrajaxError(f"draft.heads: got {config.draft.heads}, expected other heads for the task joint")
     if heads.spec.shared_lm_head and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
             f"adapter.targets: got lm_head, but {config.draft.heads} heads use the base's lm head without its adapter; "
@@ -65,7 +68,7 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
 
 
 @dataclass(frozen=True)
-class JointLoss:
+class JointLoss(Loss):
     """base_weight · (the base's loss) + λ0 · `draft_loss`; see `hydrajax.train.train_step.Loss`.
 
     Parameters are ``adapter`` and ``draft``; ``frozen`` are the base's. The heads' loss reaches the adapter through the

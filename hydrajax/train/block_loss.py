@@ -1,0 +1,195 @@
+"""Training losses of drafts of one pass: blocks at random anchors of each text.
+
+Guess g of a block whose anchor is at position p predicts token p + 1 + g, whichever slot makes it. It has a target if
+that token is one (`hydrajax.train.losses.IGNORED`) of the anchor's document. DeepSpec ends a block at the first token
+without a target; SpecForge's loss of DFlash skips it.
+
+A guess has the weight ``head_decay ** g``, e^(-g / γ) in the papers, with γ = 4 for blocks of 8 and 7 for blocks of 16.
+The loss is the weighted mean over all guesses, in float32, of
+
+- ``lm_weight`` · the cross entropy with the text (DFlash 3.3),
+- ``teacher_weight`` · the cross entropy with the base's distribution,
+- ``distance_weight`` · Σ_v |q(v) - p(v)|, the distance of the draft's and the base's distributions (DSpark), and
+- ``confidence_weight`` · the binary cross entropy of the confidence head with the acceptance rate 1 - Σ_v |q - p| / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from hydrajax.drafters.block import BlockDrafter
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import into_chunks
+from hydrajax.train.chunks import sum_over_chunks
+from hydrajax.train.losses import IGNORED, Objective
+
+EPSILON = 1e-6  # DeepSpec's, in every mean
+
+
+class Anchors(NamedTuple):
+    """The blocks of a batch: int32 ``[B, A]`` positions of the anchors, ascending, and which of them are real."""
+
+    positions: Int[Array, "B A"]
+    keep: Bool[Array, "B A"]
+
+
+def check_objective(objective: Objective, drafter: BlockDrafter) -> None:
+    """Raise `HydrajaxError` for terms that these drafts do not have."""
+    for name in ("reconstruction_weight", "noise_alpha", "feature_noise"):
+        if getattr(objective, name):
+            raise HydrajaxError(
+                f"objective.{name}: got {getattr(objective, name)}, expected 0 for {type(drafter).__name__}"
+            )
+    if objective.confidence_weight and drafter.confidence_head is None:
+        raise HydrajaxError(
+            f"objective.confidence_weight: got {objective.confidence_weight}, expected 0: the draft has no confidence "
+            "head"
+        )
+
+
+def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int) -> Anchors:
+    """Draw anchors without replacement among the targets that are followed by a target (DeepSpec)."""
+    counts = labels != IGNORED
+    may = counts[:, :-1] & counts[:, 1:]
+    if segments is not None:
+        may &= (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
+    n_drawn = min(n_blocks, may.shape[1])
+    order = jnp.where(may, jax.random.uniform(rng, may.shape), -1.0)
+    drawn, places = jax.lax.top_k(order, n_drawn)
+    places = jnp.sort(jnp.where(drawn >= 0, places, labels.shape[1]), axis=1)
+    return Anchors(jnp.minimum(places, labels.shape[1] - 1), places < labels.shape[1])
+
+
+class BlockTargets(NamedTuple):
+    """What the guesses of each block are compared with, int32 or float32 ``[B, A, K]``.
+
+    Attributes:
+        before: The token before each guess, the anchor first.
+        tokens: The token to predict.
+        weights: The guess's weight; 0 without a target.
+        places: Positions of the tokens before.
+    """
+
+    before: Int[Array, "B A K"]
+    tokens: Int[Array, "B A K"]
+    weights: Float[Array, "B A K"]
+    places: Int[Array, "B A K"]
+
+
+def block_targets(batch: Mapping[str, Array], anchors: Anchors, drafter: BlockDrafter, decay: float) -> BlockTargets:
+    """Return the targets and their weights; see the module."""
+    tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
+    length = tokens.shape[1]
+    steps = anchors.positions[:, :, None] + jnp.arange(drafter.depth + 1)
+    inside, places = steps < length, jnp.minimum(steps, length - 1)
+
+    def at_places(values):
+        return jnp.take_along_axis(values[:, None], places, axis=2)
+
+    counts = inside & (at_places(labels) != IGNORED)
+    if segments is not None:
+        counts &= at_places(segments) == at_places(segments)[:, :, :1]
+    counts = counts[:, :, 1:] & anchors.keep[:, :, None]
+    if not drafter.first_slot:
+        counts = jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
+    text = at_places(tokens)
+    weights = decay ** np.arange(drafter.depth, dtype=np.float32)
+    if drafter.vocabulary is not None:
+        counts &= drafter.vocabulary.places_of(text[:, :, 1:], drafter.config.vocab_size) >= 0
+    return BlockTargets(text[:, :, :-1], text[:, :, 1:], jnp.where(counts, weights, 0.0), places[:, :, :-1])
+
+
+class BlockTotals(NamedTuple):
+    """Divisors of the batch's means: the sum of all weights, and the number of targets of each guess, at least 1."""
+
+    weights: Float[Array, ""]
+    targets: Float[Array, " K"]
+
+
+def block_totals(targets: BlockTargets) -> BlockTotals:
+    counts = jnp.sum(targets.weights > 0, axis=(0, 1), dtype=jnp.float32)
+    return BlockTotals(jnp.sum(targets.weights) + EPSILON, jnp.maximum(counts, 1))
+
+
+def block_loss(
+    objective: Objective,
+    drafter: BlockDrafter,
+    draft_params: Any,
+    aux_hidden_states: Float[Array, "B T nD"],
+    hidden: Float[Array, "B T D"],
+    batch: Mapping[str, Array],
+    anchors: Anchors,
+    base: BoundBase,
+    totals: BlockTotals | None = None,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
+    """Compute the loss of a draft of one pass by teacher forcing, and its means per guess.
+
+    Logits exist for a chunk of blocks at a time.
+
+    Args:
+        objective: Weights of the terms.
+        drafter: The draft.
+        draft_params: Its parameters.
+        aux_hidden_states: What the draft reads.
+        hidden: The base's post-norm hidden states, the teacher.
+        batch: int32 ``[B, T]`` ``tokens``, ``labels`` and, if packed, ``segments``.
+        anchors: `draw_anchors` of the batch.
+        base: Embeddings and lm head.
+        totals: `block_totals` of the whole batch if this is a micro-batch.
+    """
+    targets = block_targets(batch, anchors, drafter, objective.head_decay)
+    totals = block_totals(targets) if totals is None else totals
+    read = drafter.blocks(
+        draft_params, aux_hidden_states, batch["tokens"], anchors.positions, base, batch.get("segments")
+    )
+    teaches = bool(objective.teacher_weight or objective.distance_weight or objective.confidence_weight)
+    vocabulary, n_rows = drafter.vocabulary, len(anchors.positions)
+    known = None if vocabulary is None else vocabulary.tokens
+
+    def chunk_loss(params, read, rows, shared):
+        (targets, teacher), (base_params, scale) = rows, shared
+        bound, weights = BoundBase(base.model, base_params), targets.weights
+        logits = drafter.block_logits(params, read, targets.before, bound)
+        log_q = jax.nn.log_softmax(logits, axis=-1)
+        index = targets.tokens
+        if vocabulary is not None:
+            index = jnp.maximum(vocabulary.places_of(index, base.config.vocab_size), 0)
+        lm = -jnp.take_along_axis(log_q, index[..., None], axis=-1)[..., 0]
+        sums = {"lm": lm, "top1": jnp.argmax(logits, axis=-1) == index}
+        nats = objective.lm_weight * lm
+        if teaches:
+            p = jax.nn.softmax(bound.logits(teacher, known), axis=-1)
+            distance = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1)
+            sums |= {"acceptance": 1 - distance / 2}
+            nats = nats + objective.distance_weight * distance
+            if objective.teacher_weight:
+                sums["teacher"] = -jnp.sum(p * log_q, axis=-1)
+                nats = nats + objective.teacher_weight * sums["teacher"]
+            if objective.confidence_weight:
+                rate = jax.lax.stop_gradient(jnp.clip(1 - distance / 2, 0, 1))
+                logit = drafter.confidence_logits(params, read, targets.before)
+                sums["confidence"] = jax.nn.softplus(logit) - rate * logit
+                nats = nats + objective.confidence_weight * sums["confidence"]
+        totals = {name: jnp.sum(x, axis=(0, 1), where=weights > 0, dtype=jnp.float32) for name, x in sums.items()}
+        return scale * jnp.sum(weights * nats), totals
+
+    teacher = None
+    if teaches:
+        index = targets.places.reshape(n_rows, -1, 1)
+        teacher = jnp.take_along_axis(jax.lax.stop_gradient(hidden), index, axis=1)
+        teacher = teacher.reshape(*targets.places.shape, -1)
+    width = max(objective.chunk_tokens // (n_rows * drafter.depth), 1)
+    chunks = into_chunks((read, (targets, teacher)), min(width, anchors.positions.shape[1]))
+    shared = base.params, 1 / totals.weights
+    loss, (sums,) = sum_over_chunks(
+        [chunk_loss], lambda shared, index: shared, draft_params, [chunks[0]], [chunks[1]], shared
+    )
+    return loss, jax.lax.stop_gradient({name: x / totals.targets for name, x in sums.items()})

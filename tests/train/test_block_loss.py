@@ -1,0 +1,132 @@
+"""Training losses of drafts of one pass against the official code: losses and gradients of tiny trained drafts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.block_golden import loaded_draft
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.block_format import block_layout
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.layout import write
+from hydrajax.models.packed_forward import run_base
+from hydrajax.train.block_loss import Anchors, block_loss, block_targets, block_totals, draw_anchors
+from hydrajax.train.losses import IGNORED, Objective
+
+DECAY = float(np.exp(-1 / 4))
+CE = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=DECAY, chunk_tokens=40)
+DSPARK = Objective(
+    lm_weight=0.1, teacher_weight=0.0, distance_weight=0.9, confidence_weight=1.0, head_decay=DECAY, chunk_tokens=40
+)
+CASES = {"dflash": (CE, "loss"), "dspark": (DSPARK, "dspark_loss"), "dsdflash": (CE, "ce_only_loss")}
+
+
+def recorded_batch(folder, which: str):
+    record = np.load(folder / "losses.npz")
+    tokens = np.load(folder / "teacher_forced.npz")["input_ids"].astype(np.int32)
+    labels = np.where(record[f"{which}_loss_mask"] > 0, tokens, IGNORED).astype(np.int32)
+    anchors = Anchors(record[f"{which}_anchors"].astype(np.int32), record[f"{which}_keep"].astype(bool))
+    return record, {"tokens": tokens, "labels": labels}, anchors
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("which", ["all", "masked"])
+def test_losses_and_gradients_are_the_official_ones(parallel, name, which):
+    objective, field = CASES[name]
+    m, folder = loaded_draft(parallel, f"{name}_a"), parallel / f"{name}_a"
+    record, batch, anchors = recorded_batch(folder, which)
+
+    def run(params):
+        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
+        base = BoundBase(m.model, m.params.base)
+        return block_loss(objective, m.drafter, params, out.aux_hidden_states, out.hidden, batch, anchors, base)
+
+    (loss, parts), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(m.params.draft)
+    assert float(loss) == pytest.approx(float(record[f"{which}_{field}"]), abs=1e-5)
+    assert all(np.isfinite(x).all() for x in parts.values())
+    if name != "dflash":
+        targets = block_targets(batch, anchors, m.drafter, DECAY)
+        np.testing.assert_array_equal(targets.weights > 0, record[f"{which}_eval_mask"].astype(bool))
+        kept = np.asarray(targets.weights) > 0
+        np.testing.assert_array_equal(np.asarray(targets.tokens)[kept], record[f"{which}_target_ids"][kept])
+    if which == "masked":
+        from safetensors.numpy import load_file
+
+        ours = write(block_layout(m.drafter), gradient)
+        expected = load_file(folder / "loss_grads.safetensors")
+        assert expected.keys() <= ours.keys()
+        for key, values in expected.items():
+            np.testing.assert_allclose(ours[key], values, atol=2e-5, rtol=1e-4, err_msg=key)
+
+
+def test_micro_batches_add_up(parallel):
+    """The loss of a batch is the sum of its rows' losses with the batch's divisors."""
+    m = loaded_draft(parallel, "dspark_a")
+    _, batch, anchors = recorded_batch(parallel / "dspark_a", "masked")
+
+    @jax.jit
+    def run(batch, anchors, totals):
+        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
+        base = BoundBase(m.model, m.params.base)
+        inputs = m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base
+        return block_loss(DSPARK, *inputs, totals=totals)
+
+    totals = block_totals(block_targets(batch, anchors, m.drafter, DECAY))
+    loss, parts = run(batch, anchors, totals)
+    rows = [run(*jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, anchors)), totals) for i in range(2)]
+    assert float(loss) == pytest.approx(sum(float(x[0]) for x in rows), abs=1e-6)
+    for name, value in parts.items():
+        np.testing.assert_allclose(value, sum(x[1][name] for x in rows), atol=1e-5)
+
+
+def test_anchors_are_targets_followed_by_targets_of_their_document():
+    labels = np.array([[IGNORED, 5, 6, IGNORED, 7, 8, 9, 3, IGNORED, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORED]])
+    segments = np.array([[1] * 6 + [2] * 4, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
+    allowed = [{1, 4, 6}, {0, 1, 3, 4, 5}]
+    seen = [set(), set()]
+    for seed in range(30):
+        drawn = draw_anchors(jax.random.key(seed), jnp.asarray(labels), jnp.asarray(segments), 4)
+        for row in range(2):
+            places = np.asarray(drawn.positions[row])[np.asarray(drawn.keep[row])]
+            assert len(set(places.tolist())) == len(places) == min(4, len(allowed[row]))
+            assert (np.diff(places) > 0).all()
+            seen[row] |= set(places.tolist())
+    assert seen == allowed
+
+
+def test_blocks_of_a_packed_row_read_their_own_document(parallel):
+    """Two documents in one row give the loss that they have in rows of their own."""
+    m = loaded_draft(parallel, "dflash_a")
+    tokens = np.load(parallel / "dflash_a" / "teacher_forced.npz")["input_ids"].astype(np.int32)
+    packed = {"tokens": tokens.reshape(1, -1), "segments": np.repeat([1, 2], 32)[None].astype(np.int32)}
+    anchors = np.array([[3, 17], [5, 29]], np.int32)
+    kept = np.ones((2, 2), bool)
+
+    @jax.jit
+    def loss(batch, anchors):
+        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers, batch.get("segments"))
+        batch = batch | {"labels": batch["tokens"]}
+        base = BoundBase(m.model, m.params.base)
+        return block_loss(CE, m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base)[0]
+
+    alone = loss({"tokens": tokens}, Anchors(anchors, kept))
+    together = loss(packed, Anchors((anchors + [[0], [32]]).reshape(1, -1), kept.reshape(1, -1)))
+    assert float(together) == pytest.approx(float(alone), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("drafts", "objective", "message"),
+    [
+        ("dflash_a", Objective(reconstruction_weight=1.0), "objective.reconstruction_weight: got 1.0, expected 0"),
+        ("dsdflash_a", Objective(confidence_weight=1.0), "objective.confidence_weight: got 1.0, expected 0"),
+    ],
+)
+def test_terms_that_these_drafts_lack_are_refused(parallel, drafts, objective, message):
+    from hydrajax.train.tasks.heads_task import make_loss
+
+    m = loaded_draft(parallel, drafts)
+    with pytest.raises(HydrajaxError, match=message):
+        make_loss(m.model, m.drafter, objective)
