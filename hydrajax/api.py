@@ -144,8 +144,8 @@ def load(
             adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
             are computed separately in every forward pass.
         force: load heads even if they record another base or adapter.
-        draft_confidence: for a draft model, in [0, 1): stop drafting below tokens whose draft probability is less
-            (`hydrajax.drafters.draft_model.DraftModel`).
+        draft_confidence: in [0, 1). A draft model (`hydrajax.drafters.draft_model.DraftModel`) stops drafting below
+            tokens whose draft probability is less, DSpark where its confidence head predicts less.
         on_progress: called with the number of loaded parameters and their total.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ def find_draft(
         placement: devices of a draft model.
         base_directory: the base's directory, to reject heads that record another base; None accepts them.
         adapter_directory: the directory of the base's adapter, which heads may record too.
-        confidence: for a draft model, see `hydrajax.drafters.draft_model.DraftModel`.
+        confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
+            (`hydrajax.drafters.dspark.DSpark`).
 
     Raises:
         HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
@@ -74,6 +76,8 @@ def find_draft(
             directory, model.config, model.dtype, base_directory=base_directory, adapter=adapter_directory
         )
         params = jax.tree.map(placement.place_heads, params)
+    if confidence is not None and getattr(draft, "confidence_head", None):
+        draft, confidence = dataclasses.replace(draft, confidence=confidence), None
     for_models = {
         "shard_draft": placement.shard_draft,
         "draft_confidence": confidence is not None,

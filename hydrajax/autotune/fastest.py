@@ -31,6 +31,7 @@ from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # and the drafter's own tree; each costs a compilation
 DYNAMIC = "dynamic-60-7-10"  # for drafters that support dynamic trees: the numbers of EAGLE-2
+BEST_FIRST = "best-16"  # for drafts of one pass
 NEW_TOKENS, REPEATS = 48, 3
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
 OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without measuring
@@ -127,7 +128,8 @@ def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Fastest
     Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
     """
     can, rule = executor.spec.drafter.spec, executor.spec.rule
-    candidates = [*CANDIDATES, *([DYNAMIC] if can.supports_dynamic_tree else []), can.default_tree]
+    grown = BEST_FIRST if can.one_pass else DYNAMIC
+    candidates = [*CANDIDATES, *([grown] if can.supports_dynamic_tree else []), can.default_tree]
     trees = {name: presets.by_name(name) for name in dict.fromkeys(candidates)}
     entrants = {
         name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS)
@@ -162,7 +164,7 @@ def _key(executor: Executor, batch_size: int) -> str:
     here, spec = machine(), executor.spec
     facts = (
         *here.values(), batch_size, type(spec.rule).__name__,
-        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC,
+        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC, BEST_FIRST,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)

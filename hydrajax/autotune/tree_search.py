@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
 EXPANSIONS = (1, 2, 3, 4, 5, 7, 9)  # D, up to the depth of the drafter; EAGLE-2 has 7
@@ -99,12 +99,14 @@ def search(
     repeats: int,
     *,
     all_sizes: bool = False,
+    one_pass: bool = False,
 ) -> Search:
     """Time static and dynamic trees.
 
     First N is the size of the fastest static tree or, without static trees, of the fastest with `FIRST_EXPANSIONS` and
     `FIRST_TOP_K`. At this N the fastest of `EXPANSIONS` is D, then the fastest of `TOP_K` is K. The final contest has
-    all static trees and dynamic trees of this D and K with N / 2 to 2 N nodes, or of all sizes.
+    all static trees and dynamic trees of this D and K with N / 2 to 2 N nodes, or of all sizes. A draft of one pass has
+    ``best-N`` trees of these sizes instead.
 
     Args:
         race: times trees.
@@ -113,6 +115,7 @@ def search(
         grows: whether a dynamic tree can be used; None to try none.
         repeats: rounds of the final contest.
         all_sizes: whether the final contest has all ``sizes``.
+        one_pass: `hydrajax.drafters.drafter.DrafterSpec.one_pass`.
     """
     tried: list[list[Measured]] = []
 
@@ -124,11 +127,16 @@ def search(
         return max(zip(rows, trees, strict=True), key=lambda found: found[0].tokens_per_second)[1]
 
     trees: list[CandidateTree] = list(static)
+    entrants: Sequence[CandidateTree]
     sizes = [size for size in sizes if size > 1]  # the root alone is a static tree
-    if grows is not None and sizes:
+    if grows is not None and sizes and one_pass:
+        entrants = trees or [BestFirstTree(size) for size in sizes]
+        begin = max(fastest_of(entrants, "number of nodes").size, SMALLEST)
+        trees += [BestFirstTree(size) for size in sizes if all_sizes or begin / 2 <= size <= 2 * begin]
+    elif grows is not None and sizes:
         depths = [d for d in EXPANSIONS if grows(DynamicTree(d + 2, d, 1))] or [0]  # the smallest tree of this depth
         first = max(d for d in depths if d <= FIRST_EXPANSIONS)
-        entrants: Sequence[CandidateTree] = trees or _distinct(sizes, [first], [FIRST_TOP_K], grows)
+        entrants = trees or _distinct(sizes, [first], [FIRST_TOP_K], grows)
         begin = fastest_of(entrants, "number of nodes").size
         near = [size for size in sizes if all_sizes or begin / 2 <= size <= 2 * max(begin, SMALLEST)]
         if begin < SMALLEST:

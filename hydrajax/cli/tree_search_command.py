@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> None:
         race = Race(
             executor, prompts[: args.measure], batch_size=args.batch_size, seed=args.seed, on_status=line.update
         )
-        found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None)
+        one_pass = executor.spec.drafter.spec.one_pass
+        found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None, one_pass=one_pass)
         line.stop()
         content = _content(args, spec, proposals, found, chain)
         if chain is not None:

@@ -19,7 +19,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 
 
 def check_max_new_tokens(value: int) -> int:
@@ -99,6 +99,9 @@ class DecodeSpec:
             raise HydrajaxError(
                 f"tree: got {tree.name}, expected a static tree because {name} cannot fill dynamic ones"
             )
+        if isinstance(tree, BestFirstTree) and tree.top_k and (self.rule.needs_draws or not can.one_pass):
+            drawn = f"{type(self.rule).__name__} draws the candidates" if can.one_pass else f"{name} drafts by levels"
+            raise HydrajaxError(f"tree: got {tree.name}, expected best-{tree.size} because {drawn}")
         tree.check(can.depth, config.vocab_size)
         self.rule.check(tree)
         if self.rule.needs_draws and can.longest_path(tree) and not can.supports_sampling:

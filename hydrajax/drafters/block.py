@@ -1,4 +1,4 @@
-"""Drafts of one pass: a block of masked positions, predicted at once from hidden states of several of the base's layers.
+"""Drafts of one pass: a block of masked positions, predicted at once from hidden states of several base layers.
 
 The published drafts differ in how they read the block: DFlash and JetSpec (`hydrajax.drafters.dflash`), DSpark
 (`hydrajax.drafters.dspark`). The network is the same. The *context* is the text that the base has processed: the draft
@@ -235,6 +235,7 @@ class BlockDrafter(SeesAcceptedOnly):
             aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
+            one_pass=self.markov is None,
             num_draft_heads=self.depth,
             shared_lm_head=self.lm_head.shared,
         )
@@ -268,8 +269,6 @@ class BlockDrafter(SeesAcceptedOnly):
         logits = self._apply(params, hidden, base.logits, method="logits") if n_levels else None
         if isinstance(tree, BestFirstTree) and draw is None and self.markov is None:
             proposal = best_first(tree, root, logits, self.lm_head)
-        elif isinstance(tree, BestFirstTree) and tree.top_k:
-            raise HydrajaxError(f"tree: got {tree.name}, expected best-{tree.size}: the guesses depend on each other")
         else:
             proposal = self._filled(params, root, tree, hidden, logits, draw)
         return self._cut(params, proposal, hidden) if self.confidence and n_levels else proposal
@@ -300,7 +299,6 @@ class BlockDrafter(SeesAcceptedOnly):
             state, correction = self._apply(params, state, beam.tokens, rows, method="corrected")
             return state, level + correction
 
-        tree = tree.beams() if isinstance(tree, BestFirstTree) else tree
         start = None if self.markov is None else jnp.zeros((len(root), 1, self.markov.rank), self.dtype)
         return fill(tree, root, guess, start, self.lm_head, self.config.vocab_size, draw)[0]
 

@@ -99,6 +99,7 @@ class DrafterSpec:
         aux_hidden_layers: The hidden states of the base that it reads (`BaseModel.__call__`).
         supports_sampling: It can draw candidates from its own distribution, which fills `Proposal.log_q`.
         supports_dynamic_tree: It can fill a `hydrajax.trees.dynamic.DynamicTree`.
+        one_pass: It predicts all levels at once, and no level depends on the tokens of another.
         has_distribution: It defines a distribution over all tokens after any text and has the method
             ``next_logits(params, tokens [B, T]) -> float32 [B, T, V]``, -inf for tokens that it cannot propose.
         independent: It never reads the base, so it can run on devices of its own (`hydrajax.ssd`).
@@ -117,6 +118,7 @@ class DrafterSpec:
     aux_hidden_layers: tuple[int, ...] = (0,)
     supports_sampling: bool = False
     supports_dynamic_tree: bool = False
+    one_pass: bool = False
     has_distribution: bool = False
     independent: bool = False
     num_draft_heads: int = 0

@@ -42,7 +42,7 @@ def fill(
         The proposal and the last carry.
     """
     if isinstance(tree, DynamicTree):
-        return grow(tree, root, guess, carry, lm_head, vocab_size, draw)
+        return grow(tree.beams(), root, guess, carry, lm_head, vocab_size, draw)
     tokens, drawn_from, before = root[:, None], [], np.full(1, -1)
     for k, level in enumerate(tree.levels):
         parents = np.searchsorted(before, tree.parents[level.parents])

@@ -67,6 +67,15 @@ class DynamicTree:
                 f"tree: got {self.top_k} children per node, expected at most the vocabulary of {vocab_size} tokens"
             )
 
+    @property
+    def most_children(self) -> int:
+        """The maximum number of children of a node."""
+        return min(self.top_k, self.size - 1)
+
+    def beams(self) -> DynamicTree:
+        """Return the tree whose numbers `hydrajax.drafters.growing.grow` follows."""
+        return self
+
     def reaching(self, draft_depth: int) -> DynamicTree:
         """Return the tree for a drafter of ``draft_depth`` tokens, if the depth is the drafter's choice."""
         del draft_depth
@@ -98,7 +107,6 @@ class BestFirstTree(DynamicTree):
 
     @property
     def most_children(self) -> int:
-        """The maximum number of children of a node."""
         return min(self.top_k or self.size, self.size - 1)
 
     @property
@@ -118,10 +126,7 @@ class BestFirstTree(DynamicTree):
         return dataclasses.replace(self, expansions=min(draft_depth, self.size - 1) - 1)
 
     def beams(self) -> DynamicTree:
-        """Return the tree of as many nodes that `hydrajax.drafters.growing.grow` finds the same nodes for.
-
-        A node of ``best-N`` is among the N - 1 most likely of its level, and so is its parent.
-        """
+        # A node of ``best-N`` is among the N - 1 most likely of its level, and so is its parent.
         return DynamicTree(self.size, self.expansions, self.most_children)
 
 
@@ -131,7 +136,8 @@ CandidateTree = TreeTopology | DynamicTree
 def guesses_of(tree: CandidateTree) -> list[tuple[int, int]]:
     """Return for each level the number of nodes after which tokens are predicted, and the number of ranked guesses."""
     if isinstance(tree, DynamicTree):
-        return [(1, tree.top_k), *[(tree.top_k, tree.top_k)] * tree.expansions]
+        beams = tree.beams()
+        return [(1, beams.top_k), *[(beams.top_k, beams.top_k)] * beams.expansions]
     return [(len(level.parents), level.width) for level in tree.levels]
 
 

@@ -6,18 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.dynamic import CandidateTree, DynamicTree
+from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology, named, read_json
 
+BEST_FIRST = "best_first"  # field of `BestFirstTree`
 NUMBERS = {"nodes": "size", "expansions": "expansions", "top_k": "top_k"}  # field in files: field of `DynamicTree`
 ALLOWED = (
     "a JSON list of choices such as [[0], [0, 0], [1]], or an object with such a list under choices or with "
-    '{"nodes": 60, "expansions": 7, "top_k": 10} under dynamic'
+    '{"nodes": 60, "expansions": 7, "top_k": 10} under dynamic or {"nodes": 64} under best_first'
 )
 
 
 def content_of(tree: CandidateTree) -> dict[str, Any]:
     """Return the fields that describe a tree; `tree_from` parses them."""
+    if isinstance(tree, BestFirstTree):
+        return {BEST_FIRST: {"nodes": tree.size, "fanout": tree.top_k or None}}
     if isinstance(tree, DynamicTree):
         return {"dynamic": {name: getattr(tree, field) for name, field in NUMBERS.items()}}
     return {"choices": [list(path) for path in tree.choices]}
@@ -35,6 +38,8 @@ def tree_from(content: Any, where: str) -> CandidateTree:
         HydrajaxError: For anything other than a list of choices or an object with one of ``choices`` and ``dynamic``,
             and for an invalid tree.
     """
+    if isinstance(content, dict) and BEST_FIRST in content:
+        return _best_first(content, where)
     if isinstance(content, dict) and "dynamic" in content:
         if "choices" in content:
             raise HydrajaxError(f"tree: {where}: got choices and dynamic, expected one of them")
@@ -55,3 +60,15 @@ def _dynamic(numbers: Any, where: str) -> DynamicTree:
             raise HydrajaxError(f"tree: {where}: dynamic.{name}: got {str(number)[:60]!r}, expected an integer")
     with named(where):
         return DynamicTree(**{field: found[name] for name, field in NUMBERS.items()})
+
+
+def _best_first(content: dict[str, Any], where: str) -> BestFirstTree:
+    numbers = content[BEST_FIRST]
+    known = {"nodes", "fanout"}
+    if "choices" in content or "dynamic" in content or not isinstance(numbers, dict) or not set(numbers) <= known:
+        raise HydrajaxError(f"tree: {where}: {BEST_FIRST}: expected the fields nodes and fanout and no other")
+    nodes, fanout = numbers.get("nodes"), numbers.get("fanout")
+    if type(nodes) is not int or not (fanout is None or (type(fanout) is int and fanout > 0)):
+        raise HydrajaxError(f"tree: {where}: {BEST_FIRST}: got {str(numbers)[:60]}, expected positive integers")
+    with named(where):
+        return BestFirstTree(nodes, top_k=fanout or 0)

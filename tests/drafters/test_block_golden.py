@@ -64,7 +64,8 @@ def check_outputs(record, state):
     for row, accepts in enumerate(record["accept_lengths"]):
         accepts = accepts[accepts >= 0]
         start = record["prompt_lens"][row]
-        ids = record["output_ids"][row, start : record["output_lens"][row]]
+        ids = record["output_ids"][row, start:]
+        ids = ids[ids >= 0]
         # JetSpec's last token may be the next root.
         ours = [*state.output.tokens[row, : state.output.lengths[row]], state.target.root[row]]
         np.testing.assert_array_equal(ours[: len(ids)], ids, err_msg=f"prompt {row}")

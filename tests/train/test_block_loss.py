@@ -113,7 +113,7 @@ def test_blocks_of_a_packed_row_read_their_own_document(parallel):
         return block_loss(CE, m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base)[0]
 
     alone = loss({"tokens": tokens}, Anchors(anchors, kept))
-    together = loss(packed, Anchors((anchors + [[0], [32]]).reshape(1, -1), kept.reshape(1, -1)))
+    together = loss(packed, Anchors((anchors + np.array([[0], [32]], np.int32)).reshape(1, -1), kept.reshape(1, -1)))
     assert float(together) == pytest.approx(float(alone), abs=1e-5)
 
 
