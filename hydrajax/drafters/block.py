@@ -29,7 +29,7 @@ from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedO
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.markov import MarkovHead, MarkovNetwork
 from hydrajax.drafters.ranks import ranks_among
-from hydrajax.drafters.settings import Settings, at_least, within_base
+from hydrajax.drafters.settings import Settings, at_least, below
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, rope_table
@@ -91,11 +91,15 @@ class BlockNetwork(nn.Module):
         return tuple(layer(fused, None, rope, None, (), fused, only_keys=True)[2] for layer in self.layers)
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], block_mask, past: Sequence[Sequence[KVSegment]]
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        block_masks: Sequence[Bool[np.ndarray, "T T"]],
+        past: Sequence[Sequence[KVSegment]],
     ) -> Float[Array, "B T D"]:
-        """Return the lm head's input at the T positions of blocks, which attend to ``past[layer]`` and each other."""
+        """Return the lm head's input at the T positions of blocks, which attend to ``past`` and each other by layer."""
         rope, added = rope_table(self.config, positions), None
-        for layer, segments in zip(self.layers, past, strict=True):
+        for layer, block_mask, segments in zip(self.layers, block_masks, past, strict=True):
             x, added, _ = layer(x, added, rope, block_mask, segments)
         return self.norm.of_sum(x, added)[1]
 
@@ -120,7 +124,8 @@ class BlockNetwork(nn.Module):
 
     def everything(self, aux_hidden_states, x, positions, base_logits):
         """Touch every parameter, for `init`."""
-        hidden = self(x, positions, np.ones((1, 1), bool), [()] * self.config.n_layers)
+        n_layers = self.config.n_layers
+        hidden = self(x, positions, [np.ones((1, 1), bool)] * n_layers, [()] * n_layers)
         self.context(aux_hidden_states, positions)
         if self.markov is not None:
             self.corrections(positions, hidden)
@@ -143,7 +148,7 @@ class BlockSettings(Settings):
         num_anchors: Blocks per row of training text, at random positions.
     """
 
-    n_layers: int = 2
+    n_layers: int = 1
     block_size: int = 8
     aux_hidden_layers: tuple[int, ...] = ()
     mask_token: int | None = None
@@ -164,13 +169,13 @@ class BlockSettings(Settings):
         """Return the mask token's id."""
         if self.mask_token is None:
             return base.vocab_size - 1
-        within_base("draft.mask_token", self.mask_token + 1, base.vocab_size, "tokens")
+        below("draft.mask_token", self.mask_token, base.vocab_size)
         return self.mask_token
 
     def reads(self, base: LlamaConfig) -> tuple[int, ...]:
         """Return ``aux_hidden_layers`` of the drafter."""
         layers = self.aux_hidden_layers or default_target_layers(base.n_layers, self.n_layers)
-        within_base("draft.aux_hidden_layers", max(layers) + 1, base.n_layers, "layers")
+        below("draft.aux_hidden_layers", max(layers), base.n_layers)
         return tuple(from_last(layer, base.n_layers) for layer in layers)
 
 
@@ -196,12 +201,13 @@ class BlockDrafter(SeesAcceptedOnly):
     """The procedure of drafts of one pass.
 
     A subclass is a frozen dataclass with the fields of `BlockNetwork` and ``aux_hidden_layers``, ``mask_token``,
-    ``block_size`` and ``num_anchors``. It defines the class variables below.
+    ``block_size``, ``num_anchors`` and ``windows``. It defines the class variables below.
 
     Attributes:
         first_slot: The first slot whose output is a guess. Slot s predicts the token at its own position if this is 1,
             that of the next position if it is 0.
-        causal: A slot attends to the slots before it only.
+        causal: A slot attends to the slots before it only; so it does in layers with a sliding window.
+        windows: Of each layer, the tokens that a slot attends to, itself included; 0 for all. Empty for no windows.
         recipe: The default objective of training by name (`hydrajax.train.block_loss`).
     """
 
@@ -210,6 +216,7 @@ class BlockDrafter(SeesAcceptedOnly):
     config: LlamaConfig
     dtype: DType
     vocabulary: Vocabulary | None
+    windows: tuple[int, ...]
     markov: MarkovHead | None = None
     confidence_head: str | None = None
     confidence: float = 0.0
@@ -217,6 +224,8 @@ class BlockDrafter(SeesAcceptedOnly):
     def check_block(self) -> None:
         """Raise `HydrajaxError` for numbers out of range."""
         at_least("block_size", self.block_size, 1 + self.first_slot)
+        if self.windows and (len(self.windows) != self.config.n_layers or min(self.windows) < 0):
+            raise HydrajaxError(f"windows: got {list(self.windows)}, expected one for each layer, 0 for none")
         if not 0 <= self.mask_token < self.config.vocab_size:
             raise HydrajaxError(
                 f"mask_token: got {self.mask_token}, expected a token of the vocabulary of {self.config.vocab_size}"
@@ -237,8 +246,13 @@ class BlockDrafter(SeesAcceptedOnly):
             supports_dynamic_tree=True,
             one_pass=self.markov is None,
             num_draft_heads=self.depth,
-            shared_lm_head=self.lm_head.shared,
+            shared_lm_head=True,
         )
+
+    @property
+    def lm_head(self) -> LmHead:
+        """The base's own."""
+        return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @property
     def network(self) -> BlockNetwork:
@@ -276,16 +290,31 @@ class BlockDrafter(SeesAcceptedOnly):
     def _slots(self, params, cache: KVCache, root, n_levels: int, base) -> Float[Array, "B D n"]:
         """Return the lm head's inputs for the first ``n_levels`` positions after the root."""
         # Slots that see only earlier ones do not need the later ones.
-        size = n_levels + self.first_slot if self.causal else self.block_size
+        causal = all(self._is_causal(layer) for layer in range(self.config.n_layers))
+        size = n_levels + self.first_slot if causal else self.block_size
         tokens = jnp.concatenate([root[:, None], jnp.full((len(root), size - 1), self.mask_token)], axis=1)
         x = base.embed(tokens).astype(self.dtype)
-        past = [cache.segments(layer) for layer in range(self.config.n_layers)]
         positions = cache.lengths[:, None] + jnp.arange(size)
-        hidden = self._apply(params, x, positions, self._block_mask(size), past)
+        past = [
+            cache.segments(layer, positions - window + 1 if window else None)
+            for layer, window in enumerate(self._windows)
+        ]
+        masks = [self._block_mask(layer, size) for layer in range(self.config.n_layers)]
+        hidden = self._apply(params, x, positions, masks, past)
         return hidden[:, self.first_slot : self.first_slot + n_levels]
 
-    def _block_mask(self, size: int) -> Bool[np.ndarray, "n n"]:
-        return np.tri(size, dtype=bool) if self.causal else np.ones((size, size), bool)
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        return self.windows or (0,) * self.config.n_layers
+
+    def _is_causal(self, layer: int) -> bool:
+        return self.causal or bool(self._windows[layer])
+
+    def _block_mask(self, layer: int, size: int) -> Bool[np.ndarray, "n n"]:
+        if not self._is_causal(layer):
+            return np.ones((size, size), bool)
+        distance = np.subtract.outer(np.arange(size), np.arange(size))
+        return (distance >= 0) & (distance < (self._windows[layer] or size))
 
     def _filled(self, params, root, tree: CandidateTree, hidden, logits, draw: Draw | None) -> Proposal:
         """Fill the tree level by level, with the Markov head if there is one."""
@@ -328,11 +357,7 @@ class BlockDrafter(SeesAcceptedOnly):
         x = jnp.zeros((1, 1, self.config.width), self.dtype)
         aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
         example = aux_hidden_states, x, jnp.zeros((1, 1), jnp.int32), base.logits
-        params = dict(self.network.init(rng, *example, method="everything")["params"])
-        if not self.lm_head.shared:
-            for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
-                params[name] = params[name].replace_boxed(value)
-        return params
+        return dict(self.network.init(rng, *example, method="everything")["params"])
 
     def blocks(
         self,
@@ -373,10 +398,13 @@ class BlockDrafter(SeesAcceptedOnly):
         before = jnp.arange(tokens.shape[1]) < anchors[:, :, None]
         if segments is not None:
             before &= segments[:, None, :] == jnp.take_along_axis(segments, anchors, axis=1)[:, :, None]
-        before = jnp.repeat(before, size, axis=1)[:, None, None]
-        own = np.kron(np.eye(n_blocks, dtype=bool), self._block_mask(size))
-        past = [(KVSegment(*pair, before),) for pair in keys]
-        hidden = self._apply(params, x, places.reshape(batch, rows), own, past)
+        before, places = jnp.repeat(before, size, axis=1), places.reshape(batch, rows)
+        distance, masks, past = places[:, :, None] - positions[:, None, :], [], []
+        for layer, window in enumerate(self._windows):
+            visible = before & (distance < window) if window else before
+            masks.append(np.kron(np.eye(n_blocks, dtype=bool), self._block_mask(layer, size)))
+            past.append((KVSegment(*keys[layer], visible[:, None, None]),))
+        hidden = self._apply(params, x, places, masks, past)
         return hidden.reshape(batch, n_blocks, size, -1)[:, :, self.first_slot :]
 
     def block_logits(

@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.models.arrays import DType
 from hydrajax.models.llama_config import LlamaConfig
@@ -29,6 +29,7 @@ class DFlash(BlockDrafter):
         block_size: Slots of a block; the anchor's predicts nothing.
         vocabulary: The tokens that it can propose; None for all.
         num_anchors: Blocks per row of training text.
+        windows: See `hydrajax.drafters.block.BlockDrafter`.
     """
 
     config: LlamaConfig
@@ -38,6 +39,7 @@ class DFlash(BlockDrafter):
     vocabulary: Vocabulary | None = None
     dtype: DType = jnp.float32
     num_anchors: int = 64
+    windows: tuple[int, ...] = ()
     first_slot: ClassVar[int] = 1
     causal: ClassVar[bool] = False
     Settings = BlockSettings
@@ -58,11 +60,6 @@ class DFlash(BlockDrafter):
             jnp.dtype(dtype),
             s.num_anchors,
         )
-
-    @property
-    def lm_head(self) -> LmHead:
-        """The base's own."""
-        return LmHead(shared=True, vocabulary=self.vocabulary)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The interface between the decode step and drafters.
 
 A drafter is a frozen dataclass. It defines the shapes of its parameters and its state but holds no arrays: parameters
-and state are passed in and returned. `Drafter` is the interface for decoding, `Trainable` adds that for training.
+and state are passed in and returned. `Drafter` is the interface for decoding; `Trainable` and
+`TeacherForced` add those for training.
 docs/adding_a_drafter.md explains how to write one.
 """
 
@@ -231,7 +232,7 @@ class Drafter(Protocol):
 class Trainable(Drafter, Protocol):
     """A drafter with parameters, as training uses it: a frozen dataclass.
 
-    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k.
+    How its loss is computed depends on the kind: `TeacherForced` heads, or blocks (`hydrajax.drafters.block`).
 
     Attributes:
         Settings: The class of the user's choices in training.
@@ -275,6 +276,14 @@ class Trainable(Drafter, Protocol):
 
     def init_boxed(self, rng: Array, base: BoundBase) -> Any:
         """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
+
+
+@runtime_checkable
+class TeacherForced(Trainable, Protocol):
+    """Draft heads that training runs at every position of a text.
+
+    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k at position t.
+    """
 
     def teacher_hidden(
         self,

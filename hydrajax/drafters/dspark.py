@@ -12,7 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.drafters.settings import at_least, below, one_of, vocabulary_of
 from hydrajax.errors import HydrajaxError
@@ -55,8 +55,8 @@ class DSpark(BlockDrafter):
         confidence: Threshold of the confidence head: no token is drafted after a node whose next slot is less
             confident. 0 for no threshold.
         vocabulary: The tokens that it can propose; None for all.
-        own_lm_head: It has its own lm head and does not use the base's.
         num_anchors: Blocks per row of training text.
+        windows: See `hydrajax.drafters.block.BlockDrafter`.
     """
 
     config: LlamaConfig
@@ -67,9 +67,9 @@ class DSpark(BlockDrafter):
     confidence_head: str | None = None
     confidence: float = 0.0
     vocabulary: Vocabulary | None = None
-    own_lm_head: bool = False
     dtype: DType = jnp.float32
     num_anchors: int = 64
+    windows: tuple[int, ...] = ()
     first_slot: ClassVar[int] = 0
     causal: ClassVar[bool] = False
     Settings = DSparkSettings
@@ -97,7 +97,3 @@ class DSpark(BlockDrafter):
             dtype=jnp.dtype(dtype),
             num_anchors=s.num_anchors,
         )
-
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(shared=not self.own_lm_head, vocabulary=self.vocabulary)

@@ -100,7 +100,7 @@ class Prefix:
     def refine_rows(
         self, params, aux_hidden_states, tokens, dtype: DType, positions=None, mask=None
     ) -> Float[Array, "B T D"]:
-        """Run the layer over whole rows without a cache; see `hydrajax.drafters.drafter.Trainable.teacher_hidden`."""
+        """Run the layer over whole rows without a cache; see `TeacherForced.teacher_hidden`."""
         if positions is None:
             positions, mask = row_layout(tokens)
         return self.layer(dtype).apply({"params": params}, aux_hidden_states, positions, mask)[0]

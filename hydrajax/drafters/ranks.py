@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import Vocabulary
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.drafter import TeacherForced
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
 
 
 def head_ranks(
-    drafter: Trainable,
+    drafter: TeacherForced,
     params,
     aux_hidden_states,
     batch: dict[str, Array],

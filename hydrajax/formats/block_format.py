@@ -9,6 +9,14 @@ A released directory holds ``config.json`` of a small Qwen 3 and ``model.safeten
   them. Its slots predict the next position. It adds frozen copies of the base's embedding and lm head, which are not
   read and not written.
 
+speculators (vllm-project/speculators) has ``speculators_model_type`` ``dflash`` or ``dspark``, the layers as
+``transformer_layer_config``, and a reduced vocabulary as ``d2t`` and ``t2d``, whose rows of the lm head are copies too.
+``sample_from_anchor`` means that slots predict the next position. Its ``aux_hidden_state_layer_ids`` number the layers
+whose *input* is read.
+
+In layers with a sliding window a slot sees only earlier slots of its block, and the window ends at its own position, as
+in SpecForge and vLLM.
+
 Layer i of ``target_layer_ids`` is the base's layer whose *output* is read. The last layer's is after the final norm in
 transformers, which DeepSpec therefore refuses; -1 is the embedding.
 """
@@ -20,13 +28,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.block import BlockDrafter, from_last
+from hydrajax.drafters.block import BlockDrafter, default_target_layers, from_last
 from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
+from hydrajax.formats.eagle_format import KIND, LAYER, ONE_PASS, draft_vocabulary, read_vocabulary
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,
@@ -47,7 +56,7 @@ from hydrajax.models.llama_config import LlamaConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 NESTED = "dflash_config"
-OFF = (None, False)
+SLIDING = "sliding_attention"
 
 
 class BlockFormat(HeadFormat):
@@ -91,9 +100,16 @@ class BlockFormat(HeadFormat):
             raise cannot_write("vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}")
         if made_for.n_layers is None:
             raise cannot_write("base", "unknown depth", "a base with a fingerprint")
+        if not drafter.config.qk_norm:
+            raise cannot_write("config", drafter.config, "the layers of Qwen 3")
         layers = [made_for.n_layers - 1 - from_end for from_end in drafter.aux_hidden_layers]
         fields = from_llama_config(drafter.config.replace(tied_lm_head=False), CONFIG)
         fields |= {"block_size": drafter.block_size, "num_target_layers": made_for.n_layers}
+        if sizes := sorted(set(drafter.windows) - {0}):
+            if len(sizes) > 1:
+                raise cannot_write("windows", list(drafter.windows), "one size of window")
+            fields["layer_types"] = [SLIDING if window else "full_attention" for window in drafter.windows]
+            fields |= {"sliding_window": sizes[0], "use_sliding_window": True}
         return fields, layers
 
 
@@ -109,16 +125,22 @@ class DFlashFormat(BlockFormat):
 
     def recognises(self, config, names):
         own = config.get(NESTED)
-        return isinstance(own, dict) and (own.get("causal_head") is True) is self.causal
+        if not isinstance(own, dict) or KIND in config:
+            return False
+        causal = own.get("causal_head"), own.get("causal"), config.get("is_causal")
+        return (True in causal) is self.causal
 
     def drafter(self, config, files, base):
         own, where = config[NESTED], f"{CONFIG}: {NESTED}"
-        flag(own, "causal_head", default=False)
-        expect(own, {"draft_shift": (None, False, 0)}, where)
-        layer = read_layers(config, base)
+        expect(own, {"projector_type": (None,), "use_swa": (None, False)}, where)
+        layers, windows = read_layers(config, base)
         check_copies(files, base, EMBEDDING, LM_HEAD)
-        aux_hidden_layers = self.reads(own.get("target_layer_ids"), base, f"{NESTED}.target_layer_ids")
-        return self.drafter_class(layer, aux_hidden_layers, mask_of(own, base, where), integer(config, "block_size", 2))
+        numbers = own.get("target_layer_ids")
+        if numbers is None:
+            numbers = list(default_target_layers(base.n_layers, layers.n_layers))
+        aux_hidden_layers = self.reads(numbers, base, f"{NESTED}.target_layer_ids")
+        size = integer(own if "block_size" in own else config, "block_size", 2)
+        return self.drafter_class(layers, aux_hidden_layers, mask_of(own, base, where), size, windows=windows)
 
     def config(self, drafter, made_for):
         fields, layers = self.common_fields(drafter, made_for)
@@ -151,29 +173,14 @@ class DeepSpecFormat(BlockFormat):
         return "target_layer_ids" in config and "markov_rank" in config
 
     def drafter(self, config, files, base):
-        layer = read_layers(config, base)
+        layers, windows = read_layers(config, base)
         check_copies(files, base, EMBEDDING, LM_HEAD)
         aux_hidden_layers = self.reads(config["target_layer_ids"], base, "target_layer_ids")
-        rank = integer(config, "markov_rank", 0)
-        markov = None
-        if rank:
-            kind = config.get("markov_head_type", "vanilla")
-            if kind not in KINDS:
-                raise HydrajaxError(f"{CONFIG}: markov_head_type: got {kind!r}, expected one of {', '.join(KINDS)}")
-            markov = MarkovHead(rank, kind)
-        confidence = None
-        if flag(config, "enable_confidence_head", default=False):
-            with_markov = flag(config, "confidence_head_with_markov", default=False)
-            if with_markov and markov is None:
-                raise HydrajaxError(f"{CONFIG}: confidence_head_with_markov: got true, expected false: no Markov head")
-            confidence = "markov" if with_markov else "hidden"
-        size = integer(config, "block_size", 1)
-        return DSpark(layer, aux_hidden_layers, mask_of(config, base, CONFIG), size, markov, confidence)
+        size, mask = integer(config, "block_size", 1), mask_of(config, base, CONFIG)
+        return DSpark(layers, aux_hidden_layers, mask, size, **read_heads(config), windows=windows)
 
     def config(self, drafter, made_for):
         fields, layers = self.common_fields(drafter, made_for)
-        if drafter.own_lm_head:
-            raise cannot_write("own_lm_head", True, False)
         markov = drafter.markov
         return fields | {
             "architectures": ["Qwen3DSparkModel"],
@@ -185,6 +192,75 @@ class DeepSpecFormat(BlockFormat):
             "confidence_head_with_markov": drafter.confidence_head == "markov",
             "num_anchors": drafter.num_anchors,
         }
+
+
+class SpeculatorsBlocks(BlockFormat):
+    """DFlash and DSpark of vllm-project/speculators. Read only."""
+
+    name = "speculators-one-pass"
+    known_by = "DFlash or DSpark of speculators (speculators_model_type 'dflash' or 'dspark')"
+    ignored = BlockFormat.ignored + "|d2t|t2d"
+
+    def recognises(self, config, names):
+        return config.get(KIND) in ONE_PASS
+
+    def drafter(self, config, files, base):
+        kind, fields = config[KIND], config.get(LAYER)
+        if not isinstance(fields, dict):
+            raise HydrajaxError(f"{CONFIG}: {LAYER}: got {fields!r}, expected an object")
+        layers, windows = read_layers(fields, base)
+        if windows:
+            expect(config, {"sliding_window_non_causal": (None, False)})
+        numbers = config.get("aux_hidden_state_layer_ids")
+        outputs = [number - 1 for number in numbers] if is_integers(numbers) else numbers
+        try:
+            aux_hidden_layers = self.reads(outputs, base, "")
+        except HydrajaxError:
+            raise HydrajaxError(
+                f"{CONFIG}: aux_hidden_state_layer_ids: got {numbers!r}, expected numbers from 0 to "
+                f"{base.n_layers - 1} for this base of {base.n_layers} layers"
+            ) from None
+        check_copies(files, base, EMBEDDING)
+        common = {
+            "mask_token": mask_of(config, base, CONFIG),
+            "block_size": integer(config, "block_size", 2),
+            "vocabulary": draft_vocabulary(config, files, base),
+            "windows": windows,
+        }
+        if flag(config, "sample_from_anchor", default=kind == "dspark"):
+            return DSpark(layers, aux_hidden_layers, **common, **(read_heads(config) if kind == "dspark" else {}))
+        if kind == "dspark":
+            raise HydrajaxError(f"{CONFIG}: sample_from_anchor: got false, expected true for dspark")
+        return DFlash(layers, aux_hidden_layers, **common)
+
+    def settled(self, drafter, files, dtype):
+        drafter = super().settled(drafter, files, dtype)
+        if drafter.vocabulary is None:
+            return drafter
+        return dataclasses.replace(drafter, vocabulary=read_vocabulary(files, drafter.config.vocab_size))
+
+    first_layer = -1
+    last_is_normed = False
+
+
+def is_integers(numbers: Any) -> bool:
+    """Return whether this is a list of integers."""
+    return isinstance(numbers, list) and all(type(x) is int for x in numbers)
+
+
+def read_heads(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields ``markov`` and ``confidence_head`` of `DSpark`."""
+    rank, markov, confidence = integer(config, "markov_rank", 0), None, None
+    if rank:
+        kind = config.get("markov_head_type", "vanilla")
+        if kind not in KINDS:
+            raise HydrajaxError(f"{CONFIG}: markov_head_type: got {kind!r}, expected one of {', '.join(KINDS)}")
+        markov = MarkovHead(rank, kind)
+    if flag(config, "enable_confidence_head", default=False):
+        confidence = "markov" if flag(config, "confidence_head_with_markov", default=False) else "hidden"
+        if confidence == "markov" and markov is None:
+            raise HydrajaxError(f"{CONFIG}: confidence_head_with_markov: got true, expected false: no Markov head")
+    return {"markov": markov, "confidence_head": confidence}
 
 
 def block_layout(drafter: BlockDrafter) -> Layout:
@@ -215,21 +291,42 @@ def block_layout(drafter: BlockDrafter) -> Layout:
     return layout
 
 
-def read_layers(config: dict[str, Any], base: LlamaConfig) -> LlamaConfig:
-    """Return the draft's layers, from a ``config.json`` that also names the base's depth."""
-    found = to_llama_config(config, CONFIG)
+def read_layers(config: dict[str, Any], base: LlamaConfig) -> tuple[LlamaConfig, tuple[int, ...]]:
+    """Return the draft's layers, and their sliding windows (`BlockDrafter.windows`).
+
+    The layers are those of Qwen 3 whatever the file's ``model_type``.
+    """
+    hidden = {"sliding_window": None, "use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
+    found = to_llama_config(config | hidden, CONFIG)
     check_sizes((found.vocab_size, found.width), base)
-    depth = integer(config, "num_target_layers", 1, base.n_layers)
-    if depth != base.n_layers:
+    depth = config.get("num_target_layers")
+    if depth is not None and depth != base.n_layers:
         raise HydrajaxError(
             f"num_target_layers: got {depth}, expected {base.n_layers}; the heads were made for another base"
         )
     if found.n_layers > MOST:
         raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {found.n_layers}, expected at most {MOST}")
-    if found.sliding_window is not None or set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise HydrajaxError(f"{CONFIG}: layer_types: got a sliding window, expected full_attention in every layer")
     # A draft has the base's context.
-    return found.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head)
+    layers = found.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head)
+    return layers, read_windows(config, found.n_layers)
+
+
+def read_windows(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
+    """Return the sliding windows, none as an empty tuple."""
+    types = config.get("layer_types")
+    if types is None:
+        switched = config.get("use_sliding_window") is True
+        first = integer(config, "max_window_layers", 0, n_layers) if switched else n_layers
+        types = ["full_attention" if i < first else SLIDING for i in range(n_layers)]
+    if not isinstance(types, list) or len(types) != n_layers or set(types) - {"full_attention", SLIDING}:
+        raise HydrajaxError(
+            f"{CONFIG}: layer_types: got {str(types)[:80]}, expected full_attention or {SLIDING} for each of "
+            f"{n_layers} layers"
+        )
+    if SLIDING not in types:
+        return ()
+    window = integer(config, "sliding_window", 1)
+    return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
 def mask_of(fields: dict[str, Any], base: LlamaConfig, where: str) -> int:
@@ -276,6 +373,6 @@ def about(heads: BlockDrafter) -> About:
     return About(f"{name} draft", name.lower(), rows)
 
 
-DFLASH_FILES = Files((DFlashFormat(),), check, about)
+DFLASH_FILES = Files((DFlashFormat(), SpeculatorsBlocks()), check, about)
 JETSPEC_FILES = Files((JetSpecFormat(),), check, about)
 DSPARK_FILES = Files((DeepSpecFormat(),), check, about)

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.dspark import DSpark
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.head_stack import StackSettings
@@ -77,9 +78,9 @@ KINDS = {
     "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
     "eagle": DrafterKind("EAGLE", Eagle, eagle_format.EAGLE_FILES),
     "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle_format.EAGLE_3_FILES),
-    "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES),
-    "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES),
-    "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES),
+    "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES, BlockSettings(5, 16)),
+    "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES, BlockSettings(5, 16)),
+    "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES, DSparkSettings(5, 7, markov_rank=256)),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

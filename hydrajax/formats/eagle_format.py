@@ -59,6 +59,7 @@ INTEGERS, BOOLS = ("I64", "I32", "int64", "int32"), ("BOOL", "bool")  # names of
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle"  # model_type of vLLM's own config.json
 KIND, LAYER = "speculators_model_type", "transformer_layer_config"  # fields of speculators
+ONE_PASS = ("dflash", "dspark")  # kinds that `hydrajax.formats.block_format` reads
 DRAFT_TOKENS = 5  # vLLM's num_speculative_tokens unless it is given
 OFF, ON = (None, False), (None, True)
 VARIANTS = {  # of EAGLE-3, which are not implemented
@@ -210,7 +211,7 @@ class Speculators(FeatureFormat):
     ignored = IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions saved
 
     def recognises(self, config, names):
-        return KIND in config
+        return KIND in config and config[KIND] not in ONE_PASS
 
     def drafter(self, config, files, base):
         kind, where, fields = config[KIND], f"{CONFIG}: {LAYER}", config.get(LAYER)
@@ -352,17 +353,23 @@ def read_eagle_3(
     expect(config, VARIANTS | {"target_hidden_size": (base.width, None)})
     check_copies(files, base, EMBEDDING)
     norm_before_residual = flag(config, "norm_before_residual", default=False)
+    vocabulary = draft_vocabulary(config, files, base)
+    return Eagle3(layer, aux_hidden_layers, vocabulary, norm_before_residual=norm_before_residual)
+
+
+def draft_vocabulary(config: dict, files: TensorFiles, base: LlamaConfig) -> Vocabulary | None:
+    """Return a vocabulary of the right size, None for all tokens; `read_vocabulary` returns its tokens."""
     size = base.vocab_size
     if config.get("draft_vocab_size") is not None:
         size = integer(config, "draft_vocab_size", 1)
     if size > base.vocab_size:
         raise HydrajaxError(f"{CONFIG}: draft_vocab_size: got {size}, expected at most the base's {base.vocab_size}")
     if size == base.vocab_size:
-        return Eagle3(layer, aux_hidden_layers, norm_before_residual=norm_before_residual)
+        return None
     if D2T not in files:
         raise HydrajaxError(f"missing tensor '{D2T}', the ids of the {size} draft tokens")
     _check_mapping(files, D2T, size, INTEGERS, "int64")
-    return Eagle3(layer, aux_hidden_layers, Vocabulary(range(size)), norm_before_residual=norm_before_residual)
+    return Vocabulary(range(size))
 
 
 def read_vocabulary(files: TensorFiles, vocab_size: int) -> Vocabulary:

@@ -172,9 +172,9 @@ def _value(value: Any, kind: Any, name: str) -> Any:
             return None
         kind = choices[0]
     if kind is Vocabulary or typing.get_origin(kind) is tuple:
-        if not isinstance(value, list) or not value or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
+        if not isinstance(value, list) or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
             raise ValueError(f"{name}: expected a list of numbers below 2**31")
-        return Vocabulary(value) if kind is Vocabulary else tuple(value)
+        return Vocabulary(value) if kind is Vocabulary else tuple(value)  # an empty vocabulary is refused there
     if dataclasses.is_dataclass(kind):
         found = dict(value)
         if kind is LmHead:  # no field may be missing; in a `LlamaConfig` of an older version some are

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.drafter import TeacherForced
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase
@@ -190,7 +190,7 @@ def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n
 
 def draft_loss(
     objective: Objective,
-    drafter: Trainable,
+    drafter: TeacherForced,
     draft_params: Any,
     aux_hidden_states: Float[Array, "B T nD"],
     hidden: Float[Array, "B T D"],

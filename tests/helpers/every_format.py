@@ -14,7 +14,10 @@ from safetensors.numpy import load_file
 
 from helpers.damage import VOCAB, WIDTH, edit
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.block import BlockSettings
+from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_lm_head import Vocabulary
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
@@ -34,6 +37,9 @@ HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
+DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
+JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
+DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
 AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
@@ -49,6 +55,10 @@ HEADS = {  # drafter, format, as .pt
     "eagle": (EAGLE, "eagle", False),
     "speculators": (EAGLE_3, "speculators", False),
     "native_eagle3": (EAGLE_3, "native", False),
+    "dflash": (DFLASH, "dflash", False),
+    "jetspec": (JETSPEC, "jetspec", False),
+    "deepspec": (DSPARK, "deepspec", False),
+    "native_dspark": (DSPARK, "native", False),
 }
 FORMATS = (*BASES, *HEADS)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from hydrajax.drafters.block import BlockDrafter
-from hydrajax.drafters.drafter import Trainable, abstract_draft
+from hydrajax.drafters.drafter import TeacherForced, Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import draft_registry
 from hydrajax.formats.export import export_heads
@@ -63,7 +63,7 @@ class HeadsLoss(Loss):
     """
 
     model: BaseModel
-    drafter: Trainable  # float32 parameters are cast to its dtype
+    drafter: TeacherForced  # float32 parameters are cast to its dtype
     objective: Objective
 
     def totals(self, batch: Batch):
@@ -127,7 +127,7 @@ def _anchors(batch: Batch) -> Anchors:
     return Anchors(batch["anchors"], batch["keep"])
 
 
-def make_loss(model: BaseModel, drafter: Trainable | BlockDrafter, objective: Objective) -> HeadsLoss:
+def make_loss(model: BaseModel, drafter: Trainable, objective: Objective) -> HeadsLoss:
     """Return the loss of a drafter's kind.
 
     Raises:
@@ -139,7 +139,7 @@ def make_loss(model: BaseModel, drafter: Trainable | BlockDrafter, objective: Ob
     for name in ("distance_weight", "confidence_weight"):
         if value := getattr(objective, name):
             raise HydrajaxError(f"objective.{name}: got {value}, expected 0 for {type(drafter).__name__}")
-    return HeadsLoss(model, drafter, objective)
+    return HeadsLoss(model, cast(TeacherForced, drafter), objective)
 
 
 class HeadsTask:

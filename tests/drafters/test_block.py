@@ -1,0 +1,165 @@
+"""Drafts of one pass without recordings: sliding windows, batches, sampling's q, errors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.draft_heads import random_params
+from helpers.lab import quick_jit
+from helpers.numpy_block import block_hidden
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.block import BlockSettings, default_target_layers
+from hydrajax.drafters.dflash import DFlash, JetSpec
+from hydrajax.drafters.drafter import Draw
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
+from hydrajax.trees import presets
+
+SETTINGS = BlockSettings(n_layers=2, block_size=5, aux_hidden_layers=(0, 1))
+KINDS = {
+    "dflash": (DFlash, SETTINGS, {}),
+    "windows": (DFlash, SETTINGS, {"windows": (4, 0)}),
+    "jetspec": (JetSpec, SETTINGS, {}),
+    "dspark": (DSpark, DSparkSettings(2, 4, (0, 1), markov_rank=5, markov="rnn"), {"windows": (0, 3)}),
+}
+
+
+@pytest.fixture
+def made(tiny_model):
+    def make(kind: str):
+        cls, settings, changes = KINDS[kind]
+        model, base = tiny_model
+        drafter = dataclasses.replace(cls.for_base(model.config, jnp.float32, settings), **changes)
+        return model, base, drafter, random_params(drafter, tiny_model)
+
+    return make
+
+
+def text(rows: int, length: int) -> np.ndarray:
+    return np.random.default_rng(3).integers(0, 61, (rows, length), dtype=np.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_equal_numpy(made, kind):
+    """Blocks in training, and the block that decoding drafts, at several lengths of text in one batch."""
+    model, base, drafter, params = made(kind)
+    tokens, anchors = text(2, 12), np.array([[3, 9], [1, 11]], np.int32)
+    embedding = np.asarray(base["embedding"])
+    lengths = anchors[:, 1]
+
+    @quick_jit
+    def run(base_params, params):
+        base = BoundBase(model, base_params)
+        aux = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers).aux_hidden_states
+        state = drafter.begin(params, drafter.init_state(2, 24), aux, tokens, lengths, tokens[:, 0], base)
+        root = jnp.take_along_axis(tokens, lengths[:, None], axis=1)[:, 0]
+        drafted = drafter._slots(params, state.cache, root, drafter.depth, base)
+        return aux, drafter.blocks(params, aux, tokens, anchors, base), drafted
+
+    aux, hidden, drafted = map(np.asarray, run(base, params))
+    for row in range(2):
+        for block, anchor in enumerate(anchors[row]):
+            ids = [tokens[row, anchor], *[drafter.mask_token] * (drafter.block_size - 1)]
+            expected = block_hidden(drafter, params, aux[row, :anchor].astype(np.float64), ids, embedding)
+            expected = expected[drafter.first_slot :]
+            np.testing.assert_allclose(hidden[row, block], expected, atol=2e-4, err_msg=f"{row}, {anchor}")
+        np.testing.assert_allclose(drafted[row], expected, atol=2e-4)  # the last anchor is the root
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [("windows", "best-9"), ("jetspec", "fanout-9-3"), ("dspark", "dynamic-8-2-3"), ("dspark", "best-8")],
+)
+def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):
+    model, base, drafter, params = made(kind)
+    tokens, lengths = text(3, 9), np.array([9, 4, 7], np.int32)
+    drafted = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=20)(
+        Params(base, params), tokens, lengths
+    )
+    expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens, lengths)
+    np.testing.assert_array_equal(drafted.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_q_is_what_children_are_drawn_from(made, kind):
+    """DFlash's q depends on the depth alone; DSpark's also on the parent, by the Markov head's correction."""
+    model, base, drafter, params = made(kind)
+    tokens, tree = text(1, 8), presets.cartesian([2, 2])
+
+    @quick_jit
+    def run(base_params, params):
+        bound = BoundBase(model, base_params)
+        aux = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers).aux_hidden_states
+        state = drafter.begin(params, drafter.init_state(1, 24), aux, tokens, jnp.array([8]), tokens[:, 0], bound)
+        keys = jax.random.split(jax.random.key(0), (1, 3))
+        root = jnp.array([17], jnp.int32)
+        proposal = drafter.propose(params, state, root, tree, bound, Draw(keys, jnp.array([1.3])))
+        hidden = drafter._slots(params, state.cache, root, 2, bound)
+        paths = proposal.tokens[0][np.array([[0, 1], [0, 2]])]  # the root, then each of its children
+        logits = drafter.block_logits(params, jnp.repeat(hidden, 2, axis=0), paths, bound)
+        return proposal.log_q, logits / 1.3
+
+    log_q, logits = map(np.asarray, run(base, params))
+    np.testing.assert_allclose(log_q[0, 0], logits[0, 0], atol=1e-5)
+    np.testing.assert_allclose(log_q[0, 1:], logits[:, 1], atol=1e-5)
+    assert np.allclose(log_q[0, 1], log_q[0, 2]) == (kind == "dflash")
+
+
+def test_an_impossible_threshold_leaves_the_root_alone(made):
+    model, base, _, _ = made("dspark")
+    drafter = dataclasses.replace(
+        DSpark.for_base(model.config, jnp.float32, DSparkSettings(1, 4, markov_rank=3)), confidence=0.999
+    )
+    params = drafter.init(jax.random.key(0), BoundBase(model, base))
+    out = make_decode_fn(model, drafter, "best-8", max_new_tokens=10)(Params(base, params), text(2, 6))
+    assert out.tokens_per_step() == 1
+
+
+def test_default_layers_are_those_of_released_drafts():
+    assert default_target_layers(36, 5) == (1, 9, 17, 25, 33)  # Qwen3-8B-DFlash
+    assert default_target_layers(6, 1) == (3,)
+    assert default_target_layers(2, 4) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda c: DFlash(c, (1,), 61), "mask_token: got 61, expected a token of the vocabulary of 61"),
+        (lambda c: DFlash(c, (1,), 0, 1), "block_size: got 1, expected at least 2"),
+        (lambda c: DFlash(c, (1,), 0, windows=(4,)), r"windows: got \[4\], expected one for each layer"),
+        (lambda c: DSpark(c, (1,), 0, confidence=0.5), "draft_confidence: got a threshold, expected none"),
+        (lambda c: DSpark(c, (1,), 0, confidence_head="markov"), "confidence_head: got 'markov', expected 'hidden'"),
+        (lambda c: DSparkSettings(markov="lstm"), "draft.markov: got 'lstm', expected vanilla, gated, rnn"),
+        (lambda c: DFlash.for_base(c, jnp.float32, BlockSettings(mask_token=61)), "draft.mask_token: got 61, expected"),
+        (lambda c: BlockSettings(aux_hidden_layers=(2, 1)), "draft.aux_hidden_layers: got"),
+        (
+            lambda c: DFlash.for_base(c, jnp.float32, BlockSettings(aux_hidden_layers=(2,))),
+            "draft.aux_hidden_layers: got 2",
+        ),
+    ],
+)
+def test_errors(tiny_model, make, message):
+    with pytest.raises(HydrajaxError, match=message):
+        make(tiny_model[0].config)
+
+
+def test_fanout_trees_need_independent_guesses(made):
+    model, _, drafter, _ = made("jetspec")
+    tree = presets.by_name("fanout-8-2")
+    DecodeSpec(drafter, tree).check(model.config)
+    with pytest.raises(HydrajaxError, match="expected best-8 because RejectionSampling draws the candidates"):
+        DecodeSpec(drafter, tree, RejectionSampling(1.0)).check(model.config)
+    with pytest.raises(HydrajaxError, match="expected best-8 because Eagle drafts by levels"):
+        DecodeSpec(Eagle.for_base(model.config, jnp.float32), tree).check(model.config)
