@@ -51,6 +51,33 @@ class BlockState(NamedTuple):
     cache: KVCache
 
 
+class Text(NamedTuple):
+    """Texts that blocks read in training.
+
+    Attributes:
+        tokens, positions: int32 ``[B, T]``.
+        segments: int32 ``[B, T]`` documents, if packed.
+        keys: Keys and values by layer.
+        hidden: ``[B, T, D]`` outputs at the texts' own rows, of drafts that have such.
+    """
+
+    tokens: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"] | None
+    keys: Block
+    hidden: Float[Array, "B T D"] | None = None
+
+    def seen_by_blocks(
+        self, anchors: Int[Array, "B A"], size: int
+    ) -> tuple[Bool[Array, "B rows T"], Int[Array, "B rows"]]:
+        """Return which tokens the rows of blocks of ``size`` see, and the rows' positions from the anchors' on."""
+        before = jnp.arange(self.tokens.shape[1]) < anchors[:, :, None]
+        if self.segments is not None:
+            before &= self.segments[:, None, :] == jnp.take_along_axis(self.segments, anchors, axis=1)[:, :, None]
+        places = jnp.take_along_axis(self.positions, anchors, axis=1)[:, :, None] + jnp.arange(size)
+        return jnp.repeat(before, size, axis=1), places.reshape(len(anchors), -1)
+
+
 class BlockNetwork(nn.Module):
     """fc and norm of the base's hidden states, decoder layers over the block, a final norm, and the heads.
 
@@ -279,7 +306,7 @@ class BlockDrafter(SeesAcceptedOnly):
         needs (`Proposal.log_q`).
         """
         n_levels = len(guesses_of(tree))
-        hidden = self._slots(params, state.cache, root, n_levels, base) if n_levels else None
+        hidden = self.slots(params, state, root, n_levels, base) if n_levels else None
         logits = self._apply(params, hidden, base.logits, method="logits") if n_levels else None
         if isinstance(tree, BestFirstTree) and draw is None and self.markov is None:
             proposal = best_first(tree, root, logits, self.lm_head)
@@ -287,8 +314,9 @@ class BlockDrafter(SeesAcceptedOnly):
             proposal = self._filled(params, root, tree, hidden, logits, draw)
         return self._cut(params, proposal, hidden) if self.confidence and n_levels else proposal
 
-    def _slots(self, params, cache: KVCache, root, n_levels: int, base) -> Float[Array, "B D n"]:
+    def slots(self, params, state, root: Int[Array, " B"], n_levels: int, base) -> Float[Array, "B n D"]:
         """Return the lm head's inputs for the first ``n_levels`` positions after the root."""
+        cache = state.cache
         # Slots that see only earlier ones do not need the later ones.
         causal = all(self._is_causal(layer) for layer in range(self.config.n_layers))
         size = n_levels + self.first_slot if causal else self.block_size
@@ -380,30 +408,27 @@ class BlockDrafter(SeesAcceptedOnly):
             base: The base with its parameters.
             segments: int32 ``[B, T]`` documents, if packed.
         """
-        return self._blocks_at(params, self._context(params, aux_hidden_states, tokens, segments), anchors, base)
+        return self.blocks_at(params, self.text(params, aux_hidden_states, tokens, segments, base), anchors, base)
 
-    def _context(self, params, aux_hidden_states, tokens, segments):
+    def text(self, params, aux_hidden_states, tokens, segments, base) -> Text:
+        """Return what the blocks of these texts read."""
         positions, _ = row_layout(tokens, segments)
         keys = self._apply(params, aux_hidden_states, positions, method="context")
-        return keys, tokens, positions, segments
+        return Text(tokens, positions, segments, keys)
 
-    def _blocks_at(self, params, context, anchors, base):
-        keys, tokens, positions, segments = context
+    def blocks_at(self, params, text: Text, anchors: Int[Array, "B A"], base) -> Float[Array, "B A K D"]:
+        """Return `blocks` of texts that were read before."""
         (batch, n_blocks), size = anchors.shape, self.block_size
         rows = n_blocks * size
-        known = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
-        masks = jnp.full((batch, n_blocks, size - 1), self.mask_token)
-        x = base.embed(jnp.concatenate([known, masks], axis=2).reshape(batch, rows)).astype(self.dtype)
-        places = jnp.take_along_axis(positions, anchors, axis=1)[:, :, None] + jnp.arange(size)
-        before = jnp.arange(tokens.shape[1]) < anchors[:, :, None]
-        if segments is not None:
-            before &= segments[:, None, :] == jnp.take_along_axis(segments, anchors, axis=1)[:, :, None]
-        before, places = jnp.repeat(before, size, axis=1), places.reshape(batch, rows)
-        distance, masks, past = places[:, :, None] - positions[:, None, :], [], []
+        known = jnp.take_along_axis(text.tokens, anchors, axis=1)[:, :, None]
+        fill = jnp.full((batch, n_blocks, size - 1), self.mask_token)
+        x = base.embed(jnp.concatenate([known, fill], axis=2).reshape(batch, rows)).astype(self.dtype)
+        before, places = text.seen_by_blocks(anchors, size)
+        distance, masks, past = places[:, :, None] - text.positions[:, None, :], [], []
         for layer, window in enumerate(self._windows):
             visible = before & (distance < window) if window else before
             masks.append(np.kron(np.eye(n_blocks, dtype=bool), self._block_mask(layer, size)))
-            past.append((KVSegment(*keys[layer], visible[:, None, None]),))
+            past.append((KVSegment(*text.keys[layer], visible[:, None, None]),))
         hidden = self._apply(params, x, places, masks, past)
         return hidden.reshape(batch, n_blocks, size, -1)[:, :, self.first_slot :]
 
@@ -422,17 +447,17 @@ class BlockDrafter(SeesAcceptedOnly):
         """Return the ranks from a block at every position, given the text's tokens before each of its positions."""
         tokens = batch["tokens"]
         n_rows, length = tokens.shape
-        context = self._context(params, aux_hidden_states, tokens, batch.get("segments"))
+        text = self.text(params, aux_hidden_states, tokens, batch.get("segments"), base)
         # The root at position t is the text's token t + 1.
         anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(length) + 1, length - 1), tokens.shape)
         width = max(min(RANKED_ROWS // self.block_size, chunk_tokens // (n_rows * depth)), 1)
 
         def rank(anchors):
-            hidden = self._blocks_at(params, context, anchors, base)[:, :, :depth]
+            hidden = self.blocks_at(params, text, anchors, base)[:, :, :depth]
             places = jnp.minimum(anchors[:, :, None] + jnp.arange(depth + 1), length - 1)
-            text = jnp.take_along_axis(tokens[:, None], places, axis=2)
-            logits = self.block_logits(params, hidden, text[..., :-1], base)
-            return ranks_among(logits, text[..., 1:], self.vocabulary, base.config.vocab_size)
+            known = jnp.take_along_axis(tokens[:, None], places, axis=2)
+            logits = self.block_logits(params, hidden, known[..., :-1], base)
+            return ranks_among(logits, known[..., 1:], self.vocabulary, base.config.vocab_size)
 
         ranks = jax.lax.map(rank, into_chunks(anchors, min(width, length)))  # [chunks, B, width, depth]
         return jnp.moveaxis(ranks, (3, 1), (0, 1)).reshape(depth, n_rows, -1)[:, :, :length]

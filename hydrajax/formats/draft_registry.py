@@ -25,10 +25,11 @@ from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.peagle import PEagle
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import amphista_format, block_format, eagle_format, hydra_format, medusa_format
+from hydrajax.formats import amphista_format, block_format, eagle_format, hydra_format, medusa_format, peagle_format
 from hydrajax.formats.interface import Files
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -81,6 +82,7 @@ KINDS = {
     "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES, BlockSettings(5, 16)),
     "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES, BlockSettings(5, 16)),
     "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES, DSparkSettings(5, 7, markov_rank=256)),
+    "peagle": DrafterKind("P-EAGLE", PEagle, peagle_format.FILES, BlockSettings(4, 8)),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

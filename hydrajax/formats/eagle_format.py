@@ -60,6 +60,7 @@ AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED = "eagle"  # model_type of vLLM's own config.json
 KIND, LAYER = "speculators_model_type", "transformer_layer_config"  # fields of speculators
 ONE_PASS = ("dflash", "dspark")  # kinds that `hydrajax.formats.block_format` reads
+P_EAGLE, MASK_HIDDEN = "peagle", "mask_hidden"  # kind and tensor of `hydrajax.formats.peagle_format`
 DRAFT_TOKENS = 5  # vLLM's num_speculative_tokens unless it is given
 OFF, ON = (None, False), (None, True)
 VARIANTS = {  # of EAGLE-3, which are not implemented
@@ -157,7 +158,7 @@ class Eagle3Format(FeatureFormat):
     layer = "midlayer."
 
     def recognises(self, config, names):
-        return any(name.startswith(self.layer) for name in names)
+        return any(name.startswith(self.layer) for name in names) and MASK_HIDDEN not in names
 
     def drafter(self, config, files, base):
         config = flattened(config)
@@ -195,7 +196,7 @@ class VLLMEagle3(Eagle3Format):
     layer = "layers.0."
 
     def recognises(self, config, names):
-        return f"{self.layer}hidden_norm.weight" in names
+        return f"{self.layer}hidden_norm.weight" in names and MASK_HIDDEN not in names
 
 
 class Speculators(FeatureFormat):
@@ -211,7 +212,7 @@ class Speculators(FeatureFormat):
     ignored = IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions saved
 
     def recognises(self, config, names):
-        return KIND in config and config[KIND] not in ONE_PASS
+        return KIND in config and config[KIND] not in (*ONE_PASS, P_EAGLE)
 
     def drafter(self, config, files, base):
         kind, where, fields = config[KIND], f"{CONFIG}: {LAYER}", config.get(LAYER)

@@ -56,11 +56,16 @@ def check_objective(objective: Objective, drafter: BlockDrafter) -> None:
 
 
 def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int) -> Anchors:
-    """Draw anchors without replacement among the targets that are followed by a target (DeepSpec)."""
+    """Draw anchors without replacement among the targets that are followed by a target (DeepSpec).
+
+    Text of the same document comes before an anchor.
+    """
     counts = labels != IGNORED
-    may = counts[:, :-1] & counts[:, 1:]
+    may = (counts[:, :-1] & counts[:, 1:]).at[:, 0].set(False)
     if segments is not None:
-        may &= (segments[:, :-1] == segments[:, 1:]) & (segments[:, :-1] != 0)
+        same = segments[:, :-1] == segments[:, 1:]
+        may &= same & (segments[:, :-1] != 0)
+        may = may.at[:, 1:].set(may[:, 1:] & same[:, :-1])
     n_drawn = min(n_blocks, may.shape[1])
     order = jnp.where(may, jax.random.uniform(rng, may.shape), -1.0)
     drawn, places = jax.lax.top_k(order, n_drawn)

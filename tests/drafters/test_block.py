@@ -65,7 +65,7 @@ def test_blocks_equal_numpy(made, kind):
         aux = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers).aux_hidden_states
         state = drafter.begin(params, drafter.init_state(2, 24), aux, tokens, lengths, tokens[:, 0], base)
         root = jnp.take_along_axis(tokens, lengths[:, None], axis=1)[:, 0]
-        drafted = drafter._slots(params, state.cache, root, drafter.depth, base)
+        drafted = drafter.slots(params, state, root, drafter.depth, base)
         return aux, drafter.blocks(params, aux, tokens, anchors, base), drafted
 
     aux, hidden, drafted = map(np.asarray, run(base, params))
@@ -106,7 +106,7 @@ def test_q_is_what_children_are_drawn_from(made, kind):
         keys = jax.random.split(jax.random.key(0), (1, 3))
         root = jnp.array([17], jnp.int32)
         proposal = drafter.propose(params, state, root, tree, bound, Draw(keys, jnp.array([1.3])))
-        hidden = drafter._slots(params, state.cache, root, 2, bound)
+        hidden = drafter.slots(params, state, root, 2, bound)
         paths = proposal.tokens[0][np.array([[0, 1], [0, 2]])]  # the root, then each of its children
         logits = drafter.block_logits(params, jnp.repeat(hidden, 2, axis=0), paths, bound)
         return proposal.log_q, logits / 1.3

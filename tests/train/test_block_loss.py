@@ -85,13 +85,13 @@ def test_micro_batches_add_up(parallel):
 def test_anchors_are_targets_followed_by_targets_of_their_document():
     labels = np.array([[IGNORED, 5, 6, IGNORED, 7, 8, 9, 3, IGNORED, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORED]])
     segments = np.array([[1] * 6 + [2] * 4, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
-    allowed = [{1, 4, 6}, {0, 1, 3, 4, 5}]
+    allowed = [{1, 4}, {1, 4, 5}]
     seen = [set(), set()]
     for seed in range(30):
-        drawn = draw_anchors(jax.random.key(seed), jnp.asarray(labels), jnp.asarray(segments), 4)
+        drawn = draw_anchors(jax.random.key(seed), jnp.asarray(labels), jnp.asarray(segments), 2)
         for row in range(2):
             places = np.asarray(drawn.positions[row])[np.asarray(drawn.keep[row])]
-            assert len(set(places.tolist())) == len(places) == min(4, len(allowed[row]))
+            assert len(set(places.tolist())) == len(places) == min(2, len(allowed[row]))
             assert (np.diff(places) > 0).all()
             seen[row] |= set(places.tolist())
     assert seen == allowed

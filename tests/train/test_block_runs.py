@@ -68,7 +68,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
         ),
         (["draft={heads: dflash}", "tree=best-8"], "tree: got best-8, expected a static tree"),
         (
-            ["draft={heads: dflash, aux_hidden_layers: [0]}", "data.hidden_cache_gb=1"],
+            ["draft={heads: dflash, aux_hidden_layers: [0, 1]}", "data.hidden_cache_gb=1"],
             "expected 0 for heads that read aux_hidden_layers",
         ),
         (["task=joint", "draft={heads: dflash}"], "draft.heads: got dflash, expected other heads for the task joint"),

@@ -1,0 +1,223 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3 that predicts all positions in one pass.
+
+As in EAGLE-3 (`hydrajax.drafters.eagle3`), the row at position p reads the base's fused hidden states g_p and the
+embedding of the token that follows, and predicts token p + 2. The K - 1 further guesses come from mask rows at the next
+positions, which read a mask token's embedding and one learned vector in the place of the base's hidden states. Mask
+rows see the text and earlier mask rows; their keys and values are never cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from hydrajax.drafters.block import BlockDrafter, BlockSettings, Text
+from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.drafter import following_tokens, last_observed
+from hydrajax.drafters.eagle3 import default_aux_hidden_layers
+from hydrajax.drafters.settings import vocabulary_of
+from hydrajax.models.arrays import Array, DType
+from hydrajax.models.attention import KVSegment, causal_mask, rope_table
+from hydrajax.models.cache import Block, KVCache, append, init_cache
+from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.packed_forward import row_layout
+from hydrajax.models.weights import declare, project
+
+
+class PEagleState(NamedTuple):
+    """The state: the cache of the text's rows, and the output of the last one, ``[B, D]``."""
+
+    cache: KVCache
+    hidden: Float[Array, "B D"]
+
+
+class PEagleNetwork(nn.Module):
+    """EAGLE-3's network with several layers, of which the first reads [norm(E), norm(g)], and a vector for masks.
+
+    Attributes:
+        n_reads: Number of the base's hidden states that fc reads.
+        norm_before_residual: See `hydrajax.drafters.eagle3.Eagle3Network`.
+        own_embedding: It has its own embedding, which speculators trains.
+    """
+
+    config: LlamaConfig
+    dtype: DType
+    n_reads: int
+    lm_head: LmHead
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+
+    def setup(self):
+        c, normal = self.config, nn.initializers.normal(0.02)
+        self.fc = declare(self, "fc", (self.n_reads * c.width, c.width), ("width", "mlp"), normal)
+        self.mask_hidden = declare(
+            self, "mask_hidden", (self.n_reads * c.width,), ("width",), nn.initializers.normal(1)
+        )
+        self.embedding_norm = RMSNorm(c.norm_eps, self.dtype)
+        self.hidden_norm = RMSNorm(c.norm_eps, self.dtype)
+        self.layers = [DecoderLayer(c, self.dtype) for _ in range(c.n_layers)]
+        self.norm = RMSNorm(c.norm_eps, self.dtype)
+        self.lm_params = self.lm_head.declare(self, c.width, c.vocab_size)
+        if self.own_embedding:
+            self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
+
+    def embed(self, tokens, base_embed):
+        """Return the embeddings of tokens."""
+        return jnp.take(self.embedding, tokens, axis=0, mode="clip") if self.own_embedding else base_embed(tokens)
+
+    def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        return project(aux_hidden_states.astype(self.dtype), self.fc)
+
+    def masks(self) -> Float[Array, "1 1 D"]:
+        """Return what mask rows read in the place of the base's hidden states."""
+        return self.fused(self.mask_hidden[None, None])
+
+    def __call__(
+        self, embeddings, hidden, positions, block_mask, past: Sequence[Sequence[KVSegment]]
+    ) -> tuple[Float[Array, "B T D"], Block]:
+        """Return outputs before the norm, and keys and values by layer."""
+        normed = self.hidden_norm(hidden)
+        both = jnp.concatenate([self.embedding_norm(embeddings), normed], axis=-1)
+        x, added, rope = normed if self.norm_before_residual else hidden, None, rope_table(self.config, positions)
+        block = []
+        for layer, segments in zip(self.layers, past, strict=True):
+            x, added, keys = layer(x, added, rope, block_mask, segments, both)
+            block.append(keys)
+            both = None
+        return x + added, tuple(block)
+
+    def logits(self, hidden, base_logits):
+        """Return float32 logits over the draft's vocabulary."""
+        return self.lm_head.logits(self.lm_params, self.norm(hidden), base_logits)
+
+    def everything(self, aux_hidden_states, x, positions, base_logits):
+        """Touch every parameter, for `init`."""
+        self.masks()
+        past = [()] * self.config.n_layers
+        hidden = self.fused(aux_hidden_states)
+        return self.logits(self(x, hidden, positions, np.ones((1, 1), bool), past)[0], base_logits)
+
+
+@dataclass(frozen=True)
+class PEagle(BlockDrafter):
+    """P-EAGLE.
+
+    Attributes:
+        config: Of the draft's layers, with the base's width and vocabulary.
+        aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
+        mask_token: Id of the token whose embedding mask rows read.
+        block_size: K, the number of guesses.
+        vocabulary: The tokens that it can propose; None for all.
+        num_anchors: Rollouts per row of training text.
+        norm_before_residual, own_embedding: See `PEagleNetwork`.
+    """
+
+    config: LlamaConfig
+    aux_hidden_layers: tuple[int, ...]
+    mask_token: int
+    block_size: int = 8
+    vocabulary: Vocabulary | None = None
+    dtype: DType = jnp.float32
+    num_anchors: int = 64
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+    first_slot: ClassVar[int] = 0
+    causal: ClassVar[bool] = True
+    windows: ClassVar[tuple[int, ...]] = ()
+    Settings = BlockSettings
+
+    def __post_init__(self):
+        self.check_block()
+
+    @classmethod
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        """Return a draft with layers like the base's, which reads EAGLE-3's layers unless the settings name others."""
+        s = settings or BlockSettings()
+        return cls(
+            base.plain_layer.replace(n_layers=s.n_layers),
+            s.reads(base) if s.aux_hidden_layers else default_aux_hidden_layers(base.n_layers),
+            s.mask_of(base),
+            s.block_size,
+            vocabulary_of(s.vocabulary, base, target_counts),
+            jnp.dtype(dtype),
+            s.num_anchors,
+        )
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(vocabulary=self.vocabulary)
+
+    @property
+    def network(self) -> PEagleNetwork:
+        reads, own = len(self.aux_hidden_layers), self.own_embedding
+        return PEagleNetwork(self.config, self.dtype, reads, self.lm_head, self.norm_before_residual, own)
+
+    def init_boxed(self, rng, base):
+        """Return fresh parameters; the lm head starts as a copy of the base's."""
+        params = super().init_boxed(rng, base)
+        for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
+            params[name] = params[name].replace_boxed(value)
+        return params
+
+    def init_state(self, batch, slots):
+        cache = init_cache(self.config, batch, slots, self.dtype)
+        return PEagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
+
+    def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+        """Run the rows of positions that the base has processed, each with the token that followed."""
+        cache, n_tokens = state.cache, tokens.shape[1]
+        positions = cache.lengths[:, None] + jnp.arange(n_tokens)
+        embeddings = self._embed(params, following_tokens(tokens, counts, bonus_token), base)
+        fused = self._apply(params, aux_hidden_states, method="fused")
+        past = [cache.segments(layer) for layer in range(self.config.n_layers)]
+        hidden, block = self._apply(params, embeddings, fused, positions, causal_mask(n_tokens), past)
+        return PEagleState(append(cache, block, counts, after=hidden[:, 0, 0]), last_observed(hidden, counts))
+
+    def slots(self, params, state, root, n_levels, base):
+        cache, first = state.cache, state.hidden[:, None]
+        if n_levels == 1:
+            return first
+        past = [cache.segments(layer) for layer in range(self.config.n_layers)]
+        positions = cache.lengths[:, None] + jnp.arange(n_levels - 1)
+        own = np.tri(n_levels - 1, dtype=bool)
+        return jnp.concatenate([first, self._masks(params, positions, own, past, base)], axis=1)
+
+    def _masks(self, params, positions, block_mask, past, base) -> Float[Array, "B T D"]:
+        """Return the outputs of mask rows at these positions."""
+        embeddings = self._embed(params, jnp.full(positions.shape, self.mask_token), base)
+        hidden = jnp.broadcast_to(self._apply(params, method="masks"), embeddings.shape)
+        return self._apply(params, embeddings, hidden, positions, block_mask, past)[0]
+
+    def _embed(self, params, tokens, base):
+        return self._apply(params, tokens, base.embed, method="embed").astype(self.dtype)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def text(self, params, aux_hidden_states, tokens, segments, base):
+        positions, mask = row_layout(tokens, segments)
+        embeddings = self._embed(params, jnp.roll(tokens, -1, axis=1), base)
+        fused = self._apply(params, aux_hidden_states, method="fused")
+        hidden, block = self._apply(params, embeddings, fused, positions, mask, [()] * self.config.n_layers)
+        return Text(tokens, positions, segments, block, hidden)
+
+    def blocks_at(self, params, text, anchors, base):
+        """Return the outputs at the row before each anchor, and at mask rows from the anchor's position on.
+
+        The row before pairs the anchor's embedding with the last hidden states that the base has computed.
+        """
+        (batch, n_blocks), size = anchors.shape, self.block_size - 1
+        last = jnp.take_along_axis(text.hidden, jnp.maximum(anchors - 1, 0)[:, :, None], axis=1)[:, :, None]
+        if not size:
+            return last
+        before, places = text.seen_by_blocks(anchors, size)
+        own = np.kron(np.eye(n_blocks, dtype=bool), np.tri(size, dtype=bool))
+        past = [(KVSegment(*pair, before[:, None, None]),) for pair in text.keys]
+        masks = self._masks(params, places, own, past, base)
+        return jnp.concatenate([last, masks.reshape(batch, n_blocks, size, -1)], axis=2)

@@ -1,0 +1,184 @@
+"""P-EAGLE against a plain torch module: one causal sequence of the text's rows and mask rows, as its paper draws it."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from helpers.draft_heads import identical
+from helpers.lab import quick_jit
+from helpers.released import refusal
+from helpers.torch_eagle import Layer, WideLayer
+from hydrajax.api import make_decode_fn
+from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.peagle import PEagle
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.packed_forward import run_base
+from hydrajax.train.block_loss import Anchors, block_loss
+from hydrajax.train.losses import Objective
+from hydrajax.trees import presets
+
+LAYERS = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 61,
+}
+READS = [0, 1]  # inputs of these layers, as vLLM counts
+RELEASED = LAYERS | {"ptd_token_id": 60, "num_speculative_tokens": 4, "eagle_aux_hidden_state_layer_ids": READS}
+SPECULATORS = {
+    "speculators_model_type": "peagle",
+    "transformer_layer_config": LAYERS,
+    "mask_token_id": 60,
+    "draft_vocab_size": 61,
+    "eagle_aux_hidden_state_layer_ids": READS,
+    "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
+}
+
+
+class NormedLayer(Layer):
+    def __init__(self, c):
+        super().__init__(c)
+        self.input_layernorm = nn.RMSNorm(c.width, eps=c.norm_eps)
+
+    def forward(self, x):
+        return super().forward(x, self.input_layernorm(x))
+
+
+class TorchPEagle(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.fc = nn.Linear(len(READS) * c.width, c.width, bias=False)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(READS) * c.width))
+        self.layers = nn.ModuleList([WideLayer(c), NormedLayer(c)])
+        self.norm = nn.RMSNorm(c.width, eps=c.norm_eps)
+        self.lm_head = nn.Linear(c.width, c.vocab_size, bias=False)
+
+    def forward(self, embeddings, features):
+        """embeddings: [1, T + K - 1, D], the last of them the mask token's; features: [1, T, n * D]."""
+        masks = self.mask_hidden.expand(1, embeddings.shape[1] - features.shape[1], -1)
+        x = self.layers[0](self.fc(torch.cat([features, masks], dim=1)), embeddings)
+        return self.lm_head(self.norm(self.layers[1](x)))
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_model, tmp_path_factory):
+    """The torch module, its file as speculators writes it, and what loading gives."""
+    model, base = tiny_model
+    torch.manual_seed(0)
+    c = model.config.plain_layer.replace(mlp_width=48)
+    module = TorchPEagle(c).requires_grad_(False)
+    folder = tmp_path_factory.mktemp("peagle")
+    (folder / "config.json").write_text(json.dumps(SPECULATORS))
+    save_file(module.state_dict(), folder / "model.safetensors")
+    return module, folder, *load_draft(folder, model.config, None), model, base
+
+
+def expected_logits(module, embedding, features, tokens, root, n_guesses):
+    """Logits of the guesses after a text of T tokens and the root."""
+    follow = torch.tensor([*tokens[1:], root, *[60] * (n_guesses - 1)])
+    with torch.no_grad():
+        return module(torch.tensor(embedding)[follow][None], torch.tensor(features)[None])[0, -n_guesses:].numpy()
+
+
+def test_guesses_equal_torch(drafted):
+    module, _, drafter, params, model, base = drafted
+    assert isinstance(drafter, PEagle)
+    tokens = np.random.default_rng(3).integers(0, 61, (2, 10), dtype=np.int32)
+    lengths, anchors = np.array([9, 5], np.int32), np.array([[3, 9], [1, 5]], np.int32)
+
+    @quick_jit
+    def run(base_params, params):
+        bound = BoundBase(model, base_params)
+        aux = run_base(model, base_params, tokens, drafter.spec.aux_hidden_layers).aux_hidden_states
+        root = jnp.take_along_axis(tokens, lengths[:, None], axis=1)[:, 0]
+        state = drafter.begin(params, drafter.init_state(2, 24), aux, tokens, lengths, root, bound)
+        hidden = drafter.slots(params, state, root, 4, bound), drafter.blocks(params, aux, tokens, anchors, bound)
+        return aux, *(drafter._apply(params, x, bound.logits, method="logits") for x in hidden)
+
+    aux, slots, blocks = map(np.asarray, run(base, params))
+    embedding = np.asarray(base["embedding"])
+    for row, block in np.ndindex(2, 2):
+        at = anchors[row, block]
+        expected = expected_logits(module, embedding, aux[row, :at], tokens[row, :at], tokens[row, at], 4)
+        np.testing.assert_allclose(blocks[row, block], expected, atol=1e-4)
+        if block == 1:
+            np.testing.assert_allclose(slots[row], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", ["best-9", "chain-4"])
+def test_output_is_unchanged(drafted, tree):
+    _, _, drafter, params, model, base = drafted
+    tokens, lengths = np.random.default_rng(5).integers(0, 61, (3, 9), dtype=np.int32), np.array([9, 4, 7], np.int32)
+    decode = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=20)
+    expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens, lengths)
+    np.testing.assert_array_equal(decode(Params(base, params), tokens, lengths).tokens, expected.tokens)
+
+
+def test_loss_is_that_of_the_logits(drafted):
+    """KL's cross entropy at every guess, without decay: the default objective."""
+    module, _, drafter, params, model, base = drafted
+    tokens = np.random.default_rng(7).integers(0, 61, (1, 12), dtype=np.int32)
+    anchors = Anchors(np.array([[2, 6, 7]], np.int32), np.array([[True, True, False]]))
+
+    @quick_jit
+    def run(params):
+        bound, out = BoundBase(model, base), run_base(model, base, tokens, drafter.spec.aux_hidden_layers)
+        batch = {"tokens": tokens, "labels": tokens}
+        inputs = out.aux_hidden_states, out.hidden, batch, anchors, bound
+        return block_loss(Objective(), drafter, params, *inputs), out.aux_hidden_states, bound.logits(out.hidden)
+
+    (loss, parts), aux, teacher = jax.device_get(run(params))
+    embedding, nats = np.asarray(base["embedding"]), []
+    for at in (2, 6):
+        logits = expected_logits(module, embedding, aux[0, :at], tokens[0, :at], tokens[0, at], 4)
+        log_q = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+        p = np.asarray(jax.nn.softmax(teacher[0, at : at + 4], axis=-1))
+        nats.append(-(p * log_q).sum(-1))
+    assert float(loss) == pytest.approx(np.mean(nats), abs=1e-5)
+    np.testing.assert_allclose(parts["teacher"], np.mean(nats, axis=0), atol=1e-5)
+
+
+def test_files(drafted, tmp_path):
+    """The released layout has the same tensors under other names, and an export of it reads back."""
+    _, _, drafter, params, model, _ = drafted
+    record = {"shapes": {"n_layers": model.config.n_layers}}
+    for format in ("p-eagle", "native"):
+        export_heads(tmp_path / format, drafter, params, format=format, dtype=None, base_fingerprint=record)
+        again, read = load_draft(tmp_path / format, model.config, None)
+        assert again == drafter
+        identical(params, read)
+    fields = json.loads((tmp_path / "p-eagle" / "config.json").read_text())
+    assert {name: fields[name] for name in RELEASED} == RELEASED
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mask_token_id": 61}, "mask_token_id: got 61, expected a token of the base's vocabulary of 61"),
+        ({"fc_norm": True}, "fc_norm: got True, expected False"),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}}, "speculative_tokens: got 0"),
+        ({"transformer_layer_config": LAYERS | {"num_hidden_layers": 3}}, "missing tensor"),
+        ({"transformer_layer_config": None}, "transformer_layer_config: got None, expected an object"),
+    ],
+)
+def test_what_does_not_fit_is_refused(drafted, tmp_path, changes, message):
+    _, folder, _, _, model, _ = drafted
+    (tmp_path / "config.json").write_text(json.dumps(SPECULATORS | changes))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    refusal(lambda: load_draft(tmp_path, model.config), "draft", str(tmp_path), message)
