@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import hydrajax
 from helpers.lora_files import apply_lora, write_lora
 from helpers.low_bit_layers import AWQ, CASES, FP8, GPTQ, compressed
 from helpers.released import refusal
+from hydrajax.errors import HydrajaxError
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config, stored_dtype
 from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
@@ -251,13 +254,25 @@ def test_a_merged_adapter(plain, quantised, tmp_path):
         np.testing.assert_allclose(merged[name].astype(np.float32), expected.numpy(), rtol=2**-8, atol=1e-6)
 
 
-def test_two_groups_of_settings(quantised):
+def test_a_draft_model(plain, quantised):
+    expected = hydrajax.load(plain, dtype="float32").generate([IDS], max_new_tokens=8)[0].output_ids
+    drafted = hydrajax.load(plain, str(quantised("awq")[0]), dtype="float32")
+    assert "draft model" in repr(drafted)
+    assert drafted.generate([IDS], tree="chain-2", max_new_tokens=8)[0].output_ids == expected
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_two_groups_of_settings(quantised, mixed):
     """A layer has the settings that fit its tensors."""
     directory, weights = quantised("packed_4")
     parts, expected = CASES["packed_8"][1](np.random.default_rng(5), 96, 32, **CASES["packed_8"][2])
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     groups = config["config_groups"]
     groups["group_1"] = {"targets": [f"re:.*{UP}"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    if mixed:
+        config["format"] = "mixed-precision"
+        for group in groups.values():
+            group["format"] = "pack-quantized"
     change(directory, {"config": config, "weight_packed": None} | parts)
     files = open_base_tensors(directory, "base")
     identical(files.read(f"{UP}.weight"), expected)
@@ -403,3 +418,36 @@ def test_settings_that_are_not_supported(plain, tmp_path, config, message):
     expected = f"base: {directory}/config.json: quantization_config{dot}{message}"
     assert refusal(lambda: read_config(directory)) == expected
     assert refusal(lambda: load_llama(directory)) == expected
+
+
+VALUES = (None, True, 0, -1, 7, 64, 2**31, 10**40, 1.5, float("nan"), "", "group", [], {}, [1], {"a": 1}, [128, 128])
+
+
+def objects(node: dict) -> list[dict]:
+    return [node, *(inner for value in node.values() if isinstance(value, dict) for inner in objects(value))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_random_changes_are_read_or_refused(tmp_path, case):
+    """A field of the settings, and the shape or dtype of a tensor."""
+    config, pack, settings = CASES[case]
+    (parts, _), refusals = pack(np.random.default_rng(0), 16, 64, **settings), []
+    for seed in range(30):
+        rng, changed, tensors = random.Random(seed), copy.deepcopy(config), dict(parts)
+        if seed % 2:
+            found = rng.choice([each for each in objects(changed) if each])
+            found[rng.choice(list(found))] = rng.choice(VALUES)
+        else:
+            part = rng.choice(list(parts))
+            x = np.atleast_1d(parts[part])
+            tensors[part] = rng.choice([x[:0], x[..., :1], x.ravel(), np.full(x.shape, 1e300), np.zeros(())])
+        save_safetensors(tmp_path / "model.safetensors", {f"a.{name}": x for name, x in tensors.items()})
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": changed}))
+        try:
+            files = open_base_tensors(tmp_path, "base")
+            for name in files:
+                files.read(name)
+        except HydrajaxError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert all(line.startswith("base: ") and "\n" not in line for line in refusals)

@@ -20,7 +20,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Awq:
-    """A `Method`."""
+    """AWQ in 4 bits, a `Method`."""
 
     group_size: int
     parts = "qweight|qzeros|scales"

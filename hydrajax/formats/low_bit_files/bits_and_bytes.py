@@ -46,7 +46,7 @@ class State:
 
 @dataclass(frozen=True)
 class BitsAndBytes:
-    """A `Method`."""
+    """bitsandbytes in 8 and 4 bits, a `Method`."""
 
     parts = "SCB|weight_format|weight\\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\\..*)"
     low_dtypes = ("int8", "uint8")

@@ -80,7 +80,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Compressed:
-    """A `Method`."""
+    """compressed-tensors, a `Method`."""
 
     schemes: tuple[Scheme, ...]
     parts = f"{PACKED}|{SCALE}|weight_shape|{ZERO}|{G_IDX}"

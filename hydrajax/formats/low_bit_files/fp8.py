@@ -29,7 +29,7 @@ from hydrajax.models.layout import Shape
 
 @dataclass(frozen=True)
 class Fp8:
-    """A `Method`; ``block`` has the outputs and inputs of one scale, None for scales per layer or output."""
+    """FP8, a `Method`; ``block`` has the outputs and inputs of one scale, None for scales per layer or output."""
 
     block: tuple[int, int] | None = None
     parts = "weight_scale|weight_scale_inv"

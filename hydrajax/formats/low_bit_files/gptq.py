@@ -20,7 +20,7 @@ FORMATS = ("gptq", "gptq_v2")
 
 @dataclass(frozen=True)
 class Gptq:
-    """A `Method`.
+    """GPTQ, a `Method`.
 
     Attributes:
         ordered: groups are of consecutive inputs, so that ``g_idx`` may be missing.
@@ -48,7 +48,7 @@ class Gptq:
             for pattern in overrides:  # "-:" leaves layers in float, and others change the settings
                 if not pattern.startswith("-:"):
                     raise overrides.error(pattern, "only patterns that begin with '-:'")
-        return cls(bits, settings.group_size(-1), not settings.flag("desc_act", False), found == FORMATS[0])
+        return cls(bits, settings.group_size(128), not settings.flag("desc_act", False), found == FORMATS[0])
 
     def shape(self, linear: StoredLinear) -> Shape:
         per_word = WORD // self.bits
