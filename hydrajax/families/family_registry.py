@@ -184,11 +184,9 @@ def _check_supported(raw: dict) -> None:
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise unsupported(name, raw[name], "false")
-    for name in ("quantization_config", "rope_parameters", "rope_scaling"):
+    for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(name) or {}, dict):
             raise unsupported(name, raw[name], "an object")
-    if raw.get("quantization_config"):
-        raise unsupported("quantization_config", raw["quantization_config"].get("quant_method"), "none (float weights)")
 
 
 def _rope_scaling(scaling: dict, raw: dict) -> RopeScaling | None:

@@ -33,7 +33,7 @@ from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
-from hydrajax.families.family_registry import from_llama_config, to_llama_config
+from hydrajax.families.family_registry import from_llama_config, to_llama_config, unsupported
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,
@@ -294,6 +294,9 @@ def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
 
 def read_layer(config: dict[str, Any], base: LlamaConfig, where: str = CONFIG) -> LlamaConfig:
     """Return the draft's decoder layer; ``where`` begins error messages."""
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise HydrajaxError(f"{where}: {unsupported('quantization_config', method, 'none (float weights)')}")
     # Some files give the base's model_type; the layer is LLaMA's anyway.
     found = to_llama_config(config | {"model_type": "llama"}, where)
     check_sizes((found.vocab_size, found.width), base)

@@ -11,9 +11,9 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import MERGED, read_config
+from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.peft import load_adapter
-from hydrajax.formats.tensors import expect_tensors, open_tensors, read_json
-from hydrajax.models.layout import MODEL
+from hydrajax.formats.tensors import expect_tensors, read_json
 from hydrajax.models.llama_config import LlamaConfig
 
 ROWS = 64  # of the embedding; these and the norms distinguish fine-tunes of one model
@@ -34,7 +34,7 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
         HydrajaxError: files are missing, damaged or not a base's.
     """
     config = read_config(directory, what)
-    files, digest = open_tensors(Path(directory), MODEL, what), hashlib.sha256()
+    files, digest = open_base_tensors(Path(directory), what), hashlib.sha256()
     wanted = {
         "model.embed_tokens.weight": (config.vocab_size, config.width),
         "model.layers.0.input_layernorm.weight": (config.width,),

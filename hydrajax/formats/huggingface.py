@@ -1,12 +1,13 @@
 """Read and write a base in a Hugging Face directory: ``config.json`` and weights.
 
 Weights are read from safetensors or PyTorch files and written as safetensors. The files must hold exactly the model's
-tensors, in the right shapes.
+tensors, in the right shapes. Quantised files are widened (`hydrajax.formats.low_bit_files`).
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,9 @@ from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
+from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
 from hydrajax.formats.peft import load_adapter
-from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
+from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
 from hydrajax.models import backend
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
@@ -47,7 +49,10 @@ Progress = Callable[[int, int], None]  # called with the numbers of parameters l
 def read_config(directory: str | Path, what: str = WHAT) -> LlamaConfig:
     """Read the configuration of the base in a directory; ``what`` begins error messages."""
     file = Path(directory) / "config.json"
-    return to_llama_config(read_json(file, what), f"{what}: {file}")
+    raw, where = read_json(file, what), f"{what}: {file}"
+    config = to_llama_config(raw, where)
+    read_method(raw, where)  # refuses methods that are not implemented
+    return config
 
 
 def default_dtype(stored: str) -> jnp.dtype:
@@ -63,7 +68,7 @@ def default_dtype(stored: str) -> jnp.dtype:
 def stored_dtype(directory: str | Path, what: str = WHAT) -> str:
     """Return NumPy's name of the dtype in which most of a base's parameters are stored."""
     directory = Path(directory)
-    return _main_dtype(open_tensors(directory, MODEL, what), base_layout(read_config(directory, what)))
+    return _main_dtype(open_base_tensors(directory, what), base_layout(read_config(directory, what)))
 
 
 def _main_dtype(files: TensorFiles, layout: Layout) -> str:
@@ -103,13 +108,15 @@ def load_llama(
     directory = Path(directory)
     check_directory(directory, what)
     config = read_config(directory, what)
-    files = open_tensors(directory, MODEL, what)
+    files = open_base_tensors(directory, what)
     if config.n_layers > len(files):  # before a typo makes us list millions of names
         raise HydrajaxError(f"{what}: {directory} has {len(files)} tensors, too few for {config.n_layers} layers")
 
     lora = None if adapter is None else load_adapter(adapter, config)
     layout = base_layout(config)
     ignored = IGNORED + r"|lm_head\.weight" * config.tied_lm_head  # some files of tied models have a copy
+    if isinstance(files, LowBitFiles):
+        ignored = "|".join([ignored, *map(re.escape, files.zero_biases(shapes(layout)))])
     expect_tensors(files, shapes(layout), f"{what}: {directory}", ignored)
 
     dtype = default_dtype(_main_dtype(files, layout)) if dtype is None else jnp.dtype(dtype)

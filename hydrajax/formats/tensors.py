@@ -26,6 +26,7 @@ from hydrajax.models.layout import ADAPTER, MODEL, Shape
 from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
+FP8 = "F8_E4M3"  # safetensors' name
 LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 tensors
 GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.formats.gguf`: the file and its tensors
 GGUF_VERSION = 1  # of these directories
@@ -120,10 +121,25 @@ class SafetensorFiles(TensorFiles):
         }
 
     def _read(self, file, key, rows):
+        if self.dtype(key) == FP8:
+            return self._read_fp8(key)[:rows]
         try:
             return file.get_tensor(key) if rows is None else file.get_slice(key)[: min(rows, self.shape(key)[0])]
         except SafetensorError as error:
             raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {error}") from None
+
+    def _read_fp8(self, key: str) -> np.ndarray:
+        """Read the bytes of a tensor, as safetensors looks for this dtype in NumPy, which has none."""
+        path, shape, _ = self._found[key]
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                start, end = json.loads(file.read(length))[key]["data_offsets"]
+                file.seek(8 + length + start)
+                content = np.frombuffer(file.read(end - start), jnp.float8_e4m3fn)
+            return content.reshape(shape)
+        except (OSError, ValueError, KeyError) as error:  # the file has been checked, but may have changed since
+            raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {one_line(error)}") from None
 
 
 class TorchFiles(TensorFiles):
@@ -174,6 +190,8 @@ class TorchFiles(TensorFiles):
         tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # a copy, as the mapped file is closed
         if str(tensor.dtype) == "torch.bfloat16":  # which torch cannot convert to NumPy
             return tensor.view(torch_module().int16).numpy().view(jnp.bfloat16)
+        if str(tensor.dtype) == "torch.float8_e4m3fn":
+            return tensor.view(torch_module().uint8).numpy().view(jnp.float8_e4m3fn)
         return tensor.numpy()
 
 

@@ -88,6 +88,14 @@ def test_base_of_another_shape_or_kind(refused, copied):
     for change, pattern in [
         ({"vocab_size": 319}, r"embed_tokens\.weight: got shape \[320, 32\], expected \[319, 32\]"),
         ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
+        (
+            {"quantization_config": {"quant_method": "hqq"}},
+            r"--base: .*/config\.json: quantization_config\.quant_method: got 'hqq', expected one of 'awq', ",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            r"--base: .*/config\.json: quantization_config\.bits: got 3, expected one of 4, 8",
+        ),
         ({"model_type": "gpt2"}, r"model_type: got 'gpt2', expected 'llama' .*'mistral' .*'qwen2' .*'qwen3'"),
     ]:
         (copied / "config.json").write_text(json.dumps(config | change))

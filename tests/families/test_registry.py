@@ -175,8 +175,6 @@ def test_a_file_without_a_family():
     [
         ({"attention_bias": True}, ("here/config.json", "attention_bias", "True", "false")),
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
-        ({"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, ("quantization_config", "'fp8'", "float")),
-        ({"quantization_config": {"bits": 4}}, ("quantization_config", "float")),
         *(
             ({field: {key: rope, "factor": 4.0}}, ("rope scaling", repr(rope), "'linear'", "'llama3'"))
             for field, key in (
@@ -187,7 +185,6 @@ def test_a_file_without_a_family():
             for rope in ("yarn", "dynamic", "longrope", "mrope")
         ),
         ({"mlp_bias": True}, ("mlp_bias", "True", "false")),
-        ({"quantization_config": "gptq"}, ("here/config.json", "quantization_config", "'gptq'", "an object")),
         ({"rope_parameters": "linear"}, ("rope_parameters", "'linear'", "an object")),
         ({"rope_scaling": "linear"}, ("rope_scaling", "'linear'", "an object")),
         ({"rope_scaling": {"type": "linear"}}, ("factor", "missing")),

@@ -1,0 +1,142 @@
+"""Bases quantised by other programs: the method of ``config.json``, and its tensors as float ones.
+
+A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is read. Everything else passes through.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import numpy as np
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.families.family_registry import unsupported
+from hydrajax.formats.low_bit_files.awq import Awq
+from hydrajax.formats.low_bit_files.bits_and_bytes import BitsAndBytes
+from hydrajax.formats.low_bit_files.compressed import Compressed
+from hydrajax.formats.low_bit_files.fp8 import Fp8
+from hydrajax.formats.low_bit_files.gptq import Gptq
+from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, NAMES, Method, Settings, StoredLinear
+from hydrajax.formats.tensors import TensorFiles, open_tensors, read_json
+from hydrajax.models.layout import MODEL, Shape
+
+FIELD = "quantization_config"
+OLD_FIELD = "compression_config"  # of old files of compressed-tensors
+METHODS: dict[str, Callable[[Settings], Method]] = {
+    "awq": Awq.of,
+    "bitsandbytes": BitsAndBytes.of,
+    "compressed-tensors": Compressed.of,
+    "fbgemm_fp8": Fp8.of_fbgemm,
+    "fp8": Fp8.of,
+    "gptq": Gptq.of,
+}
+
+
+def read_method(config: dict, where: str) -> Method | None:
+    """Return the method of a ``config.json`` with its settings; None for float weights.
+
+    Args:
+        config: the parsed file.
+        where: begins error messages.
+
+    Raises:
+        HydrajaxError: names the field that is missing, invalid or not implemented.
+    """
+    field = FIELD if config.get(FIELD) else OLD_FIELD
+    if not config.get(field):
+        return None
+    try:
+        settings = Settings(config[field], field)
+        old = "bitsandbytes" if settings.get("load_in_8bit") or settings.get("load_in_4bit") else None
+        name = settings.get("quant_method", "compressed-tensors" if field == OLD_FIELD else old)
+        if not isinstance(name, str) or name not in METHODS:
+            raise unsupported(f"{field}.quant_method", name, f"one of {', '.join(map(repr, METHODS))}")
+        return METHODS[name](settings)
+    except HydrajaxError as error:
+        raise HydrajaxError(f"{where}: {error}") from None
+
+
+def open_base_tensors(directory: Path, what: str) -> TensorFiles:
+    """Open the weights of a base, see `hydrajax.formats.tensors.open_tensors`; quantised layers appear as float ones.
+
+    Raises:
+        HydrajaxError: begins with ``what``; the files are missing or damaged, or the method is not implemented.
+    """
+    file = directory / "config.json"
+    config = read_json(file, what)
+    method = read_method(config, f"{what}: {file}")
+    files = open_tensors(directory, MODEL, what)
+    if method is None:
+        return files
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return LowBitFiles(files, method, stored if stored in FLOAT_TYPES else "bfloat16", f"{what}: {directory}")
+
+
+class LowBitFiles(TensorFiles):
+    """The tensors of a quantised base.
+
+    Args:
+        files: the tensors as they are stored.
+        method: how they are quantised.
+        stored: NumPy's name of the dtype that quantised layers count as, in which the model was published.
+        where: begins error messages.
+    """
+
+    def __init__(self, files: TensorFiles, method: Method, stored: str, where: str):
+        self._files, self._method, self._stored = files, method, stored
+        part = re.compile(rf"(.+?)\.({method.parts})", re.DOTALL)
+        names: dict[str, None] = {}
+        self._linears: dict[str, StoredLinear] = {}
+        for name in files:
+            layer = match[1] if (match := part.fullmatch(name)) else None
+            if layer is None and name.endswith(".weight") and self._plain_dtype(name) in method.low_dtypes:
+                layer = name.removesuffix(".weight")
+            if layer is not None:
+                self._linears[f"{layer}.weight"] = StoredLinear(layer, files, where)
+                names[f"{layer}.weight"] = None
+            elif not re.fullmatch(method.ignored, name, re.DOTALL):
+                names[name] = None
+        self._names = names
+        self._shapes: dict[str, Shape] = {}  # of layers whose tensors have been checked
+
+    def _plain_dtype(self, name: str) -> str:
+        found = self._files.dtype(name)
+        return NAMES.get(found, found)
+
+    def __iter__(self):
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
+
+    def shape(self, key):
+        linear = self._linears.get(key)
+        if linear is None:
+            return self._files.shape(key)
+        if key not in self._shapes:
+            self._shapes[key] = self._method.shape(linear)
+        return self._shapes[key]
+
+    def dtype(self, key):
+        return self._stored if key in self._linears else self._files.dtype(key)
+
+    def read(self, key, rows=None):
+        linear = self._linears.get(key)
+        if linear is None:
+            return self._files.read(key, rows)
+        self.shape(key)  # checks the tensors
+        with np.errstate(over="ignore", invalid="ignore"):  # huge scales give infinite weights, as in a float file
+            return self._method.read(linear)[:rows]
+
+    def zero_biases(self, wanted: Collection[str]) -> list[str]:
+        """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
+        if not self._method.pads_biases:
+            return []
+        biases = (f"{name.removesuffix('.weight')}.bias" for name in self._linears)
+        extra = [name for name in biases if name in self._files and name not in wanted]
+        return [name for name in extra if self._plain_dtype(name) in FLOAT_TYPES and not np.any(self._files.read(name))]
