@@ -25,24 +25,29 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.block import BlockSettings
+from hydrajax.drafters.dflash import DFlash
 from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.peagle import PEagle
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 
 # With 1000 new tokens the cache of one sequence is larger than any other array of this tiny model.
 CONFIG = LlamaConfig(17, 32, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=2048)
 MAX_NEW, BUCKET = 1000, 16
 TREE = presets.cartesian([3, 2])
+BLOCK = BlockSettings(2, 5, (0, 1))
 DRAFTERS = {
     "autoregressive": (NoDrafter(), presets.root()),
     "medusa": (MedusaHeads(2, 32, 17), TREE),
@@ -51,12 +56,16 @@ DRAFTERS = {
     "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
     "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
+    "dflash": (DFlash.for_base(CONFIG, jnp.float32, BLOCK), BestFirstTree(8).reaching(4)),
+    "dspark": (DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=3)), TREE),
+    "peagle": (PEagle.for_base(CONFIG, jnp.float32, BLOCK), TREE),
     "lookup+hydra++": (WithLookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }
 # Drafter layers with a KV cache of the base's shape; a draft model's cache has one more slot.
 DRAFT_LAYERS = {"hydra++": 1, "lookup+hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1, "model": 2, "sure model": 2}
+DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2}
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -130,12 +139,15 @@ def cache_makers(engine: Engine, hlo: str, batch: int) -> dict[str, int]:
         ("eagle", Greedy()),
         pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
         pytest.param("eagle3", RejectionSampling(), marks=pytest.mark.slow),
+        ("dflash", Greedy()),
+        ("dspark", RejectionSampling()),
+        ("peagle", Greedy()),
         ("model", Greedy()),
         pytest.param("sure model", RejectionSampling(), marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-@pytest.mark.quick("hydra++-Greedy-3", "eagle-Greedy-1", "model-Greedy-1")
+@pytest.mark.quick("hydra++-Greedy-3", "eagle-Greedy-1", "dflash-Greedy-3", "model-Greedy-1")
 def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)
@@ -329,3 +341,16 @@ def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatc
     each, n_each = optimised_hlo(engine, 2), len(calls) - n_once
     assert unordered(once) == unordered(each)
     assert n_once < n_each
+
+
+def test_the_program_of_a_drafted_block_does_not_grow_with_the_block():
+    """A block is one pass, whatever its size. (A Markov head links the tokens of a chain, so its chains grow.)"""
+
+    def proposals(size: int) -> int:
+        drafter = DFlash.for_base(CONFIG, jnp.float32, BlockSettings(2, size, (0, 1)))
+        engine = Engine(Llama(CONFIG), drafter, presets.chain(3), MAX_NEW)
+        params, state = shapes(engine, 1, Greedy())
+        compiled = jax.jit(engine.propose).lower(params, state).compile({"xla_backend_optimization_level": 0})
+        return len(instructions(compiled.as_text()))
+
+    assert proposals(16) <= proposals(5) * 1.02

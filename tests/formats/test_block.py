@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers.draft_heads import identical
+from helpers.recordings import need
 from helpers.released import refusal
 from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_lm_head import Vocabulary
@@ -203,6 +204,7 @@ def test_what_does_not_fit_is_refused_by_its_name(tmp_path, layout, changes, mes
 @pytest.mark.parametrize("name", ["dflash_a", "dspark_a", "dsdflash_a", "jetspec_a"])
 def test_official_drafts_are_written_again(parallel, tmp_path, name):
     source = parallel / name / "draft"
+    need(source / "config.json")
     base = read_config(parallel / "base_a")
     drafter, params = load_draft(source, base, None)
     record = {"shapes": {"n_layers": base.n_layers}}

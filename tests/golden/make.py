@@ -113,6 +113,27 @@ def eagle(full: Full, arch: str, dynamic: tuple[str, ...], static: tuple[str, ..
     return files | full.gradients(f"{folder}/loss_grads.safetensors")
 
 
+def parallel(full: Full, drafts: tuple[str, ...], trees: dict[str, tuple[str, ...]]) -> dict:
+    """Drafts of one pass on their base: chains and losses of ``drafts``, runs of other drafts' ``trees``."""
+    files = full.text("parallel/base_a/config.json") | full.whole("parallel/base_a/model.safetensors")
+    steps = (*IDS, r"(tree_(tokens|parents|depths)|margin|verify_ids)_\d", "confidence_threshold", "proposal_lengths")
+    for draft in drafts:
+        folder = f"parallel/{draft}"
+        files |= full.text(f"{folder}/draft/config.json")
+        files |= full.whole(f"{folder}/draft/model.safetensors", r"(?!embed_tokens|lm_head).*")
+        files |= full.whole(f"{folder}/greedy.npz", steps) | full.whole(f"{folder}/eos.npz", EOS)
+        files |= full.whole(f"{folder}/losses.npz", r"(all|masked)_(?!draft_hidden|confidence$).*")
+        wanted = "input_ids", "anchors", "keep", "eval_mask", "target_features", "draft_hidden", r"draft_logits.*"
+        files |= full.columns(f"{folder}/teacher_forced.npz", (*wanted, "confidence"))
+        files |= full.gradients(f"{folder}/loss_grads.safetensors")
+    files |= full.whole("parallel/dspark_a/greedy_conf.npz", steps)
+    files |= full.whole("parallel/dspark_a/markov_variants.npz")
+    for name, runs in trees.items():
+        for run in runs:
+            files |= full.whole(f"parallel/{name}/{run}.npz", steps if run.startswith("greedy") else ".*")
+    return files
+
+
 def main(folder: str) -> None:
     full = Full(Path(folder))
     passes = ("hidden_layer_[012]", "draft_logits", "ttt_hidden", "ttt_logits")
@@ -122,6 +143,9 @@ def main(folder: str) -> None:
         "hydra_pp": hydra(full, "hydra_pp", ("mc63", "small"), 4),
         "eagle1": eagle(
             full, "eagle1_mha", ("t8",), ("mc63", "small"), ("base_hidden_postnorm", "draft_hidden", "draft_logits")
+        ),
+        "parallel": parallel(
+            full, ("dflash_a", "dspark_a"), {"ddtree_a": ("greedy_b8", "tree_unit"), "jetspec_a": ("tree_unit",)}
         ),
         "eagle3": eagle(full, "eagle3_mha", ("t8",), (), passes),
     }
