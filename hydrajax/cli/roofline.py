@@ -161,8 +161,9 @@ def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
-    tree = presets.by_name(args.tree or drafter.spec.default_tree)
-    DecodeSpec(drafter, tree).check(config)
+    spec = DecodeSpec(drafter, presets.by_name(args.tree or drafter.spec.default_tree))
+    spec.check(config)
+    tree = spec.tree
     if isinstance(tree, DynamicTree) and not args.tree_sizes:
         return {tree.name: tree}
     return dict(first_nodes(tree, args.tree_sizes or [*(size for size in SIZES if size < tree.size), tree.size]))
