@@ -33,6 +33,7 @@ from hydrajax.drafters.settings import Settings, at_least, below
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, rope_table
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import Block, KVCache, append, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
@@ -389,11 +390,11 @@ class BlockDrafter(SeesAcceptedOnly):
 
     def blocks(
         self,
-        params,
+        params: Any,
         aux_hidden_states: Float[Array, "B T nD"],
         tokens: Int[Array, "B T"],
         anchors: Int[Array, "B A"],
-        base,
+        base: BoundBase,
         segments: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B A K D"]:
         """Return the lm head's inputs for the K positions of blocks at A anchors of each text, in one pass.
