@@ -169,13 +169,19 @@ def test_medusa_table_2(tmp_path):
             ["autoregressive", "Amphista", "Amphista, no sampled token"],
         ),
         (
+            "parallel_table",
+            ["--variants", "DFlash", "--calibration", "8", "--sizes", "4"],
+            "speed",
+            ["DFlash, chain", "DFlash, static", "DFlash, grown", "DFlash, fastest"],
+        ),
+        (
             "lm_heads_pareto",
             ["--heads", "amphista", "--lm-heads", "low rank", "vocabulary"],
             "pareto",
             ["amphista, low rank", "amphista, vocabulary"],
         ),
     ],
-    ids=["amphista_table", "lm_heads_pareto"],
+    ids=["amphista_table", "parallel_table", "lm_heads_pareto"],
 )
 def test_scripts_that_train_heads(name, which, kind, names, tmp_path):
     config = (

@@ -39,7 +39,6 @@ from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import into_chunks, row_layout
 from hydrajax.models.weights import declare, project
-from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, guesses_of
 from hydrajax.trees.topology import take
 
@@ -236,7 +235,6 @@ class BlockDrafter(SeesAcceptedOnly):
             that of the next position if it is 0.
         causal: A slot attends to the slots before it only; so it does in layers with a sliding window.
         windows: Of each layer, the tokens that a slot attends to, itself included; 0 for all. Empty for no windows.
-        recipe: The default objective of training by name (`hydrajax.train.block_loss`).
     """
 
     first_slot: int
@@ -268,13 +266,13 @@ class BlockDrafter(SeesAcceptedOnly):
     def spec(self) -> DrafterSpec:
         return DrafterSpec(
             depth=self.depth,
-            default_tree=presets.default_name(self.depth, 1),
+            default_tree=f"chain-{self.depth}",
             aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
             one_pass=self.markov is None,
             num_draft_heads=self.depth,
-            shared_lm_head=True,
+            shared_lm_head=self.lm_head.shared,
         )
 
     @property

@@ -74,8 +74,9 @@ def stored_dtype(directory: str | Path, what: str = WHAT) -> str:
 def _main_dtype(files: TensorFiles, layout: Layout) -> str:
     stored: Counter = Counter()
     for name, shape in shapes(layout).items():
-        stored[files.dtype(name)] += math.prod(shape)
-    return max(stored, key=stored.get)
+        if name in files:  # reading refuses a base without it
+            stored[files.dtype(name)] += math.prod(shape)
+    return max(stored, key=stored.get, default="float32")
 
 
 def load_llama(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.recordings import need
 from hydrajax import assets
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.keywords import RULES
@@ -127,6 +128,10 @@ def test_eagle(certify, golden, arch, rule, tree):
     flags = [] if rule == "greedy" else ["--temperature", 0.8]
     draft = golden / "eagle" / arch / "draft"
     out = certify("--base", golden / "base" / "mha", "--draft", draft, "--tree", tree, "--rule", rule, *flags)
+    check_promises(out, rule)
+
+
+def check_promises(out: str, rule: str) -> None:
     promises = {
         "greedy": ["tokens equal"],
         "exact": ["tokens equal", "distribution of the first tokens"],
@@ -136,6 +141,25 @@ def test_eagle(certify, golden, arch, rule, tree):
     for promise in promises[rule]:
         assert f"holds: {promise}" in out
     assert out.endswith("\ncertified\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("draft", "tree"),
+    [
+        ("dflash_a", "best-12"), ("dflash_a", "cartesian-3x2"), ("dspark_a", "best-12"), ("dspark_a", "dynamic-12-3-4"),
+        ("dspark_a", "chain-5"), ("jetspec_a", "fanout-12-3"), ("jetspec_a", "chain-5"),
+    ],
+)  # fmt: skip
+def test_drafts_of_one_pass(certify, parallel, draft, tree, rule):
+    """Trained drafts; q is the distribution of a position, for DSpark given the token before."""
+    if (tree, rule) == ("fanout-12-3", "rejection"):
+        pytest.skip("fanout trees are not drawn")
+    flags = [] if rule == "greedy" else ["--temperature", 0.8]
+    folder = need(parallel / draft / "draft" / "config.json").parent
+    out = certify("--base", parallel / "base_a", "--draft", folder, "--tree", tree, "--rule", rule, *flags)
+    check_promises(out, rule)
 
 
 @numbers_as_arrays
