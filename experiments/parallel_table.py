@@ -19,7 +19,7 @@ DISTANCE = (
     "objective.lm_weight=0.1", "objective.teacher_weight=0", "objective.distance_weight=0.9",
     "objective.confidence_weight=0.5", "objective.head_decay=0.78", *ablation.OTHERS,
 )  # fmt: skip
-BLOCK = ("draft.n_layers=2", "draft.aux_hidden_layers=[1,4,7]", "draft.num_anchors=32")
+BLOCK = ("draft.n_layers=2", "draft.target_layers=[1,4,7]", "draft.num_anchors=32")
 VARIANTS = {name: ablation.ALIKE[name] for name in ("Medusa", "Hydra++")} | {
     "EAGLE-1": (),  # the base configuration
     "Amphista": ("draft.heads=amphista", *ablation.SHARED, *ablation.BOTH),

@@ -145,7 +145,8 @@ def load(
             are computed separately in every forward pass.
         force: load heads even if they record another base or adapter.
         draft_confidence: in [0, 1). A draft model (`hydrajax.drafters.draft_model.DraftModel`) stops drafting below
-            tokens whose draft probability is less, DSpark where its confidence head predicts less.
+            tokens whose draft probability is less. DSpark's tokens are not accepted where its confidence head predicts
+            less, which saves no work.
         on_progress: called with the number of loaded parameters and their total.
 
     Returns:

@@ -85,5 +85,6 @@ def find_draft(
     }
     for name, given in for_models.items():
         if given:
-            raise HydrajaxError(f"{name}: requires a draft model, got {title_of(draft)}")
+            also = " or DSpark with a confidence head" if name == "draft_confidence" else ""
+            raise HydrajaxError(f"{name}: requires a draft model{also}, got {title_of(draft)}")
     return LoadedDraft(draft, params, directory)

@@ -31,6 +31,7 @@ from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
 CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # and the drafter's own tree; each costs a compilation
 DYNAMIC = "dynamic-60-7-10"  # for drafters that support dynamic trees: the numbers of EAGLE-2
+SHORT, SHORTER = 7, "dynamic-60-6-10"  # for drafts of 7 tokens, such as DSpark's
 BEST_FIRST = "best-16"  # for drafts of one pass
 NEW_TOKENS, REPEATS = 48, 3
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
@@ -128,7 +129,7 @@ def _measure(executor: Executor, prompts, batch_size: int, on_status) -> Fastest
     Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
     """
     can, rule = executor.spec.drafter.spec, executor.spec.rule
-    grown = BEST_FIRST if can.one_pass else DYNAMIC
+    grown = BEST_FIRST if can.one_pass else SHORTER if can.depth == SHORT else DYNAMIC
     candidates = [*CANDIDATES, *([grown] if can.supports_dynamic_tree else []), can.default_tree]
     trees = {name: presets.by_name(name) for name in dict.fromkeys(candidates)}
     entrants = {
@@ -164,7 +165,7 @@ def _key(executor: Executor, batch_size: int) -> str:
     here, spec = machine(), executor.spec
     facts = (
         *here.values(), batch_size, type(spec.rule).__name__,
-        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC, BEST_FIRST,
+        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC, SHORTER, BEST_FIRST,
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)

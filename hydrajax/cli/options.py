@@ -83,8 +83,8 @@ def add_model_arguments(
     if not several:
         group.add_argument(
             "--draft-confidence", metavar="P", type=float,
-            help="stop a draft model below tokens whose draft probability is less than P, and DSpark where its "
-            "confidence head predicts less than P (default 0)",
+            help="stop a draft model below tokens whose draft probability is less than P, and do not "
+            "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
         )  # fmt: skip
     if apart:
         group.add_argument(

@@ -43,7 +43,7 @@ def best_first(
     Args:
         tree: ``best-N`` or ``fanout-N-K``, of depth at most D.
         root: int32 ``[B]``.
-        logits: Of the tokens at depth 1 .. D.
+        logits: Logits of the tokens at depth 1 .. D.
         lm_head: Ranks tokens.
     """
     logits = logits[:, : tree.depth]

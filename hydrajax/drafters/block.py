@@ -42,7 +42,8 @@ from hydrajax.models.weights import declare, project
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, guesses_of
 from hydrajax.trees.topology import take
 
-RANKED_ROWS = 512  # rows of blocks in one pass of `BlockDrafter.ranks`
+# Rows of blocks in one pass over texts. Attention compares them with each other, also those of different blocks.
+ROWS_AT_ONCE = 512
 
 
 class BlockState(NamedTuple):
@@ -57,14 +58,14 @@ class Text(NamedTuple):
     Attributes:
         tokens, positions: int32 ``[B, T]``.
         segments: int32 ``[B, T]`` documents, if packed.
-        keys: Keys and values by layer.
+        block: Keys and values by layer.
         hidden: ``[B, T, D]`` outputs at the texts' own rows, of drafts that have such.
     """
 
     tokens: Int[Array, "B T"]
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"] | None
-    keys: Block
+    block: Block
     hidden: Float[Array, "B T D"] | None = None
 
     def seen_by_blocks(
@@ -82,7 +83,7 @@ class BlockNetwork(nn.Module):
     """fc and norm of the base's hidden states, decoder layers over the block, a final norm, and the heads.
 
     Attributes:
-        config: Of the draft layers, with the base's width and vocabulary.
+        config: Shape of the draft layers, with the base's width and vocabulary.
         n_reads: Number of the base's hidden states that fc reads.
         markov: The Markov head; None without one.
         confidence: What the confidence head reads: the ``"hidden"`` state, or also the token before (``"markov"``).
@@ -115,7 +116,7 @@ class BlockNetwork(nn.Module):
         """Return keys and values of the context, layer by layer."""
         fused = self.hidden_norm(project(aux_hidden_states.astype(self.dtype), self.fc))
         rope = rope_table(self.config, positions)
-        return tuple(layer(fused, None, rope, None, (), fused, only_keys=True)[2] for layer in self.layers)
+        return tuple(layer(fused, None, rope, None, (), fused, only_keys_values=True)[2] for layer in self.layers)
 
     def __call__(
         self,
@@ -168,8 +169,9 @@ class BlockSettings(Settings):
     Attributes:
         n_layers: Number of draft layers.
         block_size: Positions of a block, the anchor included.
-        aux_hidden_layers: The base's layers, counted from 0, whose *outputs* the draft reads, ascending; the last one's
-            is read after the final norm. Empty for one per draft layer, evenly spaced (`default_target_layers`).
+        target_layers: The base's layers, counted from 0, whose outputs the draft reads, ascending; the last one's is
+            read after the final norm. Empty for one per draft layer, evenly spaced (`default_target_layers`), and for
+            EAGLE-3's in P-EAGLE (`hydrajax.drafters.eagle3.default_aux_hidden_layers`).
         mask_token: Id of the token whose embedding marks positions to predict; by default the vocabulary's last.
         vocabulary: The number of tokens that the draft can propose, see `hydrajax.drafters.settings.HeadSettings`.
         num_anchors: Blocks per row of training text, at random positions.
@@ -177,7 +179,7 @@ class BlockSettings(Settings):
 
     n_layers: int = 1
     block_size: int = 8
-    aux_hidden_layers: tuple[int, ...] = ()
+    target_layers: tuple[int, ...] = ()
     mask_token: int | None = None
     vocabulary: int | None = None
     num_anchors: int = 64
@@ -188,9 +190,9 @@ class BlockSettings(Settings):
         at_least("draft.vocabulary", self.vocabulary, 1)
         at_least("draft.num_anchors", self.num_anchors, 1)
         at_least("draft.mask_token", self.mask_token, 0)
-        layers = list(self.aux_hidden_layers)
+        layers = list(self.target_layers)
         if layers != sorted(set(layers)) or (layers and layers[0] < 0):
-            raise HydrajaxError(f"draft.aux_hidden_layers: got {layers}, expected ascending layers from 0 up")
+            raise HydrajaxError(f"draft.target_layers: got {layers}, expected ascending layers from 0 up")
 
     def mask_of(self, base: LlamaConfig) -> int:
         """Return the mask token's id."""
@@ -201,8 +203,8 @@ class BlockSettings(Settings):
 
     def reads(self, base: LlamaConfig) -> tuple[int, ...]:
         """Return ``aux_hidden_layers`` of the drafter."""
-        layers = self.aux_hidden_layers or default_target_layers(base.n_layers, self.n_layers)
-        below("draft.aux_hidden_layers", max(layers), base.n_layers)
+        layers = self.target_layers or default_target_layers(base.n_layers, self.n_layers)
+        below("draft.target_layers", max(layers), base.n_layers)
         return tuple(from_last(layer, base.n_layers) for layer in layers)
 
 
@@ -233,11 +235,14 @@ class BlockDrafter(SeesAcceptedOnly):
     Attributes:
         first_slot: The first slot whose output is a guess. Slot s predicts the token at its own position if this is 1,
             that of the next position if it is 0.
+        ends_at_gaps: In training, no guess after the first one without a target has a target (DeepSpec).
         causal: A slot attends to the slots before it only; so it does in layers with a sliding window.
-        windows: Of each layer, the tokens that a slot attends to, itself included; 0 for all. Empty for no windows.
+        windows: The number of tokens that a slot attends to in each layer, itself included; 0 for all. Empty for no
+            windows.
     """
 
     first_slot: int
+    ends_at_gaps: bool
     causal: bool
     config: LlamaConfig
     dtype: DType
@@ -277,7 +282,7 @@ class BlockDrafter(SeesAcceptedOnly):
 
     @property
     def lm_head(self) -> LmHead:
-        """The base's own."""
+        """The lm head, which is the base's own."""
         return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @property
@@ -407,16 +412,23 @@ class BlockDrafter(SeesAcceptedOnly):
             base: The base with its parameters.
             segments: int32 ``[B, T]`` documents, if packed.
         """
-        return self.blocks_at(params, self.text(params, aux_hidden_states, tokens, segments, base), anchors, base)
+        text = self.read(params, aux_hidden_states, tokens, segments, base)
+        n_blocks, at_once = anchors.shape[1], max(ROWS_AT_ONCE // self.block_size, 1)
+        if n_blocks <= at_once:
+            return self.blocks_after(params, text, anchors, base)
+        # The gradient computes each chunk again: the scores of all together would be the square of their rows.
+        chunk = jax.checkpoint(lambda anchors: self.blocks_after(params, text, anchors, base))
+        n_chunks = -(-n_blocks // at_once)
+        hidden = jax.lax.map(chunk, into_chunks(anchors, -(-n_blocks // n_chunks)))  # [chunks, B, width, K, D]
+        return jnp.moveaxis(hidden, 0, 1).reshape(len(anchors), -1, *hidden.shape[3:])[:, :n_blocks]
 
-    def text(self, params, aux_hidden_states, tokens, segments, base) -> Text:
-        """Return what the blocks of these texts read."""
+    def read(self, params, aux_hidden_states, tokens, segments, base) -> Text:
+        """Return what the blocks of these texts attend to."""
         positions, _ = row_layout(tokens, segments)
-        keys = self._apply(params, aux_hidden_states, positions, method="context")
-        return Text(tokens, positions, segments, keys)
+        return Text(tokens, positions, segments, self._apply(params, aux_hidden_states, positions, method="context"))
 
-    def blocks_at(self, params, text: Text, anchors: Int[Array, "B A"], base) -> Float[Array, "B A K D"]:
-        """Return `blocks` of texts that were read before."""
+    def blocks_after(self, params, text: Text, anchors: Int[Array, "B A"], base) -> Float[Array, "B A K D"]:
+        """Return `blocks`, all in one pass, of the result of `read`."""
         (batch, n_blocks), size = anchors.shape, self.block_size
         rows = n_blocks * size
         known = jnp.take_along_axis(text.tokens, anchors, axis=1)[:, :, None]
@@ -427,7 +439,7 @@ class BlockDrafter(SeesAcceptedOnly):
         for layer, window in enumerate(self._windows):
             visible = before & (distance < window) if window else before
             masks.append(np.kron(np.eye(n_blocks, dtype=bool), self._block_mask(layer, size)))
-            past.append((KVSegment(*text.keys[layer], visible[:, None, None]),))
+            past.append((KVSegment(*text.block[layer], visible[:, None, None]),))
         hidden = self._apply(params, x, places, masks, past)
         return hidden.reshape(batch, n_blocks, size, -1)[:, :, self.first_slot :]
 
@@ -446,13 +458,13 @@ class BlockDrafter(SeesAcceptedOnly):
         """Return the ranks from a block at every position, given the text's tokens before each of its positions."""
         tokens = batch["tokens"]
         n_rows, length = tokens.shape
-        text = self.text(params, aux_hidden_states, tokens, batch.get("segments"), base)
+        text = self.read(params, aux_hidden_states, tokens, batch.get("segments"), base)
         # The root at position t is the text's token t + 1.
         anchors = jnp.broadcast_to(jnp.minimum(jnp.arange(length) + 1, length - 1), tokens.shape)
-        width = max(min(RANKED_ROWS // self.block_size, chunk_tokens // (n_rows * depth)), 1)
+        width = max(min(ROWS_AT_ONCE // self.block_size, chunk_tokens // (n_rows * depth)), 1)
 
         def rank(anchors):
-            hidden = self.blocks_at(params, text, anchors, base)[:, :, :depth]
+            hidden = self.blocks_after(params, text, anchors, base)[:, :, :depth]
             places = jnp.minimum(anchors[:, :, None] + jnp.arange(depth + 1), length - 1)
             known = jnp.take_along_axis(tokens[:, None], places, axis=2)
             logits = self.block_logits(params, hidden, known[..., :-1], base)
@@ -465,7 +477,7 @@ class BlockDrafter(SeesAcceptedOnly):
         return self
 
     def trained_on(self, found):
-        """Return a draft of the same kind with the layers and the vocabulary that were read."""
+        """Return the draft that was read, with the settings' number of anchors."""
         if type(found) is not type(self):
             raise HydrajaxError(
                 f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"

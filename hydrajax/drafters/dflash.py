@@ -23,7 +23,7 @@ class DFlash(BlockDrafter):
     """DFlash.
 
     Attributes:
-        config: Of the draft's layers, with the base's width and vocabulary.
+        config: Shape of the draft's layers, with the base's width and vocabulary.
         aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
         mask_token: Id of the token whose embedding marks positions to predict.
         block_size: Slots of a block; the anchor's predicts nothing.
@@ -41,6 +41,7 @@ class DFlash(BlockDrafter):
     num_anchors: int = 64
     windows: tuple[int, ...] = ()
     first_slot: ClassVar[int] = 1
+    ends_at_gaps: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     Settings = BlockSettings
 

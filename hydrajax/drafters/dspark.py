@@ -45,15 +45,15 @@ class DSpark(BlockDrafter):
     """DSpark.
 
     Attributes:
-        config: Of the draft's layers, with the base's width and vocabulary.
+        config: Shape of the draft's layers, with the base's width and vocabulary.
         aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
         mask_token: Id of the token whose embedding marks positions to predict.
         block_size: Slots of a block, each of which predicts a token.
         markov: The Markov head; None without one.
         confidence_head: What the confidence head reads, ``"hidden"`` or ``"markov"`` (both that and the token before);
             None without one.
-        confidence: Threshold of the confidence head: no token is drafted after a node whose next slot is less
-            confident. 0 for no threshold.
+        confidence: Threshold of the confidence head: tokens after a node whose next slot is less confident are removed
+            from the tree. The number of verified nodes stays the same. 0 for no threshold.
         vocabulary: The tokens that it can propose; None for all.
         num_anchors: Blocks per row of training text.
         windows: See `hydrajax.drafters.block.BlockDrafter`.
@@ -71,6 +71,7 @@ class DSpark(BlockDrafter):
     num_anchors: int = 64
     windows: tuple[int, ...] = ()
     first_slot: ClassVar[int] = 0
+    ends_at_gaps: ClassVar[bool] = True
     causal: ClassVar[bool] = False
     Settings = DSparkSettings
 
@@ -78,7 +79,9 @@ class DSpark(BlockDrafter):
         self.check_block()
         below("draft_confidence", self.confidence, 1)
         if self.confidence and self.confidence_head is None:
-            raise HydrajaxError("draft_confidence: got a threshold, expected none: the draft has no confidence head")
+            raise HydrajaxError(
+                f"draft_confidence: got {self.confidence}, expected 0: the draft has no confidence head"
+            )
         if self.confidence_head == "markov" and self.markov is None:
             raise HydrajaxError("confidence_head: got 'markov', expected 'hidden': the draft has no Markov head")
 

@@ -4,6 +4,9 @@ As in EAGLE-3 (`hydrajax.drafters.eagle3`), the row at position p reads the base
 embedding of the token that follows, and predicts token p + 2. The K - 1 further guesses come from mask rows at the next
 positions, which read a mask token's embedding and one learned vector in the place of the base's hidden states. Mask
 rows see the text and earlier mask rows; their keys and values are never cached.
+
+Training differs from the paper's: rollouts start at random anchors and all have K guesses, where the paper trains the
+first guess at every position and drops more of the later ones.
 """
 
 from __future__ import annotations
@@ -73,6 +76,7 @@ class PEagleNetwork(nn.Module):
         return jnp.take(self.embedding, tokens, axis=0, mode="clip") if self.own_embedding else base_embed(tokens)
 
     def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
+        """Return what rows of the text read of the base's hidden states."""
         return project(aux_hidden_states.astype(self.dtype), self.fc)
 
     def masks(self) -> Float[Array, "1 1 D"]:
@@ -110,7 +114,7 @@ class PEagle(BlockDrafter):
     """P-EAGLE.
 
     Attributes:
-        config: Of the draft's layers, with the base's width and vocabulary.
+        config: Shape of the draft's layers, with the base's width and vocabulary.
         aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
         mask_token: Id of the token whose embedding mask rows read.
         block_size: K, the number of guesses.
@@ -129,6 +133,7 @@ class PEagle(BlockDrafter):
     norm_before_residual: bool = False
     own_embedding: bool = False
     first_slot: ClassVar[int] = 0
+    ends_at_gaps: ClassVar[bool] = False
     causal: ClassVar[bool] = True
     windows: ClassVar[tuple[int, ...]] = ()
     Settings = BlockSettings
@@ -142,7 +147,7 @@ class PEagle(BlockDrafter):
         s = settings or BlockSettings()
         return cls(
             base.plain_layer.replace(n_layers=s.n_layers),
-            s.reads(base) if s.aux_hidden_layers else default_aux_hidden_layers(base.n_layers),
+            s.reads(base) if s.target_layers else default_aux_hidden_layers(base.n_layers),
             s.mask_of(base),
             s.block_size,
             vocabulary_of(s.vocabulary, base, target_counts),
@@ -200,14 +205,14 @@ class PEagle(BlockDrafter):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def text(self, params, aux_hidden_states, tokens, segments, base):
+    def read(self, params, aux_hidden_states, tokens, segments, base):
         positions, mask = row_layout(tokens, segments)
         embeddings = self._embed(params, jnp.roll(tokens, -1, axis=1), base)
         fused = self._apply(params, aux_hidden_states, method="fused")
         hidden, block = self._apply(params, embeddings, fused, positions, mask, [()] * self.config.n_layers)
         return Text(tokens, positions, segments, block, hidden)
 
-    def blocks_at(self, params, text, anchors, base):
+    def blocks_after(self, params, text, anchors, base):
         """Return the outputs at the row before each anchor, and at mask rows from the anchor's position on.
 
         The row before pairs the anchor's embedding with the last hidden states that the base has computed.
@@ -218,6 +223,6 @@ class PEagle(BlockDrafter):
             return last
         before, places = text.seen_by_blocks(anchors, size)
         own = np.kron(np.eye(n_blocks, dtype=bool), np.tri(size, dtype=bool))
-        past = [(KVSegment(*pair, before[:, None, None]),) for pair in text.keys]
+        past = [(KVSegment(*pair, before[:, None, None]),) for pair in text.block]
         masks = self._masks(params, places, own, past, base)
         return jnp.concatenate([last, masks.reshape(batch, n_blocks, size, -1)], axis=2)

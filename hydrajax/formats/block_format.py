@@ -35,7 +35,7 @@ from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.formats.eagle_format import KIND, LAYER, ONE_PASS, draft_vocabulary, read_vocabulary
+from hydrajax.formats.eagle_format import KIND, ONE_PASS, draft_vocabulary, nested_layer, with_vocabulary
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,
@@ -50,13 +50,25 @@ from hydrajax.formats.interface import (
     expect,
     flag,
     integer,
+    refuse_quantized,
 )
 from hydrajax.models.layout import MODEL, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 NESTED = "dflash_config"
+LARGEST_BLOCK = 1024
 SLIDING = "sliding_attention"
+VARIANTS = {  # of DFlash, which are not implemented
+    "projector_type": (None, "dflash"),
+    "use_swa": (None, False),
+    "shift_label": (None, False),
+    "final_logit_softcapping": (None,),
+    "output_multiplier": (None, 1),
+    "attention_value_scale": (None, 1),
+    "pure_draft_prefix_len": (None, 0),
+}
+OTHERS = ("Gemma", "DFlash2")  # beginnings of architectures that are not implemented
 
 
 class BlockFormat(HeadFormat):
@@ -103,6 +115,9 @@ class BlockFormat(HeadFormat):
         if not drafter.config.qk_norm:
             raise cannot_write("config", drafter.config, "the layers of Qwen 3")
         layers = [made_for.n_layers - 1 - from_end for from_end in drafter.aux_hidden_layers]
+        most = made_for.n_layers - (1 if self.last_is_normed else 2)
+        if not all(self.first_layer <= layer <= most for layer in layers):
+            raise cannot_write("target_layer_ids", layers, f"numbers from {self.first_layer} to {most}")
         fields = from_llama_config(drafter.config.replace(tied_lm_head=False), CONFIG)
         fields |= {"block_size": drafter.block_size, "num_target_layers": made_for.n_layers}
         if sizes := sorted(set(drafter.windows) - {0}):
@@ -132,14 +147,16 @@ class DFlashFormat(BlockFormat):
 
     def drafter(self, config, files, base):
         own, where = config[NESTED], f"{CONFIG}: {NESTED}"
-        expect(own, {"projector_type": (None,), "use_swa": (None, False)}, where)
+        expect(own, VARIANTS, where)
         layers, windows = read_layers(config, base)
+        if windows and False in (own.get("causal"), config.get("is_causal")):
+            raise HydrajaxError(f"{CONFIG}: is_causal: got false, expected true with sliding windows")
         check_copies(files, base, EMBEDDING, LM_HEAD)
         numbers = own.get("target_layer_ids")
         if numbers is None:
             numbers = list(default_target_layers(base.n_layers, layers.n_layers))
         aux_hidden_layers = self.reads(numbers, base, f"{NESTED}.target_layer_ids")
-        size = integer(own if "block_size" in own else config, "block_size", 2)
+        size = block_size_of(own if "block_size" in own else config, 2)
         return self.drafter_class(layers, aux_hidden_layers, mask_of(own, base, where), size, windows=windows)
 
     def config(self, drafter, made_for):
@@ -176,7 +193,7 @@ class DeepSpecFormat(BlockFormat):
         layers, windows = read_layers(config, base)
         check_copies(files, base, EMBEDDING, LM_HEAD)
         aux_hidden_layers = self.reads(config["target_layer_ids"], base, "target_layer_ids")
-        size, mask = integer(config, "block_size", 1), mask_of(config, base, CONFIG)
+        size, mask = block_size_of(config, 1), mask_of(config, base, CONFIG)
         return DSpark(layers, aux_hidden_layers, mask, size, **read_heads(config), windows=windows)
 
     def config(self, drafter, made_for):
@@ -205,10 +222,9 @@ class SpeculatorsBlocks(BlockFormat):
         return config.get(KIND) in ONE_PASS
 
     def drafter(self, config, files, base):
-        kind, fields = config[KIND], config.get(LAYER)
-        if not isinstance(fields, dict):
-            raise HydrajaxError(f"{CONFIG}: {LAYER}: got {fields!r}, expected an object")
-        layers, windows = read_layers(fields, base)
+        kind = config[KIND]
+        refuse_quantized(config)
+        layers, windows = read_layers(nested_layer(config), base)
         if windows:
             expect(config, {"sliding_window_non_causal": (None, False)})
         numbers = config.get("aux_hidden_state_layer_ids")
@@ -223,7 +239,7 @@ class SpeculatorsBlocks(BlockFormat):
         check_copies(files, base, EMBEDDING)
         common = {
             "mask_token": mask_of(config, base, CONFIG),
-            "block_size": integer(config, "block_size", 2),
+            "block_size": block_size_of(config, 2),
             "vocabulary": draft_vocabulary(config, files, base),
             "windows": windows,
         }
@@ -234,10 +250,7 @@ class SpeculatorsBlocks(BlockFormat):
         return DFlash(layers, aux_hidden_layers, **common)
 
     def settled(self, drafter, files, dtype):
-        drafter = super().settled(drafter, files, dtype)
-        if drafter.vocabulary is None:
-            return drafter
-        return dataclasses.replace(drafter, vocabulary=read_vocabulary(files, drafter.config.vocab_size))
+        return with_vocabulary(super().settled(drafter, files, dtype), files)
 
     first_layer = -1
     last_is_normed = False
@@ -296,6 +309,10 @@ def read_layers(config: dict[str, Any], base: LlamaConfig) -> tuple[LlamaConfig,
 
     The layers are those of Qwen 3 whatever the file's ``model_type``.
     """
+    refuse_quantized(config)
+    for name in config.get("architectures") or ():
+        if str(name).startswith(OTHERS):
+            raise HydrajaxError(f"{CONFIG}: architectures: got {name!r}, expected the layers of Qwen 3")
     hidden = {"sliding_window": None, "use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
     found = to_llama_config(config | hidden, CONFIG)
     check_sizes((found.vocab_size, found.width), base)
@@ -318,7 +335,8 @@ def read_windows(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
         switched = config.get("use_sliding_window") is True
         first = integer(config, "max_window_layers", 0, n_layers) if switched else n_layers
         types = ["full_attention" if i < first else SLIDING for i in range(n_layers)]
-    if not isinstance(types, list) or len(types) != n_layers or set(types) - {"full_attention", SLIDING}:
+    known = ("full_attention", SLIDING)
+    if not isinstance(types, list) or len(types) != n_layers or not all(kind in known for kind in types):
         raise HydrajaxError(
             f"{CONFIG}: layer_types: got {str(types)[:80]}, expected full_attention or {SLIDING} for each of "
             f"{n_layers} layers"
@@ -327,6 +345,14 @@ def read_windows(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
         return ()
     window = integer(config, "sliding_window", 1)
     return tuple(window if kind == SLIDING else 0 for kind in types)
+
+
+def block_size_of(config: dict[str, Any], least: int) -> int:
+    """Return the field ``block_size``."""
+    size = integer(config, "block_size", least)
+    if size > LARGEST_BLOCK:
+        raise HydrajaxError(f"{CONFIG}: block_size: got {size}, expected at most {LARGEST_BLOCK}")
+    return size
 
 
 def mask_of(fields: dict[str, Any], base: LlamaConfig, where: str) -> int:
@@ -342,8 +368,8 @@ def mask_of(fields: dict[str, Any], base: LlamaConfig, where: str) -> int:
 def check(heads: BlockDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c = heads.config
-    if not 1 <= heads.block_size <= 16 * MOST:
-        raise ValueError(f"block_size: got {heads.block_size}, expected 1 to {16 * MOST}")
+    if not 1 <= heads.block_size <= LARGEST_BLOCK:
+        raise ValueError(f"block_size: got {heads.block_size}, expected 1 to {LARGEST_BLOCK}")
     if c.n_layers > MOST:
         raise ValueError(f"config: got {c.n_layers} layers, expected at most {MOST}")
     check_sizes((c.vocab_size, c.width), base)

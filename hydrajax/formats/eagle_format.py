@@ -33,7 +33,7 @@ from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
-from hydrajax.families.family_registry import from_llama_config, to_llama_config, unsupported
+from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,
@@ -48,6 +48,7 @@ from hydrajax.formats.interface import (
     expect,
     flag,
     integer,
+    refuse_quantized,
 )
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import MODEL, Layout, same, transposed
@@ -215,11 +216,10 @@ class Speculators(FeatureFormat):
         return KIND in config and config[KIND] not in (*ONE_PASS, P_EAGLE)
 
     def drafter(self, config, files, base):
-        kind, where, fields = config[KIND], f"{CONFIG}: {LAYER}", config.get(LAYER)
+        kind, where = config[KIND], f"{CONFIG}: {LAYER}"
         if kind not in ("eagle3", "eagle"):
             raise HydrajaxError(f"{CONFIG}: {KIND}: got {kind!r}, expected 'eagle3' or 'eagle'")
-        if not isinstance(fields, dict):
-            raise HydrajaxError(f"{where}: got {fields!r}, expected an object")
+        fields = nested_layer(config)
         # Here model_type is the layer's: Qwen 3's has norms that LLaMA's does not have.
         expect(fields, {"model_type": ("llama",)}, where)
         layer = read_layer(fields | {"quantization_config": config.get("quantization_config")}, base, where)
@@ -294,9 +294,7 @@ def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
 
 def read_layer(config: dict[str, Any], base: LlamaConfig, where: str = CONFIG) -> LlamaConfig:
     """Return the draft's decoder layer; ``where`` begins error messages."""
-    if quantised := config.get("quantization_config"):
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise HydrajaxError(f"{where}: {unsupported('quantization_config', method, 'none (float weights)')}")
+    refuse_quantized(config, where)
     # Some files give the base's model_type; the layer is LLaMA's anyway.
     found = to_llama_config(config | {"model_type": "llama"}, where)
     check_sizes((found.vocab_size, found.width), base)
@@ -374,6 +372,21 @@ def draft_vocabulary(config: dict, files: TensorFiles, base: LlamaConfig) -> Voc
         raise HydrajaxError(f"missing tensor '{D2T}', the ids of the {size} draft tokens")
     _check_mapping(files, D2T, size, INTEGERS, "int64")
     return Vocabulary(range(size))
+
+
+def nested_layer(config: dict) -> dict:
+    """Return the fields of the layers in a ``config.json`` of speculators."""
+    fields = config.get(LAYER)
+    if not isinstance(fields, dict):
+        raise HydrajaxError(f"{CONFIG}: {LAYER}: got {fields!r}, expected an object")
+    return fields
+
+
+def with_vocabulary(drafter: Any, files: TensorFiles) -> Any:
+    """Return the drafter with the tokens of its reduced vocabulary, of which only the number was known."""
+    if drafter.vocabulary is None:
+        return drafter
+    return dataclasses.replace(drafter, vocabulary=read_vocabulary(files, drafter.config.vocab_size))
 
 
 def read_vocabulary(files: TensorFiles, vocab_size: int) -> Vocabulary:

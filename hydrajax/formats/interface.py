@@ -14,6 +14,7 @@ import numpy as np
 
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family_registry import unsupported
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import Layout
 from hydrajax.models.llama_config import LlamaConfig
@@ -174,6 +175,13 @@ def expect(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None
         if (found := config.get(name)) not in values:
             shown = next((repr(value) for value in values if value is not None), "no such field")
             raise HydrajaxError(f"{where}: {name}: got {found!r}, expected {shown}")
+
+
+def refuse_quantized(config: dict, where: str = CONFIG) -> None:
+    """Raise `HydrajaxError` for a draft whose weights are quantised."""
+    if quantised := config.get("quantization_config"):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise HydrajaxError(f"{where}: {unsupported('quantization_config', method, 'none (float weights)')}")
 
 
 def cannot_write(field: str, found: object, expected: object) -> HydrajaxError:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import numpy as np
+import jax.numpy as jnp
 
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import to_llama_config
-from hydrajax.formats.block_format import about, check, mask_of
+from hydrajax.formats.block_format import about, check, mask_of, read_windows
 from hydrajax.formats.eagle_format import (
     AUX_LAYERS,
     EMBEDDING,
@@ -31,10 +31,21 @@ from hydrajax.formats.eagle_format import (
     draft_vocabulary,
     layer_fields,
     layers_read,
+    nested_layer,
     read_aux_layers,
-    read_vocabulary,
+    with_vocabulary,
 )
-from hydrajax.formats.interface import CONFIG, MOST, Files, check_sizes, expect, flag
+from hydrajax.formats.interface import (
+    CONFIG,
+    MOST,
+    Files,
+    cannot_write,
+    check_sizes,
+    expect,
+    flag,
+    integer,
+    refuse_quantized,
+)
 from hydrajax.models.layout import Entry, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -66,6 +77,10 @@ class PEagleFormat(FeatureFormat):
     def read(self, config, fields, mask: int, files, base: LlamaConfig, own_embedding: bool = False) -> PEagle:
         """Return the drafter; ``fields`` are those of its layers."""
         expect(config, VARIANTS)
+        refuse_quantized(config)
+        refuse_quantized(fields)
+        if read_windows(fields, integer(fields, "num_hidden_layers", 1)):
+            raise HydrajaxError(f"{CONFIG}: layer_types: got a sliding window, expected full_attention in every layer")
         layers = to_llama_config(fields | {"model_type": "llama"}, CONFIG)
         check_sizes((layers.vocab_size, layers.width), base)
         if layers.n_layers > MOST:
@@ -84,14 +99,13 @@ class PEagleFormat(FeatureFormat):
         return peagle_layout(drafter, self.layer)
 
     def settled(self, drafter, files, dtype):
-        dtype = np.dtype(files.dtype("fc.weight")) if dtype is None else dtype
-        settled = dataclasses.replace(drafter, dtype=dtype)
-        if settled.vocabulary is None:
-            return settled
-        return dataclasses.replace(settled, vocabulary=read_vocabulary(files, drafter.config.vocab_size))
+        dtype = jnp.dtype(files.dtype("fc.weight") if dtype is None else dtype)
+        return with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
 
     def config(self, drafter, made_for):
         check_class(drafter, PEagle)
+        if drafter.own_embedding:
+            raise cannot_write("own_embedding", True, False)
         layers = layers_read(drafter, made_for)[0]
         one = layer_fields(drafter.config.replace(n_layers=1))
         return one | {
@@ -103,6 +117,15 @@ class PEagleFormat(FeatureFormat):
             MASKS[0]: drafter.mask_token,
             "num_speculative_tokens": drafter.block_size,
         }
+
+
+class SpecForgePEagle(PEagleFormat):
+    """P-EAGLE with vLLM's name of the first layer, as SpecForge writes it. Read only."""
+
+    name = "specforge-p-eagle"
+    known_by = "P-EAGLE of SpecForge (mask_hidden and layers.0.hidden_norm)"
+    read_by = ""
+    layer = "layers.0."
 
 
 class SpeculatorsPEagle(PEagleFormat):
@@ -118,9 +141,7 @@ class SpeculatorsPEagle(PEagleFormat):
         return config.get(KIND) == P_EAGLE
 
     def drafter(self, config, files, base):
-        fields = config.get(LAYER)
-        if not isinstance(fields, dict):
-            raise HydrajaxError(f"{CONFIG}: {LAYER}: got {fields!r}, expected an object")
+        fields = nested_layer(config)
         expect(fields, {"model_type": ("llama",)}, f"{CONFIG}: {LAYER}")
         return self.read(config, fields, mask_of(config, base, CONFIG), files, base, EMBEDDING in files)
 
@@ -128,7 +149,8 @@ class SpeculatorsPEagle(PEagleFormat):
 def guesses_of(config: dict[str, Any]) -> int:
     """Return the number of guesses that a ``config.json`` names, by default `GUESSES`."""
     found = config.get("num_speculative_tokens")
-    methods = (config.get("speculators_config") or {}).get("proposal_methods")
+    nested = config.get("speculators_config")
+    methods = nested.get("proposal_methods") if isinstance(nested, dict) else None
     if isinstance(methods, list) and methods and isinstance(methods[0], dict):
         found = methods[0].get("speculative_tokens", found)
     if found is None:
@@ -163,4 +185,4 @@ def peagle_layout(drafter: PEagle, first: str) -> Layout:
     return layout
 
 
-FILES = Files((PEagleFormat(), SpeculatorsPEagle()), check, about)
+FILES = Files((PEagleFormat(), SpecForgePEagle(), SpeculatorsPEagle()), check, about)

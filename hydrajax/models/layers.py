@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         block_mask,
         past: Sequence[KVSegment] = (),
         attends_from: Float[Array, "B T E"] | None = None,
-        only_keys: bool = False,
+        only_keys_values: bool = False,
     ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue]:
         """Return two arrays whose sum is the output, and the T tokens' keys and values.
 
@@ -75,7 +75,7 @@ class DecoderLayer(nn.Module):
             past: Earlier segments.
             attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
                 then has no norm of its own (EAGLE's layers).
-            only_keys: Compute keys and values and nothing else, from ``attends_from``; the parameters must exist.
+            only_keys_values: Compute nothing but keys and values, from ``attends_from``; the parameters must exist.
         """
         c = self.config
         batch, n_tokens, width = x.shape
@@ -103,7 +103,7 @@ class DecoderLayer(nn.Module):
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
-        if only_keys:
+        if only_keys_values:
             return None, None, (keys, values)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past])
         attended = project(attended, out_kernel)

@@ -11,6 +11,9 @@ The loss is the weighted mean over all guesses, in float32, of
 - ``teacher_weight`` · the cross entropy with the base's distribution,
 - ``distance_weight`` · Σ_v |q(v) - p(v)|, the distance of the draft's and the base's distributions (DSpark), and
 - ``confidence_weight`` · the binary cross entropy of the confidence head with the acceptance rate 1 - Σ_v |q - p| / 2.
+
+With a reduced vocabulary, p is the base's distribution over it, as in speculators. The acceptance rate is then too high
+by up to the probability of the other tokens.
 """
 
 from __future__ import annotations
@@ -74,19 +77,19 @@ def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B 
 
 
 class BlockTargets(NamedTuple):
-    """What the guesses of each block are compared with, int32 or float32 ``[B, A, K]``.
+    """Targets of the guesses of each block.
 
     Attributes:
-        before: The token before each guess, the anchor first.
-        tokens: The token to predict.
-        weights: The guess's weight; 0 without a target.
-        places: Positions of the tokens before.
+        before: int32 ``[B, A, K]`` the token before each guess, the anchor first.
+        tokens: int32 ``[B, A, K]`` the token to predict.
+        weights: float32 ``[B, A, K]`` the guess's weight; 0 without a target.
+        places_before: int32 ``[B, A, K]`` positions of ``before``, where the base predicts ``tokens``.
     """
 
     before: Int[Array, "B A K"]
     tokens: Int[Array, "B A K"]
     weights: Float[Array, "B A K"]
-    places: Int[Array, "B A K"]
+    places_before: Int[Array, "B A K"]
 
 
 def block_targets(batch: Mapping[str, Array], anchors: Anchors, drafter: BlockDrafter, decay: float) -> BlockTargets:
@@ -103,7 +106,7 @@ def block_targets(batch: Mapping[str, Array], anchors: Anchors, drafter: BlockDr
     if segments is not None:
         counts &= at_places(segments) == at_places(segments)[:, :, :1]
     counts = counts[:, :, 1:] & anchors.keep[:, :, None]
-    if not drafter.first_slot:
+    if drafter.ends_at_gaps:
         counts = jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
     text = at_places(tokens)
     weights = decay ** np.arange(drafter.depth, dtype=np.float32)
@@ -188,9 +191,9 @@ def block_loss(
 
     teacher = None
     if teaches:
-        index = targets.places.reshape(n_rows, -1, 1)
+        index = targets.places_before.reshape(n_rows, -1, 1)
         teacher = jnp.take_along_axis(jax.lax.stop_gradient(hidden), index, axis=1)
-        teacher = teacher.reshape(*targets.places.shape, -1)
+        teacher = teacher.reshape(*targets.places_before.shape, -1)
     width = max(objective.chunk_tokens // (n_rows * drafter.depth), 1)
     chunks = into_chunks((read, (targets, teacher)), min(width, anchors.positions.shape[1]))
     shared = base.params, 1 / totals.weights

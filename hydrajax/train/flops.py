@@ -58,7 +58,7 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
     def forward(params, aux_hidden_states, tokens):
         bound = BoundBase(base, params[1])
         if isinstance(drafter, BlockDrafter):
-            anchors = jnp.zeros((1, drafter.num_anchors), jnp.int32)
+            anchors = jnp.zeros((1, min(drafter.num_anchors, length - 1)), jnp.int32)
             hidden = drafter.blocks(params[0], aux_hidden_states, tokens, anchors, bound)
             return drafter.block_logits(params[0], hidden, jnp.zeros(hidden.shape[:-1], jnp.int32), bound)
         read = drafter.teacher_hidden(params[0], aux_hidden_states, tokens, bound)

@@ -62,9 +62,13 @@ class DynamicTree:
                 f"tree: got a depth of {self.expansions + 1}, expected at most the {draft_depth} tokens that the draft "
                 "proposes"
             )
-        if self.top_k > vocab_size:
+        self.check_children(self.top_k, vocab_size)
+
+    def check_children(self, n_children: int, vocab_size: int) -> None:
+        """Raise `HydrajaxError` if a node would have more children than there are tokens."""
+        if n_children > vocab_size:
             raise HydrajaxError(
-                f"tree: got {self.top_k} children per node, expected at most the vocabulary of {vocab_size} tokens"
+                f"tree: got {n_children} children per node, expected at most the vocabulary of {vocab_size} tokens"
             )
 
     @property
@@ -90,7 +94,7 @@ class BestFirstTree(DynamicTree):
     into its K most likely children, again and again until there are N nodes (JetSpec, arXiv 2606.18394).
 
     Attributes:
-        expansions: -1 until `reaching` knows the drafter's depth.
+        expansions: -1 without a drafter, which determines the depth (`reaching`).
         top_k: K; 0 for ``best-N``, whose nodes have as many children as are likely.
     """
 
@@ -100,6 +104,10 @@ class BestFirstTree(DynamicTree):
     def __post_init__(self):
         if not 2 <= self.size <= MAX_NODES:
             raise HydrajaxError(f"tree: got {self.name}, expected 2 to {MAX_NODES} nodes, root included")
+        if self.top_k < 0 or self.expansions < -1:
+            raise HydrajaxError(
+                f"tree: got {self.top_k} children and {self.expansions} expansions, expected at least 0"
+            )
 
     @property
     def name(self) -> str:
@@ -112,13 +120,12 @@ class BestFirstTree(DynamicTree):
     @property
     def depth(self) -> int:
         if self.expansions < 0:
-            raise HydrajaxError(f"tree: {self.name} has no depth without a drafter; use it in a DecodeSpec")
+            raise HydrajaxError(f"tree: got {self.name} without a drafter, expected it in a DecodeSpec")
         return super().depth
 
     def check(self, draft_depth: int, vocab_size: int) -> None:
         self.reaching(draft_depth)
-        if self.top_k > vocab_size:
-            super().check(draft_depth, vocab_size)
+        self.check_children(self.top_k, vocab_size)
 
     def reaching(self, draft_depth: int) -> BestFirstTree:
         if draft_depth < 1:
@@ -135,6 +142,8 @@ CandidateTree = TreeTopology | DynamicTree
 
 def guesses_of(tree: CandidateTree) -> list[tuple[int, int]]:
     """Return for each level the number of nodes after which tokens are predicted, and the number of ranked guesses."""
+    if isinstance(tree, BestFirstTree) and tree.top_k:
+        return [(1, tree.top_k)] * tree.depth
     if isinstance(tree, DynamicTree):
         beams = tree.beams()
         return [(1, beams.top_k), *[(beams.top_k, beams.top_k)] * beams.expansions]

@@ -35,8 +35,8 @@ def tree_from(content: Any, where: str) -> CandidateTree:
     """Return the tree of parsed JSON. ``where`` names it in messages.
 
     Raises:
-        HydrajaxError: For anything other than a list of choices or an object with one of ``choices`` and ``dynamic``,
-            and for an invalid tree.
+        HydrajaxError: For anything other than a list of choices or an object with one of ``choices``, ``dynamic`` and
+            ``best_first``, and for an invalid tree.
     """
     if isinstance(content, dict) and BEST_FIRST in content:
         return _best_first(content, where)
@@ -66,7 +66,9 @@ def _best_first(content: dict[str, Any], where: str) -> BestFirstTree:
     numbers = content[BEST_FIRST]
     known = {"nodes", "fanout"}
     if "choices" in content or "dynamic" in content or not isinstance(numbers, dict) or not set(numbers) <= known:
-        raise HydrajaxError(f"tree: {where}: {BEST_FIRST}: expected the fields nodes and fanout and no other")
+        raise HydrajaxError(
+            f"tree: {where}: {BEST_FIRST}: got {str(numbers)[:60]}, expected the fields nodes and fanout and no other"
+        )
     nodes, fanout = numbers.get("nodes"), numbers.get("fanout")
     if type(nodes) is not int or not (fanout is None or (type(fanout) is int and fanout > 0)):
         raise HydrajaxError(f"tree: {where}: {BEST_FIRST}: got {str(numbers)[:60]}, expected positive integers")

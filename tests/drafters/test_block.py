@@ -17,21 +17,25 @@ from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
+from hydrajax.drafters import block
 from hydrajax.drafters.block import BlockSettings, default_target_layers
 from hydrajax.drafters.dflash import DFlash, JetSpec
+from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.trees import presets
 
-SETTINGS = BlockSettings(n_layers=2, block_size=5, aux_hidden_layers=(0, 1))
+SETTINGS = BlockSettings(n_layers=2, block_size=5, target_layers=(0, 1))
 KINDS = {
     "dflash": (DFlash, SETTINGS, {}),
     "windows": (DFlash, SETTINGS, {"windows": (4, 0)}),
     "jetspec": (JetSpec, SETTINGS, {}),
+    "some words": (DFlash, SETTINGS, {"vocabulary": Vocabulary(range(0, 61, 3))}),
     "dspark": (DSpark, DSparkSettings(2, 4, (0, 1), markov_rank=5, markov="rnn"), {"windows": (0, 3)}),
 }
 
@@ -70,17 +74,24 @@ def test_blocks_equal_numpy(made, kind):
 
     aux, hidden, drafted = map(np.asarray, run(base, params))
     for row in range(2):
-        for block, anchor in enumerate(anchors[row]):
+        for number, anchor in enumerate(anchors[row]):
             ids = [tokens[row, anchor], *[drafter.mask_token] * (drafter.block_size - 1)]
             expected = block_hidden(drafter, params, aux[row, :anchor].astype(np.float64), ids, embedding)
             expected = expected[drafter.first_slot :]
-            np.testing.assert_allclose(hidden[row, block], expected, atol=2e-4, err_msg=f"{row}, {anchor}")
+            np.testing.assert_allclose(hidden[row, number], expected, atol=2e-4, err_msg=f"{row}, {anchor}")
         np.testing.assert_allclose(drafted[row], expected, atol=2e-4)  # the last anchor is the root
 
 
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [("windows", "best-9"), ("jetspec", "fanout-9-3"), ("dspark", "dynamic-8-2-3"), ("dspark", "best-8")],
+    [
+        ("windows", "best-9"),
+        ("jetspec", "fanout-9-3"),
+        ("jetspec", "fanout-30-2"),  # more nodes than `DynamicTree` has candidates
+        ("dspark", "dynamic-8-2-3"),
+        ("dspark", "best-8"),
+        ("some words", "best-9"),
+    ],
 )
 def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):
     model, base, drafter, params = made(kind)
@@ -90,6 +101,36 @@ def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):
     )
     expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens, lengths)
     np.testing.assert_array_equal(drafted.tokens, expected.tokens)
+
+
+def test_a_branch_of_lookup(made):
+    """Text that repeats itself, so that lookup finds branches, also next to nodes without a guess."""
+    model, base, drafter, params = made("jetspec")
+    tokens = np.tile(text(2, 4), (1, 3))
+    decode = make_decode_fn(model, WithLookup(drafter), presets.by_name("fanout-7-2"), max_new_tokens=20)
+    expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens)
+    np.testing.assert_array_equal(decode(Params(base, params), tokens).tokens, expected.tokens)
+
+
+def test_many_blocks_are_run_in_chunks(made, monkeypatch):
+    """Hidden states and gradients are those of one pass."""
+    model, base, drafter, params = made("dflash")
+    tokens, anchors = text(2, 12), np.array([[3, 5, 7, 8, 9], [1, 2, 4, 6, 11]], np.int32)
+    bound, reads = BoundBase(model, base), drafter.spec.aux_hidden_layers
+    aux = quick_jit(lambda base: run_base(model, base, tokens, reads).aux_hidden_states)(base)
+
+    def run(params):
+        def total(params):
+            hidden = drafter.blocks(params, aux, tokens, anchors, bound)
+            return jnp.sum(jnp.sin(hidden)), hidden
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(params)
+
+    (_, whole), slope = run(params)
+    monkeypatch.setattr(block, "ROWS_AT_ONCE", 2 * drafter.block_size)
+    (_, chunked), again = run(params)
+    np.testing.assert_allclose(chunked, whole, atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), slope, again)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -139,14 +180,14 @@ def test_default_layers_are_those_of_released_drafts():
         (lambda c: DFlash(c, (1,), 61), "mask_token: got 61, expected a token of the vocabulary of 61"),
         (lambda c: DFlash(c, (1,), 0, 1), "block_size: got 1, expected at least 2"),
         (lambda c: DFlash(c, (1,), 0, windows=(4,)), r"windows: got \[4\], expected one for each layer"),
-        (lambda c: DSpark(c, (1,), 0, confidence=0.5), "draft_confidence: got a threshold, expected none"),
+        (lambda c: DSpark(c, (1,), 0, confidence=0.5), "draft_confidence: got 0.5, expected 0"),
         (lambda c: DSpark(c, (1,), 0, confidence_head="markov"), "confidence_head: got 'markov', expected 'hidden'"),
         (lambda c: DSparkSettings(markov="lstm"), "draft.markov: got 'lstm', expected vanilla, gated, rnn"),
         (lambda c: DFlash.for_base(c, jnp.float32, BlockSettings(mask_token=61)), "draft.mask_token: got 61, expected"),
-        (lambda c: BlockSettings(aux_hidden_layers=(2, 1)), "draft.aux_hidden_layers: got"),
+        (lambda c: BlockSettings(target_layers=(2, 1)), "draft.target_layers: got"),
         (
-            lambda c: DFlash.for_base(c, jnp.float32, BlockSettings(aux_hidden_layers=(2,))),
-            "draft.aux_hidden_layers: got 2",
+            lambda c: DFlash.for_base(c, jnp.float32, BlockSettings(target_layers=(2,))),
+            "draft.target_layers: got 2",
         ),
     ],
 )

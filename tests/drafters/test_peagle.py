@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from helpers.draft_heads import identical
@@ -156,20 +156,50 @@ def test_loss_is_that_of_the_logits(drafted):
 
 def test_files(drafted, tmp_path):
     """The released layout has the same tensors under other names, and an export of it reads back."""
-    _, _, drafter, params, model, _ = drafted
+    _, folder, drafter, params, model, _ = drafted
     record = {"shapes": {"n_layers": model.config.n_layers}}
     for format in ("p-eagle", "native"):
         export_heads(tmp_path / format, drafter, params, format=format, dtype=None, base_fingerprint=record)
         again, read = load_draft(tmp_path / format, model.config, None)
         assert again == drafter
         identical(params, read)
+    specforge = tmp_path / "specforge"  # the released fields, with vLLM's name of the layer
+    specforge.mkdir()
+    (specforge / "config.json").write_text(json.dumps(RELEASED))
+    (specforge / "model.safetensors").symlink_to(folder / "model.safetensors")
+    again, read = load_draft(specforge, model.config, None)
+    assert again == drafter
+    identical(params, read)
     fields = json.loads((tmp_path / "p-eagle" / "config.json").read_text())
     assert {name: fields[name] for name in RELEASED} == RELEASED
+
+
+def test_an_embedding_of_its_own(drafted, tmp_path):
+    """speculators trains it; the released layout has no place for it, so an export takes our own."""
+    _, folder, _, _, model, _ = drafted
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(SPECULATORS))
+    embedding = torch.randn(61, 32)
+    save_file(
+        load_file(folder / "model.safetensors") | {"embed_tokens.weight": embedding},
+        tmp_path / "theirs" / "model.safetensors",
+    )
+    drafter, params = load_draft(tmp_path / "theirs", model.config, None)
+    np.testing.assert_array_equal(params["embedding"], embedding)
+    export_heads(tmp_path / "ours", drafter, params, dtype=None, base_fingerprint={"shapes": {"n_layers": 2}})
+    again, read = load_draft(tmp_path / "ours", model.config, None)
+    assert again == drafter
+    identical(params, read)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"speculators_config": [1], "quantization_config": {"quant_method": "fp8"}}, "quantization_config: got 'fp8'"),
+        (
+            {"transformer_layer_config": LAYERS | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}},
+            "sliding",
+        ),
         ({"mask_token_id": 61}, "mask_token_id: got 61, expected a token of the base's vocabulary of 61"),
         ({"fc_norm": True}, "fc_norm: got True, expected False"),
         ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}}, "speculative_tokens: got 0"),

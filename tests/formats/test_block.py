@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.markov import MarkovHead
+from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
@@ -181,7 +183,17 @@ REFUSED = [
     ("released", nested(mask_token_id=61), "mask_token_id: got 61, expected a token of the base's vocabulary of 61"),
     ("released", nested(target_layer_ids=[1, 8]), "target_layer_ids: got [1, 8], expected numbers from 0 to 7"),
     ("released", nested(target_layer_ids=[]), "target_layer_ids: got [], expected numbers from 0 to 7"),
-    ("released", nested(projector_type="domino"), "projector_type: got 'domino', expected no such field"),
+    ("released", nested(projector_type="domino"), "projector_type: got 'domino', expected 'dflash'"),
+    ("released", nested(final_logit_softcapping=30), "final_logit_softcapping: got 30, expected no such field"),
+    ("windows", {"is_causal": False}, "is_causal: got false, expected true with sliding windows"),
+    (
+        "released",
+        {"architectures": ["DFlash2DraftModel"]},
+        "architectures: got 'DFlash2DraftModel', expected the layers",
+    ),
+    ("released", {"quantization_config": {"quant_method": "awq"}}, "quantization_config: got 'awq', expected none"),
+    ("released", {"layer_types": [["x"], ["y"]]}, "layer_types: got [['x'], ['y']], expected full_attention or"),
+    ("released", {"block_size": 10**9}, "block_size: got 1000000000, expected at most 1024"),
     ("released", nested(target_layer_ids=[1, 3, 5]), "fc.weight: got shape [32, 64], expected [32, 96]"),
     ("DeepSpec", {"target_layer_ids": [0, 7]}, "target_layer_ids: got [0, 7], expected numbers from -1 to 6"),
     ("DeepSpec", {"markov_head_type": "lstm"}, "markov_head_type: got 'lstm', expected one of vanilla, gated, rnn"),
@@ -218,3 +230,15 @@ def test_official_drafts_are_written_again(parallel, tmp_path, name):
     assert {name: fields[name] for name in same} == {name: theirs[name] for name in same}
     for own in ("dflash_config", "target_layer_ids", "mask_token_id", "markov_rank", "confidence_head_with_markov"):
         assert fields.get(own) == theirs.get(own) or own == "confidence_head_with_markov"
+
+
+def test_what_a_format_cannot_express_is_exported_in_our_own(tmp_path):
+    """DeepSpec's code would read the last layer before its norm, and DFlash's has no number for the embedding."""
+    deep = load_draft(save(tmp_path / "deep", DEEP, DEEPS), BASE, None)
+    one = load_draft(save(tmp_path / "one", ONE, ONES), BASE, None)
+    for name, (drafter, params), layers in (("deepspec", deep, (2, 0)), ("dflash", one, (8, 2))):
+        drafter = dataclasses.replace(drafter, aux_hidden_layers=layers)
+        with pytest.raises(HydrajaxError, match="target_layer_ids"):
+            export_heads(tmp_path / "x", drafter, params, format=name, base_fingerprint={"shapes": {"n_layers": 8}})
+        export_heads(tmp_path / name, drafter, params, dtype=None, base_fingerprint={"shapes": {"n_layers": 8}})
+        assert load_draft(tmp_path / name, BASE, None)[0] == drafter

@@ -131,7 +131,7 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     ("speculators", {"embed_requires_grad": True}, {}, "embed_requires_grad: got True"),
     ("speculators", {"target_hidden_size": 64}, {}, "target_hidden_size: got 64, expected 32"),
     ("speculators", {"draft_vocab_size": None}, {}, "draft_vocab_size: got None, expected an integer"),
-    ("speculators", {"speculators_model_type": "peagle"}, {}, "speculators_model_type: got 'peagle'"),
+    ("speculators", {"speculators_model_type": "medusa"}, {}, "speculators_model_type: got 'medusa'"),
     ("speculators", {"transformer_layer_config": None}, {}, "transformer_layer_config: got None, expected an object"),
     ("speculators", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config: got 'fp8'"),
     ("speculators", {"layer": {"model_type": "qwen3"}}, {}, "transformer_layer_config: model_type: got 'qwen3'"),

@@ -22,6 +22,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.peagle import PEagle
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_llama, load_llama
@@ -40,6 +41,7 @@ EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Voca
 DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
 JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
 DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
+PEAGLE = PEagle.for_base(BASE, np.float32, BlockSettings(2, 3, (0,)))
 AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
@@ -58,6 +60,7 @@ HEADS = {  # drafter, format, as .pt
     "dflash": (DFLASH, "dflash", False),
     "jetspec": (JETSPEC, "jetspec", False),
     "deepspec": (DSPARK, "deepspec", False),
+    "peagle": (PEAGLE, "p-eagle", False),
     "native_dspark": (DSPARK, "native", False),
 }
 FORMATS = (*BASES, *HEADS)

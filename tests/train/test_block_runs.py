@@ -67,11 +67,7 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
             "objective.distance_weight: got 1.0, expected 0 for Hydra",
         ),
         (["draft={heads: dflash}", "tree=best-8"], "tree: got best-8, expected a static tree"),
-        (
-            ["draft={heads: dflash, aux_hidden_layers: [0, 1]}", "data.hidden_cache_gb=1"],
-            "expected 0 for heads that read aux_hidden_layers",
-        ),
-        (["task=joint", "draft={heads: dflash}"], "draft.heads: got dflash, expected other heads for the task joint"),
+        (["task=joint", "draft={heads: dflash}"], "draft.heads: got dflash, expected heads of every position"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(program, config_file, tmp_path, overrides, message):

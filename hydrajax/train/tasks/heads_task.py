@@ -175,8 +175,15 @@ class HeadsTask:
     def _flops(self) -> float:
         """A forward pass of the base (its lm head only for the teacher), forward and backward passes of the heads."""
         length = self.config.data.length
-        logits = bool(self.config.objective.teacher_weight)
-        base = 0 if "hidden" in self.extras else forward_flops(self.model, length, logits).total
+        objective, drafter, base = self.config.objective, self.drafter, 0.0
+        logits = bool(objective.teacher_weight)
+        if isinstance(drafter, BlockDrafter):  # the teacher's logits are those of the blocks
+            teaches = logits or objective.distance_weight or objective.confidence_weight
+            guesses = min(drafter.num_anchors, length - 1) * drafter.depth / length if teaches else 0
+            config, logits = self.model.config, False
+            base = 2 * guesses * config.width * drafter.lm_head.size(config.vocab_size)
+        if "hidden" not in self.extras:
+            base += forward_flops(self.model, length, logits).total
         return base + 3 * drafter_forward_flops(self.drafter, self.model, length)
 
     def init_params(self, rng):

@@ -59,7 +59,9 @@ def check_joint(config: TrainConfig, base: LlamaConfig) -> None:
     check_adapter(config.adapter, base)
     heads = make_drafter(config.draft, base, config.dtype)
     if isinstance(heads, BlockDrafter):
-        raise HydrajaxError(f"draft.heads: got {config.draft.heads}, expected other heads for the task joint")
+        raise HydrajaxError(
+            f"draft.heads: got {config.draft.heads}, expected heads of every position, such as hydra, for task joint"
+        )
     if heads.spec.shared_lm_head and "lm_head" in config.adapter.targets:
         raise HydrajaxError(
             f"adapter.targets: got lm_head, but {config.draft.heads} heads use the base's lm head without its adapter; "
