@@ -117,12 +117,12 @@ def _rounded_contract_backward(spec: str, inputs, gradient: Array):
 _rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
 
 
-def few_rows(rows: int, dtype) -> bool:
-    """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows.
+def few_rows(rows: int, *dtypes) -> bool:
+    """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows and these dtypes.
 
     One device only: XLA cannot partition a custom kernel.
     """
-    small = 0 < rows <= kernels.MOST_ROWS and dtype == jnp.float32
+    small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
     return small and _on_cpu() and platform().devices == 1 and kernels.available()
 
 
@@ -214,7 +214,7 @@ def add_norm(
         return total, normed.astype(x.dtype) * scale
 
     summands = (x,) if added is None else (x, added)
-    if few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == jnp.float32:
+    if few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == x.dtype:
         first, *second = (y.reshape(-1, x.shape[-1]) for y in summands)
         total, normed = kernels.add_norm(plain, eps, first, scale, *second)
         return total.reshape(x.shape), normed.reshape(x.shape)
@@ -247,8 +247,8 @@ def matmul(
     """
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     flat = x.reshape(rows, width)
-    if few_rows(rows, x.dtype) and kernel.dtype == jnp.float32:
-        out = kernels.matmul(flat, kernel).astype(dtype)
+    if few_rows(rows, x.dtype, kernel.dtype, dtype):
+        out = kernels.matmul(flat, kernel, dtype)
     elif _on_cpu() and rows == 1 and width % 2 == 0:
         halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
         out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
@@ -263,8 +263,8 @@ def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], d
     XLA's CPU products of a few rows would first transpose the weight, in every step.
     """
     flat = x.reshape(-1, x.shape[-1])
-    if few_rows(len(flat), x.dtype) and weight.dtype == jnp.float32:
-        out = kernels.matmul_transposed(flat, weight).astype(dtype)
+    if few_rows(len(flat), x.dtype, weight.dtype, dtype):
+        out = kernels.matmul_transposed(flat, weight, dtype)
     else:
         out = _contract_rows("rd,fd->rf", flat, weight, dtype)
     return out.reshape(*x.shape[:-1], -1)

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 
 MOST_ROWS = 64  # beyond, XLA's product is faster
+DTYPES = (jnp.float32, jnp.bfloat16)
 LANES = 16  # a head must fill whole vectors of this length
 LONGEST_HEAD = 256
 TARGETS = (
@@ -70,31 +71,46 @@ def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
     return wrap
 
 
-@with_gradient_of(jnp.matmul)
-def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"]) -> Float[Array, "R F"]:
-    """Return ``x @ weight`` in float32. Each output element is summed over D in order."""
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
+def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = jnp.float32) -> Float[Array, "R F"]:
+    """Return ``x @ weight`` in ``dtype``. Each output element is summed over D in order, in float32."""
+
+    def plain(x, weight):
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32).astype(dtype)
+
+    return _product("hydrajax_matmul", plain, x, weight, weight.shape[1], dtype)
 
 
-@with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T))
-def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
-    """Return ``x @ weight.T`` in float32, without a transposed copy of the weight."""
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
+def matmul_transposed(
+    x: Float[Array, "R D"], weight: Float[Array, "F D"], dtype: DType = jnp.float32
+) -> Float[Array, "R F"]:
+    """Return ``x @ weight.T`` in ``dtype``, summed in float32, without a transposed copy of the weight."""
+
+    def plain(x, weight):
+        return jnp.matmul(x, weight.T, preferred_element_type=jnp.float32).astype(dtype)
+
+    return _product("hydrajax_matmul_transposed", plain, x, weight, weight.shape[0], dtype)
+
+
+def _product(target: str, plain: Callable, x: Array, weight: Array, width: int, dtype: DType) -> Array:
+    @with_gradient_of(plain)
+    def kernel(x, weight):
+        out = jax.ShapeDtypeStruct((x.shape[0], width), dtype)
+        return jax.ffi.ffi_call(target, out, vmap_method="sequential")(x, weight)
+
+    return kernel(x, weight)
 
 
 def add_norm(
     plain: Callable, eps: float, x: Float[Array, "R D"], scale: Float[Array, " D"], *added: Float[Array, "R D"]
 ) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
-    """Compute `hydrajax.models.backend.add_norm` in float32 with the gradient of ``plain``; ``added`` may be missing.
+    """Compute `hydrajax.models.backend.add_norm` with the gradient of ``plain``; ``added`` may be missing.
 
-    XLA sums the squares of one row in another order than those of several.
+    All arrays have one dtype. XLA sums the squares of one row in another order than those of several.
     """
 
     @with_gradient_of(plain)
     def kernel(x, scale, *added):
-        out = jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
         call = jax.ffi.ffi_call("hydrajax_add_norm", (out, out), vmap_method="sequential")
         return tuple(call(x, scale, *added, eps=np.float32(eps)))
 
@@ -106,15 +122,15 @@ def attend(
     parts: tuple,
     plain: Callable,
 ) -> Float[Array, "B T width"]:
-    """Compute `hydrajax.models.attention.attend` in float32 with the gradient of ``plain``.
+    """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
 
-    Slots before the first and after the last visible one are not read.
+    Queries, keys and values have one dtype. Slots before the first and after the last visible one are not read.
     """
 
     @with_gradient_of(plain)
     def kernel(queries, parts):
         batch, heads, tokens, head_dim = queries.shape
-        out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), jnp.float32)
+        out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), queries.dtype)
         arrays = [x for keys, values, visible in parts for x in (keys, values, _without_heads(visible))]
         return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
 

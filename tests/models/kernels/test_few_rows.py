@@ -179,7 +179,7 @@ def test_vmap():
         (2, "float32", True),
         (64, "float32", True),
         (65, "float32", False),
-        (8, "bfloat16", False),
+        (8, "bfloat16", True),
     ],
 )
 def test_shapes_that_use_the_kernels(rows, dtype, taken):
