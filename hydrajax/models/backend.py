@@ -263,8 +263,8 @@ def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], d
     XLA's CPU products of a few rows would first transpose the weight, in every step.
     """
     flat = x.reshape(-1, x.shape[-1])
-    if few_rows(len(flat), x.dtype, weight.dtype, dtype):
-        out = kernels.matmul_transposed(flat, weight, dtype)
+    if few_rows(len(flat), x.dtype, weight.dtype):
+        out = kernels.matmul_transposed(flat, weight).astype(dtype)
     else:
         out = _contract_rows("rd,fd->rf", flat, weight, dtype)
     return out.reshape(*x.shape[:-1], -1)

@@ -31,9 +31,10 @@ struct BFloat16 {  // the upper half of a float32
 
 constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
-constexpr int kDepth = 8;   // weight rows read side by side
+constexpr int kDepth = 16;  // weight rows read side by side, at most
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
+constexpr int kAhead = 8;   // rows of a transposed weight prefetched
 constexpr int kLongestHead = 256;
 
 // ---- float32 and bfloat16 ------------------------------------------------------------------------------------------------
@@ -155,20 +156,22 @@ void ProductOfLastColumns(const float* x, const W* weight, Out* out, int64_t row
 
 // Columns `begin` to `end` of the product. `sums` has room for rows x (end - begin) and holds 32 columns of a row side by
 // side, then those of the next row: rows a multiple of 4 kB apart, as in `out`, push each other out of the L1 cache.
-template <typename W, typename Out>
+template <typename W>
 FOR_EVERY_CPU
-void ProductOfColumns(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width,
-                      int64_t begin, int64_t end, float* sums) {
+void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t depth, int64_t width, int64_t begin,
+                      int64_t end, float* sums) {
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
   std::memset(sums, 0, sizeof(float) * rows * (vectors - begin));
   alignas(64) float block[kDepth * kColumns];
-  for (int64_t d = 0; d < depth; d += kDepth) {
-    const int64_t n = std::min<int64_t>(kDepth, depth - d);
+  // Sums are read and written once for this many weight rows. Few float32 rows are faster with half of them.
+  const int64_t step = rows > kRows || sizeof(W) < sizeof(float) ? kDepth : kDepth / 2;
+  for (int64_t d = 0; d < depth; d += step) {
+    const int64_t n = std::min<int64_t>(step, depth - d);
     for (int64_t column = begin; column < vectors; column += kColumns) {
       const W* w = weight + d * width + column;
       // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
-      if (d + 2 * kDepth <= depth) {
-        for (int64_t i = kDepth; i < 2 * kDepth; ++i) Prefetch(w + i * width, kColumns);
+      if (d + 2 * step <= depth) {
+        for (int64_t i = step; i < 2 * step; ++i) Prefetch(w + i * width, kColumns);
       }
       const float* xs = x + d;
       float* to = sums + (column - begin) * rows;
@@ -190,16 +193,21 @@ void ProductOfColumns(const float* x, const W* weight, Out* out, int64_t rows, i
       }
     }
   }
-  for (int64_t column = begin; column < vectors; column += kColumns) {
-    for (int64_t row = 0; row < rows; ++row) {
+}
+
+// Copies the sums of `ProductOfColumns` to rows of out.
+template <typename Out>
+FOR_EVERY_CPU
+void StoreColumns(const float* sums, Out* out, int64_t rows, int64_t width, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column + kColumns <= end; column += kColumns) {
+    for (int64_t row = 0; row < rows; ++row, sums += kColumns) {
       for (int64_t c = 0; c < kColumns; c += kLanes) {
         Lanes numbers;
-        Load(numbers, sums + (column - begin) * rows + row * kColumns + c);
+        Load(numbers, sums + c);
         Store(out + row * width + column + c, numbers);
       }
     }
   }
-  ProductOfLastColumns(x, weight, out, rows, depth, width, vectors, end);
 }
 
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
@@ -216,7 +224,11 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
     const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
     float* sums = Scratch(rows * (end - begin));
     WithNumbers(weight, [&](const auto* w) {
-      WithNumbers(*out, [&](auto* to) { ProductOfColumns(xs, w, to, rows, depth, width, begin, end, sums); });
+      ProductOfColumns(xs, w, rows, depth, width, begin, end, sums);
+      WithNumbers(*out, [&](auto* to) {
+        StoreColumns(sums, to, rows, width, begin, end);
+        ProductOfLastColumns(xs, w, to, rows, depth, width, end - (end - begin) % kColumns, end);
+      });
     });
   });
   return ffi::Error::Success();
@@ -225,15 +237,15 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
 // ---- out[rows, F] = x[rows, D] @ weight[F, D]^T ------------------------------------------------------------------------
 
 // out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart.
-template <int R, int C, typename W, typename Out>
-inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, Out* out, int64_t depth, int64_t width) {
+template <int R, int C, typename W>
+inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* out, int64_t depth, int64_t width) {
   Lanes s[R][C] = {};
   const int64_t vectors = depth / kLanes * kLanes;
   for (int64_t d = 0; d < vectors; d += kLanes) {
     Lanes w[C];
     for (int c = 0; c < C; ++c) {
       Load(w[c], weight + c * depth + d);
-      __builtin_prefetch(weight + (c + 2 * C) * depth + d);
+      __builtin_prefetch(weight + (c + kAhead) * depth + d);
     }
     for (int r = 0; r < R; ++r) {
       Lanes a;
@@ -246,34 +258,43 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, Out* out,
       float sum = 0;
       for (int lane = 0; lane < kLanes; ++lane) sum += s[r][c][lane];
       for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[c * depth + d]);
-      Set(out[r * width + c], sum);
+      out[r * width + c] = sum;
     }
   }
 }
 
-template <int C, typename W, typename Out>
-inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth,
+template <int C, typename W>
+inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
                                             int64_t width) {
   for (int64_t row = 0; row < rows; row += kRows) {
     const float* xs = x + row * depth;
-    Out* to = out + row * width;
+    float* to = out + row * width;
     WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
   }
 }
 
 // Columns `begin` to `end` of the product, which are rows of the weight.
-template <typename W, typename Out>
+template <typename W>
 FOR_EVERY_CPU
-void ProductWithRows(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width,
+void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
-  int64_t f = begin;
-  for (; f + 2 <= end; f += 2) DotProductsOfRows<2>(x, weight + f * depth, out + f, rows, depth, width);
-  if (f < end) DotProductsOfRows<1>(x, weight + f * depth, out + f, rows, depth, width);
+  // Rows that are read more than once are widened once.
+  float* copy = rows > kRows && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
+  for (int64_t f = begin; f < end; f += 2) {
+    const int64_t n = std::min<int64_t>(2, end - f);
+    const W* w = weight + f * depth;
+    if (copy != nullptr) {
+      for (int64_t i = 0; i < n * depth; ++i) copy[i] = Wide(w[i]);
+      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, copy, out + f, rows, depth, width); });
+    } else {
+      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, w, out + f, rows, depth, width); });
+    }
+  }
 }
 
 ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                            ffi::Result<ffi::AnyBuffer> out) {
-  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || !IsNumbers(*out, 2) || weight.dimensions()[1] != x.dimensions()[1]) {
+                            ffi::Result<ffi::Buffer<ffi::F32, 2>> out) {
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || weight.dimensions()[1] != x.dimensions()[1]) {
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
@@ -282,9 +303,7 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = width * i / shares, end = width * (i + 1) / shares;
-    WithNumbers(weight, [&](const auto* w) {
-      WithNumbers(*out, [&](auto* to) { ProductWithRows(xs, w, to, rows, depth, width, begin, end); });
-    });
+    WithNumbers(weight, [&](const auto* w) { ProductWithRows(xs, w, out->typed_data(), rows, depth, width, begin, end); });
   });
   return ffi::Error::Success();
 }
@@ -554,12 +573,13 @@ ffi::Error AddNorm(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::RemainingArgs re
 }  // namespace
 
 using Any = ffi::AnyBuffer;
+using Logits = ffi::Buffer<ffi::F32, 2>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul, Matmul,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_transposed, MatmulTransposed,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Logits>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_attend, Attend,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().RemainingArgs().Ret<Any>());

@@ -77,27 +77,19 @@ def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = j
     def plain(x, weight):
         return jnp.matmul(x, weight, preferred_element_type=jnp.float32).astype(dtype)
 
-    return _product("hydrajax_matmul", plain, x, weight, weight.shape[1], dtype)
-
-
-def matmul_transposed(
-    x: Float[Array, "R D"], weight: Float[Array, "F D"], dtype: DType = jnp.float32
-) -> Float[Array, "R F"]:
-    """Return ``x @ weight.T`` in ``dtype``, summed in float32, without a transposed copy of the weight."""
-
-    def plain(x, weight):
-        return jnp.matmul(x, weight.T, preferred_element_type=jnp.float32).astype(dtype)
-
-    return _product("hydrajax_matmul_transposed", plain, x, weight, weight.shape[0], dtype)
-
-
-def _product(target: str, plain: Callable, x: Array, weight: Array, width: int, dtype: DType) -> Array:
     @with_gradient_of(plain)
     def kernel(x, weight):
-        out = jax.ShapeDtypeStruct((x.shape[0], width), dtype)
-        return jax.ffi.ffi_call(target, out, vmap_method="sequential")(x, weight)
+        out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), dtype)
+        return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
     return kernel(x, weight)
+
+
+@with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T, preferred_element_type=jnp.float32))
+def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
+    """Return ``x @ weight.T`` in float32, without a transposed copy of the weight."""
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
 
 
 def add_norm(
