@@ -303,7 +303,9 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = width * i / shares, end = width * (i + 1) / shares;
-    WithNumbers(weight, [&](const auto* w) { ProductWithRows(xs, w, out->typed_data(), rows, depth, width, begin, end); });
+    WithNumbers(weight, [&](const auto* w) {
+      ProductWithRows(xs, w, out->typed_data(), rows, depth, width, begin, end);
+    });
   });
   return ffi::Error::Success();
 }

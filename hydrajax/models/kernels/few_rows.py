@@ -1,4 +1,4 @@
-"""CPU kernels for a decode step's few rows: matrix products and attention (`few_rows.cc`).
+"""CPU kernels for a decode step's few rows: matrix products, attention and norms (`few_rows.cc`).
 
 The library is built at installation if there is a C++ compiler; without one `available` returns False and XLA computes
 the same more slowly. A row's result does not depend on the number of rows, to the last bit.
@@ -13,6 +13,17 @@ weights, in a loop, in ms:
 
 On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels
 with 2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
+
+Weights are float32 or bfloat16. bfloat16 is widened in registers by a shift. On one thread of an Intel Xeon (AVX-512),
+five layers of width 2048, 236M weights, in ms:
+
+| rows     | 1    | 2    | 4    | 8    | 16   | 32    | 64    |
+|----------|------|------|------|------|------|-------|-------|
+| float32  | 57.6 | 59.4 | 60.6 | 66.1 | 96.0 | 144.7 | 252.5 |
+| bfloat16 | 30.5 | 31.7 | 35.4 | 46.3 | 66.7 | 115.7 | 227.8 |
+
+The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used. It takes 0.59 ns there for twice the products of a
+multiply-add of 0.15, rounds differently, and would need bfloat16 inputs.
 """
 
 from __future__ import annotations
