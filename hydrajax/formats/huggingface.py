@@ -58,8 +58,8 @@ def read_config(directory: str | Path, what: str = WHAT) -> LlamaConfig:
 def default_dtype(stored: str) -> jnp.dtype:
     """Return the default compute dtype for weights stored in ``stored`` (NumPy's name).
 
-    float32 on a CPU, where bfloat16 products are 3 to 12 times slower. Accelerators are limited by the bytes read per
-    step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32.
+    float32 on a CPU: bfloat16 decodes faster there, but its text can differ. Accelerators are limited by the bytes read
+    per step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32.
     """
     halved = stored in ("bfloat16", "float16") and backend.platform().name != "cpu"
     return jnp.dtype(jnp.bfloat16 if halved else jnp.float32)

@@ -34,6 +34,14 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
     np.testing.assert_allclose(product(a, b), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4)
 
 
+def test_bfloat16_products_are_accumulated_in_float32_and_rounded_once():
+    rng = np.random.default_rng(1)
+    a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((70, 1000), (1000, 90)))
+    found = backend.contract("ij,jk->ik", a, b, jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), rounded(a) @ rounded(b), rtol=2**-8, atol=1e-4)
+
+
 @pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
 def test_a_single_row_is_doubled_on_a_gpu(product):
     """cuBLAS has no 16-bit matrix-vector product with a float32 result: XLA would convert the whole weight."""

@@ -26,21 +26,22 @@ PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 
-def base_of(quantize: str | None) -> BoundBase:
-    params = init_base(Llama(CONFIG), jax.random.key(0))
+def base_of(quantize: str | None, dtype) -> BoundBase:
+    params = init_base(Llama(CONFIG, dtype), jax.random.key(0))
     params["embedding"] = params["embedding"] * 20
     if quantize:
         params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")
         for layer in (value for name, value in params.items() if name.startswith("layers_")):
             for name in ("qkv", "out", "gate_up", "down"):
                 layer |= quantized_type(quantize, name).of(np.asarray(layer[name]) * 4).stored(name)
-    return BoundBase(Llama(CONFIG, quantize=quantize), jax.tree.map(jnp.asarray, params))
+    return BoundBase(Llama(CONFIG, dtype, quantize=quantize), jax.tree.map(jnp.asarray, params))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("quantize", [None, *QUANTIZED])
-def test_a_tree_and_one_token_at_a_time(quantize, batch):
-    base = base_of(quantize)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_tree_and_one_token_at_a_time(dtype, quantize, batch):
+    base = base_of(quantize, dtype)
     tokens = np.random.default_rng(0).integers(0, 97, (batch, PROMPT + len(PARENTS))).astype(np.int32)
     prompt, nodes = tokens[:, :PROMPT], tokens[:, PROMPT:]
 

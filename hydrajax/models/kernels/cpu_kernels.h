@@ -58,7 +58,10 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
   }
 }
 
-// Aligned scratch space for n floats, reused by a thread.
+enum Room { kOfWork, kOfX };
+
+// Aligned scratch space for n floats, reused by a thread; each room has its own.
+template <Room = kOfWork>
 float* Scratch(int64_t n) {
   static thread_local std::vector<float> room;
   constexpr int64_t kLine = 16;

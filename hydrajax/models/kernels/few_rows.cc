@@ -6,6 +6,8 @@
 //
 // Each output is summed in one order, independent of the number of rows and threads, so a row's result is the same to the
 // last bit in a tree of any size.
+//
+// Numbers are float32 or bfloat16. bfloat16 is widened in registers, which is exact, and all sums are in float32.
 
 #include <algorithm>
 #include <cmath>
@@ -15,30 +17,109 @@
 
 #include "cpu_kernels.h"
 
-using Matrix = ffi::Buffer<ffi::F32, 2>;
-using Heads = ffi::Buffer<ffi::F32, 4>;
-
 namespace {
 
 constexpr int kLanes = 16;
 typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef uint32_t BitLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
+
+struct BFloat16 {  // the upper half of a float32
+  uint16_t bits;
+};
 
 constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
-constexpr int kDepth = 8;   // weight rows read side by side
+constexpr int kDepth = 16;  // weight rows read side by side, at most
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
+constexpr int kAhead = 8;   // rows of a transposed weight prefetched
+constexpr int kLongestHead = 256;
+
+// ---- float32 and bfloat16 ------------------------------------------------------------------------------------------------
+
+// bfloat16 bits of float32 bits, in one number or in lanes: to the nearest, ties to even; NaN stays NaN.
+template <typename Bits>
+inline ALWAYS_INLINE void Round(Bits& bits) {
+  const Bits nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  bits = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : nearest;
+}
+
+inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(Lanes)); }
+inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
+  HalfLanes halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  const BitLanes bits = __builtin_convertvector(halves, BitLanes) << 16;
+  std::memcpy(&to, &bits, sizeof(to));
+}
+
+inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(Lanes)); }
+inline ALWAYS_INLINE void Store(BFloat16* to, const Lanes& from) {
+  BitLanes bits;
+  std::memcpy(&bits, &from, sizeof(bits));
+  Round(bits);
+  const HalfLanes halves = __builtin_convertvector(bits, HalfLanes);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline ALWAYS_INLINE float Wide(float x) { return x; }
+inline ALWAYS_INLINE float Wide(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return wide;
+}
+
+inline ALWAYS_INLINE void Set(float& to, float x) { to = x; }
+inline ALWAYS_INLINE void Set(BFloat16& to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  Round(bits);
+  to.bits = static_cast<uint16_t>(bits);
+}
+
+// Prefetches n numbers.
+template <typename T>
+inline ALWAYS_INLINE void Prefetch(const T* from, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i);
+}
+
+FOR_EVERY_CPU
+void Widen(const BFloat16* from, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = Wide(from[i]);
+}
+
+// A buffer's numbers as float32; a copy of bfloat16 lies in this thread's scratch space for x.
+const float* Widened(const ffi::AnyBuffer& x) {
+  if (x.element_type() == ffi::F32) return x.typed_data<float>();
+  const int64_t n = static_cast<int64_t>(x.element_count());
+  float* wide = Scratch<kOfX>(n);
+  Widen(x.reinterpret_data<BFloat16>(), wide, n);
+  return wide;
+}
+
+bool IsNumbers(const ffi::AnyBuffer& x, size_t rank) {
+  return (x.element_type() == ffi::F32 || x.element_type() == ffi::BF16) && x.dimensions().size() == rank;
+}
+
+// Calls `work` with a pointer to a buffer's numbers.
+template <typename Work>
+inline void WithNumbers(const ffi::AnyBuffer& x, const Work& work) {
+  if (x.element_type() == ffi::F32) {
+    work(x.typed_data<float>());
+  } else {
+    work(x.reinterpret_data<BFloat16>());
+  }
+}
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
-inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(Lanes)); }
-inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(Lanes)); }
-
 // sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`.
-template <int R>
-inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const float* weight,
-                                                      int64_t stride, float* sums, int64_t n) {
+template <int R, typename W>
+inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
+                                     int64_t n) {
   Lanes s[R][2];
   for (int r = 0; r < R; ++r) {
     Load(s[r][0], sums + r * kColumns);
@@ -61,68 +142,94 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const float*
 }
 
 // The columns from `begin` to `end`, which vectors of 32 do not reach, one by one in the same order.
-void ProductOfLastColumns(const float* x, const float* weight, float* out, int64_t rows, int64_t depth,
-                          int64_t width, int64_t begin, int64_t end) {
+template <typename W, typename Out>
+void ProductOfLastColumns(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width,
+                          int64_t begin, int64_t end) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = begin; c < end; ++c) {
       float sum = 0;
-      for (int64_t d = 0; d < depth; ++d) sum += x[r * depth + d] * weight[d * width + c];
-      out[r * width + c] = sum;
+      for (int64_t d = 0; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[d * width + c]);
+      Set(out[r * width + c], sum);
     }
   }
 }
 
 // Columns `begin` to `end` of the product. `sums` has room for rows x (end - begin) and holds 32 columns of a row side by
 // side, then those of the next row: rows a multiple of 4 kB apart, as in `out`, push each other out of the L1 cache.
+template <typename W>
 FOR_EVERY_CPU
-void ProductOfColumns(const float* x, const float* weight, float* out, int64_t rows, int64_t depth, int64_t width,
-                      int64_t begin, int64_t end, float* sums) {
+void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t depth, int64_t width, int64_t begin,
+                      int64_t end, float* sums) {
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
   std::memset(sums, 0, sizeof(float) * rows * (vectors - begin));
   alignas(64) float block[kDepth * kColumns];
-  for (int64_t d = 0; d < depth; d += kDepth) {
-    const int64_t n = std::min<int64_t>(kDepth, depth - d);
+  // Sums are read and written once for this many weight rows. Few float32 rows are faster with half of them.
+  const int64_t step = rows > kRows || sizeof(W) < sizeof(float) ? kDepth : kDepth / 2;
+  for (int64_t d = 0; d < depth; d += step) {
+    const int64_t n = std::min<int64_t>(step, depth - d);
     for (int64_t column = begin; column < vectors; column += kColumns) {
-      const float* w = weight + d * width + column;
-      int64_t stride = width;
+      const W* w = weight + d * width + column;
       // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
-      if (d + 2 * kDepth <= depth) {
-        for (int64_t i = kDepth; i < 2 * kDepth; ++i) {
-          __builtin_prefetch(w + i * width);
-          __builtin_prefetch(w + i * width + kLanes);
+      if (d + 2 * step <= depth) {
+        for (int64_t i = step; i < 2 * step; ++i) Prefetch(w + i * width, kColumns);
+      }
+      const float* xs = x + d;
+      float* to = sums + (column - begin) * rows;
+      if (rows <= kRows) {
+        WithRows<kRows>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, width, to, n); });
+        continue;
+      }
+      // Read more than once: a copy in float32 stays in the L1 cache.
+      for (int64_t i = 0; i < n; ++i) {
+        for (int64_t c = 0; c < kColumns; c += kLanes) {
+          Lanes numbers;
+          Load(numbers, w + i * width + c);
+          Store(block + i * kColumns + c, numbers);
         }
       }
-      if (rows > kRows) {  // read more than once: copy it to stay in the L1 cache
-        for (int64_t i = 0; i < n; ++i) std::memcpy(block + i * kColumns, w + i * width, sizeof(float) * kColumns);
-        w = block;
-        stride = kColumns;
-      }
-      for (int64_t row = 0; row < rows; row += kRows) {
-        const float* xs = x + row * depth + d;
-        float* to = sums + (column - begin) * rows + row * kColumns;
-        WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, stride, to, n); });
+      const float* copy = block;
+      for (int64_t row = 0; row < rows; row += kRows, xs += kRows * depth, to += kRows * kColumns) {
+        WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, copy, kColumns, to, n); });
       }
     }
   }
-  for (int64_t column = begin; column < vectors; column += kColumns) {
-    for (int64_t row = 0; row < rows; ++row) {
-      std::memcpy(out + row * width + column, sums + (column - begin) * rows + row * kColumns, sizeof(float) * kColumns);
-    }
-  }
-  ProductOfLastColumns(x, weight, out, rows, depth, width, vectors, end);
 }
 
-ffi::Error Matmul(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Matrix> out) {
+// Copies the sums of `ProductOfColumns` to rows of out.
+template <typename Out>
+FOR_EVERY_CPU
+void StoreColumns(const float* sums, Out* out, int64_t rows, int64_t width, int64_t begin, int64_t end) {
+  for (int64_t column = begin; column + kColumns <= end; column += kColumns) {
+    for (int64_t row = 0; row < rows; ++row, sums += kColumns) {
+      for (int64_t c = 0; c < kColumns; c += kLanes) {
+        Lanes numbers;
+        Load(numbers, sums + c);
+        Store(out + row * width + column + c, numbers);
+      }
+    }
+  }
+}
+
+ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || !IsNumbers(*out, 2) || weight.dimensions()[0] != x.dimensions()[1]) {
+    return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
+  }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
-  if (weight.dimensions()[0] != depth) return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   // A share is a multiple of 32 columns and at least 64 kB of weights, below which waking a thread costs more.
-  const int64_t units = std::max<int64_t>(1, width / kColumns);
-  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), depth * width * 4 / (64 << 10)}));
+  const int64_t units = std::max<int64_t>(1, width / kColumns), bytes = weight.size_bytes();
+  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+  const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = units * i / shares * kColumns;
     const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
     float* sums = Scratch(rows * (end - begin));
-    ProductOfColumns(x.typed_data(), weight.typed_data(), out->typed_data(), rows, depth, width, begin, end, sums);
+    WithNumbers(weight, [&](const auto* w) {
+      ProductOfColumns(xs, w, rows, depth, width, begin, end, sums);
+      WithNumbers(*out, [&](auto* to) {
+        StoreColumns(sums, to, rows, width, begin, end);
+        ProductOfLastColumns(xs, w, to, rows, depth, width, end - (end - begin) % kColumns, end);
+      });
+    });
   });
   return ffi::Error::Success();
 }
@@ -130,16 +237,15 @@ ffi::Error Matmul(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Mat
 // ---- out[rows, F] = x[rows, D] @ weight[F, D]^T ------------------------------------------------------------------------
 
 // out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart.
-template <int R, int C>
-inline ALWAYS_INLINE void DotProducts(const float* x, const float* weight, float* out, int64_t depth,
-                                                       int64_t width) {
+template <int R, int C, typename W>
+inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* out, int64_t depth, int64_t width) {
   Lanes s[R][C] = {};
   const int64_t vectors = depth / kLanes * kLanes;
   for (int64_t d = 0; d < vectors; d += kLanes) {
     Lanes w[C];
     for (int c = 0; c < C; ++c) {
       Load(w[c], weight + c * depth + d);
-      __builtin_prefetch(weight + (c + 2 * C) * depth + d);
+      __builtin_prefetch(weight + (c + kAhead) * depth + d);
     }
     for (int r = 0; r < R; ++r) {
       Lanes a;
@@ -151,15 +257,15 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const float* weight, float
     for (int c = 0; c < C; ++c) {
       float sum = 0;
       for (int lane = 0; lane < kLanes; ++lane) sum += s[r][c][lane];
-      for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * weight[c * depth + d];
+      for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[c * depth + d]);
       out[r * width + c] = sum;
     }
   }
 }
 
-template <int C>
-inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const float* weight, float* out,
-                                                             int64_t rows, int64_t depth, int64_t width) {
+template <int C, typename W>
+inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
+                                            int64_t width) {
   for (int64_t row = 0; row < rows; row += kRows) {
     const float* xs = x + row * depth;
     float* to = out + row * width;
@@ -168,21 +274,38 @@ inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const float* weight,
 }
 
 // Columns `begin` to `end` of the product, which are rows of the weight.
+template <typename W>
 FOR_EVERY_CPU
-void ProductWithRows(const float* x, const float* weight, float* out, int64_t rows, int64_t depth, int64_t width,
+void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
-  int64_t f = begin;
-  for (; f + 2 <= end; f += 2) DotProductsOfRows<2>(x, weight + f * depth, out + f, rows, depth, width);
-  if (f < end) DotProductsOfRows<1>(x, weight + f * depth, out + f, rows, depth, width);
+  // Rows that are read more than once are widened once.
+  float* copy = rows > kRows && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
+  for (int64_t f = begin; f < end; f += 2) {
+    const int64_t n = std::min<int64_t>(2, end - f);
+    const W* w = weight + f * depth;
+    if (copy != nullptr) {
+      for (int64_t i = 0; i < n * depth; ++i) copy[i] = Wide(w[i]);
+      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, copy, out + f, rows, depth, width); });
+    } else {
+      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, w, out + f, rows, depth, width); });
+    }
+  }
 }
 
-ffi::Error MatmulTransposed(ffi::ThreadPool pool, Matrix x, Matrix weight, ffi::Result<Matrix> out) {
+ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                            ffi::Result<ffi::Buffer<ffi::F32, 2>> out) {
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || weight.dimensions()[1] != x.dimensions()[1]) {
+    return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
+  }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
-  if (weight.dimensions()[1] != depth) return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
-  const int64_t shares = std::max<int64_t>(1, std::min(pool.num_threads(), depth * width * 4 / (64 << 10)));
+  const int64_t bytes = weight.size_bytes();
+  const int64_t shares = std::max<int64_t>(1, std::min(pool.num_threads(), bytes / (64 << 10)));
+  const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
-    ProductWithRows(x.typed_data(), weight.typed_data(), out->typed_data(), rows, depth, width, width * i / shares,
-                    width * (i + 1) / shares);
+    const int64_t begin = width * i / shares, end = width * (i + 1) / shares;
+    WithNumbers(weight, [&](const auto* w) {
+      ProductWithRows(xs, w, out->typed_data(), rows, depth, width, begin, end);
+    });
   });
   return ffi::Error::Success();
 }
@@ -210,8 +333,9 @@ inline ALWAYS_INLINE void Exp(Lanes& x) {
   x = tiny ? Lanes{} : p * power;
 }
 
+template <typename T>
 struct Part {
-  const float *keys, *values;  // [B, kv, slots, H]
+  const T *keys, *values;      // [B, kv, slots, H]
   const bool* visible;         // [B or 1, T or 1, slots]
   int64_t slots, batch_stride, token_stride;
 };
@@ -221,7 +345,8 @@ struct Shape {
 };
 
 // The slots from the first to the last visible one of a sequence.
-void SeenRange(const Part& part, int64_t b, int64_t tokens, int64_t* first, int64_t* last) {
+template <typename T>
+void SeenRange(const Part<T>& part, int64_t b, int64_t tokens, int64_t* first, int64_t* last) {
   *first = part.slots;
   *last = 0;
   for (int64_t t = 0; t < (part.token_stride ? tokens : 1); ++t) {
@@ -235,37 +360,49 @@ void SeenRange(const Part& part, int64_t b, int64_t tokens, int64_t* first, int6
   }
 }
 
+// n numbers in float32; bfloat16 is copied to `room`, n a multiple of 16.
+inline ALWAYS_INLINE const float* WideRows(const float* from, int64_t, float*) { return from; }
+inline ALWAYS_INLINE const float* WideRows(const BFloat16* from, int64_t n, float* room) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes numbers;
+    Load(numbers, from + i);
+    Store(room + i, numbers);
+  }
+  return room;
+}
+
 // Up to 16 queries that share a key-value head, over all segments. `scores` has room for 16 x all slots.
+template <typename T>
 FOR_EVERY_CPU
-void AttendGroup(const float* const* queries, const int64_t* tokens, float* const* outs, int64_t n, const Part* parts,
+void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs, int64_t n, const Part<T>* parts,
                  const int64_t* firsts, const int64_t* lasts, int64_t n_parts, int64_t b, int64_t head_row,
                  int64_t head_dim, float scale, float* scores) {
-  alignas(64) float transposed[256 * kGroup];  // [H, 16]
+  alignas(64) float transposed[kLongestHead * kGroup];  // [H, 16]
+  alignas(64) float room[kKeys * kLongestHead];
   for (int64_t h = 0; h < head_dim; ++h) {
-    for (int64_t i = 0; i < kGroup; ++i) transposed[h * kGroup + i] = i < n ? queries[i][h] * scale : 0.0f;
+    for (int64_t i = 0; i < kGroup; ++i) transposed[h * kGroup + i] = i < n ? Wide(queries[i][h]) * scale : 0.0f;
   }
   Lanes peak = Lanes{} - 1e30f;
   float* at = scores;
   for (int64_t p = 0; p < n_parts; ++p) {
-    const Part& part = parts[p];
-    const float* keys = part.keys + head_row * part.slots * head_dim;
+    const Part<T>& part = parts[p];
+    const T* all_keys = part.keys + head_row * part.slots * head_dim;
     for (int64_t s = firsts[p]; s < lasts[p]; s += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, lasts[p] - s);
       Lanes sums[kKeys] = {};
-      for (int64_t ahead = 0; ahead < kKeys * head_dim; ahead += kLanes) {
-        __builtin_prefetch(keys + (s + 2 * kKeys) * head_dim + ahead);
-      }
+      Prefetch(all_keys + (s + 2 * kKeys) * head_dim, kKeys * head_dim);
+      const float* keys = WideRows(all_keys + s * head_dim, count * head_dim, room);
       if (count == kKeys) {
         for (int64_t h = 0; h < head_dim; ++h) {
           Lanes q;
           Load(q, transposed + h * kGroup);
-          for (int k = 0; k < kKeys; ++k) sums[k] += q * keys[(s + k) * head_dim + h];
+          for (int k = 0; k < kKeys; ++k) sums[k] += q * keys[k * head_dim + h];
         }
       } else {
         for (int64_t h = 0; h < head_dim; ++h) {
           Lanes q;
           Load(q, transposed + h * kGroup);
-          for (int k = 0; k < count; ++k) sums[k] += q * keys[(s + k) * head_dim + h];
+          for (int k = 0; k < count; ++k) sums[k] += q * keys[k * head_dim + h];
         }
       }
       for (int64_t k = 0; k < count; ++k) {
@@ -307,11 +444,10 @@ void AttendGroup(const float* const* queries, const int64_t* tokens, float* cons
       const bool both = h + 2 * kLanes <= head_dim;
       const float* weights = scores + first;
       for (int64_t p = 0; p < n_parts; ++p) {
-        const float* values = parts[p].values + head_row * parts[p].slots * head_dim + h;
+        const T* values = parts[p].values + head_row * parts[p].slots * head_dim + h;
         for (int64_t s = firsts[p]; s < lasts[p]; ++s, weights += kGroup) {
           Lanes v0, v1 = {};
-          __builtin_prefetch(values + (s + 2 * kKeys) * head_dim);
-          __builtin_prefetch(values + (s + 2 * kKeys) * head_dim + kLanes);
+          Prefetch(values + (s + 2 * kKeys) * head_dim, 2 * kLanes);
           Load(v0, values + s * head_dim);
           if (both) Load(v1, values + s * head_dim + kLanes);
           for (int r = 0; r < kRows; ++r) {
@@ -329,39 +465,40 @@ void AttendGroup(const float* const* queries, const int64_t* tokens, float* cons
 }
 
 // queries [B, heads, T, H]; then keys, values and visible of each part. out [B, T, heads * H].
-ffi::Error Attend(ffi::ThreadPool pool, Heads queries, ffi::RemainingArgs rest,
-                  ffi::Result<ffi::Buffer<ffi::F32, 3>> out) {
-  std::vector<Part> parts;
+template <ffi::DataType type, typename T>
+ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::RemainingArgs rest, ffi::AnyBuffer out) {
+  std::vector<Part<T>> parts;
   int64_t kv_heads = 0, all_slots = 0;
   const auto q = queries.dimensions();
   for (size_t i = 0; i + 2 < rest.size(); i += 3) {
-    auto keys = rest.get<Heads>(i);
-    auto values = rest.get<Heads>(i + 1);
+    auto keys = rest.get<ffi::Buffer<type, 4>>(i), values = rest.get<ffi::Buffer<type, 4>>(i + 1);
     auto visible = rest.get<ffi::Buffer<ffi::PRED, 3>>(i + 2);
     if (!keys || !values || !visible) return ffi::Error::InvalidArgument("few_rows: a part is not as declared");
     const auto m = visible->dimensions();
     kv_heads = keys->dimensions()[1];
     const int64_t slots = keys->dimensions()[2];
-    parts.push_back({keys->typed_data(), values->typed_data(), visible->typed_data(), slots,
-                     m[0] == 1 ? 0 : m[1] * m[2], m[1] == 1 ? 0 : m[2]});
+    parts.push_back({static_cast<const T*>(keys->untyped_data()), static_cast<const T*>(values->untyped_data()),
+                     visible->typed_data(), slots, m[0] == 1 ? 0 : m[1] * m[2], m[1] == 1 ? 0 : m[2]});
     all_slots += slots;
   }
   const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3], per_kv = heads / kv_heads;
-  if (head_dim > 256 || head_dim % kLanes) return ffi::Error::InvalidArgument("few_rows: head_dim must be 16n <= 256");
+  if (head_dim > kLongestHead || head_dim % kLanes) {
+    return ffi::Error::InvalidArgument("few_rows: head_dim must be 16n <= 256");
+  }
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
   const int64_t rows = per_kv * tokens, groups = (rows + kGroup - 1) / kGroup;
   InParallel(pool, batch * kv_heads * groups, [&](int64_t job) {
     float* scores = Scratch(all_slots * kGroup + kRows);
     const int64_t head_row = job / groups, b = head_row / kv_heads, kv = head_row % kv_heads;
     const int64_t first_row = job % groups * kGroup, n = std::min<int64_t>(kGroup, rows - first_row);
-    const float* query[kGroup];
-    float* to[kGroup];
+    const T* query[kGroup];
+    T* to[kGroup];
     int64_t token[kGroup];
     for (int64_t i = 0; i < n; ++i) {
       const int64_t row = first_row + i, head = kv * per_kv + row / tokens;
       token[i] = row % tokens;
-      query[i] = queries.typed_data() + ((b * heads + head) * tokens + token[i]) * head_dim;
-      to[i] = out->typed_data() + ((b * tokens + token[i]) * heads + head) * head_dim;
+      query[i] = static_cast<const T*>(queries.untyped_data()) + ((b * heads + head) * tokens + token[i]) * head_dim;
+      to[i] = static_cast<T*>(out.untyped_data()) + ((b * tokens + token[i]) * heads + head) * head_dim;
     }
     std::vector<int64_t> firsts(parts.size()), lasts(parts.size());
     for (size_t p = 0; p < parts.size(); ++p) SeenRange(parts[p], b, tokens, &firsts[p], &lasts[p]);
@@ -371,58 +508,84 @@ ffi::Error Attend(ffi::ThreadPool pool, Heads queries, ffi::RemainingArgs rest,
   return ffi::Error::Success();
 }
 
+// Queries, keys, values and the result have one dtype.
+ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::RemainingArgs rest,
+                  ffi::Result<ffi::AnyBuffer> out) {
+  if (!IsNumbers(queries, 4) || !IsNumbers(*out, 3) || out->element_type() != queries.element_type()) {
+    return ffi::Error::InvalidArgument("few_rows: the queries are not as declared");
+  }
+  if (queries.element_type() == ffi::F32) return AttendIn<ffi::F32, float>(pool, queries, rest, *out);
+  return AttendIn<ffi::BF16, BFloat16>(pool, queries, rest, *out);
+}
+
 // ---- total = x + added; out = total / rms(total) * scale -------------------------------------------------------------------
 
+// The sum is rounded before its squares are added up, so they are those of the residual stream.
+template <typename T>
 FOR_EVERY_CPU
-void NormRow(const float* x, const float* added, const float* scale, float eps, int64_t width, float* total, float* out) {
+void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t width, T* total, T* out) {
   Lanes squares = {};
   const int64_t vectors = width / kLanes * kLanes;
   for (int64_t i = 0; i < vectors; i += kLanes) {
     Lanes sum, more = {};
     Load(sum, x + i);
     if (added != nullptr) Load(more, added + i);
-    sum += more;
-    Store(total + i, sum);
+    Store(total + i, sum + more);
+    Load(sum, total + i);
     squares += sum * sum;
   }
   float square = 0;
   for (int lane = 0; lane < kLanes; ++lane) square += squares[lane];
   for (int64_t i = vectors; i < width; ++i) {
-    total[i] = x[i] + (added == nullptr ? 0.0f : added[i]);
-    square += total[i] * total[i];
+    Set(total[i], Wide(x[i]) + (added == nullptr ? 0.0f : Wide(added[i])));
+    square += Wide(total[i]) * Wide(total[i]);
   }
   const float factor = 1.0f / std::sqrt(square / width + eps);
-  for (int64_t i = 0; i < width; ++i) out[i] = total[i] * factor * scale[i];
+  for (int64_t i = 0; i < vectors; i += kLanes) {
+    Lanes sum, by;
+    Load(sum, total + i);
+    Load(by, scale + i);
+    Store(out + i, sum * factor * by);
+  }
+  for (int64_t i = vectors; i < width; ++i) Set(out[i], Wide(total[i]) * factor * Wide(scale[i]));
 }
 
-// `added` may be missing.
-ffi::Error AddNorm(Matrix x, ffi::Buffer<ffi::F32, 1> scale, ffi::RemainingArgs rest, ffi::Result<Matrix> total,
-                   ffi::Result<Matrix> out, float eps) {
-  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  const float* added = nullptr;
-  if (auto given = rest.get<Matrix>(0)) added = given->typed_data();
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t at = r * width;
-    NormRow(x.typed_data() + at, added == nullptr ? nullptr : added + at, scale.typed_data(), eps, width,
-            total->typed_data() + at, out->typed_data() + at);
+// `added` may be missing. All have one dtype.
+ffi::Error AddNorm(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> total,
+                   ffi::Result<ffi::AnyBuffer> out, float eps) {
+  const auto given = rest.get<ffi::AnyBuffer>(0);
+  const ffi::AnyBuffer added = given ? *given : x;
+  for (const ffi::AnyBuffer& matrix : {x, added, *total, *out}) {
+    if (!IsNumbers(matrix, 2) || matrix.element_type() != scale.element_type()) {
+      return ffi::Error::InvalidArgument("few_rows: the rows of a norm are not as declared");
+    }
   }
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  WithNumbers(x, [&](auto* numbers) {
+    using T = std::remove_pointer_t<decltype(numbers)>;
+    for (int64_t at = 0; at < rows * width; at += width) {
+      NormRow<T>(numbers + at, given ? static_cast<T*>(added.untyped_data()) + at : nullptr,
+                 static_cast<T*>(scale.untyped_data()), eps, width, static_cast<T*>(total->untyped_data()) + at,
+                 static_cast<T*>(out->untyped_data()) + at);
+    }
+  });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
-using Vector = ffi::Buffer<ffi::F32, 1>;
-using Output = ffi::Buffer<ffi::F32, 3>;
+using Any = ffi::AnyBuffer;
+using Logits = ffi::Buffer<ffi::F32, 2>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul, Matmul,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Matrix>().Ret<Matrix>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_transposed, MatmulTransposed,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Matrix>().Ret<Matrix>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Logits>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_attend, Attend,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Heads>().RemainingArgs().Ret<Output>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().RemainingArgs().Ret<Any>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hydrajax_add_norm, AddNorm,
-    ffi::Ffi::Bind().Arg<Matrix>().Arg<Vector>().RemainingArgs().Ret<Matrix>().Ret<Matrix>().Attr<float>("eps"));
+    ffi::Ffi::Bind().Arg<Any>().Arg<Any>().RemainingArgs().Ret<Any>().Ret<Any>().Attr<float>("eps"));

@@ -16,36 +16,57 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
+def normal(rng, *shape, dtype=jnp.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+BFLOAT16 = 2**-8  # the largest rounding error, relative
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
 @pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320)])
-def test_products_equal_numpy(rows, depth, width):
+@DTYPES
+def test_products_equal_numpy(rows, depth, width, dtype):
     rng = np.random.default_rng(rows * depth + width)
-    x, weight = normal(rng, rows, depth), normal(rng, depth, width)
+    x, weight = normal(rng, rows, depth, dtype=dtype), normal(rng, depth, width, dtype=dtype)
     exact = x.astype(np.float64) @ weight.astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(weight)
-    assert np.max(np.abs(jax.jit(few_rows.matmul)(x, weight) - exact) / size) < depth * 2**-24
+    size = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
+    found = jax.jit(few_rows.matmul)(x, weight)
+    assert found.dtype == jnp.float32
+    assert np.max(np.abs(found - exact) / size) < depth * 2**-24
+    rounded = jax.jit(lambda x, weight: few_rows.matmul(x, weight, jnp.bfloat16))(x, weight)
+    np.testing.assert_array_equal(rounded, found.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
 @pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65)])
-def test_products_with_transposed_weights_equal_numpy(rows, depth, width):
+@DTYPES
+def test_products_with_transposed_weights_equal_numpy(rows, depth, width, dtype):
     rng = np.random.default_rng(rows * depth + width)
-    x, weight = normal(rng, rows, depth), normal(rng, width, depth)
+    x, weight = normal(rng, rows, depth, dtype=dtype), normal(rng, width, depth, dtype=dtype)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(weight.T)
+    size = np.abs(x).astype(np.float64) @ np.abs(weight.T).astype(np.float64)
     assert np.max(np.abs(jax.jit(few_rows.matmul_transposed)(x, weight) - exact) / size) < depth * 2**-24
+
+
+@pytest.mark.parametrize(("x", "weight"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_products_of_two_dtypes(x, weight):
+    rng = np.random.default_rng(6)
+    x, weight = normal(rng, 3, 48, dtype=x), normal(rng, 48, 70, dtype=weight)
+    wide = x.astype(np.float32), weight.astype(np.float32)
+    np.testing.assert_array_equal(few_rows.matmul(x, weight), few_rows.matmul(*wide))
+    transposed = few_rows.matmul_transposed(x, np.ascontiguousarray(weight.T))
+    np.testing.assert_array_equal(transposed, few_rows.matmul_transposed(wide[0], np.ascontiguousarray(wide[1].T)))
 
 
 @pytest.mark.parametrize(
     ("product", "shape"), [(few_rows.matmul, (320, 1030)), (few_rows.matmul_transposed, (1031, 320))]
 )
-def test_rows_are_independent(product, shape):
+@DTYPES
+def test_rows_are_independent(product, shape, dtype):
     rng = np.random.default_rng(0)
-    x, weight = normal(rng, 13, 320), normal(rng, *shape)
+    x, weight = normal(rng, 13, 320, dtype=dtype), normal(rng, *shape, dtype=dtype)
     together = np.asarray(product(x, weight))
     for rows in (1, 2, 7, 8, 9):
         np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
@@ -53,25 +74,30 @@ def test_rows_are_independent(product, shape):
 
 @pytest.mark.parametrize("width", [576, 37, 5])
 @pytest.mark.parametrize("summand", [True, False])
-def test_norms_equal_numpy_and_rows_are_independent(width, summand):
+@DTYPES
+def test_norms_equal_numpy_and_rows_are_independent(width, summand, dtype):
     rng = np.random.default_rng(width)
-    x, scale = normal(rng, 13, width), normal(rng, width)
-    added = normal(rng, 13, width) if summand else None
+    x, scale = normal(rng, 13, width, dtype=dtype), normal(rng, width, dtype=dtype)
+    added = normal(rng, 13, width, dtype=dtype) if summand else None
     norm = jax.jit(lambda x, added: backend.add_norm(x, added, scale, 1e-5))
+    assert "hydrajax_add_norm" in norm.lower(x, added).as_text()
     total, normed = norm(x, added)
-    exact = x.astype(np.float64) + (added if summand else 0)
-    np.testing.assert_allclose(total, exact, rtol=1e-6, atol=1e-6)
-    expected = exact / np.sqrt(np.mean(exact**2, axis=-1, keepdims=True) + 1e-5) * scale
-    np.testing.assert_allclose(normed, expected, rtol=2e-6, atol=1e-6)
+    rounding = BFLOAT16 if dtype == "bfloat16" else 0
+    exact = x.astype(np.float64) + (added.astype(np.float64) if summand else 0)
+    np.testing.assert_allclose(np.asarray(total, np.float64), exact, rtol=1e-6 + rounding, atol=1e-6)
+    exact = np.asarray(total, np.float64)
+    expected = exact / np.sqrt(np.mean(exact**2, axis=-1, keepdims=True) + 1e-5) * scale.astype(np.float64)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=2e-6 + rounding, atol=1e-6)
     for row in range(3):
         alone = norm(x[row], None if added is None else added[row])
         np.testing.assert_array_equal(alone[1], normed[row])
 
 
-def test_nan_stays_in_its_row():
-    x, weight = np.ones((3, 40), np.float32), np.ones((40, 64), np.float32)
+@DTYPES
+def test_nan_stays_in_its_row(dtype):
+    x, weight = np.ones((3, 40), dtype), np.ones((40, 64), dtype)
     x[1, 5] = np.nan
-    out = np.asarray(few_rows.matmul(x, weight))
+    out = np.asarray(few_rows.matmul(x, weight, jnp.dtype(dtype)), np.float32)
     assert np.isnan(out[1]).all()
     assert (out[[0, 2]] == 40).all()
 
@@ -87,7 +113,7 @@ SHAPES = [  # batch, heads, key-value heads, tokens, slots, head_dim
 ]
 
 
-def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
+def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool, dtype=jnp.float32):
     """Return a block with a causal mask and a cache in which each sequence fills a different number of slots."""
     lengths = rng.integers(0, slots + 1, batch)
     lengths[0] = slots
@@ -95,7 +121,7 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool):
     if window:
         visible = visible & (np.arange(slots) >= np.arange(tokens)[:, None])
     shapes = (batch, kv_heads, tokens, head_dim), (batch, kv_heads, slots, head_dim)
-    block, cache = ((normal(rng, *shape), normal(rng, *shape)) for shape in shapes)
+    block, cache = ([normal(rng, *shape, dtype=dtype) for _ in range(2)] for shape in shapes)
     return [KVSegment(*block, np.asarray(attention.causal_mask(tokens))), KVSegment(*cache, visible)]
 
 
@@ -110,7 +136,7 @@ def exact_attention(queries, parts):
     )
     masks = [part.visible[None] if part.visible.ndim == 2 else part.visible[:, 0, 0] for part in parts]
     visible = np.concatenate([np.broadcast_to(m, (batch, tokens, m.shape[-1])) for m in masks], axis=-1)[:, None]
-    scores = np.where(visible, queries @ keys.swapaxes(2, 3) / np.sqrt(head_dim), -np.inf)
+    scores = np.where(visible, queries.astype(np.float64) @ keys.swapaxes(2, 3) / np.sqrt(head_dim), -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     out = weights @ values / weights.sum(axis=-1, keepdims=True)
     return out.swapaxes(1, 2).reshape(batch, tokens, -1)
@@ -118,14 +144,18 @@ def exact_attention(queries, parts):
 
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_equals_numpy(shape, window):
+@DTYPES
+def test_attention_equals_numpy(shape, window, dtype):
     batch, heads, kv_heads, tokens, slots, head_dim = shape
     rng = np.random.default_rng(sum(shape))
-    parts = parts_of(rng, batch, kv_heads, tokens, slots, head_dim, window=window)
-    queries = 3 * normal(rng, batch, heads, tokens, head_dim)
+    parts = parts_of(rng, batch, kv_heads, tokens, slots, head_dim, window=window, dtype=dtype)
+    queries = (3 * normal(rng, batch, heads, tokens, head_dim)).astype(dtype)
     attend = jax.jit(lambda queries: attention.attend(queries, parts))
     assert "hydrajax_attend" in attend.lower(queries).as_text()
-    np.testing.assert_allclose(attend(queries), exact_attention(queries, parts), atol=1e-5)
+    found, rounding = attend(queries), BFLOAT16 if dtype == "bfloat16" else 0
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact_attention(queries, parts), atol=1e-5, rtol=1e-7 + rounding
+    )
 
 
 def test_invisible_slots_are_not_read():
@@ -145,6 +175,22 @@ def test_a_query_without_visible_keys_gives_finite_numbers():
     queries = normal(rng, 1, 2, 3, 16)
     part = KVSegment(normal(rng, 1, 2, 5, 16), normal(rng, 1, 2, 5, 16), np.zeros((3, 5), bool))
     assert np.isfinite(attention.attend(queries, [part])).all()
+
+
+@pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
+def test_gradients_of_bfloat16_products_are_rounded_once(product):
+    rng = np.random.default_rng(7)
+    x, slope = normal(rng, 5, 32, dtype="bfloat16"), normal(rng, 5, 32, dtype="bfloat16")
+    weight = normal(rng, 32, 32, dtype="bfloat16")
+    out, gradient = jax.vjp(lambda x, weight: product(x, weight, jnp.bfloat16), x, weight)
+    wide_x, wide_weight, wide_slope = (array.astype(np.float64) for array in (x, weight, slope))
+    if product is backend.matmul_transposed:
+        expected = wide_x @ wide_weight.T, wide_slope @ wide_weight, wide_slope.T @ wide_x
+    else:
+        expected = wide_x @ wide_weight, wide_slope @ wide_weight.T, wide_x.T @ wide_slope
+    for found, exact in zip((out, *gradient(slope)), expected, strict=True):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=BFLOAT16, atol=1e-5)
 
 
 def test_gradients_equal_those_of_the_plain_operations():
@@ -179,7 +225,7 @@ def test_vmap():
         (2, "float32", True),
         (64, "float32", True),
         (65, "float32", False),
-        (8, "bfloat16", False),
+        (8, "bfloat16", True),
     ],
 )
 def test_shapes_that_use_the_kernels(rows, dtype, taken):
