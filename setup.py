@@ -15,7 +15,7 @@ kernels = (
             depends=["hydrajax/models/kernels/cpu_kernels.h"],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
             language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-Wno-psabi"],
+            extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],
             optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
         )
     ]
