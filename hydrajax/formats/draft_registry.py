@@ -82,7 +82,7 @@ KINDS = {
     "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES, BlockSettings(5, 16)),
     "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES, BlockSettings(5, 16)),
     "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES, DSparkSettings(5, 7, markov_rank=256)),
-    "peagle": DrafterKind("P-EAGLE", PEagle, peagle_format.FILES, BlockSettings(4, 8)),
+    "p-eagle": DrafterKind("P-EAGLE", PEagle, peagle_format.FILES, BlockSettings(4, 8)),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}
