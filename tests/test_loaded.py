@@ -66,7 +66,7 @@ def test_heads_with_lookup_by_name(m):
     refused(lambda: hydrajax.load("shipped", "lookup+./nowhere"), "draft: no such directory: ./nowhere")
     refused(
         lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
-        "draft_confidence: requires a draft model, got Hydra",
+        "draft_confidence: requires a draft model or DSpark with a confidence head, got Hydra",
     )
 
 

@@ -159,10 +159,15 @@ def _from_json(kind: type, found: dict, name: str = "", **others) -> Any:
     """Inverse of `_to_json` for a dataclass, the setting ``name``. others: fields that are not in the file."""
     kinds = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)} - others.keys()
+    may_be_empty = {field.name for field in dataclasses.fields(kind) if field.default == ()}
     if unknown := found.keys() - names:
         raise ValueError(f"{name or kind.__name__}: got unknown fields {', '.join(sorted(map(str, unknown)))}")
     where = f" of {name}" if name else ""
-    return kind(**{field: _value(value, kinds[field], f"{field}{where}") for field, value in found.items()}, **others)
+    read = {
+        field: () if value == [] and field in may_be_empty else _value(value, kinds[field], f"{field}{where}")
+        for field, value in found.items()
+    }
+    return kind(**read, **others)
 
 
 def _value(value: Any, kind: Any, name: str) -> Any:
@@ -172,9 +177,9 @@ def _value(value: Any, kind: Any, name: str) -> Any:
             return None
         kind = choices[0]
     if kind is Vocabulary or typing.get_origin(kind) is tuple:
-        if not isinstance(value, list) or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
+        if not isinstance(value, list) or not value or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
             raise ValueError(f"{name}: expected a list of numbers below 2**31")
-        return Vocabulary(value) if kind is Vocabulary else tuple(value)  # an empty vocabulary is refused there
+        return Vocabulary(value) if kind is Vocabulary else tuple(value)
     if dataclasses.is_dataclass(kind):
         found = dict(value)
         if kind is LmHead:  # no field may be missing; in a `LlamaConfig` of an older version some are

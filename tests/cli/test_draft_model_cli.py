@@ -76,7 +76,9 @@ def test_mistakes_end_in_one_line(program, base, draft, prompts, llama_checkpoin
         f"--draft: {wordless}: vocab_size: got 304, expected the base's 320; ": (*common, wordless),
         "--tree: got a depth of 17, expected at most the 16 tokens": (*common, draft, "--tree", "chain-17"),
         "--draft-confidence: got 1.5, expected at least 0": (*common, draft, "--draft-confidence", "1.5"),
-        "--draft-confidence: requires a draft model, got Lookup": (*common, "lookup", "--draft-confidence", "0.5"),
+        "--draft-confidence: requires a draft model or DSpark with a confidence head, got Lookup": (
+            *common, "lookup", "--draft-confidence", "0.5",
+        ),
         "--how: got 'chains', which needs a draft model; the draft is Lookup": (
             "tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts, "--how", "chains", "--output",
             tmp_path / "tree.json"),

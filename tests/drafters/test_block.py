@@ -86,11 +86,11 @@ def test_blocks_equal_numpy(made, kind):
     ("kind", "tree"),
     [
         ("windows", "best-9"),
-        ("jetspec", "fanout-9-3"),
+        pytest.param("jetspec", "fanout-9-3", marks=pytest.mark.slow),
         ("jetspec", "fanout-30-2"),  # more nodes than `DynamicTree` has candidates
         ("dspark", "dynamic-8-2-3"),
-        ("dspark", "best-8"),
-        ("some words", "best-9"),
+        pytest.param("dspark", "best-8", marks=pytest.mark.slow),
+        pytest.param("some words", "best-9", marks=pytest.mark.slow),
     ],
 )
 def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):

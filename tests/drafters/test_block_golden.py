@@ -39,7 +39,9 @@ def near(ours, recorded) -> None:
     np.testing.assert_allclose(as_recorded(np.asarray(ours), recorded), recorded, atol=TOLERANCE, rtol=0)
 
 
-CHAINS = [("dflash_a", "greedy"), ("dspark_a", "greedy"), ("dsdflash_a", "greedy"), ("jetspec_a", "greedy_chain")]
+CHAINS = [
+    ("dflash_a", "greedy"), ("dspark_a", "greedy"), slow("dsdflash_a", "greedy"), slow("jetspec_a", "greedy_chain"),
+]  # fmt: skip
 
 
 def steps_of(loaded, tree, record):
@@ -102,8 +104,8 @@ def test_confidence_cuts_the_chain(parallel):
 TREES = [
     ("ddtree_a", "greedy_b8", "best-9"),
     slow("ddtree_a", "greedy_b16", "best-17"),
-    ("ddtree_a", "greedy_b32", "best-33"),
-    ("ddtree_ds_a", "greedy_b16", "best-17"),
+    slow("ddtree_a", "greedy_b32", "best-33"),
+    slow("ddtree_ds_a", "greedy_b16", "best-17"),
     slow("ddtree_ds_a", "greedy_b8", "best-9"),
     slow("ddtree_ds_a", "greedy_b32", "best-33"),
     slow("jetspec_a", "greedy_b8_w3", "fanout-8-3"),
@@ -220,10 +222,10 @@ def test_teacher_forced(parallel, name):
     ("name", "file", "tree"),
     [
         ("dflash_a", "eos", "chain-7"),
-        ("dspark_a", "eos", "chain-8"),
+        slow("dspark_a", "eos", "chain-8"),
         slow("dsdflash_a", "eos", "chain-8"),
         slow("ddtree_a", "eos_b16", "best-17"),
-        ("jetspec_a", "eos_b16_w4", "fanout-16-4"),
+        slow("jetspec_a", "eos_b16_w4", "fanout-16-4"),
     ],
 )
 def test_end_of_sequence(parallel, name, file, tree):

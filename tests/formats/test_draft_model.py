@@ -162,8 +162,14 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
     assert [one.output_ids for one in found] == [one.output_ids for one in without]
     for settings, message in (
         ({"draft_confidence": 1.0}, "draft_confidence: got 1.0, expected at least 0 and less than 1"),
-        ({"draft_confidence": 0.5, "draft": "lookup"}, "draft_confidence: requires a draft model, got Lookup"),
-        ({"draft_confidence": 0.5, "draft": None}, "draft_confidence: requires a draft model, got no draft"),
+        (
+            {"draft_confidence": 0.5, "draft": "lookup"},
+            "draft_confidence: requires a draft model or DSpark with a confidence head, got Lookup",
+        ),
+        (
+            {"draft_confidence": 0.5, "draft": None},
+            "draft_confidence: requires a draft model or DSpark with a confidence head, got no draft",
+        ),
         (
             {"placement": Placement(shard_draft=True), "draft": "lookup"},
             "shard_draft: requires a draft model, got Lookup",

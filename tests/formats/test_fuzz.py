@@ -88,19 +88,7 @@ def try_at_random(formats: Path, name: str, tmp_path: Path, cases: range) -> Non
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.quick(
-    "qwen3",
-    "bin",
-    "shards",
-    "native_eagle3",
-    "speculators",
-    "dflash",
-    "peagle",
-    "native_dspark",
-    "vllm",
-    "hydra_pt",
-    "medusa_2",
-)
+@pytest.mark.quick("qwen3", "bin", "shards", "native_eagle3", "speculators", "deepspec", "vllm", "hydra_pt", "medusa_2")
 def test_random_damage(formats, tmp_path, name):
     try_at_random(formats, name, tmp_path, range(DEFAULT))
 

@@ -27,7 +27,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
 def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     kind, base, settings, program, config_file, tmp_path, monkeypatch
 ):

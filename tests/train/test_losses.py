@@ -303,7 +303,10 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
         ({"noise_alpha": float("nan")}, "objective.noise_alpha: got nan, expected a finite number of at least 0"),
         ({"head_decay": float("inf")}, "objective.head_decay: got inf, expected a finite number of at least 0"),
         ({"chunk_tokens": 0}, "objective.chunk_tokens: got 0, expected at least 1"),
-        ({"teacher_weight": 0.0}, "objective: set at least one of lm_weight, teacher_weight and reconstruction_weight"),
+        (
+            {"teacher_weight": 0.0},
+            "objective: set at least one of lm_weight, teacher_weight, reconstruction_weight and distance_weight",
+        ),
     ],
 )
 def test_bad_objectives_are_refused(settings, message):
