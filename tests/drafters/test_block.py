@@ -103,6 +103,7 @@ def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):
     np.testing.assert_array_equal(drafted.tokens, expected.tokens)
 
 
+@pytest.mark.slow
 def test_a_branch_of_lookup(made):
     """Text that repeats itself, so that lookup finds branches, also next to nodes without a guess."""
     model, base, drafter, params = made("jetspec")
@@ -158,6 +159,7 @@ def test_q_is_what_children_are_drawn_from(made, kind):
     assert np.allclose(log_q[0, 1], log_q[0, 2]) == (kind == "dflash")
 
 
+@pytest.mark.slow
 def test_an_impossible_threshold_leaves_the_root_alone(made):
     model, base, _, _ = made("dspark")
     drafter = dataclasses.replace(

@@ -121,7 +121,7 @@ def test_guesses_equal_torch(drafted):
             np.testing.assert_allclose(slots[row], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("tree", ["best-9", "chain-4"])
+@pytest.mark.parametrize("tree", ["best-9", pytest.param("chain-4", marks=pytest.mark.slow)])
 def test_output_is_unchanged(drafted, tree):
     _, _, drafter, params, model, base = drafted
     tokens, lengths = np.random.default_rng(5).integers(0, 61, (3, 9), dtype=np.int32), np.array([9, 4, 7], np.int32)

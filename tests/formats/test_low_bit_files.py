@@ -175,6 +175,7 @@ def test_quantised_again(quantised, plain, tmp_path, quantize):
     assert fingerprint(directory) == fingerprint(floats)
 
 
+@pytest.mark.slow
 def test_a_draft_does_not_change_the_text(quantised):
     directory, _ = quantised("gptq_act_order")
     alone, drafted = (hydrajax.load(directory, draft, dtype="float32") for draft in (None, "lookup"))

@@ -34,7 +34,7 @@ def recorded_batch(folder, which: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", ["all", "masked"])
+@pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "masked"])
 def test_losses_and_gradients_are_the_official_ones(parallel, name, which):
     objective, field = CASES[name]
     need(parallel / f"{name}_a" / "losses.npz")
