@@ -11,8 +11,8 @@ kernels = (
     [
         Extension(
             "hydrajax.models.kernels._few_rows",
-            sources=["hydrajax/models/kernels/few_rows.cc", "hydrajax/models/kernels/few_bits.cc"],
-            depends=["hydrajax/models/kernels/cpu_kernels.h"],
+            sources=[f"hydrajax/models/kernels/{name}.cc" for name in ("few_rows", "few_bits", "append_rows")],
+            depends=["hydrajax/models/kernels/amx.h", "hydrajax/models/kernels/cpu_kernels.h"],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],

@@ -158,6 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
     parser.add_argument("--base", default="smollm2", help="default %(default)s")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
 
 
@@ -165,14 +166,14 @@ def run(args: argparse.Namespace) -> None:
     if args.length < 1 or args.length % CHUNK:
         raise HydrajaxError(f"length: got {args.length}, expected a multiple of {CHUNK}")
     keep_freed_memory()
-    loaded = hydrajax.load(args.base)
+    loaded = hydrajax.load(args.base, dtype=jnp.dtype(args.dtype))
     if not getattr(loaded.tokenizer, "chat_template", None):
         raise HydrajaxError("base: got a base without a chat template, expected a chat model")
     turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id
     start, advance = make_writer(loaded.model, turns, eos, args.batch_size)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(args.output)
-    settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "seed")}
+    settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "dtype", "seed")}
     keep_settings(
         args.output.with_name(f"{args.output.name}.settings.json"),
         settings,

@@ -25,6 +25,7 @@ from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
 from hydrajax.drafters.settings import vocabulary_of
+from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, causal_mask, rope_table
 from hydrajax.models.cache import Block, KVCache, append, init_cache
@@ -73,7 +74,7 @@ class PEagleNetwork(nn.Module):
 
     def embed(self, tokens, base_embed):
         """Return the embeddings of tokens."""
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip") if self.own_embedding else base_embed(tokens)
+        return backend.take_rows(self.embedding, tokens) if self.own_embedding else base_embed(tokens)
 
     def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         """Return what rows of the text read of the base's hidden states."""

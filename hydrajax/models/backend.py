@@ -125,12 +125,17 @@ _rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
 def few_rows(rows: int, *dtypes) -> bool:
     """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows and these dtypes.
 
-    One device only: XLA cannot partition a custom kernel. 1.1B parameters in bfloat16, one thread of an Intel Xeon with
+    1.1B parameters in bfloat16, one thread of an Intel Xeon with
     AVX-512: XLA, which widens each weight in memory, takes 603 ms for a token and 1,100 for a verify of 8 nodes, the
     kernels 161 and 239 (float32: 278 and 328).
     """
     small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
-    return small and _on_cpu() and platform().devices == 1 and kernels.available()
+    return small and has_cpu_kernels()
+
+
+def has_cpu_kernels() -> bool:
+    """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
+    return _on_cpu() and platform().devices == 1 and kernels.available()
 
 
 def has_few_bits() -> bool:
@@ -277,6 +282,26 @@ def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], d
     return out.reshape(*x.shape[:-1], -1)
 
 
+def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Return rows of an embedding; indices outside it are clipped.
+
+    XLA's CPU gather from bfloat16 first widens the whole table.
+    """
+
+    def plain(table, index):
+        return jnp.take(table, index, axis=0, mode="clip")
+
+    @kernels.with_gradient_of(plain)
+    def copied(table, index):
+        rows = jnp.clip(index.reshape(1, -1), 0, len(table) - 1)
+        room = jnp.zeros((1, 1, rows.size, table.shape[1]), table.dtype)
+        (out,) = kernels.append_rows([room], [table[None, None]], rows, jnp.zeros(1, jnp.int32))
+        return out.reshape(*index.shape, table.shape[1])
+
+    few_bits = table.dtype == jnp.bfloat16 and index.size
+    return (copied if few_bits and has_cpu_kernels() else plain)(table, index)
+
+
 def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype) -> Float[Array, "rows F"]:
     """Apply `contract` to rows of ``x``.
 
@@ -320,12 +345,14 @@ def append_rows(
     """
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
+    every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
     if few and has_triton():
         from hydrajax.models.kernels import append_rows as append_kernel
 
         if append_kernel.fits(head_dim):
-            every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
             return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
+    if has_cpu_kernels():
+        return kernels.append_rows(caches, blocks, every if index is None else index, starts)
     if index is not None:  # by a gather: see openxla/xla#49176
         at = index[:, None, :, None]
         blocks = [jnp.take_along_axis(block, at, axis=2) for block in blocks]

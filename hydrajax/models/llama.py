@@ -77,7 +77,7 @@ class Llama(nn.Module):
         """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
         if isinstance(self.embedding, Int8Tiles):
             return self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
-        return jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        return backend.take_rows(self.embedding, tokens)
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None

@@ -57,3 +57,19 @@ def test_a_single_row_is_doubled_on_a_gpu(product):
         wide = np.asarray(weight, np.float64)
         exact = np.asarray(x, np.float64) @ (wide.T if product is backend.matmul_transposed else wide)
         np.testing.assert_allclose(found, exact, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_an_embedding_are_clipped_and_have_a_gradient(dtype):
+    table = jnp.arange(7 * 16, dtype=dtype).reshape(7, 16) / 8
+    index = np.array([[3, -1], [6, 900]])
+    rows, gradient = jax.vjp(lambda table: backend.take_rows(table, index), table)
+    np.testing.assert_array_equal(rows, np.asarray(table)[[[3, 0], [6, 6]]])
+    np.testing.assert_array_equal(gradient(jnp.ones_like(rows))[0].astype(np.float32)[:, 0], [1, 0, 0, 1, 0, 0, 2])
+    assert backend.take_rows(table, np.zeros((2, 0), np.int32)).shape == (2, 0, 16)
+
+
+@pytest.mark.skipif(not backend.has_cpu_kernels(), reason="the CPU kernels were not built, or several devices")
+def test_a_bfloat16_embedding_is_not_widened():
+    table = jnp.zeros((300, 32), jnp.bfloat16)
+    assert "f32[300,32]" not in jax.jit(backend.take_rows).lower(table, np.arange(5)).compile().as_text()

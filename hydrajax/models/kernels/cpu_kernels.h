@@ -58,7 +58,7 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
   }
 }
 
-enum Room { kOfWork, kOfX };
+enum Room { kOfWork, kOfX, kOfTiles };
 
 // Aligned scratch space for n floats, reused by a thread; each room has its own.
 template <Room = kOfWork>

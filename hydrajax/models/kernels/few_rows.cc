@@ -7,7 +7,8 @@
 // Each output is summed in one order, independent of the number of rows and threads, so a row's result is the same to the
 // last bit in a tree of any size.
 //
-// Numbers are float32 or bfloat16. bfloat16 is widened in registers, which is exact, and all sums are in float32.
+// Numbers are float32 or bfloat16. bfloat16 is widened in registers, which is exact, and all sums are in float32. Where the
+// CPU has AMX, it multiplies bfloat16 by bfloat16 (amx.h).
 
 #include <algorithm>
 #include <cmath>
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <vector>
 
+#include "amx.h"
 #include "cpu_kernels.h"
 
 namespace {
@@ -195,25 +197,79 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
   }
 }
 
-// Copies the sums of `ProductOfColumns` to rows of out.
+// Copies sums to rows of out. They hold `side` columns of a row side by side, then those of the next of `room` rows.
 template <typename Out>
 FOR_EVERY_CPU
-void StoreColumns(const float* sums, Out* out, int64_t rows, int64_t width, int64_t begin, int64_t end) {
-  for (int64_t column = begin; column + kColumns <= end; column += kColumns) {
-    for (int64_t row = 0; row < rows; ++row, sums += kColumns) {
-      for (int64_t c = 0; c < kColumns; c += kLanes) {
+void StoreColumns(const float* sums, int64_t side, int64_t room, Out* out, int64_t rows, int64_t width, int64_t begin,
+                  int64_t end) {
+  for (int64_t column = begin; column < end; column += side, sums += room * side) {
+    const int64_t n = std::min(side, end - column);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t c = 0; c < n; c += kLanes) {
         Lanes numbers;
-        Load(numbers, sums + c);
+        Load(numbers, sums + row * side + c);
         Store(out + row * width + column + c, numbers);
       }
     }
   }
 }
 
+#ifdef HYDRAJAX_AMX
+
+// Whether tiles multiply x by a weight: always for all rows, so that the order of sums does not depend on their number.
+bool InTiles(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight) {
+  return x.element_type() == ffi::BF16 && weight.element_type() == ffi::BF16 &&
+         x.dimensions()[1] % amx::kDepth == 0 && amx::Available();
+}
+
+// The numbers of x, and rows of zeros up to `room`.
+const uint16_t* WithRoom(const ffi::AnyBuffer& x, int64_t room) {
+  const uint16_t* numbers = x.reinterpret_data<uint16_t>();
+  const int64_t n = static_cast<int64_t>(x.element_count()), all = room * x.dimensions()[1];
+  if (n == all) return numbers;
+  uint16_t* copy = reinterpret_cast<uint16_t*>(Scratch<kOfX>(all / 2));
+  std::memcpy(copy, numbers, 2 * n);
+  std::memset(copy + n, 0, 2 * (all - n));
+  return copy;
+}
+
+// Rows in tiles: fewer than 16, or a multiple of it.
+int64_t RoomInTiles(int64_t rows) { return rows < amx::kRows ? rows : (rows + amx::kRows - 1) / amx::kRows * amx::kRows; }
+
+void MatmulInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, ffi::AnyBuffer& out) {
+  constexpr int64_t kTile = 16;
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
+  const int64_t room = RoomInTiles(rows), units = std::max<int64_t>(1, width / kTile), bytes = weight.size_bytes();
+  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+  uint16_t* xs = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(room * depth / 2));
+  amx::PackRows(WithRoom(x, room), room, depth, xs);
+  const BFloat16* w = weight.reinterpret_data<BFloat16>();
+  InParallel(pool, shares, [&](int64_t i) {
+    const int64_t begin = units * i / shares * kTile, end = units * (i + 1) / shares * kTile;
+    const int64_t tiles_end = std::min(end, width / kTile * kTile);
+    float* sums = Scratch(room * (end - begin + amx::kColumns));
+    amx::ProductOfColumns(xs, &w->bits, room, depth, width, begin, tiles_end, sums);
+    WithNumbers(out, [&](auto* to) {
+      StoreColumns(sums, amx::kColumns, room, to, rows, width, begin, tiles_end);
+      if (i + 1 < shares || tiles_end == width) return;
+      const float* wide = Widened(x);
+      ProductOfLastColumns(wide, w, to, rows, depth, width, tiles_end, width);
+    });
+  });
+}
+
+#endif
+
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
   if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || !IsNumbers(*out, 2) || weight.dimensions()[0] != x.dimensions()[1]) {
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
+#ifdef HYDRAJAX_AMX
+  if (InTiles(x, weight)) {
+    MatmulInTiles(pool, x, weight, *out);
+    return ffi::Error::Success();
+  }
+#endif
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
   // A share is a multiple of 32 columns and at least 64 kB of weights, below which waking a thread costs more.
   const int64_t units = std::max<int64_t>(1, width / kColumns), bytes = weight.size_bytes();
@@ -226,8 +282,9 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
     WithNumbers(weight, [&](const auto* w) {
       ProductOfColumns(xs, w, rows, depth, width, begin, end, sums);
       WithNumbers(*out, [&](auto* to) {
-        StoreColumns(sums, to, rows, width, begin, end);
-        ProductOfLastColumns(xs, w, to, rows, depth, width, end - (end - begin) % kColumns, end);
+        const int64_t vectors = end - (end - begin) % kColumns;
+        StoreColumns(sums, kColumns, rows, to, rows, width, begin, vectors);
+        ProductOfLastColumns(xs, w, to, rows, depth, width, vectors, end);
       });
     });
   });
@@ -292,6 +349,27 @@ void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, 
   }
 }
 
+#ifdef HYDRAJAX_AMX
+
+void MatmulTransposedInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
+                             int64_t shares, float* out) {
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
+  const int64_t room = RoomInTiles(rows), step = std::min<int64_t>(room, amx::kRows), groups = room / step;
+  const int64_t units = width / amx::kRows;
+  const uint16_t* w = weight.reinterpret_data<uint16_t>();
+  uint16_t* packed = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(depth / amx::kDepth * groups * amx::kTile / 2));
+  amx::PackTransposed(WithRoom(x, room), room, depth, step, packed);
+  InParallel(pool, shares, [&](int64_t i) {
+    const int64_t begin = units * i / shares * amx::kRows, end = units * (i + 1) / shares * amx::kRows;
+    amx::ProductWithRows(packed, w, rows, groups, step, depth, width, begin, end, out);
+    if (i + 1 == shares && end < width) {
+      ProductWithRows(Widened(x), weight.reinterpret_data<BFloat16>(), out, rows, depth, width, end, width);
+    }
+  });
+}
+
+#endif
+
 ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                             ffi::Result<ffi::Buffer<ffi::F32, 2>> out) {
   if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || weight.dimensions()[1] != x.dimensions()[1]) {
@@ -300,6 +378,12 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
   const int64_t bytes = weight.size_bytes();
   const int64_t shares = std::max<int64_t>(1, std::min(pool.num_threads(), bytes / (64 << 10)));
+#ifdef HYDRAJAX_AMX
+  if (InTiles(x, weight)) {
+    MatmulTransposedInTiles(pool, x, weight, shares, out->typed_data());
+    return ffi::Error::Success();
+  }
+#endif
   const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = width * i / shares, end = width * (i + 1) / shares;

@@ -31,13 +31,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from hydrajax.models.arrays import Array, DType
 
@@ -51,6 +51,7 @@ TARGETS = (
     "hydrajax_attend",
     "hydrajax_add_norm",
     "hydrajax_matmul_few_bits",
+    "hydrajax_append_rows",
 )
 
 
@@ -138,6 +139,22 @@ def attend(
         return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
 
     return kernel(queries, parts)
+
+
+def append_rows(
+    caches: Sequence[Float[Array, "B kv S H"]],
+    blocks: Sequence[Float[Array, "B kv T H"]],
+    index: Int[Array, "B R"],
+    starts: Int[Array, " B"],
+) -> Sequence[Float[Array, "B kv S H"]]:
+    """Write token ``index[b, r]`` of each block into slot ``starts[b] + r`` of ``caches``, in place."""
+    call = jax.ffi.ffi_call(
+        "hydrajax_append_rows",
+        tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches),
+        vmap_method="sequential",
+        input_output_aliases={2 + i: i for i in range(len(caches))},
+    )
+    return call(index.astype(jnp.int32), starts.astype(jnp.int32), *caches, *blocks)
 
 
 def _without_heads(visible: Array) -> Array:

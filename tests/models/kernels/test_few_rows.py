@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
-@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320)])
+@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320), (96, 113)])
 @DTYPES
 def test_products_equal_numpy(rows, depth, width, dtype):
     rng = np.random.default_rng(rows * depth + width)
@@ -40,7 +44,7 @@ def test_products_equal_numpy(rows, depth, width, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
-@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65)])
+@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (96, 113)])
 @DTYPES
 def test_products_with_transposed_weights_equal_numpy(rows, depth, width, dtype):
     rng = np.random.default_rng(rows * depth + width)
@@ -66,10 +70,19 @@ def test_products_of_two_dtypes(x, weight):
 @DTYPES
 def test_rows_are_independent(product, shape, dtype):
     rng = np.random.default_rng(0)
-    x, weight = normal(rng, 13, 320, dtype=dtype), normal(rng, *shape, dtype=dtype)
+    x, weight = normal(rng, 35, 320, dtype=dtype), normal(rng, *shape, dtype=dtype)
     together = np.asarray(product(x, weight))
-    for rows in (1, 2, 7, 8, 9):
+    for rows in (1, 2, 7, 8, 9, 15, 16, 17, 33):
         np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
+
+
+def test_the_code_for_every_cpu_gives_the_same():
+    """The choice of instructions is made once in a process. With AMX the tests of bfloat16 above are of its code."""
+    env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1"}
+    chosen = "(products or independent) and bfloat16 and (320 or 96)"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("width", [576, 37, 5])

@@ -1,0 +1,67 @@
+// Writes the accepted tokens' keys and values of all layers into their caches, in place.
+//
+// XLA's CPU writes into a bfloat16 array by converting the whole of it to float32 and back, in every step, and into the
+// rows of a batch by a scatter. few_rows.py has measurements.
+
+#include <cstring>
+#include <vector>
+
+#include "cpu_kernels.h"
+
+namespace {
+
+using Index = ffi::Buffer<ffi::S32, 2>;
+using Starts = ffi::Buffer<ffi::S32, 1>;
+
+struct Written {
+  const char* block;  // [B, kv, T, H]
+  char* cache;        // [B, kv, S, H]
+};
+
+// Token index[b, r] of each block goes to slot starts[b] + r of its cache. `rest` holds the n caches, which are the results,
+// and then n blocks.
+ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::RemainingArgs rest,
+                      ffi::RemainingRets results) {
+  const size_t n = results.size();
+  if (n == 0 || rest.size() != 2 * n) return ffi::Error::InvalidArgument("append_rows: caches and blocks do not fit");
+  std::vector<Written> arrays;
+  ffi::AnyBuffer::Dimensions shape, fed;
+  int64_t row_bytes = 0;
+  for (size_t i = 0; i < n; ++i) {
+    auto cache = results.get<ffi::AnyBuffer>(i);
+    const auto old = rest.get<ffi::AnyBuffer>(i), block = rest.get<ffi::AnyBuffer>(n + i);
+    if (!cache || !old || !block) return ffi::Error::InvalidArgument("append_rows: an array is not as declared");
+    shape = (*cache)->dimensions(), fed = block->dimensions();
+    if ((*cache)->untyped_data() != old->untyped_data()) {  // XLA could not give the cache away
+      std::memcpy((*cache)->untyped_data(), old->untyped_data(), old->size_bytes());
+    }
+    arrays.push_back({static_cast<char*>(block->untyped_data()), static_cast<char*>((*cache)->untyped_data())});
+    row_bytes = static_cast<int64_t>(block->size_bytes() / block->element_count()) * fed[3];
+  }
+  const int64_t batch = shape[0], heads = shape[1], slots = shape[2], tokens = fed[2], rows = index.dimensions()[1];
+  if (rows > slots) return ffi::Error::InvalidArgument("append_rows: more rows than slots");
+  const int64_t bytes = batch * heads * rows * row_bytes, all = bytes * static_cast<int64_t>(n);
+  const int64_t shares = std::max<int64_t>(1, std::min<int64_t>({static_cast<int64_t>(n), pool.num_threads(), all >> 16}));
+  InParallel(pool, shares, [&](int64_t share) {
+    for (size_t i = n * share / shares; i < n * (share + 1) / shares; ++i) {
+      for (int64_t b = 0; b < batch; ++b) {
+        // As XLA does, move a write that does not fit.
+        const int64_t start = std::max<int64_t>(0, std::min<int64_t>(starts.typed_data()[b], slots - rows));
+        for (int64_t head = b * heads; head < (b + 1) * heads; ++head) {
+          for (int64_t r = 0; r < rows; ++r) {
+            const int64_t token = index.typed_data()[b * rows + r];
+            std::memcpy(arrays[i].cache + (head * slots + start + r) * row_bytes,
+                        arrays[i].block + (head * tokens + token) * row_bytes, row_bytes);
+          }
+        }
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hydrajax_append_rows, AppendRows,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Index>().Arg<Starts>().RemainingArgs().RemainingRets());
