@@ -278,6 +278,11 @@ class TrainConfig:
         if self.scratch:
             check_length(self, self.scratch)
 
+    @property
+    def precision(self) -> str | None:
+        """The setting of `jax.default_matmul_precision`; None: JAX's own."""
+        return None if self.matmul_precision == "default" else self.matmul_precision
+
     def _check_task(self):
         """Refuse settings that the task needs or cannot use."""
         unused = {"quantize": self.quantize} if self.task == "base" else {}

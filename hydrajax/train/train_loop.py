@@ -106,8 +106,9 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     optimizer = optimizer_of(config, steps)
     schedules = learning_rates(config, steps)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    precision = None if config.matmul_precision == "default" else config.matmul_precision
-    step_fn = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings, precision)
+    step_fn = make_train_step(
+        task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings, config.precision
+    )
     rng = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(config.seed)
     place = batch_placer(mesh)
     content = digest(*rows)  # the files may have changed since the run began

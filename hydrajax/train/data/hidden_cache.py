@@ -31,7 +31,7 @@ from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.run_config import TrainConfig
 from hydrajax.train.train_step import batch_sharding
 
-VERSION = 2
+VERSION = 3
 HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
 
 
@@ -74,6 +74,7 @@ def hidden_states(
     sizes = {path: math.prod(shape) * dtype.itemsize for path, dtype, shape in files.values()}
     size = sum(sizes.values())
     wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params), "version": VERSION}
+    wanted["matmul_precision"] = config.matmul_precision
 
     def opened() -> dict[str, np.ndarray]:
         return {name: np.memmap(path, dtype, "r", shape=shape) for name, (path, dtype, shape) in files.items()}
@@ -132,7 +133,9 @@ def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, 
             tokens, segments = (
                 None if x is None else jax.device_put(x[indices], sharding) for x in (rows.tokens, rows.segments)
             )
-            outputs = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
+            # As in the steps of a run without a cache.
+            with jax.default_matmul_precision(config.precision or jax.config.jax_default_matmul_precision):
+                outputs = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
             for file, output in zip((hidden_file, best_file), outputs, strict=True):
                 file.write(np.asarray(output)[: n_rows - start].tobytes())
         for file in (hidden_file, best_file):
