@@ -24,6 +24,14 @@ five layers of width 2048, 236M weights, in ms:
 
 The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used. It takes 0.59 ns there for twice the products of a
 multiply-add of 0.15, rounds differently, and would need bfloat16 inputs.
+
+With AMX (`amx.h`) bfloat16 is multiplied in tiles: the same weights and an lm head of 8192 tokens, two threads, in ms:
+
+| rows                | 1    | 8    | 16   | 32   | 64    |
+|---------------------|------|------|------|------|-------|
+| float32             | 29.9 | 35.8 | 47.5 | 69.9 | 127.0 |
+| bfloat16 in vectors | 15.6 | 22.9 | 36.4 | 63.9 | 119.6 |
+| bfloat16 in tiles   | 16.0 | 17.9 | 21.1 | 25.9 | 39.5  |
 """
 
 from __future__ import annotations
