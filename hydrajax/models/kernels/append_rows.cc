@@ -32,8 +32,8 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
     const auto old = rest.get<ffi::AnyBuffer>(i), block = rest.get<ffi::AnyBuffer>(n + i);
     if (!cache || !old || !block) return ffi::Error::InvalidArgument("append_rows: an array is not as declared");
     shape = (*cache)->dimensions(), fed = block->dimensions();
-    if ((*cache)->untyped_data() != old->untyped_data()) {  // XLA could not give the cache away
-      std::memcpy((*cache)->untyped_data(), old->untyped_data(), old->size_bytes());
+    if ((*cache)->untyped_data() != old->untyped_data()) {
+      return ffi::Error::Internal("append_rows: a result is not its cache, although it was declared so");
     }
     arrays.push_back({static_cast<char*>(block->untyped_data()), static_cast<char*>((*cache)->untyped_data())});
     row_bytes = static_cast<int64_t>(block->size_bytes() / block->element_count()) * fed[3];
