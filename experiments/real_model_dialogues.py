@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> None:
     if args.length < 1 or args.length % CHUNK:
         raise HydrajaxError(f"length: got {args.length}, expected a multiple of {CHUNK}")
     keep_freed_memory()
-    loaded = hydrajax.load(args.base, dtype=jnp.dtype(args.dtype))
+    loaded = hydrajax.load(args.base, dtype=args.dtype)
     if not getattr(loaded.tokenizer, "chat_template", None):
         raise HydrajaxError("base: got a base without a chat template, expected a chat model")
     turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id

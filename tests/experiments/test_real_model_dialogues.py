@@ -92,7 +92,7 @@ def test_a_repeated_command_writes_the_last_batch_anew(tmp_path, monkeypatch):
     model, tokenizer = Llama(PRESETS["tiny"]), SimpleNamespace(chat_template="some", eos_token_id=EOS)
     params = SimpleNamespace(base=init_base(model, jax.random.key(0)))
     loaded = SimpleNamespace(model=model, tokenizer=tokenizer, params=params)
-    monkeypatch.setattr(script.hydrajax, "load", lambda base: loaded)
+    monkeypatch.setattr(script.hydrajax, "load", lambda base, dtype: loaded)
     monkeypatch.setattr(script, "turns_of", lambda tokenizer: TURNS)
     monkeypatch.setattr(script, "records", lambda turns, rows, eos: [{"output_ids": row.tolist()} for row in rows])
     file = tmp_path / "out.jsonl"

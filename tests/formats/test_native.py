@@ -251,7 +251,8 @@ def test_matrices_in_int8(tiny_model, tmp_path, kind):
     jax.tree.map(close, ours, jax.tree.map(expected, params))
     assert any(np.any(np.asarray(x) != y) for x, y in zip(*map(jax.tree.leaves, (params, ours)), strict=True))
     sizes = [sum(path.stat().st_size for path in (tmp_path / name).rglob("*")) for name in ("int8", "float")]
-    assert sizes[0] < 0.6 * sizes[1]  # of a tiny model, with orbax's own files
+    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1 and len(x) > 2)
+    assert sizes[1] - sizes[0] > 1.5 * matrices  # of 3 bytes; orbax's own files vary by up to 10 kB
     text = refusal(
         lambda: export_heads(tmp_path / "other", drafter, params, format="hydra", dtype=jnp.int8), "export: "
     )
