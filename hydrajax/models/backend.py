@@ -125,9 +125,8 @@ _rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
 def few_rows(rows: int, *dtypes) -> bool:
     """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows and these dtypes.
 
-    1.1B parameters in bfloat16, one thread of an Intel Xeon with
-    AVX-512: XLA, which widens each weight in memory, takes 603 ms for a token and 1,100 for a verify of 8 nodes, the
-    kernels 161 and 239 (float32: 278 and 328).
+    1.1B parameters in bfloat16, one thread of an Intel Xeon with AMX: XLA, which widens each weight in memory, takes
+    603 ms for a token and 1,100 for a verify of 8 nodes, the kernels 139 and 162 (float32: 278 and 328).
     """
     small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
     return small and has_cpu_kernels()
@@ -298,8 +297,8 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
         (out,) = kernels.append_rows([room], [table[None, None]], rows, jnp.zeros(1, jnp.int32))
         return out.reshape(*index.shape, table.shape[1])
 
-    few_bits = table.dtype == jnp.bfloat16 and index.size
-    return (copied if few_bits and has_cpu_kernels() else plain)(table, index)
+    widens = table.dtype == jnp.bfloat16 and index.size
+    return (copied if widens and has_cpu_kernels() else plain)(table, index)
 
 
 def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype) -> Float[Array, "rows F"]:
