@@ -344,14 +344,14 @@ def append_rows(
     """
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
-    every = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens))
+    chosen = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens)) if index is None else index
     if few and has_triton():
         from hydrajax.models.kernels import append_rows as append_kernel
 
         if append_kernel.fits(head_dim):
-            return append_kernel.append_rows(caches, blocks, every if index is None else index, starts)
+            return append_kernel.append_rows(caches, blocks, chosen, starts)
     if has_cpu_kernels():
-        return kernels.append_rows(caches, blocks, every if index is None else index, starts)
+        return kernels.append_rows(caches, blocks, chosen, starts)
     if index is not None:  # by a gather: see openxla/xla#49176
         at = index[:, None, :, None]
         blocks = [jnp.take_along_axis(block, at, axis=2) for block in blocks]

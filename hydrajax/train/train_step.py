@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -92,6 +92,11 @@ def batch_placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
     return lambda batch: {name: distribute(array, sharding) for name, array in batch.items()}
 
 
+def at_precision(matmul_precision: str | None) -> AbstractContextManager[None]:
+    """Trace products with `jax.default_matmul_precision`; None: JAX's setting."""
+    return jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext()
+
+
 def make_train_step(
     loss: Loss,
     optimizer: optax.GradientTransformation,
@@ -133,7 +138,7 @@ def make_train_step(
         return jax.lax.scan(add, zeros, (jnp.arange(accumulation), micro_batches))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
-        with jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext():
+        with at_precision(matmul_precision):
             key = jax.random.fold_in(rng, state.step)
             (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
         grad_norm = optax.tree.norm(grads)

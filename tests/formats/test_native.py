@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import shutil
 import sys
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from orbax.checkpoint import StandardCheckpointer
 
 from helpers import draft_heads
 from helpers.draft_heads import VOCAB, WIDTH, identical
@@ -250,9 +252,12 @@ def test_matrices_in_int8(tiny_model, tmp_path, kind):
 
     jax.tree.map(close, ours, jax.tree.map(expected, params))
     assert any(np.any(np.asarray(x) != y) for x, y in zip(*map(jax.tree.leaves, (params, ours)), strict=True))
-    sizes = [sum(path.stat().st_size for path in (tmp_path / name).rglob("*")) for name in ("int8", "float")]
-    matrices = sum(x.size for x in jax.tree.leaves(params) if x.ndim > 1 and len(x) > 2)
-    assert sizes[1] - sizes[0] > 1.5 * matrices  # of 3 bytes; orbax's own files vary by up to 10 kB
+    # Of the stored arrays: orbax's own files vary in number and size with the timing of its writes.
+    stored = [StandardCheckpointer().metadata(tmp_path / name / "params" / "state") for name in ("int8", "float")]
+    sizes = [
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree.item_metadata.tree)) for tree in stored
+    ]
+    assert sizes[0] < 0.6 * sizes[1]
     text = refusal(
         lambda: export_heads(tmp_path / "other", drafter, params, format="hydra", dtype=jnp.int8), "export: "
     )

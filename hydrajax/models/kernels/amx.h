@@ -24,7 +24,6 @@ constexpr int kRows = 16;   // of a tile
 constexpr int kDepth = 32;  // of a product of two tiles
 constexpr int kTiles = 4;   // of sums, side by side: the eight registers also hold operands
 constexpr int kColumns = kTiles * 16;
-constexpr int kBlock = 32;  // weight rows between two times that sums are read and written
 
 #ifdef HYDRAJAX_AMX
 #define IN_TILES __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw")))
@@ -105,15 +104,15 @@ IN_TILES inline void AddProducts(const uint16_t* a, int64_t stride, const uint16
 
 constexpr int kTile = kDepth * 16;  // numbers of a tile of B
 
-// Packs weight[n, 16 * tiles], whose rows are `stride` apart, in tiles of B: numbers of two rows side by side. Prefetches
+// Packs weight[32, 16 * tiles], whose rows are `stride` apart, in tiles of B: numbers of two rows side by side. Prefetches
 // the same block at `ahead`.
-IN_TILES inline void Pack(const uint16_t* weight, int64_t stride, int64_t n, int64_t tiles, const uint16_t* ahead,
+IN_TILES inline void Pack(const uint16_t* weight, int64_t stride, int64_t tiles, const uint16_t* ahead,
                           uint16_t* packed) {
   alignas(64) static constexpr uint16_t kSideBySide[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   const __m512i first = _mm512_load_si512(kSideBySide), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-  for (int64_t d = 0; d < n; d += 2) {
-    uint16_t* to = packed + d / kDepth * kTiles * kTile + d % kDepth * 16;
+  for (int64_t d = 0; d < kDepth; d += 2) {
+    uint16_t* to = packed + d * 16;
     for (int64_t tile = 0; tile < tiles; tile += 2) {
       const uint16_t* row = weight + d * stride + tile * 16;
       const __mmask32 here = tile + 1 < tiles ? 0xffffffff : 0xffff;
@@ -126,11 +125,12 @@ IN_TILES inline void Pack(const uint16_t* weight, int64_t stride, int64_t n, int
   }
 }
 
-// Packs x[rows, depth] in tiles of A, one depth of 32 after the other: rows far apart push each other out of the cache.
-inline void PackRows(const uint16_t* x, int64_t rows, int64_t depth, uint16_t* packed) {
+// Packs x[rows, depth] and rows of zeros up to `room` in tiles of A, one depth of 32 after the other: rows far apart push
+// each other out of the cache.
+inline void PackRows(const uint16_t* x, int64_t rows, int64_t room, int64_t depth, uint16_t* packed) {
   for (int64_t d = 0; d < depth; d += kDepth) {
-    for (int64_t row = 0; row < rows; ++row, packed += kDepth) {
-      for (int64_t i = 0; i < kDepth; ++i) packed[i] = x[row * depth + d + i];
+    for (int64_t row = 0; row < room; ++row, packed += kDepth) {
+      for (int64_t i = 0; i < kDepth; ++i) packed[i] = row < rows ? x[row * depth + d + i] : 0;
     }
   }
 }
@@ -139,17 +139,16 @@ inline void PackRows(const uint16_t* x, int64_t rows, int64_t depth, uint16_t* p
 // `sums` holds up to 64 columns of a row side by side, then those of the next row. Rows are at most 16, or a multiple.
 IN_TILES inline void ProductOfColumns(const uint16_t* x, const uint16_t* weight, int64_t rows, int64_t depth,
                                       int64_t width, int64_t begin, int64_t end, float* sums) {
-  alignas(64) uint16_t packed[kBlock * kColumns];
+  alignas(64) uint16_t packed[kTiles * kTile];
   const int64_t step = rows < kRows ? rows : kRows;
   const Registers registers(step, 16);
-  for (int64_t d = 0; d < depth; d += kBlock) {
-    const int64_t n = depth - d < kBlock ? depth - d : kBlock;
+  for (int64_t d = 0; d < depth; d += kDepth) {
     for (int64_t column = begin; column < end; column += kColumns) {
       const uint16_t* w = weight + d * width + column;
       const int64_t tiles = end - column < kColumns ? (end - column) / 16 : kTiles;
-      const bool last_columns = column + kColumns >= end, last_rows = d + 2 * kBlock > depth;
-      const uint16_t* ahead = !last_columns ? w + kColumns : last_rows ? w : weight + (d + kBlock) * width + begin;
-      Pack(w, width, n, tiles, ahead, packed);
+      const bool last_columns = column + kColumns >= end, last_rows = d + kDepth >= depth;
+      const uint16_t* ahead = !last_columns ? w + kColumns : last_rows ? w : weight + (d + kDepth) * width + begin;
+      Pack(w, width, tiles, ahead, packed);
       for (int64_t row = 0; row < rows; row += step) {
         float* to = sums + (column - begin) * rows + row * kColumns;
         if (d == 0) {
@@ -157,25 +156,24 @@ IN_TILES inline void ProductOfColumns(const uint16_t* x, const uint16_t* weight,
         } else {
           LoadSums(to, tiles, kColumns);
         }
-        for (int64_t k = 0; k < n; k += kDepth) {
-          AddProducts(x + (d + k) * rows + row * kDepth, kDepth, packed + k / kDepth * kTiles * kTile, tiles, kTile);
-        }
+        AddProducts(x + d * rows + row * kDepth, kDepth, packed, tiles, kTile);
         StoreSums(to, tiles, kColumns);
       }
     }
   }
 }
 
-// Packs x[rows, depth] transposed in tiles of B of `step` columns, a depth of 32 after the other: [depth / 32, groups of
-// `step` rows, 16, 16, 2]. Rows are a multiple of `step`.
-inline void PackTransposed(const uint16_t* x, int64_t rows, int64_t depth, int64_t step, uint16_t* packed) {
-  const int64_t groups = rows / step;
-  for (int64_t row = 0; row < rows; ++row) {
+// Packs x[rows, depth] and rows of zeros up to `room` transposed in tiles of B of `step` columns, a depth of 32 after the
+// other: [depth / 32, groups of `step` rows, 16, 16, 2]. `room` is a multiple of `step`.
+inline void PackTransposed(const uint16_t* x, int64_t rows, int64_t room, int64_t depth, int64_t step,
+                           uint16_t* packed) {
+  const int64_t groups = room / step;
+  for (int64_t row = 0; row < room; ++row) {
     uint16_t* to = packed + row / step * kTile + row % step * 2;
     for (int64_t d = 0; d < depth; d += 2) {
       uint16_t* pair = to + d / kDepth * groups * kTile + d % kDepth * 16;
-      pair[0] = x[row * depth + d];
-      pair[1] = x[row * depth + d + 1];
+      pair[0] = row < rows ? x[row * depth + d] : 0;
+      pair[1] = row < rows ? x[row * depth + d + 1] : 0;
     }
   }
 }

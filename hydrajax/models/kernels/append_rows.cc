@@ -40,8 +40,7 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
   }
   const int64_t batch = shape[0], heads = shape[1], slots = shape[2], tokens = fed[2], rows = index.dimensions()[1];
   if (rows > slots) return ffi::Error::InvalidArgument("append_rows: more rows than slots");
-  const int64_t bytes = batch * heads * rows * row_bytes, all = bytes * static_cast<int64_t>(n);
-  const int64_t shares = std::max<int64_t>(1, std::min<int64_t>({static_cast<int64_t>(n), pool.num_threads(), all >> 16}));
+  const int64_t bytes = batch * heads * rows * row_bytes, shares = Shares(pool, n, n * bytes);
   InParallel(pool, shares, [&](int64_t share) {
     for (size_t i = n * share / shares; i < n * (share + 1) / shares; ++i) {
       for (int64_t b = 0; b < batch; ++b) {

@@ -58,6 +58,11 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
   }
 }
 
+// Shares of whole units of work for the pool's threads, each at least 64 kB, below which waking a thread costs more.
+inline int64_t Shares(const ffi::ThreadPool& pool, int64_t units, int64_t bytes) {
+  return std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+}
+
 enum Room { kOfWork, kOfX, kOfTiles };
 
 // Aligned scratch space for n floats, reused by a thread; each room has its own.

@@ -315,7 +315,7 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
                          offset ? static_cast<const uint16_t*>(offset->untyped_data()) : nullptr};
   const Code& code = BestCode();
   // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
-  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), rows * bytes / (64 << 10)}));
+  const int64_t shares = Shares(pool, units, rows * bytes);
   InParallel(pool, shares, [&](int64_t i) {
     ProductOfTiles(code, x.typed_data(), depth, weight, out->typed_data(), rows, units * i / shares,
                    units * (i + 1) / shares);

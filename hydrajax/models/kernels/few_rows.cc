@@ -222,38 +222,23 @@ bool InTiles(const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight) {
          x.dimensions()[1] % amx::kDepth == 0 && amx::Available();
 }
 
-// The numbers of x, and rows of zeros up to `room`.
-const uint16_t* WithRoom(const ffi::AnyBuffer& x, int64_t room) {
-  const uint16_t* numbers = x.reinterpret_data<uint16_t>();
-  const int64_t n = static_cast<int64_t>(x.element_count()), all = room * x.dimensions()[1];
-  if (n == all) return numbers;
-  uint16_t* copy = reinterpret_cast<uint16_t*>(Scratch<kOfX>(all / 2));
-  std::memcpy(copy, numbers, 2 * n);
-  std::memset(copy + n, 0, 2 * (all - n));
-  return copy;
-}
-
 // Rows in tiles: fewer than 16, or a multiple of it.
 int64_t RoomInTiles(int64_t rows) { return rows < amx::kRows ? rows : (rows + amx::kRows - 1) / amx::kRows * amx::kRows; }
 
 void MatmulInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, ffi::AnyBuffer& out) {
   constexpr int64_t kTile = 16;
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
-  const int64_t room = RoomInTiles(rows), units = std::max<int64_t>(1, width / kTile), bytes = weight.size_bytes();
-  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+  const int64_t room = RoomInTiles(rows), units = width / kTile, shares = Shares(pool, units, weight.size_bytes());
   uint16_t* xs = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(room * depth / 2));
-  amx::PackRows(WithRoom(x, room), room, depth, xs);
+  amx::PackRows(x.reinterpret_data<uint16_t>(), rows, room, depth, xs);
   const BFloat16* w = weight.reinterpret_data<BFloat16>();
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = units * i / shares * kTile, end = units * (i + 1) / shares * kTile;
-    const int64_t tiles_end = std::min(end, width / kTile * kTile);
     float* sums = Scratch(room * (end - begin + amx::kColumns));
-    amx::ProductOfColumns(xs, &w->bits, room, depth, width, begin, tiles_end, sums);
+    amx::ProductOfColumns(xs, &w->bits, room, depth, width, begin, end, sums);
     WithNumbers(out, [&](auto* to) {
-      StoreColumns(sums, amx::kColumns, room, to, rows, width, begin, tiles_end);
-      if (i + 1 < shares || tiles_end == width) return;
-      const float* wide = Widened(x);
-      ProductOfLastColumns(wide, w, to, rows, depth, width, tiles_end, width);
+      StoreColumns(sums, amx::kColumns, room, to, rows, width, begin, end);
+      if (i + 1 == shares && end < width) ProductOfLastColumns(Widened(x), w, to, rows, depth, width, end, width);
     });
   });
 }
@@ -271,9 +256,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   }
 #endif
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
-  // A share is a multiple of 32 columns and at least 64 kB of weights, below which waking a thread costs more.
-  const int64_t units = std::max<int64_t>(1, width / kColumns), bytes = weight.size_bytes();
-  const int64_t shares = std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+  const int64_t units = std::max<int64_t>(1, width / kColumns), shares = Shares(pool, units, weight.size_bytes());
   const float* xs = Widened(x);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = units * i / shares * kColumns;
@@ -358,7 +341,7 @@ void MatmulTransposedInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, con
   const int64_t units = width / amx::kRows;
   const uint16_t* w = weight.reinterpret_data<uint16_t>();
   uint16_t* packed = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(depth / amx::kDepth * groups * amx::kTile / 2));
-  amx::PackTransposed(WithRoom(x, room), room, depth, step, packed);
+  amx::PackTransposed(x.reinterpret_data<uint16_t>(), rows, room, depth, step, packed);
   InParallel(pool, shares, [&](int64_t i) {
     const int64_t begin = units * i / shares * amx::kRows, end = units * (i + 1) / shares * amx::kRows;
     amx::ProductWithRows(packed, w, rows, groups, step, depth, width, begin, end, out);
@@ -376,8 +359,7 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
-  const int64_t bytes = weight.size_bytes();
-  const int64_t shares = std::max<int64_t>(1, std::min(pool.num_threads(), bytes / (64 << 10)));
+  const int64_t shares = Shares(pool, width, weight.size_bytes());
 #ifdef HYDRAJAX_AMX
   if (InTiles(x, weight)) {
     MatmulTransposedInTiles(pool, x, weight, shares, out->typed_data());

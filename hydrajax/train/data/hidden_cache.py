@@ -29,7 +29,7 @@ from hydrajax.sharding import replicated
 from hydrajax.text.records import read_record
 from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.run_config import TrainConfig
-from hydrajax.train.train_step import batch_sharding
+from hydrajax.train.train_step import at_precision, batch_sharding
 
 VERSION = 3
 HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
@@ -73,8 +73,13 @@ def hidden_states(
     files = {"hidden": (folder / HIDDEN, dtype, shape), "best": (folder / BEST, np.dtype(np.int32), shape[:-1])}
     sizes = {path: math.prod(shape) * dtype.itemsize for path, dtype, shape in files.values()}
     size = sum(sizes.values())
-    wanted = {"shape": list(shape), "dtype": dtype.name, "rows": fingerprint(rows, base_params), "version": VERSION}
-    wanted["matmul_precision"] = config.matmul_precision
+    wanted = {
+        "shape": list(shape),
+        "dtype": dtype.name,
+        "matmul_precision": config.matmul_precision,
+        "rows": fingerprint(rows, base_params),
+        "version": VERSION,
+    }
 
     def opened() -> dict[str, np.ndarray]:
         return {name: np.memmap(path, dtype, "r", shape=shape) for name, (path, dtype, shape) in files.items()}
@@ -133,8 +138,7 @@ def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, 
             tokens, segments = (
                 None if x is None else jax.device_put(x[indices], sharding) for x in (rows.tokens, rows.segments)
             )
-            # As in the steps of a run without a cache.
-            with jax.default_matmul_precision(config.precision or jax.config.jax_default_matmul_precision):
+            with at_precision(config.precision):  # as in the steps of a run without a cache
                 outputs = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
             for file, output in zip((hidden_file, best_file), outputs, strict=True):
                 file.write(np.asarray(output)[: n_rows - start].tobytes())
