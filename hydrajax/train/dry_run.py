@@ -194,7 +194,7 @@ def abstract_run(
     config: TrainConfig, task: HeadsTask | BaseTask, mesh: Mesh
 ) -> tuple[optax.GradientTransformation, TrainState, TrainState]:
     """``(optimizer, shardings of the state, abstract state)``."""
-    optimizer = optimizer_of(config, config.steps or config.joint.heads_alone_steps + 1)
+    optimizer = optimizer_of(config, config.steps or config.joint.heads_alone_steps + 1, mesh)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     return optimizer, shardings, abstract_state(task.abstract_params, optimizer, shardings)
 

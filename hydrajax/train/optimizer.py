@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
+from jax.sharding import Mesh
 
+from hydrajax.train.muon import scale_by_muon
 from hydrajax.train.run_config import OptimizerConfig, TrainConfig
 
 
@@ -30,15 +31,15 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([optax.linear_schedule(0.0, config.lr, warmup), decay], [warmup])
 
 
-def optimizer_of(config: TrainConfig, steps: int) -> optax.GradientTransformation:
-    """Return the optimizer of a run of ``steps`` steps.
+def optimizer_of(config: TrainConfig, steps: int, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """Return the optimizer of a run of ``steps`` steps, which divides its own work over ``mesh``.
 
     A joint run clips once and has two optimizers, for its parameters ``adapter`` and ``draft`` (medusa 2.2.2,
     "differential learning rates"): the heads learn at a multiple of the adapter's rate, and the adapter starts after
     ``joint.heads_alone_steps``.
     """
     if config.task != "joint":
-        return make_optimizer(config.optimizer, steps)
+        return make_optimizer(config.optimizer, steps, mesh)
     adapter, heads = _joint_settings(config)
     alone = config.joint.heads_alone_steps
     updates = {"adapter": from_step(_update(adapter, steps - alone), alone), "draft": _update(heads, steps)}
@@ -89,30 +90,28 @@ def from_step(update: optax.GradientTransformation, start: int) -> optax.Gradien
     return optax.GradientTransformation(lambda params: FromStep(jnp.zeros((), jnp.int32), update.init(params)), delayed)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Return AdamW or Muon for a run of ``steps`` steps."""
-    return optax.chain(_clip(config), _update(config, steps))
+def make_optimizer(config: OptimizerConfig, steps: int, mesh: Mesh | None = None) -> optax.GradientTransformation:
+    """Return AdamW or Muon for a run of ``steps`` steps. ``mesh``: see `hydrajax.train.muon`."""
+    return optax.chain(_clip(config), _update(config, steps, mesh))
 
 
 def _clip(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.identity() if config.clip_norm is None else optax.clip_by_global_norm(config.clip_norm)
 
 
-def _update(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+def _update(config: OptimizerConfig, steps: int, mesh: Mesh | None = None) -> optax.GradientTransformation:
     schedule = learning_rate(config, steps)
-    decays = {"weight_decay": config.weight_decay}
     if config.name == "adamw":
-        return optax.adamw(schedule, config.b1, config.b2, **decays, mask=_decaying)
-    muon_and_adam = muon(
-        schedule,
-        **decays,
-        consistent_rms=0.2,  # the RMS of Adam's updates, so that one learning rate suits both (Moonlight, 2025)
-        adam_b1=config.b1,
-        adam_b2=config.b2,
-        adam_weight_decay=config.weight_decay,
-        muon_weight_dimension_numbers=_muon_dimensions,
+        return optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=_decaying)
+    scaled = {
+        "muon": scale_by_muon(lambda path: _FUSED.get(path[-1].key), mesh),
+        "adam": optax.scale_by_adam(config.b1, config.b2, nesterov=True),
+    }
+    return optax.chain(
+        optax.partition(scaled, _muon_or_adam),
+        optax.add_decayed_weights(config.weight_decay, _decaying),
+        optax.scale_by_learning_rate(schedule),
     )
-    return _masked_decay(muon_and_adam)
 
 
 def _decaying(params):
@@ -120,30 +119,11 @@ def _decaying(params):
     return jax.tree.map_with_path(lambda path, x: x.ndim > 1 and path[-1].key != "bias", params)
 
 
-def _masked_decay(update: optax.GradientTransformation) -> optax.GradientTransformation:
-    """``update`` without decay of norm scales and biases, in whose place it gets zeros.
-
-    optax's Muon has no decay mask for the parameters that it leaves to Adam. Both read parameters for the decay only.
-    """
-
-    def masked(grads, state, params):
-        seen = jax.tree.map(lambda x, decays: x if decays else jnp.zeros_like(x), params, _decaying(params))
-        return update.update(grads, state, seen)
-
-    return optax.GradientTransformation(update.init, masked)
+# A fused kernel holds several matrices, counted by this axis, each orthogonalised separately.
+_FUSED = {"qkv": 2, "gate_up": 1, "shared_kernel": 1, "path_kernel": 1}
+_TOKENS = ("embedding", "lm_head", "lm_kernel")  # one row or column per token: not maps between hidden spaces
 
 
-# A fused kernel holds several matrices, each orthogonalised separately.
-_FUSED = {"qkv": MuonDimensionNumbers((0,), (1, 3)), "gate_up": MuonDimensionNumbers((0,), (2,))}
-_FUSED |= dict.fromkeys(("shared_kernel", "path_kernel"), MuonDimensionNumbers((0,), (2,)))
-_ADAM = ("embedding", "lm_head", "lm_kernel")  # one row or column per token: not maps between hidden spaces
-
-
-def _muon_dimensions(params):
-    def dimensions(path, leaf):
-        name = path[-1].key
-        if leaf.ndim < 2 or name in _ADAM or name == "bias":
-            return None
-        return _FUSED.get(name, MuonDimensionNumbers((0,), (1,)))
-
-    return jax.tree.map_with_path(dimensions, params)
+def _muon_or_adam(params):
+    decays = _decaying(params)
+    return jax.tree.map_with_path(lambda path, x: "muon" if x and path[-1].key not in _TOKENS else "adam", decays)

@@ -103,7 +103,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
     output = Path(config.output)
     rows = task.dataset.train
     steps = total_steps(config, len(rows.tokens))
-    optimizer = optimizer_of(config, steps)
+    optimizer = optimizer_of(config, steps, mesh)
     schedules = learning_rates(config, steps)
     shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
     step_fn = make_train_step(

@@ -115,7 +115,7 @@ def make_train_step(
         accumulation: number of micro-batches, which divides B. Their gradients are summed in float32 and equal the
             whole batch's.
         shardings, frozen_shardings: of the state and of ``frozen``.
-        matmul_precision: of the loss and its gradient, see `jax.default_matmul_precision`. None: JAX's setting.
+        matmul_precision: of the loss, its gradient and Muon, see `jax.default_matmul_precision`. None: JAX's setting.
     """
 
     def gradients(params, frozen, batch, rng, step):
@@ -141,9 +141,9 @@ def make_train_step(
         with at_precision(matmul_precision):
             key = jax.random.fold_in(rng, state.step)
             (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(value) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)

@@ -117,6 +117,23 @@ def run(file: Path, mesh, batches: list[dict], **changes) -> dict:
     }
 
 
+def divided_muon(mesh, params) -> dict:
+    """Compare Muon's update with and without a division over the mesh, and a device's operations."""
+    noise = np.random.default_rng(2)
+    grads = jax.tree.map(lambda x: jax.device_put(noise.standard_normal(x.shape).astype("f4"), x.sharding), params)
+    updates, flops = [], []
+    for home in (None, mesh):
+        optimizer = make_optimizer(OptimizerConfig(name="muon", warmup_steps=0), 10, home)
+        state = init_state(
+            params, optimizer, state_shardings(mesh, params, jax.tree.map(lambda x: x.sharding, params), optimizer)
+        )
+        compiled = jax.jit(optimizer.update).lower(grads, state.opt_state, params).compile()
+        updates.append(jax.device_get(compiled(grads, state.opt_state, params)[0]))
+        flops.append(compiled.cost_analysis()["flops"])
+    gaps = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(a).max()), *updates)
+    return {"gap": max(jax.tree.leaves(gaps)), "flops": flops}
+
+
 def main(folder: Path, *meshes: str) -> None:
     found, batches = {"devices": jax.device_count()}, make_batches()
     for name in meshes:
@@ -138,6 +155,7 @@ def main(folder: Path, *meshes: str) -> None:
             "plain": same_place(jax.jit(optimizer.init)(params), params),
             "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in by_path(params).items()},
         }
+    found["muon_divided"] = divided_muon(mesh, params)
     (folder / "answer.json").write_text(json.dumps(found))
 
 

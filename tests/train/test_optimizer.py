@@ -157,6 +157,23 @@ def test_muon_orthogonalises_each_matrix_of_a_kernel(muon_update, name):
         assert 0.15 < np.sqrt(np.mean(step**2)) < 0.25
 
 
+def test_muon_follows_the_nesterov_momentum_of_several_steps():
+    """m = 0.95 m + g; the step is along g + 0.95 m, as in the published code."""
+    random = np.random.default_rng(5)
+    gradients = random.standard_normal((3, 10, 24)).astype(np.float32)
+    optimizer = make_optimizer(OptimizerConfig(name="muon", lr=LR, schedule="constant", warmup_steps=0), steps=10)
+    params = {"out": np.zeros((10, 24), np.float32)}
+    state, momentum = optimizer.init(params), 0
+    for gradient in gradients:
+        updates, state = optimizer.update({"out": gradient}, state, params)
+        momentum = 0.95 * momentum + gradient
+    u, _, v = np.linalg.svd(gradient + 0.95 * momentum, full_matrices=False)
+    step = -np.asarray(updates["out"])
+    assert np.sum(step * (u @ v)) / np.linalg.norm(step) / np.linalg.norm(u @ v) > 0.97
+    u, _, v = np.linalg.svd(momentum, full_matrices=False)
+    assert np.sum(step * (u @ v)) / np.linalg.norm(step) / np.linalg.norm(u @ v) < 0.97  # without Nesterov
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_muon_leaves_the_rest_to_adam(muon_update, name):
     """Adam's first update is the gradient's sign, with optax's Nesterov momentum 1 + b1 / (1 + b1) of it.

@@ -100,6 +100,14 @@ def test_moments_live_with_their_parameters(found, optimizer):
     assert not all(report["plain"].values())
 
 
+def test_muon_divides_its_matrices_among_the_devices(found):
+    """Each device of a 4x2 mesh computes some of them, and the update stays the same."""
+    report = found["muon_divided"]
+    assert report["gap"] < 1e-4
+    alone, divided = report["flops"]
+    assert divided < 0.6 * alone
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_leaves_the_moments_in_place(found, mesh):
     assert len(found[mesh]["same_place"]) == 2 * len(found[mesh]["split"])
