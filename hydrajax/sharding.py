@@ -12,10 +12,12 @@ from dataclasses import dataclass
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
+from hydrajax.models import backend
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
 # a layer needs two all-reduces. "width" is not sharded, except as in `sharding`.
@@ -143,11 +145,19 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:
-    """Return ``place(host_array, logical_axes)``, which shards an array over the mesh, or uses the default device."""
+    """Return ``place(host_array, logical_axes)``, which shards an array over the mesh, or uses the default device.
+
+    The array lies in memory as this platform's products read it (`hydrajax.models.backend.stored_order`).
+    """
     if mesh is None:
-        return lambda array, _: jax.device_put(array)
+        return lambda array, _: _in_stored_order(jax.device_put(array))
     keep_collectives_out(list(mesh.devices.flat))  # the caller may have made the mesh
-    return lambda array, axes: distribute(array, sharding(mesh, array.shape, axes))
+    return lambda array, axes: _in_stored_order(distribute(array, sharding(mesh, array.shape, axes)))
+
+
+def _in_stored_order(array: jax.Array) -> jax.Array:
+    order = backend.stored_order(array.shape)
+    return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
 
 
 def distribute(array: np.ndarray, home: NamedSharding) -> jax.Array:

@@ -21,7 +21,7 @@ from hydrajax.drafters.settings import HeadSettings, at_least, below, within_bas
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import declare, project
+from hydrajax.models.weights import declare, project, project_parts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
 
@@ -93,12 +93,14 @@ class ConditionedBlock(nn.Module):
         axes = ("width", None, "mlp")
         kernel = declare(self, "shared_kernel", (2 * width, 2, width), axes, _hidden_state_passes)
         bias = declare(self, "bias", (2, width), axes[1:], nn.initializers.zeros)
-        both = project(shared, kernel) + bias.reshape(-1)
+        added, residual = project_parts(shared, kernel)
+        added, residual = added + bias[0], residual + bias[1]
         if self.path_length:
             rows = self.path_length * width
             kernel = declare(self, "path_kernel", (rows, 2, width), axes, nn.initializers.zeros)
-            both = both + project(path, kernel)
-        return both[..., width:] + jax.nn.silu(both[..., :width])
+            of_path = project_parts(path, kernel)
+            added, residual = added + of_path[0], residual + of_path[1]
+        return residual + jax.nn.silu(added)
 
 
 def _hidden_state_passes(rng, shape, dtype):

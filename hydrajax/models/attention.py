@@ -154,21 +154,22 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 def rope_table(
     config: LlamaConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"]]:
-    """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first sines are
-    negative.
+) -> tuple[Float[Array, "B 1 T H"], Float[Array, "B 1 T H"]]:
+    """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first half of the
+    sines is negative.
     """
-    angles = positions[:, None, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    sin = jnp.sin(angles)
-    return jnp.cos(angles), jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
+    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(config)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    whole = (*angles.shape[:3], config.head_dim)
+    twice = jnp.broadcast_to(cos[..., None, :], (*angles.shape[:3], 2, angles.shape[3]))
+    return twice.reshape(whole), jnp.stack([-sin, sin], axis=-2).reshape(whole)
 
 
 def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     """Rotate feature pairs (i, i + H/2) by the angle of their position, in float32."""
     cos, sin = rope
-    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    rotated = halves * cos + jnp.flip(halves, axis=-2) * sin
-    return rotated.reshape(x.shape).astype(x.dtype)
+    wide = x.astype(jnp.float32)
+    return (wide * cos + backend.swap_halves(wide) * sin).astype(x.dtype)
 
 
 def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]) -> Float[Array, "B T width"]:
@@ -186,11 +187,10 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
     """
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
-    if backend.attends_tree(queries) and len(segments) == 2 and isinstance(visible[1], Filled):
-        from hydrajax.models.kernels import tree_attention
-
+    if len(segments) == 2 and isinstance(visible[1], Filled):
         keys, values, mask = segments[0].with_mask()
-        return tree_attention.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
+        if kernel := backend.tree_kernel(queries, keys.shape[1]):
+            return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
     if is_long_text and len(segments) == 1 and backend.attends_text(queries):
         return backend.attend_text(queries, segments[0].keys, segments[0].values, visible[0].window)

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ class Platform(NamedTuple):
     """The platform that programs are traced for.
 
     Attributes:
-        name: JAX's name, "cpu" or "gpu".
+        name: JAX's name, "cpu", "gpu" or "tpu".
         devices: Number of devices.
         capability: Compute capability of an NVIDIA GPU, such as 9.0; 0.0 for everything else.
     """
@@ -162,31 +163,48 @@ def _on_ampere() -> bool:
 
 def has_triton() -> bool:
     """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
-    return _on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree())
+    return _on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree("GPU"))
+
+
+def has_mosaic() -> bool:
+    """Return whether programs may contain our TPU kernel: on one TPU; HYDRAJAX_TPU_KERNELS=0 disables it."""
+    here = _on_tpu() and platform().devices == 1 and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
+    return here and (_described is not None or _kernels_agree("TPU"))
+
+
+def _on_tpu() -> bool:
+    return platform().name == "tpu"
 
 
 @functools.cache
-def _kernels_agree() -> bool:
+def _kernels_agree(device: str) -> bool:
     """Return whether the kernels agree with NumPy on this device; warn if not."""
     from hydrajax.models.kernels.check import disagreement
 
-    found = disagreement()
+    found = disagreement(device)
     if found:
-        warnings.warn(f"hydrajax: the GPU kernels are not used, XLA's own operations are ({found})", stacklevel=2)
+        warnings.warn(f"hydrajax: the {device} kernels are not used, XLA's own operations are ({found})", stacklevel=2)
     return found is None
 
 
-def attends_tree(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Return whether `hydrajax.models.kernels.tree_attention` attends from these queries to a cache.
+def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType | None:
+    """Return the module whose ``attend`` attends from these queries to a cache and a tree; None: XLA's operations do.
 
-    7B, 64 nodes, 2048 tokens, batch 1: XLA's own program moves 19.2 GB per step in 619 kernels, of which weights and
-    filled slots are 14.3 (`experiments/results/gpu_program`).
+    7B, 64 nodes, 2048 tokens, batch 1. GPU: XLA's own program moves 19.2 GB per step in 619 kernels, of which weights
+    and filled slots are 14.3 (`experiments/results/gpu_program`). TPU v5e: XLA's attention from one token takes 4.7
+    times the cycles of its bytes, by the compiler's estimate (`experiments/results/tpu_program`).
     """
-    if not has_triton():
-        return False
-    from hydrajax.models.kernels import tree_attention
+    _, n_heads, n_tokens, head_dim = queries.shape
+    if has_triton():
+        from hydrajax.models.kernels import tree_attention
 
-    return tree_attention.fits(*queries.shape[2:], queries.dtype)
+        return tree_attention if tree_attention.fits(n_tokens, head_dim, queries.dtype) else None
+    if has_mosaic():
+        from hydrajax.models.kernels import tree_attention_tpu
+
+        lines = n_heads // n_kv * n_tokens
+        return tree_attention_tpu if tree_attention_tpu.fits(lines, n_tokens, head_dim, queries.dtype) else None
+    return None
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -205,6 +223,17 @@ def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T 
     sizes = None if window is None else (window - 1, 0)
     out = jax.nn.dot_product_attention(*by_token, is_causal=True, local_window_size=sizes, implementation="cudnn")
     return out.reshape(*out.shape[:2], -1)
+
+
+def swap_halves(x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    """Return ``x`` with the two halves of its last axis exchanged.
+
+    A reversal joins the kernel of its neighbours on CPUs and GPUs. A TPU would store its operand ``[.., 2, H / 2]`` in
+    tiles that are a quarter full, which took 28% of the cycles of a verify of 8 x 64 nodes, and shifts lanes instead.
+    """
+    if _on_tpu():
+        return jnp.roll(x, x.shape[-1] // 2, axis=-1)
+    return jnp.flip(x.reshape(*x.shape[:-1], 2, -1), axis=-2).reshape(x.shape)
 
 
 def add_norm(
@@ -241,6 +270,38 @@ def whole_slots(slots: int) -> int:
     return -(-slots // SLOTS) * SLOTS
 
 
+def stored_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the order of a weight's axes in memory, outermost first, for `jax.experimental.layout`; None: JAX's own.
+
+    A TPU stores the last two axes in tiles of 8 by 128, and a fused kernel ``[D, 2, F]`` as it is declared would be
+    laid out anew in every step: 180 MB per layer of a 7B, three times the cycles of its product. With D next to F, it
+    is read in place.
+    """
+    if not _on_tpu() or len(shape) < 3:
+        return None
+    last = len(shape) - 1
+    return (*range(1, last), 0, last)
+
+
+def matmul_parts(
+    x: Float[Array, "*rows D"], kernel: Float[Array, " D *parts F"], dtype, *, stored: bool = True
+) -> Float[Array, "*parts *rows F"]:
+    """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it."""
+    rows, features = x.shape[:-1], kernel.shape[1:]
+    if not _on_tpu():
+        return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
+    parts = "pqs"[: len(features) - 1]
+    out = _contract_rows(f"rd,d{parts}f->{parts}rf", x.reshape(-1, x.shape[-1]), kernel, dtype, stored)
+    return out.reshape(*features[:-1], *rows, features[-1])
+
+
+def parts_first(product: Float[Array, "*rows F"], features: tuple[int, ...]) -> Float[Array, "*parts *rows f"]:
+    """Return a fused kernel's product with the parts, all features but the last, as leading axes."""
+    rows, parts = product.ndim - 1, len(features) - 1
+    split = product.reshape(*product.shape[:-1], *features)
+    return jnp.moveaxis(split, range(rows, rows + parts), range(parts))
+
+
 def matmul(
     x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype, *, stored: bool = True
 ) -> Float[Array, "*rows F"]:
@@ -264,7 +325,7 @@ def matmul(
         halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
         out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
     else:
-        out = (_contract_rows if stored else contract)("rd,df->rf", flat, kernel, dtype)
+        out = _contract_rows("rd,df->rf", flat, kernel, dtype, stored)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -301,14 +362,17 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
     return (copied if widens and has_cpu_kernels() else plain)(table, index)
 
 
-def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype) -> Float[Array, "rows F"]:
-    """Apply `contract` to rows of ``x``.
+def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
+    """Apply `contract` to rows of ``x``; ``r`` in the specification.
 
     cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step:
-    1.05 GB for the lm head of a 7B model instead of 0.26. Repeating the row avoids this.
+    1.05 GB for the lm head of a 7B model instead of 0.26. A TPU multiplies a single row on the vector unit, in 3.8
+    times the cycles that two take on the matrix unit (v5e, by the compiler's estimate). Repeating the row avoids both.
     """
-    if platform().name == "gpu" and len(x) == 1 and dtype == jnp.float32 and x.dtype != jnp.float32:
-        return contract(spec, jnp.concatenate([x, x]), weight, dtype)[:1]
+    widened = stored and platform().name == "gpu" and dtype == jnp.float32 and x.dtype != jnp.float32
+    if len(x) == 1 and (widened or _on_tpu()):
+        twice = contract(spec, jnp.concatenate([x, x]), weight, dtype)
+        return jax.lax.slice_in_dim(twice, 0, 1, axis=spec.partition("->")[2].index("r"))
     return contract(spec, x, weight, dtype)
 
 

@@ -18,7 +18,7 @@ from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import declare, declare_kernel, project
+from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 
 
 class RMSNorm(nn.Module):
@@ -91,10 +91,10 @@ class DecoderLayer(nn.Module):
             x, attends_from = RMSNorm(c.norm_eps, self.dtype, name="attention_norm").of_sum(x, added)
         elif added is not None:
             x = x + added
-        qkv = project(attends_from, qkv_kernel).reshape(batch, n_tokens, *per_head)
+        qkv = project_parts(attends_from, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
-            qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)
-        qkv = qkv.transpose(0, 2, 3, 1, 4)  # [B, kv, queries + key + value, T, H]
+            qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
+        qkv = qkv.transpose(2, 0, 1, 3, 4)
         queries, keys, values = jnp.split(qkv, [c.queries_per_kv, c.queries_per_kv + 1], axis=2)
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
@@ -109,5 +109,5 @@ class DecoderLayer(nn.Module):
         attended = project(attended, out_kernel)
 
         x, normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm").of_sum(x, attended)
-        gate, up = jnp.split(project(normed, gate_up_kernel), 2, axis=-1)
+        gate, up = project_parts(normed, gate_up_kernel)
         return x, project(jax.nn.silu(gate) * up, down_kernel), (keys, values)

@@ -105,6 +105,10 @@ class Quantized(abc.ABC):
     def project(self, x: Float[Array, "*rows D"], dtype) -> Float[Array, "*rows F"]:
         """Return ``x @ kernel`` in this dtype, as `project` does."""
 
+    def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
+        """Return ``x @ kernel`` with the parts of a fused kernel as leading axes."""
+        return backend.parts_first(self.project(x, x.dtype), self.shape[1:])
+
     def stored(self, name: str) -> dict[str, Array]:
         """Return the arrays by parameter name; the first has the kernel's own name."""
         first, *others = arrays = self.arrays()
@@ -162,6 +166,11 @@ class Int8(Quantized):
         values = self.values.reshape(x.shape[-1], -1).astype(x.dtype)
         product = backend.matmul(x, values, jnp.float32, stored=False)
         return (product * self.scale.reshape(-1)).astype(dtype)
+
+    def project_parts(self, x):
+        product = backend.matmul_parts(x, self.values.astype(x.dtype), jnp.float32, stored=False)
+        scale = jnp.expand_dims(self.scale, range(self.scale.ndim - 1, product.ndim - 1))
+        return (product * scale).astype(x.dtype)
 
 
 class Tiles(Quantized):

@@ -100,6 +100,16 @@ def project(
     return backend.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
 
 
+def project_parts(x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank) -> Float[Array, "*parts *rows F"]:
+    """Return ``x @ kernel`` of a fused kernel ``[D, *parts, F]`` with its parts as leading axes."""
+    if isinstance(kernel, LowRank):
+        added = backend.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
+        return project_parts(x, kernel.kernel) + added
+    if isinstance(kernel, Quantized):
+        return kernel.project_parts(x)
+    return backend.matmul_parts(x, kernel, x.dtype)
+
+
 def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:
     """Return the adapter's addition to ``x @ W``."""
     if kernel.rng is not None:

@@ -1,4 +1,4 @@
-"""Compile the programs of `compile_report.py` for a described GPU and count in them."""
+"""Compile the programs of `compile_report.py` for a described device, and count in those of a GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import described_gpu
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
-from described_gpu import PLATFORM, described, placed_on
 from draft_lm_heads import drafter_for
 
 from hydrajax.decoding.acceptance import Greedy
@@ -83,15 +84,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Optimised HLO, bytes that a step must move, temporary bytes and seconds of compilation."""
+    """Optimised HLO, bytes that a step must move, operations of the base's products, temporary bytes, seconds."""
 
     hlo: str
     floor: int
+    flops: int
     temporary: int
     seconds: float
 
 
-def compile_case(case: Case) -> Compiled:
+def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
+    """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
+    with backend.traced_for(devices.PLATFORM), devices.described(case.device):
+        return _compile(case, devices.placed_on(case.device))
+
+
+def _compile(case: Case, place: Callable) -> Compiled:
     config = PRESETS[case.shape]
     config = config.replace(
         n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
@@ -106,20 +114,20 @@ def compile_case(case: Case) -> Compiled:
     inputs = [params, prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
     sampling = SamplingParams(jax.random.key(0), Greedy())
 
-    place = placed_on(case.device)
-    with backend.traced_for(PLATFORM), described(case.device):
-        began = time.perf_counter()
-        if alone:
-            lowered = _jitted(case, lambda *given: engine.prefill(*given, sampling)).lower(*place(inputs))
-        else:
-            state = jax.eval_shape(engine.prefill, *inputs, sampling)
-            call, carry = _turn(case.what, engine, params, state)
-            lowered = _jitted(case, call, donate_argnums=1).lower(*place((params, carry)))
-        program = lowered.compile(compiler_options=backend.compiler_options())
+    began = time.perf_counter()
+    if alone:
+        lowered = _jitted(case, lambda *given: engine.prefill(*given, sampling)).lower(*place(*inputs))
+    else:
+        state = jax.eval_shape(engine.prefill, *inputs, sampling)
+        call, carry = _turn(case.what, engine, params, state)
+        lowered = _jitted(case, call, donate_argnums=1).lower(*place(params, carry))
+    program = lowered.compile(compiler_options=backend.compiler_options())
     floor = autoregressive_bytes(model, base, case.batch, 0 if alone else case.context)
     floor += 0 if case.what == "verify" else nbytes(draft)
+    rows = case.batch * (prompt.shape[1] if alone else engine.tree.size)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(base)) - (0 if config.tied_lm_head else base["embedding"].size)
     temporary = program.memory_analysis().temp_size_in_bytes
-    return Compiled(program.as_text(), floor, temporary, time.perf_counter() - began)
+    return Compiled(program.as_text(), floor, 2 * rows * numbers, temporary, time.perf_counter() - began)
 
 
 def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopology]:

@@ -40,10 +40,10 @@ PLATFORM = Platform("gpu", 1, 9.0)
 
 
 def placed_on(device: str):
-    """Return a function that places a pytree of shapes on the described device."""
+    """Return a function that places pytrees of shapes on the described device."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICES[device], topology="1x1x1")
     sharding = SingleDeviceSharding(topology.devices[0])
-    return lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    return lambda *trees: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), trees)
 
 
 def described(device: str):

@@ -1,4 +1,4 @@
-"""Compare the GPU kernels with NumPy on this device, once before the first program that uses them.
+"""Compare the kernels of a GPU or a TPU with NumPy on this device, once before the first program that uses them.
 
 A kernel has its own compiler, and devices and versions vary. A wrong kernel would silently change generated text,
 which is worth two seconds at the start.
@@ -7,31 +7,35 @@ which is worth two seconds at the start.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.models.kernels import tree_attention, tree_attention_tpu
 from hydrajax.models.kernels.add_norm import add_norm
 from hydrajax.models.kernels.append_rows import append_rows
-from hydrajax.models.kernels.tree_attention import attend
 
 # For sums of numbers near 1: bfloat16 has 8 bits, and both sides round several times.
 TOLERANCE = 0.05
 
 
-def disagreement(interpret: bool = False) -> str | None:
-    """Return a short description of the disagreement on this device, or None.
+def disagreement(device: str, interpret: bool = False) -> str | None:
+    """Return a short description of the disagreement on this device, "GPU" or "TPU", or None.
 
     May be called while a program is traced: the checks run in a thread of their own, which traces nothing.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_disagreement, interpret).result()
+        return thread.submit(_disagreement, device, interpret).result()
 
 
-def _disagreement(interpret: bool) -> str | None:
-    checks = {"attention": _attention, "appending to caches": _appending, "a row's norm": _norm}
+def _disagreement(device: str, interpret: bool) -> str | None:
+    kernels = tree_attention_tpu if device == "TPU" else tree_attention
+    checks = {"attention": functools.partial(_attention, kernels.attend)}
+    if device == "GPU":
+        checks |= {"appending to caches": _appending, "a row's norm": _norm}
     for name, check in checks.items():
         try:
             difference = float(check(interpret))
@@ -46,7 +50,7 @@ def _normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).normal(size=shape).astype(jnp.bfloat16)
 
 
-def _attention(interpret: bool):
+def _attention(attend: Callable, interpret: bool):
     """Check a tree of grouped heads with a window, and one token; sequences of different lengths in several
     programs.
     """

@@ -1,4 +1,4 @@
-"""The self-check of the GPU kernels before their first use, interpreted on a CPU."""
+"""The self-check of the kernels before their first use, interpreted on a CPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import pytest
 
 from hydrajax.models import backend
 from hydrajax.models.backend import Platform
-from hydrajax.models.kernels import check
+from hydrajax.models.kernels import check, tree_attention_tpu
 
 
-def test_the_check_passes_during_tracing():
+@pytest.mark.parametrize("device", ["GPU", "TPU"])
+def test_the_check_passes_during_tracing(device):
     found = []
-    jax.make_jaxpr(lambda x: found.append(check.disagreement(interpret=True)) or x)(1.0)
+    jax.make_jaxpr(lambda x: found.append(check.disagreement(device, interpret=True)) or x)(1.0)
     assert found == [None]
 
 
 def test_the_check_names_a_wrong_kernel(monkeypatch):
     monkeypatch.setattr(check, "add_norm", lambda x, added, scale, eps, interpret: (x + added, x * 1.1))
-    assert check.disagreement(interpret=True).startswith("a row's norm: differs by ")
+    assert check.disagreement("GPU", interpret=True).startswith("a row's norm: differs by ")
 
 
 def test_xla_is_used_if_the_kernels_fail(monkeypatch):
@@ -33,6 +34,25 @@ def test_xla_is_used_if_the_kernels_fail(monkeypatch):
         assert not backend.has_triton()
     assert not backend.has_triton()  # without a second warning
     backend._kernels_agree.cache_clear()
+
+
+def test_a_tpu_uses_xla_if_the_kernel_fails(monkeypatch):
+    monkeypatch.setattr(backend, "_present", lambda: Platform("tpu", 1))
+    backend._kernels_agree.cache_clear()
+    with pytest.warns(UserWarning, match="TPU kernels are not used.*attention: ValueError: Only interpret mode"):
+        assert not backend.has_mosaic()
+    backend._kernels_agree.cache_clear()
+
+
+def test_the_environment_turns_off_the_tpu_kernel(monkeypatch):
+    queries = np.zeros((1, 4, 5, 64), jnp.bfloat16)
+    with backend.traced_for(Platform("tpu", 1)):
+        assert backend.tree_kernel(queries, 2) is tree_attention_tpu
+        monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
+        assert backend.tree_kernel(queries, 2) is None
+    monkeypatch.delenv("HYDRAJAX_TPU_KERNELS")
+    with backend.traced_for(Platform("tpu", 4)):
+        assert backend.tree_kernel(queries, 2) is None
 
 
 def test_the_environment_turns_them_off(monkeypatch):

@@ -1,4 +1,4 @@
-"""Compare the GPU attention kernel, interpreted on the CPU, with NumPy in float64."""
+"""Compare the attention kernels of GPUs and TPUs, interpreted on the CPU, with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds the found races, and is not public
+from jax.experimental.pallas import tpu as pltpu
 
-from hydrajax.models.kernels import tree_attention
+from hydrajax.models.kernels import tree_attention, tree_attention_tpu
+
+TPU = pltpu.InterpretParams(detect_races=True)  # also simulates the copies between memories
 
 
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(jnp.bfloat16)
+def normal(rng, *shape, dtype=jnp.bfloat16):
+    return rng.normal(size=shape).astype(dtype)
 
 
 def exact(queries, block, mask, cache, lengths, first_seen=None):
@@ -59,11 +63,47 @@ CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, f
     "one program to each row-whole",
 )
 def test_equals_numpy(case, windowed):
+    inputs = inputs_of(case, windowed)
+    found = jax.jit(partial(tree_attention.attend, interpret=True))(*inputs)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs), atol=0.02)
+
+
+TPU_CASES = {
+    "one token": (2, 2, 1, 1, 64, 128, [128, 37]),
+    "one token of grouped heads, several blocks": (1, 2, 8, 1, 128, 1100, [1030]),
+    "tree over several blocks": (2, 4, 2, 5, 128, 1200, [1100, 3]),
+    "tree of 64": (1, 2, 1, 64, 256, 600, [512]),
+    "empty cache": (2, 1, 2, 20, 64, 128, [0, 64]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("case", TPU_CASES.values(), ids=TPU_CASES)
+@pytest.mark.quick(
+    "one token of grouped heads, several blocks-whole-bfloat16",
+    "tree over several blocks-window-float32",
+    "empty cache-whole-bfloat16",
+    "tree of 64-whole-float32",
+)
+def test_a_tpu_equals_numpy(case, windowed, dtype):
+    inputs = inputs_of(case, windowed, dtype)
+    found = jax.jit(partial(tree_attention_tpu.attend, interpret=TPU))(*inputs)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), exact(*inputs), atol=0.02 if dtype == "bfloat16" else 5e-6
+    )
+    assert not interpret_pallas_call.races.races_found
+
+
+def inputs_of(case, windowed, dtype=jnp.bfloat16):
+    """Draw the arguments of a case's attention; slots that are not filled hold NaN."""
     batch, n_kv, groups, n_tokens, head_dim, slots, lengths = case
     rng = np.random.default_rng(sum(case[:6]))
-    queries = 2 * normal(rng, batch, n_kv * groups, n_tokens, head_dim)
-    block = tuple(normal(rng, batch, n_kv, n_tokens, head_dim) for _ in range(2))
-    cache = tuple(normal(rng, batch, n_kv, slots, head_dim) for _ in range(2))
+    queries = 2 * normal(rng, batch, n_kv * groups, n_tokens, head_dim, dtype=dtype)
+    block = tuple(normal(rng, batch, n_kv, n_tokens, head_dim, dtype=dtype) for _ in range(2))
+    cache = tuple(normal(rng, batch, n_kv, slots, head_dim, dtype=dtype) for _ in range(2))
     for filled, row in zip(lengths, range(batch), strict=True):
         for array in cache:
             array[row, :, filled:] = np.nan  # must not enter the result even as 0 * NaN
@@ -72,18 +112,18 @@ def test_equals_numpy(case, windowed):
     if windowed:  # each query attends to about 50 slots; one window starts before position 0
         first_seen = (lengths[:, None] + np.arange(n_tokens) - 50).astype(np.int32)
         mask = np.broadcast_to(mask, (batch, 1, 1, *mask.shape))
-    inputs = queries, block, mask, cache, lengths, first_seen
-    found = jax.jit(partial(tree_attention.attend, interpret=True))(*inputs)
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs), atol=0.02)
+    return queries, block, mask, cache, lengths, first_seen
 
 
-def test_a_node_is_rounded_like_a_single_token():
+@pytest.mark.parametrize(
+    ("kernel", "interpret"), [(tree_attention, True), (tree_attention_tpu, TPU)], ids=["GPU", "TPU"]
+)
+def test_a_node_is_rounded_like_a_single_token(kernel, interpret):
     """Otherwise a tree could choose another of two nearly equal tokens than decoding without a tree."""
     rng = np.random.default_rng(0)
     queries, cache = normal(rng, 1, 4, 33, 64), tuple(normal(rng, 1, 2, 512, 64) for _ in range(2))
     block, lengths = tuple(normal(rng, 1, 2, 33, 64) for _ in range(2)), np.array([400], np.int32)
-    attend = jax.jit(partial(tree_attention.attend, interpret=True))
+    attend = jax.jit(partial(kernel.attend, interpret=interpret))
     tree = attend(queries, block, np.eye(33, dtype=bool), cache, lengths)
     for node in (0, 17, 32):
         one = tuple(x[:, :, node : node + 1] for x in block)
@@ -101,3 +141,13 @@ def test_supported_shapes():
     assert not tree_attention.fits(64, 128, jnp.float32)
     assert not tree_attention.fits(64, 96, jnp.bfloat16)
     assert not tree_attention.fits(2048, 128, jnp.bfloat16)
+    assert tree_attention_tpu.fits(256, 64, 128, jnp.float32)
+    assert not tree_attention_tpu.fits(256, 64, 128, jnp.float16)
+    assert not tree_attention_tpu.fits(256, 64, 80, jnp.bfloat16)
+    assert not tree_attention_tpu.fits(64 * 71, 64, 64, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("n_kv", "lines", "heads"), [(32, 16, 8), (32, 64, 8), (8, 256, 4), (1, 1024, 1), (6, 16, 6)])
+def test_programs_hold_as_many_heads_as_fit(n_kv, lines, heads):
+    found = tree_attention_tpu.heads_per_program(n_kv, lines, 128, 2)
+    assert found == heads

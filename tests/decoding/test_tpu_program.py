@@ -1,0 +1,124 @@
+"""The decode step traced for a TPU: its operations, its tokens with the simulated kernel, and its compiled program."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh
+
+from helpers.how import sampling
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.state import Params
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models import backend
+from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.sharding import placer
+from hydrajax.trees import presets
+
+TPU = backend.Platform("tpu", 1)
+CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "tpu" / "compile_report.py"
+
+
+@functools.cache
+def lowered_step(kind: str, tree: str) -> str:
+    """Lower one decode step for a TPU to text, without compilation or allocation."""
+    model = Llama(CONFIG, jnp.dtype("bfloat16"))
+    base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
+    device = AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
+    with backend.traced_for(TPU), jax.sharding.use_abstract_mesh(device):
+        prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
+        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_each_layer_has_one_kernel():
+    """Two layers, and the prefix layer."""
+    assert lowered_step("none", "root").count("@tpu_custom_call") == 2
+    assert lowered_step("hydra++", "chain-2").count("@tpu_custom_call") == 3
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("none", "root"), ("hydra++", "chain-2")])
+def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
+    """A TPU does that on its vector unit, several times slower than two rows."""
+    products = [line for line in lowered_step(kind, tree).splitlines() if "dot_general" in line]
+    assert len(products) >= 9  # four for each layer, and the lm head
+    assert not any(re.search(r"tensor<1x\d+xbf16>", line) for line in products)
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"), [((8, 2, 16), (1, 0, 2)), ((8, 3, 4, 6), (1, 2, 0, 3)), ((8, 16), (0, 1)), ((4,), (0,))]
+)
+def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
+    """Fused kernels with the input next to the last axis; their logical shape and numbers stay."""
+    array = np.random.default_rng(0).random(shape, np.float32)
+    with backend.traced_for(TPU):
+        placed = placer(None)(array, None)
+    np.testing.assert_array_equal(placed, array)
+    assert placed.format.layout.major_to_minor == order
+    assert jax.jit(lambda x: x + 1).lower(placed).compile().input_formats[0][0].layout.major_to_minor == order
+    assert placer(None)(array, None).format.layout.major_to_minor == tuple(range(len(shape)))
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Simulate the TPU kernel on this CPU."""
+    real = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
+    with backend.traced_for(TPU):
+        yield
+
+
+# In bfloat16 a tree's sums have another order, so nearly equal tokens may change places.
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 20), ("bfloat16", None)])
+@pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
+@pytest.mark.quick("lookup-chain-3-float32-20")
+def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dtype, window):
+    """Two sequences of different lengths. A random model repeats itself, so lookup proposes long accepted paths."""
+    config = CONFIG.replace(sliding_window=window)
+    model, base = random_base(config, jnp.dtype(dtype))
+    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
+    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
+    drafter, params = random_draft(model, base, kind)
+    found = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)(params, prompt, lengths)
+    np.testing.assert_array_equal(found.tokens, want.tokens)
+    assert kind != "lookup" or found.tokens_per_step() > 1.1
+    if dtype == "float32":
+        with backend.traced_for(backend.Platform("none", 1)):  # XLA's own operations
+            plain = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
+        np.testing.assert_array_equal(found.tokens, plain.tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+def test_the_compiled_program_copies_no_weights(tmp_path, chip):
+    """Compiled for a described chip; it must stay within a quarter of the cycles of the bytes."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("pip install 'jax[tpu]': the TPU's compiler is missing")
+    command = [sys.executable, TOOL, "--what", "ar,verify", "--chips", chip, "--json", tmp_path / "rows.json"]
+    subprocess.run(command, check=True, timeout=600)
+    for row in json.loads((tmp_path / "rows.json").read_text())["rows"]:
+        assert row["fits"]
+        assert row["own_cycles"] > 0
+        assert row["copies"] == 0
+        assert 0.8 < row["cycles"] / row["floor_cycles"] < 1.35

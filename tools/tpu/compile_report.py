@@ -1,0 +1,172 @@
+#!/usr/bin/env python
+"""Compile decode steps for a TPU without one, and compare the compiler's cycles with those of the bytes.
+
+    pip install 'jax[tpu]'                       # libtpu, 140 MB, holds the compiler
+    python tools/tpu/compile_report.py --what ar,verify,medusa,hydra++ --chips v5e,v6e
+    hydrajax report OUTPUT_FOLDER
+
+Nothing is allocated or run, so there are no timings. XLA's TPU compiler estimates the cycles of each of its kernels,
+and the report adds them up over one turn of the decode loop. It adds the package's own attention by its bytes and
+operations, as the compiler has no estimate of it. The floor is the larger of two times: that of the bytes that a step
+must move (weights, keys and values of the filled slots, for a whole step the draft's weights), and that of the
+operations of the base's products. ``--what`` is any of
+
+    ar        decoding without a draft
+    verify    one pass of the base over the tree
+    medusa, hydra, hydra++, lookup    a whole step with this drafter
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import shlex
+import sys
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
+
+import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
+from compiled_step import Case, Compiled, compile_case  # noqa: E402
+from compiled_tpu import TpuKernel, loop_kernels  # noqa: E402
+from described_tpu import CHIPS, Chip  # noqa: E402
+
+from hydrajax.errors import HydrajaxError  # noqa: E402
+from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in words(text)]
+
+
+def arguments() -> argparse.Namespace:
+    lines = __doc__.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the base (default %(default)s)")
+    parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
+    parser.add_argument("--chips", type=words, default=["v5e"], help=f"of {', '.join(CHIPS)} (default v5e)")
+    parser.add_argument("--batches", type=integers, default=[1])
+    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
+    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="list the N longest kernels")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
+    return parser.parse_args()
+
+
+def main(args: argparse.Namespace) -> int:
+    from hydrajax.files import WholeFile
+
+    try:
+        for chip in args.chips:
+            if chip not in CHIPS:
+                raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
+        shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
+        cells = itertools.product(args.chips, args.what, args.batches, args.contexts)
+        cases = [
+            Case(what, batch=batch, context=context, device=chip, lm_head="full", **shared)
+            for chip, what, batch, context in cells
+        ]
+        # An unwritable path fails before the compilations.
+        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
+            report(args, cases, file)
+    except HydrajaxError as error:
+        print(f"compile_report.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace, cases: list[Case], file) -> None:
+    """Compile and print every case, and write the result to ``file`` if given."""
+    from hydrajax.machine import machine
+    from hydrajax.report.results import Result, write_result
+
+    rows = []
+    for case in cases:
+        row, kernels = row_of(case)
+        rows.append(row)
+        print(line_of(row), flush=True)
+        for kernel in sorted(kernels, key=lambda kernel: -kernel.cycles)[: args.show]:
+            print(f"    {kernel.cycles:9d} {kernel.opcode} {kernel.name} {kernel.shape[:100]}")
+    if file:
+        title = f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
+        command = shlex.join(["python", "tools/tpu/compile_report.py", *sys.argv[1:]])
+        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "layers")}
+        remark = "compiled for described TPUs, not run: cycles are the compiler's estimates, not timings"
+        write_result(file, Result("tpu_program", "", title, rows, command, machine(), settings, [remark]))
+
+
+def row_of(case: Case) -> tuple[dict, list[TpuKernel]]:
+    """Return a row of a "tpu_program" result, and the kernels of a step."""
+    chip = CHIPS[case.device]
+    row = {
+        "what": case.what,
+        "chip": case.device,
+        "batch": case.batch,
+        "context": case.context,
+        "nodes": 1 if case.what == "ar" else case.nodes,
+        "weights": "int8" if case.int8 else case.dtype,
+        "devices": 1,
+    }
+    try:
+        compiled = compile_case(case, described_tpu)
+    except Exception as error:  # XLA's own type is not public
+        if "Ran out of memory" not in str(error):
+            raise
+        missing = ("cycles", "own_cycles", "floor_cycles", "byte_cycles", "copies", "temporary_megabytes")
+        return row | {"fits": False} | dict.fromkeys(missing), []
+    kernels = loop_kernels(compiled.hlo)
+    own = own_cycles(kernels, case, chip)
+    row |= {
+        "fits": True,
+        "cycles": sum(kernel.cycles for kernel in kernels) + own,
+        "own_cycles": own,
+        "floor_cycles": floor_cycles(compiled, chip),
+        "byte_cycles": compiled.floor / chip.bandwidth * chip.hertz,
+        "copies": sum(kernel.is_large_copy for kernel in kernels),
+        "temporary_megabytes": compiled.temporary / 1e6,
+        "compile_seconds": compiled.seconds,
+    }
+    return row, kernels
+
+
+def floor_cycles(compiled: Compiled, chip: Chip) -> float:
+    return max(compiled.floor / chip.bandwidth, compiled.flops / chip.flops) * chip.hertz
+
+
+def own_cycles(kernels: list[TpuKernel], case: Case, chip: Chip) -> float:
+    """Cycles of the package's attention: the larger of its bytes' and its products'."""
+    seconds = 0.0
+    for kernel in kernels:
+        if kernel.opcode == "custom-call" and tree_attention_tpu.NAME in kernel.name:
+            queries, cache = kernel.operands[2], kernel.operands[-1]
+            filled = cache[0] * case.context * cache[2]
+            size = 4 if case.dtype == "float32" else 2
+            seconds += max(2 * filled * size / chip.bandwidth, 4 * filled * queries[1] / chip.flops)
+    return seconds * chip.hertz
+
+
+def line_of(row: dict) -> str:
+    name = f"{row['chip']} {row['what']:8} batch {row['batch']} context {row['context']} {row['weights']}"
+    if not row["fits"]:
+        return f"{name}: does not fit into the chip's memory"
+    ratio, bytes_only = row["cycles"] / row["floor_cycles"], row["cycles"] / row["byte_cycles"]
+    return (
+        f"{name}: {row['cycles'] / 1e6:.2f}M cycles, {ratio:.2f} of the floor ({bytes_only:.2f} of the bytes), "
+        f"own kernels {row['own_cycles'] / 1e6:.2f}M, {row['copies']} large copies, "
+        f"{row['temporary_megabytes']:.0f} MB temporary, compiled in {row['compile_seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments()))
