@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hydrajax.drafters.block import BlockDrafter, BlockSettings, Text
+from hydrajax.drafters.block import BlockDrafter, BlockSettings
+from hydrajax.drafters.block_network import Text
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers

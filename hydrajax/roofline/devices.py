@@ -67,6 +67,7 @@ _TABLE = (
     (Device("TPUv5e", 197e12, 819e9), "TPU v5 lite|TPU v5e"),
     (Device("TPUv5p", 459e12, 2765e9), "TPU v5|TPU v5p"),
     (Device("TPUv6e", 918e12, 1640e9), "TPU v6 lite|TPU v6e"),
+    (Device("TPUv7x", 1153e12, 3690e9), "TPU7x|TPU v7x"),  # one of the two devices of a chip
 )
 DEVICES = {device.name: device for device, _ in _TABLE}
 

@@ -166,6 +166,7 @@ def test_measurements_are_averaged_rate_by_rate():
         ("TPU v5p", "TPUv5p", 459e12),
         ("TPU v6 lite", "TPUv6e", 918e12),
         ("TPU v6e", "TPUv6e", 918e12),
+        ("TPU7x", "TPUv7x", 1153e12),
         ("NVIDIA GH200 480GB", "GH200", 989e12),
         ("cpu", None, None),
     ],

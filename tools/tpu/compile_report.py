@@ -132,7 +132,7 @@ def row_of(case: Case) -> tuple[dict, list[TpuKernel]]:
         "cycles": sum(kernel.cycles for kernel in kernels) + own,
         "own_cycles": own,
         "floor_cycles": floor_cycles(compiled, chip),
-        "byte_cycles": compiled.floor / chip.bandwidth * chip.hertz,
+        "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz,
         "copies": sum(kernel.is_large_copy for kernel in kernels),
         "temporary_megabytes": compiled.temporary / 1e6,
         "compile_seconds": compiled.seconds,
@@ -141,7 +141,7 @@ def row_of(case: Case) -> tuple[dict, list[TpuKernel]]:
 
 
 def floor_cycles(compiled: Compiled, chip: Chip) -> float:
-    return max(compiled.floor / chip.bandwidth, compiled.flops / chip.flops) * chip.hertz
+    return max(compiled.floor / chip.device.bandwidth, compiled.flops / chip.device.flops) * chip.hertz
 
 
 def own_cycles(kernels: list[TpuKernel], case: Case, chip: Chip) -> float:
@@ -152,7 +152,7 @@ def own_cycles(kernels: list[TpuKernel], case: Case, chip: Chip) -> float:
             queries, cache = kernel.operands[2], kernel.operands[-1]
             filled = cache[0] * case.context * cache[2]
             size = 4 if case.dtype == "float32" else 2
-            seconds += max(2 * filled * size / chip.bandwidth, 4 * filled * queries[1] / chip.flops)
+            seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[1] / chip.device.flops)
     return seconds * chip.hertz
 
 

@@ -23,6 +23,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, SingleDeviceSharding
 
 from hydrajax.models import backend
+from hydrajax.roofline.devices import Device, device_of
 
 PLATFORM = backend.Platform("tpu", 1)
 
@@ -33,22 +34,23 @@ class Chip(NamedTuple):
     Attributes:
         kind: JAX's name of it.
         topology: The smallest that libtpu describes.
-        bandwidth: Bytes per second of memory, from the data sheet.
-        flops: Bfloat16 operations per second, from the data sheet.
-        hertz: The clock of the compiler's estimates: of the matrix units, from ``flops`` and their number.
+        hertz: The clock of the compiler's estimates: that at which the matrix units reach the data sheet's operations.
     """
 
     kind: str
     topology: str
-    bandwidth: float
-    flops: float
     hertz: float
+
+    @property
+    def device(self) -> Device:
+        """Its rates, from the data sheet."""
+        return device_of(self.kind)
 
 
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "2x2", 819e9, 197e12, 1.5e9),
-    "v5p": Chip("TPU v5p", "2x2x1", 2765e9, 459e12, 1.75e9),
-    "v6e": Chip("TPU v6 lite", "2x2", 1640e9, 918e12, 1.75e9),
+    "v5e": Chip("TPU v5 lite", "2x2", 1.5e9),
+    "v5p": Chip("TPU v5p", "2x2x1", 1.75e9),
+    "v6e": Chip("TPU v6 lite", "2x2", 1.75e9),
 }
 
 
