@@ -71,6 +71,8 @@ def main(args: argparse.Namespace) -> int:
         for chip in args.chips:
             if chip not in CHIPS:
                 raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
+        for what in set(args.what) & {"ar-step", "prefill"}:
+            raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
         shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
         cells = itertools.product(args.chips, args.what, args.batches, args.contexts)
         cases = [
