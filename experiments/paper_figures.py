@@ -241,6 +241,27 @@ def _program(rows: list[dict]) -> Any:
     return figure
 
 
+def _tpu_program(rows: list[dict]) -> Any:
+    """Cycles / floor, one group of bars per program. Colours are chips, shades batch sizes."""
+    rows = [row for row in rows if row["fits"]]
+    names, chips, batches = distinct(rows, "what"), distinct(rows, "chip"), distinct(rows, "batch")
+    cells = list(dict.fromkeys((row["chip"], row["batch"]) for row in rows))
+    figure = new_figure(max(7, 0.25 * len(names) * len(cells)), 4.6)
+    axes = figure.subplots()
+    width = 0.8 / max(len(cells), 1)
+    for i, (chip, batch) in enumerate(cells):
+        mine = [row for row in rows if (row["chip"], row["batch"]) == (chip, batch)]
+        x = np.array([names.index(row["what"]) for row in mine]) + (i + 0.5) * width - 0.4
+        shade = {"color": f"C{chips.index(chip)}", "alpha": (1 + batches.index(batch)) / len(batches)}
+        axes.bar(
+            x, [row["cycles"] / row["floor_cycles"] for row in mine], width, label=f"{chip}, batch {batch}", **shade
+        )
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(ylabel="cycles / floor, compiled", xticks=range(len(names)), xticklabels=names)
+    _legend(figure, ncols=min(len(cells), 4))
+    return figure
+
+
 # --- questions and heads ----------------------------------------------------------------------------------------------
 
 
@@ -371,4 +392,5 @@ DRAWN: dict[str, Callable[[list[dict]], Any]] = {
     "steps": _steps,
     "prediction": _prediction,
     "program": _program,
+    "tpu_program": _tpu_program,
 }

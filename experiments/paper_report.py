@@ -112,7 +112,23 @@ def _program(rows: list[dict]) -> Table:
     return ("program", *counts, "large copies", "temporary (MB)", "one CUDA graph"), cells
 
 
-TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto, "program": _program}
+def _tpu_program(rows: list[dict]) -> Table:
+    cells = []
+    for row in rows:
+        line = [row[name] for name in ("what", "chip", "batch", "context", "nodes", "weights")]
+        if row["fits"]:
+            line += [f"{row[name] / 1e6:.2f}" for name in ("cycles", "own_cycles", "floor_cycles")]
+            line += [f"{row['cycles'] / row['floor_cycles']:.2f}", f"{row['cycles'] / row['byte_cycles']:.2f}"]
+            line += [row["copies"], f"{row['temporary_megabytes']:.0f}"]
+        else:
+            line += ["does not fit", *[""] * 6]
+        cells.append(line)
+    counts = ("chip", "batch", "context", "nodes", "weights", "cycles (M)", "of our kernels", "floor (M)")
+    return ("program", *counts, "ratio", "ratio to bytes", "large copies", "temporary (MB)"), cells
+
+
+TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto}
+TABLES |= {"program": _program, "tpu_program": _tpu_program}
 
 
 if __name__ == "__main__":

@@ -154,22 +154,18 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 def rope_table(
     config: LlamaConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B 1 T H"], Float[Array, "B 1 T H"]]:
-    """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first half of the
-    sines is negative.
+) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"]]:
+    """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first sines are
+    negative.
     """
-    angles = positions[:, None, :, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    whole = (*angles.shape[:3], config.head_dim)
-    twice = jnp.broadcast_to(cos[..., None, :], (*angles.shape[:3], 2, angles.shape[3]))
-    return twice.reshape(whole), jnp.stack([-sin, sin], axis=-2).reshape(whole)
+    angles = positions[:, None, :, None, None].astype(jnp.float32) * rope_frequencies(config)
+    sin = jnp.sin(angles)
+    return jnp.cos(angles), jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
 
 
 def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     """Rotate feature pairs (i, i + H/2) by the angle of their position, in float32."""
-    cos, sin = rope
-    wide = x.astype(jnp.float32)
-    return (wide * cos + backend.swap_halves(wide) * sin).astype(x.dtype)
+    return backend.rotate_halves(x.astype(jnp.float32), *rope).astype(x.dtype)
 
 
 def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]) -> Float[Array, "B T width"]:
