@@ -67,7 +67,7 @@ def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
 
 
 @pytest.mark.parametrize(
-    ("shape", "order"), [((8, 2, 16), (1, 0, 2)), ((8, 3, 4, 6), (1, 2, 0, 3)), ((8, 16), (0, 1)), ((4,), (0,))]
+    ("shape", "order"), [((8, 2, 16), (1, 0, 2)), ((8, 3, 4, 6), (2, 1, 0, 3)), ((8, 16), (0, 1)), ((4,), (0,))]
 )
 def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
     """Fused kernels with the input next to the last axis; their logical shape and numbers stay."""

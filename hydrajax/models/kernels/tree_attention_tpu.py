@@ -89,10 +89,8 @@ def attend(
 
     def of_slots(program, turn, lengths, oldest):
         row = jax.lax.div(program, per_sequence)
-        last = jnp.maximum(
-            jax.lax.div(lengths[row] + SLOTS - 1, SLOTS) - 1, 0
-        )  # a block that stays is not fetched again
-        return program, jnp.minimum(jax.lax.div(oldest[row], SLOTS) + turn, last), 0
+        blocks = jax.lax.div(lengths[row] + SLOTS - 1, SLOTS)  # filled; staying at the last one fetches nothing
+        return program, jnp.minimum(jax.lax.div(oldest[row], SLOTS) + turn, jnp.maximum(blocks - 1, 0)), 0
 
     specs = [of_program(padded, head_dim), *[of_program(n_tokens, head_dim)] * 2, of_sequence(inputs[3])]
     if first_seen is not None:
