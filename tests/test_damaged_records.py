@@ -341,6 +341,7 @@ def restore(folder: Path, whole: dict[Path, bytes]) -> None:
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["with its checksum", "of an older version"])
+@pytest.mark.quick("with its checksum")
 def test_a_checkpoint_with_a_wrong_record_is_as_good_as_the_one_before(tmp_path, older):
     path = saved(tmp_path)
     (without_checksum if older else saved)(tmp_path)

@@ -92,6 +92,7 @@ def test_train_heads_on_your_own_text(base, greedy, tmp_path):
     assert sum(answer["steps"] for answer in found) < 0.9 * sum(answer["new_tokens"] for answer in found)
 
 
+@pytest.mark.slow
 def test_serve_and_ask(base, heads, model, greedy):
     """Start the server, and ask it with OpenAI's client. The answers are the texts that `generate` returns."""
     for package in ("starlette", "uvicorn", "prometheus_client", "openai"):

@@ -26,10 +26,12 @@ def errors() -> dict[str, set[tuple[int, str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_correct_use_is_accepted(errors):
     assert errors[USAGE] == set()
 
 
+@pytest.mark.slow
 def test_every_mistake_has_its_error_code(errors):
     lines = enumerate((ROOT / MISUSE).read_text().splitlines(), start=1)
     expected = {(number, line.split("# refused: ")[1]) for number, line in lines if "# refused: " in line}

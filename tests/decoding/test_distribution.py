@@ -334,7 +334,7 @@ class NoResidual(RejectionSampling):
     [
         pytest.param(TwoChances(1.0), "hydra", marks=pytest.mark.slow),
         pytest.param(Uncut(1.0, top_k=4, top_p=0.8), "hydra", marks=pytest.mark.slow),
-        (NoResidual(1.0), "far"),
+        pytest.param(NoResidual(1.0), "far", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )

@@ -136,12 +136,20 @@ def test_programs_are_bars_over_the_floor():
     assert labels == ["batch 1, context 512", "batch 8, context 512"]
 
 
+def test_a_tpu_program_shows_cycles_over_the_floor():
+    """A program that does not fit has no bar."""
+    figure = draw(result("tpu_program"))
+    (bar,) = figure.axes[0].patches
+    assert bar.get_height() == pytest.approx(2.5 / 2.1)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["v5e, batch 1"]
+
+
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
-    sources += ["amphista table 3", "hydra figure 3", "", "", "medusa table 3", "hydra figure 2", ""]
+    sources += ["amphista table 3", "hydra figure 3", "", "", "medusa table 3", "hydra figure 2", "", ""]
     (tmp_path / "sub").mkdir()
     for at, (source, kind) in enumerate(zip(sources, ROWS, strict=True)):
         write_to(tmp_path / ("sub" if at % 2 else ".") / f"r{at // 2}.json", result(kind, source))
@@ -151,8 +159,8 @@ def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     headings = [line[3:].rsplit(":", 1)[0] for line in text.splitlines() if line.startswith("## ")]
     assert headings == [
         "Hydra figure 2", "Hydra figure 3", "Hydra figures 7 to 9", "Hydra table 1", "Medusa figure 5",
-        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some pareto", "Some curve",
-        "Some program",
+        "Medusa table 3", "Amphista figure 1", "Amphista table 3", "Some speed", "Some pareto",
+        "Some tpu_program", "Some curve", "Some program",
     ]  # fmt: skip
     pictures = sorted((tmp_path / "figures").iterdir())
     assert len(pictures) == len(ROWS) == len(written) - 1  # of equal names, too

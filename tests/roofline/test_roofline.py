@@ -185,6 +185,7 @@ def predictions(
     )
 
 
+@pytest.mark.slow
 def test_more_nodes_sequences_or_context_never_take_less():
     for rows in (
         predictions(),

@@ -64,6 +64,7 @@ def test_command_predicts_eagle_and_a_dynamic_tree(program):
     assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
 
 
+@pytest.mark.slow
 def test_command_predicts_the_best_chain_length(program, tmp_path):
     """The published pair of a 7B and a model of 68M parameters: 2 layers, width 768."""
     config = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072}

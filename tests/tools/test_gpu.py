@@ -38,6 +38,7 @@ def script(name: str, *argv: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, str(GPU / f"{name}.py"), *argv], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_half_hour_keeps_finished_parts(tmp_path):
     """Each part's result, log and exit code; a second call runs the remaining parts."""
     begin = ["--tiny", "--out", str(tmp_path)]

@@ -143,6 +143,7 @@ def test_hours(no_compilation, dry_run):
     assert "per million tokens" in text
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_real_compilation(dry_run):
     """The temporaries of a tiny run hold at least the gradients, and not 30 times as much."""
     fits, text = dry_run(settings())
