@@ -71,6 +71,7 @@ def test_decode_with_draft_heads(model, greedy):
     assert model.decode(result) == [model.tokenizer.decode(greedy(prompt)) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_train_heads_on_your_own_text(base, greedy, tmp_path):
     """Train Hydra heads on files of yours with the recipe own_text, then generate with them.
 

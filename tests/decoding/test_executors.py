@@ -49,7 +49,7 @@ def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
     [
         ("none", "root", Greedy(), {}),
         ("hydra++", "skips ranks", Greedy(), {"processors": [Penalties(presence_penalty=0.2)], "logprobs": 2}),
-        ("eagle", "grown", ExactSampling(0.8), {"eos_ids": (5,)}),
+        pytest.param("eagle", "grown", ExactSampling(0.8), {"eos_ids": (5,)}, marks=pytest.mark.slow),
         pytest.param("model", "chain", RejectionSampling(0.8), {}, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -28,6 +28,7 @@ def program(capsys):
     return run
 
 
+@pytest.mark.slow
 def test_command_predicts_every_cell(program, tmp_path):
     file = tmp_path / "roofline.json"
     grid = ("--tree-sizes", "1,16,64", "--batch-sizes", "1,8", "--context", "1024,4096")
@@ -52,6 +53,7 @@ def test_command_prints_the_operators(program):
     assert "…" not in result.out
 
 
+@pytest.mark.slow
 def test_command_predicts_eagle_and_a_dynamic_tree(program):
     short = ("--shape", "7b", "--draft-kind", "eagle", "--json")
     rows = json.loads(program(*short, "--context", "1024,4096").out)["rows"]
