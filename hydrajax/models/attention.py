@@ -183,10 +183,10 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
     """
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
-    if len(segments) == 2 and isinstance(visible[1], Filled):
+    with_cache = len(segments) == 2 and isinstance(visible[1], Filled)
+    if with_cache and (kernel := backend.tree_kernel(queries, segments[0].keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
-        if kernel := backend.tree_kernel(queries, keys.shape[1]):
-            return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
+        return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
     if is_long_text and len(segments) == 1 and backend.attends_text(queries):
         return backend.attend_text(queries, segments[0].keys, segments[0].values, visible[0].window)

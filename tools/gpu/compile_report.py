@@ -20,39 +20,20 @@ weights. ``--what`` is any of
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import os
-import shlex
 import sys
 import tempfile
 from pathlib import Path
+
+from compile_command import parser_of, run
 
 DUMPS = tempfile.TemporaryDirectory(prefix="hydrajax_hlo_")
 FLAGS = f"--xla_dump_to={DUMPS.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*hydrajax_.*"
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def integers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
-
-
 def arguments() -> argparse.Namespace:
-    lines = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
-    parser.add_argument("--layers", type=int, help="layers of the base (default: the shape's)")
-    parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
-    parser.add_argument("--batches", type=integers, default=[1])
-    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
-    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser = parser_of(__doc__, layers=None)
     parser.add_argument(
         "--lm-head",
         choices=["full", "shared", "low-rank", "reduced"],
@@ -66,36 +47,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flags", default="", help="further XLA_FLAGS")
     parser.add_argument("--show", action="store_true", help="list every kernel")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write the optimised HLO to this directory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> int:
     from compiled_step import Case  # after XLA_FLAGS are set
 
-    from hydrajax.errors import HydrajaxError
-    from hydrajax.files import WholeFile
-
-    try:
+    def cases() -> list[Case]:
         names = ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
         shared = {name: getattr(args, name) for name in names}
         cells = itertools.product(args.what, args.batches, args.contexts)
-        cases = [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
-        # An unwritable path fails before the compilations.
-        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
-            report(args, cases, file)
-    except HydrajaxError as error:
-        print(f"compile_report.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+        return [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
+
+    settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
+    settings |= {"compiled for": args.device}
+    settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
+    return run(
+        args, cases, report, kind="program", settings=settings,
+        title=f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}",
+        remarks=["compiled for a described device, not run: no autotuning, no timings"],
+    )  # fmt: skip
 
 
-def report(args: argparse.Namespace, cases: list, file) -> None:
-    """Compile and print every case, and write the result to ``file`` if given."""
+def report(args: argparse.Namespace, cases: list) -> list[dict]:
+    """Compile and print every case; return the rows of the result."""
     from compiled_step import kernels_of, row_of
-
-    from hydrajax.machine import machine
-    from hydrajax.report.results import Result, write_result
 
     rows = []
     for case in cases:
@@ -108,14 +84,7 @@ def report(args: argparse.Namespace, cases: list, file) -> None:
         if args.show:
             for kernel in kernels_of(case, hlo)[0]:
                 print(line_of_kernel(kernel))
-    if file:
-        title = f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
-        command = shlex.join(["python", "tools/gpu/compile_report.py", *sys.argv[1:]])
-        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
-        settings |= {"compiled for": args.device}
-        settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
-        remark = "compiled for a described device, not run: no autotuning, no timings"
-        write_result(file, Result("program", "", title, rows, command, machine(), settings, [remark]))
+    return rows
 
 
 def line_of(row: dict) -> str:

@@ -108,9 +108,17 @@ class CompiledProgram:
 
     def loop(self, moves: Moves = lambda instruction, shapes: None) -> list[Kernel]:
         """Return the kernels of one iteration of the loop with the largest carry; empty without a loop."""
+        body = self._loop_body()
+        return list(self._kernels(body, {}, moves)) if body else []
+
+    def loop_instructions(self) -> list[Instruction]:
+        """Return the instructions of that loop's body."""
+        return self._computations.get(self._loop_body(), [])
+
+    def _loop_body(self) -> str | None:
         loops = self._loops(self._entry)
-        body = max(loops, key=lambda found: array_bytes(found.shape), default=None)
-        return list(self._kernels(body.called, {}, moves)) if body else []
+        largest = max(loops, key=lambda found: array_bytes(found.shape), default=None)
+        return largest and largest.called
 
     def _loops(self, computation: str) -> list[Instruction]:
         found = []

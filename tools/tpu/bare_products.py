@@ -13,14 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+TOOLS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
 
-import described_tpu
-import jax
-import jax.numpy as jnp
-from compiled_tpu import loop_kernels
+import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+from compiled_tpu import cycles_of_loop  # noqa: E402
 
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import PRESETS, LlamaConfig  # noqa: E402
 
 LAYERS = 2
 
@@ -66,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
             weights = [layer] * LAYERS, jax.ShapeDtypeStruct((config.width, config.vocab_size), jnp.bfloat16)
             x = jax.ShapeDtypeStruct((rows, config.width), jnp.bfloat16)
             hlo = jax.jit(turns).lower(*place(weights, x)).compile().as_text()
-            cycles = sum(kernel.cycles for kernel in loop_kernels(hlo))
+            cycles = cycles_of_loop(hlo)
             print(f"{name}, {rows} rows: {cycles / 1e6:.2f}M cycles, {cycles / floor:.2f} of the bytes", flush=True)
 
 

@@ -19,9 +19,7 @@ operations of the base's products. ``--what`` is any of
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import shlex
 import sys
 from pathlib import Path
 
@@ -29,45 +27,25 @@ TOOLS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
 
 import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
+from compile_command import parser_of, run, words  # noqa: E402
+from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
-from compiled_tpu import TpuKernel, loop_kernels  # noqa: E402
+from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
 
 
-def words(text: str) -> list[str]:
-    return text.split(",")
-
-
-def integers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
-
-
 def arguments() -> argparse.Namespace:
-    lines = __doc__.partition("\n\n")
-    parser = argparse.ArgumentParser(
-        description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="layers of the base (default %(default)s)")
-    parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
+    parser = parser_of(__doc__, layers=2)
     parser.add_argument("--chips", type=words, default=["v5e"], help=f"of {', '.join(CHIPS)} (default v5e)")
-    parser.add_argument("--batches", type=integers, default=[1])
-    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
-    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list the N longest kernels")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
     return parser.parse_args()
 
 
 def main(args: argparse.Namespace) -> int:
-    from hydrajax.files import WholeFile
-
-    try:
+    def cases() -> list[Case]:
         for chip in args.chips:
             if chip not in CHIPS:
                 raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
@@ -75,41 +53,33 @@ def main(args: argparse.Namespace) -> int:
             raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
         shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
         cells = itertools.product(args.chips, args.what, args.batches, args.contexts)
-        cases = [
+        return [
             Case(what, batch=batch, context=context, device=chip, lm_head="full", **shared)
             for chip, what, batch, context in cells
         ]
-        # An unwritable path fails before the compilations.
-        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
-            report(args, cases, file)
-    except HydrajaxError as error:
-        print(f"compile_report.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run(
+        args, cases, report, kind="tpu_program",
+        settings={name: getattr(args, name) for name in ("shape", "dtype", "int8", "layers")},
+        title=f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}",
+        remarks=["compiled for described TPUs, not run: cycles are the compiler's estimates, not timings"],
+    )  # fmt: skip
 
 
-def report(args: argparse.Namespace, cases: list[Case], file) -> None:
-    """Compile and print every case, and write the result to ``file`` if given."""
-    from hydrajax.machine import machine
-    from hydrajax.report.results import Result, write_result
-
+def report(args: argparse.Namespace, cases: list[Case]) -> list[dict]:
+    """Compile and print every case; return the rows of the result."""
     rows = []
     for case in cases:
-        row, kernels = row_of(case)
+        row, step = row_of(case)
         rows.append(row)
         print(line_of(row), flush=True)
-        for kernel in sorted(kernels, key=lambda kernel: -kernel.cycles)[: args.show]:
-            print(f"    {kernel.cycles:9d} {kernel.opcode} {kernel.name} {kernel.shape[:100]}")
-    if file:
-        title = f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}"
-        command = shlex.join(["python", "tools/tpu/compile_report.py", *sys.argv[1:]])
-        settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "layers")}
-        remark = "compiled for described TPUs, not run: cycles are the compiler's estimates, not timings"
-        write_result(file, Result("tpu_program", "", title, rows, command, machine(), settings, [remark]))
+        for one in sorted(step, key=cycles_of, reverse=True)[: args.show]:
+            print(f"    {cycles_of(one):9d} {one.opcode} {one.name} {one.shape[:100]}")
+    return rows
 
 
-def row_of(case: Case) -> tuple[dict, list[TpuKernel]]:
-    """Return a row of a "tpu_program" result, and the kernels of a step."""
+def row_of(case: Case) -> tuple[dict, list[Instruction]]:
+    """Return a row of a "tpu_program" result, and the instructions of a step."""
     chip = CHIPS[case.device]
     row = {
         "what": case.what,
@@ -127,31 +97,32 @@ def row_of(case: Case) -> tuple[dict, list[TpuKernel]]:
             raise
         missing = ("cycles", "own_cycles", "floor_cycles", "byte_cycles", "copies", "temporary_megabytes")
         return row | {"fits": False} | dict.fromkeys(missing), []
-    kernels = loop_kernels(compiled.hlo)
-    own = own_cycles(kernels, case, chip)
+    step = CompiledProgram(compiled.hlo).loop_instructions()
+    own = own_cycles(step, case, chip)
     row |= {
         "fits": True,
-        "cycles": sum(kernel.cycles for kernel in kernels) + own,
+        "cycles": sum(map(cycles_of, step)) + own,
         "own_cycles": own,
         "floor_cycles": floor_cycles(compiled, chip),
         "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz,
-        "copies": sum(kernel.is_large_copy for kernel in kernels),
+        "copies": sum(map(is_large_copy, step)),
         "temporary_megabytes": compiled.temporary / 1e6,
         "compile_seconds": compiled.seconds,
     }
-    return row, kernels
+    return row, step
 
 
 def floor_cycles(compiled: Compiled, chip: Chip) -> float:
     return max(compiled.floor / chip.device.bandwidth, compiled.flops / chip.device.flops) * chip.hertz
 
 
-def own_cycles(kernels: list[TpuKernel], case: Case, chip: Chip) -> float:
+def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
     """Cycles of the package's attention: the larger of its bytes' and its products'."""
     seconds = 0.0
-    for kernel in kernels:
-        if kernel.opcode == "custom-call" and tree_attention_tpu.NAME in kernel.name:
-            queries, cache = kernel.operands[2], kernel.operands[-1]
+    for one in step:
+        if one.opcode == "custom-call" and tree_attention_tpu.NAME in one.name:
+            shapes = operands_of(one)
+            queries, cache = shapes[2], shapes[-1]
             filled = cache[0] * case.context * cache[2]
             size = 4 if case.dtype == "float32" else 2
             seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[1] / chip.device.flops)

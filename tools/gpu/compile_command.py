@@ -1,0 +1,75 @@
+"""The common part of the compile reports of GPUs and TPUs: arguments, errors and the result file.
+
+It does not import JAX, so that a report can set what JAX and XLA read at their import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def integers(text: str) -> list[int]:
+    return [int(word) for word in words(text)]
+
+
+def parser_of(doc: str, layers: int | None) -> argparse.ArgumentParser:
+    """Return a parser with the common arguments; ``layers`` is the default of ``--layers``."""
+    lines = doc.partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=lines[0], epilog=lines[2], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="7b", help="shape of the base (default %(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=layers, help=f"layers of the base (default: {layers or 'those of the shape'})"
+    )
+    parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
+    parser.add_argument("--batches", type=integers, default=[1])
+    parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
+    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
+    return parser
+
+
+def run(args: argparse.Namespace, make_cases: Callable[[], list], report: Callable[[Any, list], list[dict]], **result):
+    """Report all cases and write the result if asked for; return the exit code.
+
+    Args:
+        make_cases: Returns the cases, or raises `HydrajaxError` for a wrong argument.
+        report: Compiles and prints all cases, and returns the rows of the result.
+        result: Its ``kind``, ``title``, ``settings`` and ``remarks``.
+    """
+    from hydrajax.errors import HydrajaxError
+    from hydrajax.files import WholeFile
+
+    try:
+        cases = make_cases()
+        # An unwritable path fails before the compilations.
+        with WholeFile(args.json, "--json") if args.json else contextlib.nullcontext() as file:
+            rows = report(args, cases)
+            if file:
+                _write(file, rows, **result)
+    except HydrajaxError as error:
+        print(f"compile_report.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _write(file: IO, rows: list[dict], *, kind: str, title: str, settings: dict, remarks: list[str]) -> None:
+    from hydrajax.machine import machine
+    from hydrajax.report.results import Result, write_result
+
+    script = Path(sys.argv[0]).resolve()
+    command = shlex.join(["python", str(script.relative_to(script.parents[2])), *sys.argv[1:]])
+    write_result(file, Result(kind, "", title, rows, command, machine(), settings, remarks))
