@@ -6,46 +6,20 @@ import functools
 import re
 from collections import Counter
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.mesh import AbstractDevice
-from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh
 
-from helpers.how import sampling
-from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.engine import Engine
+from helpers import described_programs
+from helpers.described_programs import CONFIG
+from hydrajax.api import make_autoregressive_fn
 from hydrajax.decoding.state import Params
-from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.measure.random_models import random_base
 from hydrajax.models import backend
-from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.kernels import add_norm, append_rows, tree_attention
-from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.trees import presets
 
 GPU = backend.Platform("gpu", 1, 9.0)
-CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
-
-
-@functools.cache
-def lowered_step(dtype: str, kind: str, tree: str) -> str:
-    """Lower one decode step for a GPU to text, without compilation or allocation."""
-    model = Llama(CONFIG, jnp.dtype(dtype))
-    base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
-    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
-    # jax 0.11 needs the device of a Pallas kernel.
-    device = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with backend.traced_for(GPU), jax.sharding.use_abstract_mesh(device):
-        prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
-        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("cuda",)).as_text()
+lowered_step = functools.cache(functools.partial(described_programs.lowered_step, GPU, "cuda"))
 
 
 def kernels_in(text: str) -> Counter:
@@ -72,22 +46,15 @@ def test_a_step_has_one_kernel_per_layer_and_one_to_append():
 @pytest.fixture
 def interpreted(monkeypatch):
     """Interpret the GPU kernels on this CPU, without CUDA graphs."""
-    real = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
     monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
-    with backend.traced_for(GPU):
+    with described_programs.interpreted(GPU, monkeypatch):
         yield
 
 
 @pytest.mark.slow  # tests/models/kernels compares the kernels with NumPy
 @pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
 def test_tree_decoding_with_gpu_kernels_equals_plain_decoding(interpreted, kind, tree):
-    """Two sequences of different lengths. A random model repeats itself, so lookup proposes long accepted paths."""
-    model, base = random_base(CONFIG, jnp.bfloat16)
-    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
-    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
-    drafter, params = random_draft(model, base, kind)
-    found = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)(params, prompt, lengths)
+    found, want = described_programs.decoded_with_and_without(kind, tree, "bfloat16")
     np.testing.assert_array_equal(found.tokens, want.tokens)
     assert kind != "lookup" or found.tokens_per_step() > 1.2
 

@@ -10,46 +10,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.mesh import AbstractDevice
-from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh
 
-from helpers.how import sampling
-from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.engine import Engine
-from hydrajax.decoding.state import Params
-from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.random_models import random_base, random_draft
+from helpers import described_programs
 from hydrajax.models import backend
-from hydrajax.models.base_model import BoundBase, abstract_base
-from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import placer
-from hydrajax.trees import presets
 
 TPU = backend.Platform("tpu", 1)
-CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "tpu" / "compile_report.py"
 
-
-@functools.cache
-def lowered_step(kind: str, tree: str) -> str:
-    """Lower one decode step for a TPU to text, without compilation or allocation."""
-    model = Llama(CONFIG, jnp.dtype("bfloat16"))
-    base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
-    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
-    device = AbstractMesh((), (), abstract_device=AbstractDevice("TPU v5 lite", 1, "tpu"))
-    with backend.traced_for(TPU), jax.sharding.use_abstract_mesh(device):
-        prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
-        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=("tpu",)).as_text()
+lowered_step = functools.cache(functools.partial(described_programs.lowered_step, TPU, "tpu", "bfloat16"))
 
 
 def test_each_layer_has_one_kernel():
@@ -83,9 +55,7 @@ def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
 @pytest.fixture
 def simulated(monkeypatch):
     """Simulate the TPU kernel on this CPU."""
-    real = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
-    with backend.traced_for(TPU):
+    with described_programs.interpreted(TPU, monkeypatch):
         yield
 
 
@@ -94,18 +64,12 @@ def simulated(monkeypatch):
 @pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
 @pytest.mark.quick("lookup-chain-3-float32-20")
 def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dtype, window):
-    """Two sequences of different lengths. A random model repeats itself, so lookup proposes long accepted paths."""
-    config = CONFIG.replace(sliding_window=window)
-    model, base = random_base(config, jnp.dtype(dtype))
-    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
-    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
-    drafter, params = random_draft(model, base, kind)
-    found = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)(params, prompt, lengths)
+    found, want = described_programs.decoded_with_and_without(kind, tree, dtype, window)
     np.testing.assert_array_equal(found.tokens, want.tokens)
     assert kind != "lookup" or found.tokens_per_step() > 1.1
     if dtype == "float32":
         with backend.traced_for(backend.Platform("none", 1)):  # XLA's own operations
-            plain = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
+            _, plain = described_programs.decoded_with_and_without(kind, tree, dtype, window)
         np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 

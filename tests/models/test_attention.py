@@ -85,3 +85,13 @@ def test_long_prompts_use_cudnn_on_a_gpu(monkeypatch):
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300, 50))]), shape, shape, shape)
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, np.ones((300, 300), bool))]), shape, shape, shape)
     assert called == [50]
+
+
+def test_a_long_text_after_a_cache_has_no_square_of_a_mask(monkeypatch):
+    """Its queries are masked in chunks; the whole mask of 32,768 tokens would take a gigabyte."""
+    whole = []
+    monkeypatch.setattr(Causal, "__array__", lambda self, *args, **settings: whole.append(self.n_tokens))
+    text, cache = jnp.ones((1, 1, 200, 8)), jnp.ones((1, 1, 64, 8))
+    segments = [KVSegment(text, text, Causal(200)), KVSegment(cache, cache, Filled(jnp.array([64], jnp.int32)))]
+    jax.eval_shape(lambda queries: attend(queries, segments), text)
+    assert whole == []

@@ -1,0 +1,68 @@
+"""Decode steps lowered for an absent device, and decoding with its kernels interpreted on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.mesh import AbstractDevice
+from jax.experimental import pallas as pl
+from jax.sharding import AbstractMesh
+
+from helpers.how import sampling
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.state import Params
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models import backend
+from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.trees import presets
+
+CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
+DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}  # by JAX's name for lowering
+
+
+def lowered_step(platform: backend.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
+    """Lower one decode step to text, without compilation or allocation."""
+    model = Llama(CONFIG, jnp.dtype(dtype))
+    base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
+    # jax 0.11 needs the device of a Pallas kernel.
+    device = AbstractMesh((), (), abstract_device=AbstractDevice(*DEVICES[target]))
+    with backend.traced_for(platform), jax.sharding.use_abstract_mesh(device):
+        prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
+        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=(target,)).as_text()
+
+
+@contextmanager
+def interpreted(platform: backend.Platform, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace for the platform, with its Pallas kernels interpreted on this CPU."""
+    real = pl.pallas_call
+    monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
+    with backend.traced_for(platform):
+        yield
+
+
+def decoded_with_and_without(kind: str, tree: str, dtype, window: int | None = None) -> tuple[DecodeResult, ...]:
+    """Decode two sequences of different lengths, greedy: with the draft, and without.
+
+    A random model repeats itself, so lookup proposes long accepted paths.
+    """
+    model, base = random_base(CONFIG.replace(sliding_window=window), jnp.dtype(dtype))
+    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
+    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
+    drafter, params = random_draft(model, base, kind)
+    decode_fn = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)
+    return decode_fn(params, prompt, lengths), want
