@@ -39,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
 
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": []}
-    found["kernels"] = check.disagreement(interpret=backend.platform().name == "cpu") or "agree with NumPy"
+    found["kernels"] = check.disagreement("GPU", interpret=backend.platform().name == "cpu") or "agree with NumPy"
     print(found["kernels"], flush=True)
     for dtype, own in itertools.product(["float32", "bfloat16"], ["1", "0"]):
         os.environ["HYDRAJAX_GPU_KERNELS"] = os.environ["HYDRAJAX_CUDA_GRAPHS"] = own

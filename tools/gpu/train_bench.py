@@ -99,7 +99,7 @@ def random_task(args: argparse.Namespace) -> HeadsTask:
     """Return a training task of Hydra++ heads (as released: 4 heads of 4 layers, dropout 0.2) on a random base."""
     config = TrainConfig(
         output="unused", model=args.shape, dtype=args.dtype, steps=STEPS, batch_size=1,
-        draft=draft_of(n_heads=4, n_layers=4, prefix=True, dropout=0.2),
+        draft=draft_of(num_draft_heads=4, n_layers=4, prefix=True, dropout=0.2),
         objective=Objective(chunk_tokens=args.chunk_tokens),
         data=DataConfig(format="standard_library", length=args.length),
     )  # fmt: skip
