@@ -30,7 +30,6 @@ from hydrajax.generation import Stream, generate, stream
 from hydrajax.loading import find_draft
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import quantized_draft
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
@@ -207,7 +206,7 @@ class LanguageModel:
         return LanguageModel(
             self.model,
             found.drafter,
-            Params(self.params.base, quantized_draft(found.params, self.model.quantize)),
+            Params(self.params.base, found.params),
             self.tokenizer,
             self.eos_ids,
             self.placement,

@@ -10,6 +10,7 @@ from functools import cached_property
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
@@ -200,7 +201,8 @@ class HeadStack(Trained):
     returns what its heads read in training, ``propose`` drafts.
 
     The state is the last hidden state ``[B, D]``, or with a prefix layer its `hydrajax.drafters.prefix.PrefixState`.
-    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``.
+    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``. In both cases ``lm_head`` may be among them,
+    see `with_copied_lm_head`.
     """
 
     Settings = StackSettings
@@ -268,6 +270,22 @@ class HeadStack(Trained):
         """Return the hidden state that the heads read."""
         return state if self.prefix is None else state.hidden
 
+    def with_copied_lm_head(self, params, base):
+        """Return the parameters with a copy of what a shared lm head reads of the base's, ``[D, V']`` on the host.
+
+        In fewer bits than the base's own it is read faster, and a draft need not be exact.
+        """
+        vocabulary = self.lm_head.vocabulary
+        if not self.lm_head.shared or vocabulary is None:
+            return params
+        return {**params, "lm_head": np.asarray(base.head_kernel()[:, vocabulary.tokens])}
+
+    def base_logits(self, params, base) -> Callable:
+        """Return `BoundBase.logits`, or what computes it from the copy of `with_copied_lm_head`."""
+        if "lm_head" not in params:
+            return base.logits
+        return lambda hidden, tokens: project(hidden, params["lm_head"], jnp.float32)
+
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
@@ -302,7 +320,7 @@ class HeadStack(Trained):
         )
 
     def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        return self.apply_head(params, k, hidden, base.logits, rng, method="logits")
+        return self.apply_head(params, k, hidden, self.base_logits(params, base), rng, method="logits")
 
     def trained_on(self, found):
         """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""
@@ -346,10 +364,11 @@ class AtOnce(HeadStack):
         draw: Draw | None,
     ) -> Proposal:
         """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
-        base_logits, n_levels = [base.logits] * len(hidden), len(guesses_of(tree))
+        of_base, n_levels = self.base_logits(params, base), len(guesses_of(tree))
+        base_logits = [of_base] * len(hidden)
         if self.lm_head.shared and n_levels:
             # One product for all levels, so that the base's lm head is read once.
-            shared = self.lm_head.of_base(jnp.concatenate(hidden[:n_levels], axis=1), base.logits)
+            shared = self.lm_head.of_base(jnp.concatenate(hidden[:n_levels], axis=1), of_base)
             base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(shared.shape[1])]
 
         def guess(nothing, beam):

@@ -58,6 +58,11 @@ def load_draft(
     return load_released(directory, config, base, dtype, format)
 
 
+def stored_in_int8(directory: Path) -> bool:
+    """Return whether `load_draft` widens the matrices of this directory from int8."""
+    return native.is_int8(read_json(directory / "config.json", WHAT))
+
+
 def find_format(directory: Path, config: dict) -> HeadFormat:
     """Return the format of a directory with this ``config.json``; raise `HydrajaxError` if there is none."""
     fitting = [format for format in FORMATS if format.recognises(config, ())]

@@ -2,7 +2,7 @@
 
 ``config.json`` has the kind of drafter (`hydrajax.formats.draft_registry`), the fields of its dataclass, the shapes of
 all parameters, and the size and checksum of each file, as orbax does not notice a changed byte. Version 2 stores
-matrices in int8 (`hydrajax.models.quantized.Int8`), which are loaded as floats.
+matrices in int8 (`hydrajax.models.quantized.Int8`), which are loaded as floats (see `is_int8`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def save_native(folder: Path, drafter, params: Any, *, int8: bool = False) -> di
         "drafter": described,
         "files": checksums(folder, PARAMS),
     }
+
+
+def is_int8(config: Mapping[str, Any]) -> bool:
+    """Return whether a draft with this ``config.json`` stores its matrices in int8."""
+    return config.get(MARK) == INT8
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):

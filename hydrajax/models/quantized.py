@@ -59,7 +59,7 @@ PRODUCTS += ("lm_head", "lm_kernel", "lm_down", "lm_up")
 
 
 def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[str, Any]:
-    """Return a draft's parameters with the kernels of products in `Int8Tiles` if its base is quantised.
+    """Return a draft's parameters with the kernels of products in `Int8Tiles`, if ``quantize`` names a type.
 
     They stay as they are where there are no kernels for tiles.
     """

@@ -4,8 +4,8 @@
 // as much as one, although both read the same weight bytes. These kernels read each weight once, in place, and keep all
 // rows in registers. few_rows.py has measurements.
 //
-// Each output is summed in one order, independent of the number of rows and threads, so a row's result is the same to the
-// last bit in a tree of any size.
+// Each output is summed in one order, which depends on the weight's shape only and not on the number of rows or threads, so
+// a row's result is the same to the last bit in a tree of any size.
 //
 // Numbers are float32 or bfloat16. bfloat16 is widened in registers, which is exact, and all sums are in float32. Where the
 // CPU has AMX, it multiplies bfloat16 by bfloat16 (amx.h).
@@ -34,9 +34,10 @@ struct BFloat16 {  // the upper half of a float32
 constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
 constexpr int kDepth = 16;  // weight rows read side by side, at most
+constexpr int kNarrow = 1024, kDeep = 512;  // most columns and fewest rows of a weight that threads divide by its rows
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
-constexpr int kAhead = 8;   // rows of a transposed weight prefetched
+constexpr int kAhead = 16;  // rows of a transposed weight prefetched into the L2 cache
 constexpr int kLongestHead = 256;
 
 // ---- float32 and bfloat16 ------------------------------------------------------------------------------------------------
@@ -81,6 +82,19 @@ inline ALWAYS_INLINE void Set(BFloat16& to, float x) {
   to.bits = static_cast<uint16_t>(bits);
 }
 
+// The sum of all lanes, pair by pair: one after another they would take as long as the products.
+inline ALWAYS_INLINE float SumOf(const Lanes& x) {
+  typedef float Half __attribute__((vector_size(kLanes * 2), aligned(4)));
+  typedef float Quarter __attribute__((vector_size(kLanes), aligned(4)));
+  Half halves[2];
+  std::memcpy(halves, &x, sizeof(x));
+  const Half half = halves[0] + halves[1];
+  Quarter quarters[2];
+  std::memcpy(quarters, &half, sizeof(half));
+  const Quarter quarter = quarters[0] + quarters[1];
+  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
+
 // Prefetches n numbers.
 template <typename T>
 inline ALWAYS_INLINE void Prefetch(const T* from, int64_t n) {
@@ -118,10 +132,11 @@ inline void WithNumbers(const ffi::AnyBuffer& x, const Work& work) {
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
-// sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`.
-template <int R, typename W>
+// sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`. Each weight row prefetches the
+// one `ahead` numbers after it: in between the products, since a burst of prefetches would hold them up.
+template <int R, bool kPrefetch, typename W>
 inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
-                                     int64_t n) {
+                                     int64_t n, int64_t ahead) {
   Lanes s[R][2];
   for (int r = 0; r < R; ++r) {
     Load(s[r][0], sums + r * kColumns);
@@ -131,6 +146,7 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* wei
     Lanes w0, w1;
     Load(w0, weight + d * stride);
     Load(w1, weight + d * stride + kLanes);
+    if (kPrefetch) Prefetch(weight + d * stride + ahead, kColumns);
     for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
       s[r][0] += a * w0;
@@ -156,33 +172,33 @@ void ProductOfLastColumns(const float* x, const W* weight, Out* out, int64_t row
   }
 }
 
-// Columns `begin` to `end` of the product. `sums` has room for rows x (end - begin) and holds 32 columns of a row side by
-// side, then those of the next row: rows a multiple of 4 kB apart, as in `out`, push each other out of the L1 cache.
+// Columns `begin` to `end` of the product of the weight's rows `top` to `bottom` with these features of x. `sums` has room
+// for rows x (end - begin) and holds 32 columns of a row side by side, then those of the next row: rows a multiple of 4 kB
+// apart, as in `out`, push each other out of the L1 cache.
 template <typename W>
 FOR_EVERY_CPU
 void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t depth, int64_t width, int64_t begin,
-                      int64_t end, float* sums) {
+                      int64_t end, int64_t top, int64_t bottom, float* sums) {
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
   std::memset(sums, 0, sizeof(float) * rows * (vectors - begin));
   alignas(64) float block[kDepth * kColumns];
   // Sums are read and written once for this many weight rows. Few float32 rows are faster with half of them.
   const int64_t step = rows > kRows || sizeof(W) < sizeof(float) ? kDepth : kDepth / 2;
-  for (int64_t d = 0; d < depth; d += step) {
-    const int64_t n = std::min<int64_t>(step, depth - d);
+  for (int64_t d = top; d < bottom; d += step) {
+    const int64_t n = std::min<int64_t>(step, bottom - d);
+    // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
+    const int64_t ahead = d + 2 * step <= bottom ? step * width : 0;
     for (int64_t column = begin; column < vectors; column += kColumns) {
       const W* w = weight + d * width + column;
-      // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
-      if (d + 2 * step <= depth) {
-        for (int64_t i = step; i < 2 * step; ++i) Prefetch(w + i * width, kColumns);
-      }
       const float* xs = x + d;
       float* to = sums + (column - begin) * rows;
       if (rows <= kRows) {
-        WithRows<kRows>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, w, width, to, n); });
+        WithRows<kRows>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r, true>(xs, depth, w, width, to, n, ahead); });
         continue;
       }
       // Read more than once: a copy in float32 stays in the L1 cache.
       for (int64_t i = 0; i < n; ++i) {
+        Prefetch(w + i * width + ahead, kColumns);
         for (int64_t c = 0; c < kColumns; c += kLanes) {
           Lanes numbers;
           Load(numbers, w + i * width + c);
@@ -191,9 +207,21 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
       }
       const float* copy = block;
       for (int64_t row = 0; row < rows; row += kRows, xs += kRows * depth, to += kRows * kColumns) {
-        WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { AddProduct<r>(xs, depth, copy, kColumns, to, n); });
+        WithRows<kRows>(rows - row,
+                        [=](auto r) ALWAYS_INLINE { AddProduct<r, false>(xs, depth, copy, kColumns, to, n, 0); });
       }
     }
+  }
+}
+
+// sums += more, n a multiple of 16.
+FOR_EVERY_CPU
+void AddTo(float* sums, const float* more, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes a, b;
+    Load(a, sums + i);
+    Load(b, more + i);
+    Store(sums + i, a + b);
   }
 }
 
@@ -212,6 +240,25 @@ void StoreColumns(const float* sums, int64_t side, int64_t room, Out* out, int64
       }
     }
   }
+}
+
+// The product of a narrow weight, as the sum of two: of its upper and its lower rows. Two threads then read one stretch of
+// memory each. Half of the columns would be streams of a kilobyte, too short for the hardware's prefetcher.
+template <typename W, typename Out>
+void ProductOfHalves(ffi::ThreadPool& pool, const float* x, const W* weight, Out* out, int64_t rows, int64_t depth,
+                     int64_t width) {
+  const int64_t units = width / kColumns, vectors = units * kColumns, size = rows * vectors;
+  const int64_t shares = (Shares(pool, 2 * units, static_cast<int64_t>(sizeof(W)) * depth * width) + 1) / 2;
+  float* sums = Scratch<kOfHalves>(2 * size);
+  InParallel(pool, 2 * shares, [&](int64_t i) {
+    const int64_t half = i / shares, begin = units * (i % shares) / shares * kColumns;
+    const int64_t end = units * (i % shares + 1) / shares * kColumns;
+    ProductOfColumns(x, weight, rows, depth, width, begin, end, depth / 2 * half, half ? depth : depth / 2,
+                     sums + half * size + begin * rows);
+  });
+  AddTo(sums, sums + size, size);
+  StoreColumns(sums, kColumns, rows, out, rows, width, 0, vectors);
+  ProductOfLastColumns(x, weight, out, rows, depth, width, vectors, width);
 }
 
 #ifdef HYDRAJAX_AMX
@@ -256,15 +303,19 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   }
 #endif
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
-  const int64_t units = std::max<int64_t>(1, width / kColumns), shares = Shares(pool, units, weight.size_bytes());
   const float* xs = Widened(x);
-  InParallel(pool, shares, [&](int64_t i) {
-    const int64_t begin = units * i / shares * kColumns;
-    const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
-    float* sums = Scratch(rows * (end - begin));
-    WithNumbers(weight, [&](const auto* w) {
-      ProductOfColumns(xs, w, rows, depth, width, begin, end, sums);
-      WithNumbers(*out, [&](auto* to) {
+  WithNumbers(weight, [&](const auto* w) {
+    WithNumbers(*out, [&](auto* to) {
+      if (width <= kNarrow && depth >= kDeep) {
+        ProductOfHalves(pool, xs, w, to, rows, depth, width);
+        return;
+      }
+      const int64_t units = std::max<int64_t>(1, width / kColumns), shares = Shares(pool, units, weight.size_bytes());
+      InParallel(pool, shares, [&](int64_t i) {
+        const int64_t begin = units * i / shares * kColumns;
+        const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
+        float* sums = Scratch(rows * (end - begin));
+        ProductOfColumns(xs, w, rows, depth, width, begin, end, 0, depth, sums);
         const int64_t vectors = end - (end - begin) % kColumns;
         StoreColumns(sums, kColumns, rows, to, rows, width, begin, vectors);
         ProductOfLastColumns(xs, w, to, rows, depth, width, vectors, end);
@@ -285,7 +336,8 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
     Lanes w[C];
     for (int c = 0; c < C; ++c) {
       Load(w[c], weight + c * depth + d);
-      __builtin_prefetch(weight + (c + kAhead) * depth + d);
+      __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, 2);
+      __builtin_prefetch(weight + (c + C) * depth + d);
     }
     for (int r = 0; r < R; ++r) {
       Lanes a;
@@ -295,8 +347,7 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
   }
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
-      float sum = 0;
-      for (int lane = 0; lane < kLanes; ++lane) sum += s[r][c][lane];
+      float sum = SumOf(s[r][c]);
       for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[c * depth + d]);
       out[r * width + c] = sum;
     }
@@ -600,8 +651,7 @@ void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t widt
     Load(sum, total + i);
     squares += sum * sum;
   }
-  float square = 0;
-  for (int lane = 0; lane < kLanes; ++lane) square += squares[lane];
+  float square = SumOf(squares);
   for (int64_t i = vectors; i < width; ++i) {
     Set(total[i], Wide(x[i]) + (added == nullptr ? 0.0f : Wide(added[i])));
     square += Wide(total[i]) * Wide(total[i]);
