@@ -115,16 +115,17 @@ def _program(rows: list[dict]) -> Table:
 def _tpu_program(rows: list[dict]) -> Table:
     cells = []
     for row in rows:
-        line = [row[name] for name in ("what", "chip", "batch", "context", "nodes", "weights")]
+        line = [row[name] for name in ("what", "chip", "devices", "batch", "context", "nodes", "weights")]
         if row["fits"]:
             line += [f"{row[name] / 1e6:.2f}" for name in ("cycles", "own_cycles", "floor_cycles")]
             line += [f"{row['cycles'] / row['floor_cycles']:.2f}", f"{row['cycles'] / row['byte_cycles']:.2f}"]
-            line += [row["copies"], f"{row['temporary_megabytes']:.0f}"]
+            line += [row["copies"], row["collectives"], f"{row['temporary_megabytes']:.0f}"]
         else:
-            line += ["does not fit", *[""] * 6]
+            line += ["does not fit", *[""] * 7]
         cells.append(line)
-    counts = ("chip", "batch", "context", "nodes", "weights", "cycles (M)", "of our kernels", "floor (M)")
-    return ("program", *counts, "ratio", "ratio to bytes", "large copies", "temporary (MB)"), cells
+    counts = ("chip", "devices", "batch", "context", "nodes", "weights", "cycles (M)", "of our kernels", "floor (M)")
+    counts += ("ratio", "ratio to bytes", "large copies", "collectives", "temporary (MB)")
+    return ("program", *counts), cells
 
 
 TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -43,9 +44,9 @@ class Placement:
     """Devices of the base and the draft, chosen when a model is loaded.
 
     Attributes:
-        base: mesh to shard the base over; None for the default device.
+        base: mesh to shard the base and draft heads over; None for the default device.
         draft: mesh to shard a draft model over if it has its own devices (`hydrajax.ssd`); None for the base's devices.
-        shard_draft: shard a draft model over the base's mesh; other drafts are replicated.
+        shard_draft: shard a draft model over the base's mesh too, in place of a copy on every device.
 
     Raises:
         HydrajaxError: if base and draft share a device, and for ``shard_draft`` with ``draft``.
@@ -87,9 +88,17 @@ class Placement:
             return placer(self.draft)(array, axes)
         return placer(self.base)(array, axes if self.shard_draft else None)
 
-    def place_heads(self, array: np.ndarray) -> jax.Array:
-        """Replicate an array of draft heads over the base's devices."""
-        return placer(self.base)(array, None)
+    def place_heads(self, params: Any, boxed: Callable[[], Any]) -> Any:
+        """Place draft heads on the base's devices; ``boxed`` returns them boxed with their logical axes, by which they
+        are sharded as the base is.
+        """
+        place = placer(self.base)
+        if self.base is None:
+            return jax.tree.map(lambda array: place(array, None), params)
+        boxes, structure = jax.tree.flatten(boxed(), is_leaf=_is_boxed)
+        arrays = structure.flatten_up_to(params)
+        placed = [place(np.asarray(array), box.names) for array, box in zip(arrays, boxes, strict=True)]
+        return structure.unflatten(placed)
 
 
 def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
@@ -133,11 +142,11 @@ def sharding(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None,
 
 def tree_shardings(mesh: Mesh, boxed):
     """Return the shardings of parameters boxed with their logical axes (`models.llama.abstract_base`)."""
-    return jax.tree.map(
-        lambda box: sharding(mesh, box.value.shape, box.names),
-        boxed,
-        is_leaf=lambda box: isinstance(box, nn.LogicallyPartitioned),
-    )
+    return jax.tree.map(lambda box: sharding(mesh, box.value.shape, box.names), boxed, is_leaf=_is_boxed)
+
+
+def _is_boxed(x: Any) -> bool:
+    return isinstance(x, nn.LogicallyPartitioned)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -1,11 +1,15 @@
-"""Bases in 8 and 4 bits with drafts: the same text as token by token, and drafts that are quantised too."""
+"""Bases in 8 and 4 bits with drafts: the same text as token by token. Drafts of few bits, with any base."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import hydrajax
+from hydrajax import assets
+from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
 from hydrajax.models import backend
 from hydrajax.models.quantized import QUANTIZED, Int8Tiles
 
@@ -28,5 +32,25 @@ def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
     assert sum(one.steps for one in drafted) < 0.7 * sum(len(one.output_ids) for one in drafted)
 
 
-def test_drafts_of_a_float_base_stay_floats():
-    assert quantized_parts(hydrajax.load("shipped", "medusa").params.draft) == 0
+def test_heads_in_int8_are_computed_in_int8_whatever_the_base(tmp_path):
+    """Only heads whose file holds floats are computed in floats, with a float base."""
+    m = hydrajax.load("shipped", "medusa")
+    export_heads(tmp_path, *load_draft(assets.path("medusa"), m.model.config), format="native", dtype=jnp.float32)
+    widened = m.with_draft(tmp_path)
+    few_bits = backend.has_few_bits()
+    assert (quantized_parts(m.params.draft) >= 8) == few_bits
+    assert quantized_parts(widened.params.draft) == quantized_parts(m.params.base) == 0
+    by_name = {"none": m, "int8": m, "float": widened}
+    texts = {
+        name: model.generate(
+            PROMPTS,
+            tree="root" if name == "none" else "chain-3",
+            draft="none" if name == "none" else None,
+            max_new_tokens=24,
+        )
+        for name, model in by_name.items()
+    }
+    ids = {name: [list(one.output_ids) for one in generated] for name, generated in texts.items()}
+    assert ids["int8"] == ids["float"] == ids["none"]
+    steps = {name: sum(one.steps for one in generated) for name, generated in texts.items()}
+    assert abs(steps["int8"] - steps["float"]) <= 0.1 * steps["float"] < 0.1 * steps["none"]

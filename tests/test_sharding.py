@@ -71,9 +71,18 @@ def test_parameters_are_sharded(found, mesh, n_devices):
 
 
 @pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
-def test_draft_is_replicated(found, mesh, n_devices):
-    for name, leaf in found[mesh]["draft"].items():
-        assert leaf["shards"] == [leaf["shape"]] * n_devices, name
+def test_draft_heads_are_sharded(found, mesh, n_devices):
+    """Blocks over their outputs and lm heads over the vocabulary."""
+    leaves, quarter = found[mesh]["draft"], WIDTH // 4
+    block = {"bias": [2, quarter], "shared_kernel": [2 * WIDTH, 2, quarter]}
+    expected = {f"head_{k}/conditioned/{name}": shape for k in range(2) for name, shape in block.items()}
+    expected["head_1/conditioned/path_kernel"] = [WIDTH, 2, quarter]
+    for k in range(2):
+        expected |= {f"head_{k}/lm_bias": [VOCAB // 4], f"head_{k}/lm_kernel": [WIDTH, VOCAB // 4]}
+    assert leaves.keys() == expected.keys()
+    for name, shard in expected.items():
+        assert leaves[name]["shards"] == [shard] * n_devices, name
+        assert leaves[name]["distinct"] == 4, name
 
 
 @pytest.mark.parametrize("mesh", ["model4", "data2_model4"])

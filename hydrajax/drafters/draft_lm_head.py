@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.models.quantized import Quantized
 from hydrajax.models.ranking import log_probabilities, sampled_tokens, top_tokens
 from hydrajax.models.weights import declare, project
 
@@ -86,7 +87,7 @@ class LmHead:
         """Return V', the number of tokens."""
         return vocab_size if self.vocabulary is None else len(self.vocabulary)
 
-    def declare(self, module: nn.Module, width: int, vocab_size: int) -> dict[str, Array]:
+    def declare(self, module: nn.Module, width: int, vocab_size: int) -> dict[str, Array | Quantized]:
         """Declare the parameters in a Flax module; pass the result to `logits`."""
         normal, zeros, size = nn.initializers.normal(0.02), nn.initializers.zeros, self.size(vocab_size)
         params = {}
@@ -115,7 +116,7 @@ class LmHead:
         return {"lm_down": directions.astype(dtype), "lm_up": (directions.T @ wide).astype(dtype)}
 
     def logits(
-        self, params: Mapping[str, Array], hidden: Float[Array, "*rows D"], base_logits
+        self, params: Mapping[str, Array | Quantized], hidden: Float[Array, "*rows D"], base_logits
     ) -> Float[Array, "*rows V_"]:
         """Return float32 logits over the V' tokens; ``base_logits`` is the base's `BoundBase.logits`."""
         if self.shared:

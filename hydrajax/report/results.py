@@ -69,11 +69,12 @@ KINDS: dict[str, dict[str, str]] = {
     | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
     | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},
     # A step compiled for a TPU, by the compiler's estimates. own_cycles: of the package's kernels, by bytes and
-    # operations. floor_cycles: the larger of byte_cycles and of the base's operations. Without cycles, it does not fit.
+    # operations. floor_cycles: the larger of byte_cycles and of the base's operations, each device's share.
+    # collectives: exchanges between devices in the loop. Without cycles, it does not fit.
     "tpu_program": {"what": TEXT, "chip": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "weights": TEXT}
     | {"devices": WHOLE, "fits": BOOL, "cycles": NUMBER + OR_NULL, "own_cycles": NUMBER + OR_NULL}
     | {"floor_cycles": NUMBER + OR_NULL, "byte_cycles": NUMBER + OR_NULL, "copies": WHOLE + OR_NULL}
-    | {"temporary_megabytes": NUMBER + OR_NULL},
+    | {"collectives": WHOLE + OR_NULL, "temporary_megabytes": NUMBER + OR_NULL},
 }
 
 

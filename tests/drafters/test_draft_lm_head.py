@@ -45,6 +45,10 @@ def base(lab) -> BoundBase:
     return BoundBase(lab.model, lab.base(0))
 
 
+def random_params(drafter, base: BoundBase):
+    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 7)
+
+
 def nearest_of_rank(kernel: np.ndarray, rank: int) -> np.ndarray:
     """Return the best low-rank approximation in the least-squares sense (Eckart and Young)."""
     left, weights, right = np.linalg.svd(kernel, full_matrices=False)
@@ -97,6 +101,24 @@ def test_fresh_heads_approximate_the_base(base, kind, name):
     assert ("lm_bias" in params["head_0"]) == drafter.lm_head.bias
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
+    drafter = with_lm_head(kind, "shared, reduced")
+    state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
+    params = random_params(drafter, base)
+    copied = drafter.with_copied_lm_head(params, base)
+    assert copied["lm_head"].shape == (WIDTH, len(KNOWN))
+
+    @quick_jit
+    def proposed(params, state):
+        return drafter.propose(params, state, jnp.zeros(3, jnp.int32), presets.cartesian([3, 2]), base).tokens
+
+    tokens, blind = proposed(copied, state), proposed({**copied, "lm_head": 0 * copied["lm_head"]}, state)
+    assert tokens.tolist() == proposed(params, state).tolist() != blind.tolist()
+    other = with_lm_head(kind, "shared")
+    assert other.with_copied_lm_head(params, base) is params
+
+
 # For Medusa only the reduced vocabulary, whose token ids differ from indices: each case compiles.
 DECODED = [
     ("hydra", "shared, bias"),
@@ -104,10 +126,6 @@ DECODED = [
     ("hydra", "reduced"),
     ("medusa", "reduced, low rank"),
 ]
-
-
-def random_params(drafter, base: BoundBase):
-    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 7)
 
 
 @pytest.mark.parametrize(("kind", "name"), DECODED)

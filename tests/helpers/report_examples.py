@@ -101,10 +101,11 @@ ROWS = {
     "tpu_program": [
         {"what": "ar", "chip": "v5e", "batch": 1, "context": 512, "nodes": 1, "weights": "bfloat16", "devices": 1}
         | {"fits": True, "cycles": 2.5e6, "own_cycles": 1e5, "floor_cycles": 2.1e6, "byte_cycles": 2.1e6, "copies": 0}
-        | {"temporary_megabytes": 69.0},
+        | {"collectives": 0, "temporary_megabytes": 69.0},
         {"what": "verify", "chip": "v5e", "batch": 8, "context": 8192, "nodes": 64, "weights": "float32", "devices": 1}
         | {"fits": False}
-        | dict.fromkeys(("cycles", "own_cycles", "floor_cycles", "byte_cycles", "copies", "temporary_megabytes")),
+        | dict.fromkeys(("cycles", "own_cycles", "floor_cycles", "byte_cycles", "copies", "collectives"))
+        | {"temporary_megabytes": None},
     ],
 }
 FIXED = {"command": "python x.py", "machine": {"device": "abacus", "cores": 2}, "settings": {"repeats": 7}}

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import described_gpu
 import flax.linen as nn
@@ -22,8 +21,8 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.spec import SamplingParams
-from hydrajax.decoding.state import DecodeState, Params
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
@@ -49,6 +48,8 @@ class Case:
     Attributes:
         lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
         layers: Layers of the base (None: the shape's).
+        devices: One, or several that share the weights. The program of several begins with the prompt, as XLA finds
+            where caches and states lie.
     """
 
     what: str
@@ -61,6 +62,7 @@ class Case:
     lm_head: str
     device: str
     layers: int | None = None
+    devices: int = 1
 
     def __post_init__(self):
         known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
@@ -79,7 +81,7 @@ class Case:
     def name(self) -> str:
         """A Python identifier under which XLA dumps the program."""
         words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
-        return "_".join(["hydrajax", *words, f"l{self.layers or 0}"])
+        return "_".join(["hydrajax", *words, f"l{self.layers or 0}", f"d{self.devices}"])
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ class Compiled:
 
 def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
     """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
-    with backend.traced_for(devices.PLATFORM), devices.described(case.device):
-        return _compile(case, devices.placed_on(case.device))
+    platform = devices.PLATFORM._replace(devices=case.devices)
+    with backend.traced_for(platform), devices.described(case.device):
+        return _compile(case, devices.placed_on(case.device, case.devices))
 
 
 def _compile(case: Case, place: Callable) -> Compiled:
@@ -106,28 +109,43 @@ def _compile(case: Case, place: Callable) -> Compiled:
     )
     model = Llama(config, jnp.dtype(case.dtype), "int8" if case.int8 else None)
     drafter, tree = _drafter_and_tree(case, model)
-    base = nn.unbox(abstract_base(model))
-    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    engine, params = Engine(model, drafter, tree, MAX_NEW), Params(base, draft)
+    boxed = Params(abstract_base(model), _weights_of(drafter, model))
+    engine, params = Engine(model, drafter, tree, MAX_NEW), nn.unbox(boxed)
     alone = case.what == "prefill"
     prompt = jax.ShapeDtypeStruct((case.batch, case.context - (0 if alone else MAX_NEW)), jnp.int32)
-    inputs = [params, prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
+    inputs = [prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
     sampling = SamplingParams(jax.random.key(0), Greedy())
+
+    def prefill(params, prompt, lengths):
+        return engine.prefill(params, prompt, lengths, sampling)
 
     began = time.perf_counter()
     if alone:
-        lowered = _jitted(case, lambda *given: engine.prefill(*given, sampling)).lower(*place(*inputs))
+        lowered = _jitted(case, prefill).lower(*place(boxed, *inputs))
+    elif case.devices > 1:
+        call, carry_of = _turn(case.what, engine)
+        whole = _jitted(case, lambda params, *given: call(params, carry_of(prefill(params, *given))))
+        lowered = whole.lower(*place(boxed, *inputs))
     else:
-        state = jax.eval_shape(engine.prefill, *inputs, sampling)
-        call, carry = _turn(case.what, engine, params, state)
-        lowered = _jitted(case, call, donate_argnums=1).lower(*place(params, carry))
+        call, carry_of = _turn(case.what, engine)
+        carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
+        lowered = _jitted(case, call, donate_argnums=1).lower(*place(boxed, carry))
     program = lowered.compile(compiler_options=backend.compiler_options())
-    floor = autoregressive_bytes(model, base, case.batch, 0 if alone else case.context)
-    floor += 0 if case.what == "verify" else nbytes(draft)
+    floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context)
+    floor += 0 if case.what == "verify" else nbytes(params.draft)
     rows = case.batch * (prompt.shape[1] if alone else engine.tree.size)
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(base)) - (0 if config.tied_lm_head else base["embedding"].size)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(params.base))
+    numbers -= 0 if config.tied_lm_head else params.base["embedding"].size
     temporary = program.memory_analysis().temp_size_in_bytes
     return Compiled(program.as_text(), floor, 2 * rows * numbers, temporary, time.perf_counter() - began)
+
+
+def _weights_of(drafter: Drafter, model: BaseModel):
+    """Return the shapes of a drafter's parameters, boxed with logical axes if it has any."""
+    if isinstance(drafter, Trainable):
+        return abstract_draft(drafter, model)
+    base = nn.unbox(abstract_base(model))
+    return jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
 
 
 def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopology]:
@@ -138,18 +156,22 @@ def _drafter_and_tree(case: Case, model: BaseModel) -> tuple[Drafter, TreeTopolo
     return drafter_for(model, kind, case.lm_head), tree
 
 
-def _turn(what: str, engine: Engine, params: Params, state: DecodeState) -> tuple[Callable, Any]:
-    """Return a function of parameters and carry, and the abstract carry."""
+def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
+    """Return a function of parameters and carry, and one that makes the carry of the state after the prompt."""
     if what == "ar-step":
-        return engine.decode_step, state
+        return engine.decode_step, lambda state: state
     if what != "verify":
-        return lambda params, state: run_steps(engine, params, state), state
+        return lambda params, state: run_steps(engine, params, state), lambda state: state
 
     def turns(params, carry):
         return jax.lax.fori_loop(0, 8, lambda _, carry: verify_again(engine, params, *carry), carry)
 
-    tokens = jax.ShapeDtypeStruct((len(state.target.root), engine.tree.size), jnp.int32)
-    return turns, (state.target.cache, tokens)
+    def carry_of(state):
+        return state.target.cache, jnp.broadcast_to(
+            state.target.root[:, None], (len(state.target.root), engine.tree.size)
+        )
+
+    return turns, carry_of
 
 
 def _jitted(case: Case, call: Callable, **settings):

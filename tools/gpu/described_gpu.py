@@ -6,10 +6,13 @@ default kernels. The descriptions have versions of driver and libraries, without
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh
+from placed_shapes import placed_shapes
 
 from hydrajax.models.backend import Platform
 
@@ -39,11 +42,10 @@ DEVICES = {
 PLATFORM = Platform("gpu", 1, 9.0)
 
 
-def placed_on(device: str):
-    """Return a function that places pytrees of shapes on the described device."""
-    topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICES[device], topology="1x1x1")
-    sharding = SingleDeviceSharding(topology.devices[0])
-    return lambda *trees: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), trees)
+def placed_on(device: str, count: int) -> Callable:
+    """Return `placed_shapes` for this many described devices of one host."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=DEVICES[device], topology=f"1x{count}x1")
+    return placed_shapes(topology.devices)
 
 
 def described(device: str):

@@ -27,10 +27,10 @@ TOOLS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
 
 import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
-from compile_command import parser_of, run, words  # noqa: E402
+from compile_command import integers, parser_of, run, words  # noqa: E402
 from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
-from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
+from compiled_tpu import cycles_of, is_collective, is_large_copy, operands_of  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
@@ -40,6 +40,7 @@ from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, layers=2)
     parser.add_argument("--chips", type=words, default=["v5e"], help=f"of {', '.join(CHIPS)} (default v5e)")
+    parser.add_argument("--devices", type=integers, default=[1], help="1, or 8 that share all weights (default 1)")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list the N longest kernels")
     return parser.parse_args()
 
@@ -52,10 +53,12 @@ def main(args: argparse.Namespace) -> int:
         for what in set(args.what) & {"ar-step", "prefill"}:
             raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
         shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
-        cells = itertools.product(args.chips, args.what, args.batches, args.contexts)
+        if unknown := set(args.devices) - {1, 8}:
+            raise HydrajaxError(f"--devices: got {unknown.pop()}, expected 1 or 8")
+        cells = itertools.product(args.chips, args.devices, args.what, args.batches, args.contexts)
         return [
-            Case(what, batch=batch, context=context, device=chip, lm_head="full", **shared)
-            for chip, what, batch, context in cells
+            Case(what, batch=batch, context=context, device=chip, devices=devices, lm_head="full", **shared)
+            for chip, devices, what, batch, context in cells
         ]
 
     return run(
@@ -88,14 +91,22 @@ def row_of(case: Case) -> tuple[dict, list[Instruction]]:
         "context": case.context,
         "nodes": 1 if case.what == "ar" else case.nodes,
         "weights": "int8" if case.int8 else case.dtype,
-        "devices": 1,
+        "devices": case.devices,
     }
     try:
         compiled = compile_case(case, described_tpu)
     except Exception as error:  # XLA's own type is not public
         if "Ran out of memory" not in str(error):
             raise
-        missing = ("cycles", "own_cycles", "floor_cycles", "byte_cycles", "copies", "temporary_megabytes")
+        missing = (
+            "cycles",
+            "own_cycles",
+            "floor_cycles",
+            "byte_cycles",
+            "copies",
+            "collectives",
+            "temporary_megabytes",
+        )
         return row | {"fits": False} | dict.fromkeys(missing), []
     step = CompiledProgram(compiled.hlo).loop_instructions()
     own = own_cycles(step, case, chip)
@@ -103,9 +114,10 @@ def row_of(case: Case) -> tuple[dict, list[Instruction]]:
         "fits": True,
         "cycles": sum(map(cycles_of, step)) + own,
         "own_cycles": own,
-        "floor_cycles": floor_cycles(compiled, chip),
-        "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz,
+        "floor_cycles": floor_cycles(compiled, chip) / case.devices,
+        "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz / case.devices,
         "copies": sum(map(is_large_copy, step)),
+        "collectives": sum(map(is_collective, step)),
         "temporary_megabytes": compiled.temporary / 1e6,
         "compile_seconds": compiled.seconds,
     }
@@ -130,13 +142,15 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
 
 
 def line_of(row: dict) -> str:
-    name = f"{row['chip']} {row['what']:8} batch {row['batch']} context {row['context']} {row['weights']}"
+    chips = row["chip"] if row["devices"] == 1 else f"{row['devices']} {row['chip']}"
+    name = f"{chips} {row['what']:8} batch {row['batch']} context {row['context']} {row['weights']}"
     if not row["fits"]:
         return f"{name}: does not fit into the chip's memory"
     ratio, bytes_only = row["cycles"] / row["floor_cycles"], row["cycles"] / row["byte_cycles"]
     return (
         f"{name}: {row['cycles'] / 1e6:.2f}M cycles, {ratio:.2f} of the floor ({bytes_only:.2f} of the bytes), "
         f"own kernels {row['own_cycles'] / 1e6:.2f}M, {row['copies']} large copies, "
+        f"{row['collectives']} collectives, "
         f"{row['temporary_megabytes']:.0f} MB temporary, compiled in {row['compile_seconds']:.0f} s"
     )
 

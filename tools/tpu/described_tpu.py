@@ -14,13 +14,14 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device to share
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
-from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh
+from placed_shapes import placed_shapes
 
 from hydrajax.models import backend
 from hydrajax.roofline.devices import Device, device_of
@@ -34,11 +35,13 @@ class Chip(NamedTuple):
     Attributes:
         kind: JAX's name of it.
         topology: The smallest that libtpu describes.
+        eight: The topology of eight chips.
         hertz: The clock of the compiler's estimates: that at which the matrix units reach the data sheet's operations.
     """
 
     kind: str
     topology: str
+    eight: str
     hertz: float
 
     @property
@@ -48,26 +51,16 @@ class Chip(NamedTuple):
 
 
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", "2x2", 1.5e9),
-    "v5p": Chip("TPU v5p", "2x2x1", 1.75e9),
-    "v6e": Chip("TPU v6 lite", "2x2", 1.75e9),
+    "v5e": Chip("TPU v5 lite", "2x2", "2x4", 1.5e9),
+    "v5p": Chip("TPU v5p", "2x2x1", "2x2x2", 1.75e9),
+    "v6e": Chip("TPU v6 lite", "2x2", "2x4", 1.75e9),
 }
 
 
-def placed_on(chip: str):
-    """Return a function that places a pytree of shapes on the described device, weights in the order that it reads."""
-    topology = topologies.get_topology_desc(f"{chip}:{CHIPS[chip].topology}", "tpu")
-    home = SingleDeviceSharding(topology.devices[0])
-
-    def placed(x):
-        order = backend.stored_order(x.shape)
-        where = home if order is None else Format(Layout(order), home)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-
-    return lambda params, *rest: (
-        jax.tree.map(placed, params),
-        *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home), rest),
-    )
+def placed_on(chip: str, count: int) -> Callable:
+    """Return `placed_shapes` for one described device, or eight."""
+    topology = CHIPS[chip].topology if count == 1 else CHIPS[chip].eight
+    return placed_shapes(topologies.get_topology_desc(f"{chip}:{topology}", "tpu").devices[:count])
 
 
 def described(chip: str):

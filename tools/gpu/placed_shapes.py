@@ -1,0 +1,40 @@
+"""Place shapes on described devices, as `hydrajax.loading` places arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+
+from hydrajax.models import backend
+from hydrajax.sharding import sharding
+
+
+def placed_shapes(devices: Sequence) -> Callable:
+    """Return a function that places pytrees of shapes on these devices.
+
+    The first pytree are weights. Several devices share those that are boxed with their logical axes, and each weight
+    lies in memory as the platform's products read it. Everything else lies on every device.
+    """
+    mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def home_of(shape, axes):
+        return SingleDeviceSharding(devices[0]) if len(devices) == 1 else sharding(mesh, shape, axes)
+
+    def weight(leaf):
+        x, axes = (leaf.value, leaf.names) if isinstance(leaf, nn.LogicallyPartitioned) else (leaf, None)
+        order, home = backend.stored_order(x.shape), home_of(x.shape, axes)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home if order is None else Format(Layout(order), home))
+
+    def other(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home_of(x.shape, None))
+
+    def place(boxed, *rest):
+        weights = jax.tree.map(weight, boxed, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
+        return weights, *jax.tree.map(other, rest)
+
+    return place
