@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -23,6 +24,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import Between, SteppedExecutor
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.head_stack import COPIED_LM_HEAD
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
@@ -30,6 +32,7 @@ from hydrajax.generation import Stream, generate, stream
 from hydrajax.loading import find_draft
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.quantized import Quantized
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
@@ -439,7 +442,11 @@ def make_executor(
 
 
 def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    """Return the number of parameters, without scales of quantised ones and copies."""
+    if isinstance(params, Mapping):
+        return sum(_count(value) for name, value in params.items() if name != COPIED_LM_HEAD)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _millions(count: int) -> str:

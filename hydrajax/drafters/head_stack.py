@@ -193,6 +193,9 @@ class Trained(SeesAcceptedOnly):
         return self
 
 
+COPIED_LM_HEAD = "copied_lm_head"  # a parameter that decoding may add; no file holds it
+
+
 class HeadStack(Trained):
     """Base of Medusa, Hydra and Amphista: K heads with parameters ``{"head_0": ...}``, and their training.
 
@@ -201,8 +204,8 @@ class HeadStack(Trained):
     returns what its heads read in training, ``propose`` drafts.
 
     The state is the last hidden state ``[B, D]``, or with a prefix layer its `hydrajax.drafters.prefix.PrefixState`.
-    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``. In both cases ``lm_head`` may be among them,
-    see `with_copied_lm_head`.
+    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``. In both cases `COPIED_LM_HEAD` may be among
+    them, see `with_copied_lm_head`.
     """
 
     Settings = StackSettings
@@ -278,13 +281,13 @@ class HeadStack(Trained):
         vocabulary = self.lm_head.vocabulary
         if not self.lm_head.shared or vocabulary is None:
             return params
-        return {**params, "lm_head": np.asarray(base.head_kernel()[:, vocabulary.tokens])}
+        return {**params, COPIED_LM_HEAD: np.asarray(base.head_kernel()[:, vocabulary.tokens])}
 
     def base_logits(self, params, base) -> Callable:
         """Return `BoundBase.logits`, or what computes it from the copy of `with_copied_lm_head`."""
-        if "lm_head" not in params:
+        if COPIED_LM_HEAD not in params:
             return base.logits
-        return lambda hidden, tokens: project(hidden, params["lm_head"], jnp.float32)
+        return lambda hidden, tokens: project(hidden, params[COPIED_LM_HEAD], jnp.float32)
 
     # --- training -----------------------------------------------------------------------------------------------------
 

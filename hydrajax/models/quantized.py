@@ -55,7 +55,7 @@ def _in_tiles(stored: Array | None) -> bool:
 
 # Kernels of drafts that only products read.
 PRODUCTS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_up", "down")
-PRODUCTS += ("lm_head", "lm_kernel", "lm_down", "lm_up")
+PRODUCTS += ("lm_head", "lm_kernel", "lm_down", "lm_up", "copied_lm_head")
 
 
 def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
+from hydrajax.drafters.head_stack import COPIED_LM_HEAD
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -107,13 +108,13 @@ def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
     state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
     params = random_params(drafter, base)
     copied = drafter.with_copied_lm_head(params, base)
-    assert copied["lm_head"].shape == (WIDTH, len(KNOWN))
+    assert copied[COPIED_LM_HEAD].shape == (WIDTH, len(KNOWN))
 
     @quick_jit
     def proposed(params, state):
         return drafter.propose(params, state, jnp.zeros(3, jnp.int32), presets.cartesian([3, 2]), base).tokens
 
-    tokens, blind = proposed(copied, state), proposed({**copied, "lm_head": 0 * copied["lm_head"]}, state)
+    tokens, blind = proposed(copied, state), proposed({**copied, COPIED_LM_HEAD: 0 * copied[COPIED_LM_HEAD]}, state)
     assert tokens.tolist() == proposed(params, state).tolist() != blind.tolist()
     other = with_lm_head(kind, "shared")
     assert other.with_copied_lm_head(params, base) is params

@@ -312,6 +312,7 @@ def run(config_file, program, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
     """A run stopped in its second stage ends bitwise as another; heads, adapter and merged base load together."""
     (whole, out), (parts, _) = run(), run(stop_after=3)
