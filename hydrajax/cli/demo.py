@@ -41,7 +41,7 @@ SHOWN = 3  # continuations
 REPEATS, QUESTION_REPEATS = 3, 1  # timed rounds; a round of questions is longer
 WITH_LOOKUP = " with lookup"
 REPETITION = "Small models repeat themselves, which is easy to draft."
-TREE, SEARCHED = "chain-4", "searched tree"  # each draft runs with both, if a tree was searched for it
+CHAIN, SEARCHED = 4, "searched tree"  # each draft runs with both, if a tree was searched for it
 # For a Python without source files. Written for this demo, so no model was trained on them. They end before a line
 # break, which shares a token with the indentation that follows it.
 BUILT_IN_CODE = (
@@ -149,7 +149,8 @@ def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[s
         titles.append(f"{title} ({folder_name(str(draft))})" if title in titles else title)
     executors = {AUTOREGRESSIVE: make_executor(model, model.spec(tree="root", max_new_tokens=NEW_TOKENS))}
     for title, each in zip(titles, drafted, strict=True):
-        trees = {TREE: presets.by_name(TREE), SEARCHED: presets.searched(each.draft_directory, 1)}
+        chain = f"chain-{min(CHAIN, each.drafter.spec.depth)}"
+        trees = {chain: presets.by_name(chain), SEARCHED: presets.searched(each.draft_directory, 1)}
         for name, tree in trees.items():
             if tree is not None:
                 spec = each.spec(tree=tree, max_new_tokens=NEW_TOKENS)

@@ -49,7 +49,7 @@ def shipped_folder(base, tmp_path_factory):
 @pytest.fixture
 def shipped(shipped_folder, monkeypatch):
     monkeypatch.setattr(assets, "FOLDER", shipped_folder)
-    sizes = {"PROMPTS": 2, "SHOWN": 2, "PROMPT_TOKENS": 16, "NEW_TOKENS": NEW, "REPEATS": 1, "TREE": "chain-2"}
+    sizes = {"PROMPTS": 2, "SHOWN": 2, "PROMPT_TOKENS": 16, "NEW_TOKENS": NEW, "REPEATS": 1, "CHAIN": 2}
     for name, value in sizes.items():
         monkeypatch.setattr(demo, name, value)
     return shipped_folder
@@ -91,12 +91,14 @@ def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatc
 
 
 def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch, tmp_path):
+    """Chains are no longer than what a draft proposes."""
     monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})
+    monkeypatch.setattr(demo, "CHAIN", 9)
     medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "two"))
     result = program("demo", "--base", base, "--draft", medusa, "--draft", f"lookup+{medusa}", "--draft", copy)
     assert result.code == 0, result.err
-    kinds = ["Lookup", "Medusa", "lookup+Medusa", "Medusa (two)"]
-    assert list(rows_of(result.out)) == ["autoregressive", *(f"{kind} chain-2" for kind in kinds)]
+    heads = [f"{kind} chain-2" for kind in ("Medusa", "lookup+Medusa", "Medusa (two)")]
+    assert list(rows_of(result.out)) == ["autoregressive", "Lookup chain-9", *heads]
     assert "All outputs equal the base's output without a draft, token for token." in result.out
     assert re.search(r"1\. writing: \d+ tokens in .*\n\na tree\n", result.out)
     assert re.search(r"2\. maths: \d+ tokens in .*\n\n1 \+ 1\n", result.out)
