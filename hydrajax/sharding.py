@@ -95,10 +95,7 @@ class Placement:
         place = placer(self.base)
         if self.base is None:
             return jax.tree.map(lambda array: place(array, None), params)
-        boxes, structure = jax.tree.flatten(boxed(), is_leaf=_is_boxed)
-        arrays = structure.flatten_up_to(params)
-        placed = [place(np.asarray(array), box.names) for array, box in zip(arrays, boxes, strict=True)]
-        return structure.unflatten(placed)
+        return jax.tree.map(lambda box, array: place(np.asarray(array), box.names), boxed(), params, is_leaf=_is_boxed)
 
 
 def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:

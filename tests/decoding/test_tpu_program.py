@@ -73,12 +73,13 @@ def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dty
         np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
+SLOW_PRODUCTS = pytest.mark.xfail(strict=True, reason="bare products take 1.88 to 2.05 of the bytes (docs/tpu.md)")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("chip", "most"), [("v5e", 1.35), ("v5p", 2.05), ("v6e", 1.35)])
-def test_the_compiled_program_copies_no_weights(tmp_path, chip, most):
-    """Compiled for a described chip; cycles stay near those of the bytes. On a v5p the bare products of 64 rows alone
-    take 2.05 of them (docs/tpu.md).
-    """
+@pytest.mark.parametrize("chip", ["v5e", pytest.param("v5p", marks=SLOW_PRODUCTS), "v6e"])
+def test_the_compiled_program_copies_no_weights(tmp_path, chip):
+    """Compiled for a described chip; it must stay within a quarter of the cycles of the bytes."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("pip install 'jax[tpu]': the TPU's compiler is missing")
     command = [sys.executable, TOOL, "--what", "ar,verify", "--chips", chip, "--json", tmp_path / "rows.json"]
@@ -87,4 +88,4 @@ def test_the_compiled_program_copies_no_weights(tmp_path, chip, most):
         assert row["fits"]
         assert row["own_cycles"] > 0
         assert row["copies"] == 0
-        assert 0.8 < row["cycles"] / row["floor_cycles"] < most
+        assert 0.8 < row["cycles"] / row["floor_cycles"] < 1.35

@@ -651,7 +651,8 @@ void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t widt
     Load(sum, total + i);
     squares += sum * sum;
   }
-  float square = SumOf(squares);
+  float square = 0;
+  for (int lane = 0; lane < kLanes; ++lane) square += squares[lane];
   for (int64_t i = vectors; i < width; ++i) {
     Set(total[i], Wide(x[i]) + (added == nullptr ? 0.0f : Wide(added[i])));
     square += Wide(total[i]) * Wide(total[i]);
