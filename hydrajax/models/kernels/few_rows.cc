@@ -4,8 +4,8 @@
 // as much as one, although both read the same weight bytes. These kernels read each weight once, in place, and keep all
 // rows in registers. few_rows.py has measurements.
 //
-// Each output is summed in one order, which depends on the weight's shape only and not on the number of rows or threads, so
-// a row's result is the same to the last bit in a tree of any size.
+// Each output is summed in one order, which depends on the weight's shape and type and not on the number of rows or threads,
+// so a row's result is the same to the last bit in a tree of any size.
 //
 // Numbers are float32 or bfloat16. bfloat16 is widened in registers, which is exact, and all sums are in float32. Where the
 // CPU has AMX, it multiplies bfloat16 by bfloat16 (amx.h).
@@ -34,7 +34,7 @@ struct BFloat16 {  // the upper half of a float32
 constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
 constexpr int kDepth = 16;  // weight rows read side by side, at most
-constexpr int kNarrow = 1024, kDeep = 512;  // most columns and fewest rows of a weight that threads divide by its rows
+constexpr int kNarrow = 1024, kLarge = 1 << 20;  // most columns and fewest bytes of a weight that threads divide by its rows
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
 constexpr int kKeys = 8;    // keys scored at once
 constexpr int kAhead = 16;  // rows of a transposed weight prefetched into the L2 cache
@@ -306,7 +306,7 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
   const float* xs = Widened(x);
   WithNumbers(weight, [&](const auto* w) {
     WithNumbers(*out, [&](auto* to) {
-      if (width <= kNarrow && depth >= kDeep) {
+      if (width <= kNarrow && static_cast<int64_t>(weight.size_bytes()) >= kLarge) {
         ProductOfHalves(pool, xs, w, to, rows, depth, width);
         return;
       }

@@ -103,7 +103,7 @@ def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
 
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = jnp.float32) -> Float[Array, "R F"]:
     """Return ``x @ weight`` in ``dtype``. Each output element is summed in float32, in an order that depends on the
-    weight's shape only.
+    weight's shape and dtype only.
     """
 
     def plain(x, weight):

@@ -29,7 +29,9 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 64])
-@pytest.mark.parametrize(("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320), (96, 113)])
+@pytest.mark.parametrize(
+    ("depth", "width"), [(320, 2048), (17, 31), (1, 32), (50, 65), (1024, 320), (1031, 270), (96, 113)]
+)
 @DTYPES
 def test_products_equal_numpy(rows, depth, width, dtype):
     rng = np.random.default_rng(rows * depth + width)
@@ -65,12 +67,14 @@ def test_products_of_two_dtypes(x, weight):
 
 
 @pytest.mark.parametrize(
-    ("product", "shape"), [(few_rows.matmul, (320, 1030)), (few_rows.matmul_transposed, (1031, 320))]
+    ("product", "shape"),
+    [(few_rows.matmul, (320, 1030)), (few_rows.matmul, (1031, 270)), (few_rows.matmul_transposed, (1031, 320))],
 )
 @DTYPES
 def test_rows_are_independent(product, shape, dtype):
     rng = np.random.default_rng(0)
-    x, weight = normal(rng, 35, 320, dtype=dtype), normal(rng, *shape, dtype=dtype)
+    depth = shape[0] if product is few_rows.matmul else shape[1]
+    x, weight = normal(rng, 35, depth, dtype=dtype), normal(rng, *shape, dtype=dtype)
     together = np.asarray(product(x, weight))
     for rows in (1, 2, 7, 8, 9, 15, 16, 17, 33):
         np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
