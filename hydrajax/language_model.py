@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.text.answers import Generation
+from hydrajax.text.built_in import built_in_prompts
 from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
@@ -171,7 +173,7 @@ class LanguageModel:
         The returned spec decodes without a draft if that is the fastest.
 
         Args:
-            prompts: token ids, int32 ``[P]``, to measure on.
+            prompts: token ids, int32 ``[P]``, to measure on. Built-in ones follow if there are too few.
             spec: how to decode, apart from the tree.
             batch_size: sequences decoded together.
             on_status: called with lines of progress.
@@ -179,7 +181,8 @@ class LanguageModel:
         choice = None
         if not self.placement.split:  # the measurement runs base and draft in one program
             any_tree = make_executor(self, spec.replace(drafter=self.drafter, tree=presets.root()))
-            choice = choose(any_tree, prompts, batch_size, self.draft_directory, on_status)
+            texts = itertools.chain(prompts, self._built_in_prompts())
+            choice = choose(any_tree, texts, batch_size, self.draft_directory, on_status)
         if choice is None:
             return spec.replace(tree=self.default_tree(batch_size))
         print(choice, file=sys.stderr)
@@ -366,6 +369,14 @@ class LanguageModel:
         return encode_prompts(prompts, self.tokenizer, self.config)
 
     # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _built_in_prompts(self) -> Iterator[Int[np.ndarray, " P"]]:
+        """Yield the built-in prompts that this base can read."""
+        for prompt in [] if self.tokenizer is None else built_in_prompts(self.tokenizer):
+            try:
+                yield encode_prompt(prompt, prompt.where, self.tokenizer, self.config)
+            except HydrajaxError:  # longer than the context, or not of the vocabulary
+                continue
 
     def _drafting(self, draft: Drafter | str | Path | None) -> LanguageModel:
         """Return the model with another draft, itself for None."""

@@ -1,4 +1,4 @@
-"""Interleaved benchmarks: every round runs each executor once on the same prompts.
+"""Interleaved benchmarks: in every round all executors decode the same prompts.
 
 Load on the machine affects all executors of a round alike, so confidence intervals resample whole rounds. The second
 stage of tree search (hydra section 4) compares trees in this way.
@@ -29,8 +29,8 @@ class Measured:
 
     Attributes:
         tokens_per_step: Mean over all steps (τ).
-        tokens_per_second: Median over the rounds, of all sequences together and prefill included; low and high are its
-            95% bootstrap interval.
+        tokens_per_second: tokens_per_step * the median over the rounds of the steps per second, of all sequences
+            together and prefill included; low and high are its 95% bootstrap interval.
         speedup: This rate / the baseline's; speedup_low and speedup_high are its 95% bootstrap interval.
         chance_best: Share of the bootstrap samples in which no executor but the baseline was faster. Intervals and
             chance_best are None after a single round.
@@ -64,6 +64,7 @@ def contest(
     *,
     batch_size: int,
     repeats: int,
+    divided: bool = False,
     seed: int = 0,
     on_status: Callable[[str], None] = lambda text: None,
 ) -> list[Measured]:
@@ -74,6 +75,8 @@ def contest(
         prompts: token ids, int32 ``[P]`` each.
         batch_size: sequences per batch.
         repeats: number of rounds.
+        divided: divide the batches among the rounds, so that more texts are decoded in the same time; otherwise every
+            round decodes all batches. There must be a batch for every round.
         seed: seeds the order within rounds, and sampling.
         on_status: called with a line before each compilation and each round.
     """
@@ -83,19 +86,24 @@ def contest(
     for number, (name, executor) in enumerate(executors.items(), start=1):
         on_status(f"compiling {name}, {number} of {len(executors)}")
         outputs[name] = [jax.device_get(executor.decode(prompt, lengths, key)) for prompt, lengths, _ in filled]
-    seconds: dict[str, list[float]] = {name: [] for name in executors}
+    step_seconds: dict[str, list[float]] = {name: [] for name in executors}
     random, names = np.random.default_rng(seed), list(executors)
     for number in range(repeats):
         on_status(f"round {number + 1} of {repeats}")
+        own = slice(number, None, repeats) if divided else slice(None)
         for index in random.permutation(len(names)):
-            executor = executors[names[index]]
+            name = names[index]
             began = time.perf_counter()
-            for prompt, lengths, _ in filled:
-                jax.block_until_ready(executor.decode(prompt, lengths, key))
-            seconds[names[index]].append(time.perf_counter() - began)
+            for prompt, lengths, _ in filled[own]:
+                jax.block_until_ready(executors[name].decode(prompt, lengths, key))
+            seconds = time.perf_counter() - began
+            step_seconds[name].append(seconds / sum(int(out.steps.sum()) for out in outputs[name][own]))
 
-    tokens = {name: sum(int(out.lengths.sum()) for out in outs) for name, outs in outputs.items()}
-    rates = {name: tokens[name] / np.array(seconds[name]) for name in outputs}
+    tokens_per_step = {
+        name: sum(int(out.lengths.sum()) for out in outs) / sum(int(out.steps.sum()) for out in outs)
+        for name, outs in outputs.items()
+    }
+    rates = {name: tokens_per_step[name] / np.array(step_seconds[name]) for name in outputs}
     picked = random.integers(0, repeats, (RESAMPLES, repeats))  # whole rounds: all executors had the same load
     medians = {name: np.median(rates[name][picked], axis=1) for name in outputs}
     baseline, *others = outputs
@@ -116,7 +124,7 @@ def contest(
         Measured(
             name=name,
             nodes=executor.spec.verified_nodes,
-            tokens_per_step=tokens[name] / sum(int(out.steps.sum()) for out in outputs[name]),
+            tokens_per_step=tokens_per_step[name],
             tokens_per_second=statistics.median(rates[name]),
             **chances(name),
             speedup=statistics.median(rates[name]) / plain,

@@ -2,7 +2,7 @@
 
 The fastest tree depends on the device, the batch size, the heads and the text. A few small trees are timed at the first
 use, and the result is cached with its date in ``$XDG_CACHE_HOME/hydrajax/trees``. A tree that ``hydrajax tree search
---save`` found on this device is used as it is.
+--save`` found on this device is used as it is; one that it found elsewhere is one of the candidates.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import datetime
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.autotune.tree_search import name_of, usable
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, user_cache
@@ -29,11 +30,12 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
-CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # and the drafter's own tree; each costs a compilation
-DYNAMIC = "dynamic-60-7-10"  # for drafters that support dynamic trees: the numbers of EAGLE-2
-SHORT, SHORTER = 7, "dynamic-60-6-10"  # for drafts of 7 tokens, such as DSpark's
+CANDIDATES = ("chain-2", "chain-4", "cartesian-2x2")  # each costs a compilation
+DYNAMIC = (60, 7, 10)  # N, D and K of EAGLE-2, for drafters that support dynamic trees
+DYNAMIC_ON_CPU = (8, 2, 4)  # a CPU takes longer for more nodes than they save
 BEST_FIRST = "best-16"  # for drafts of one pass
-NEW_TOKENS, REPEATS = 48, 3
+NEW_TOKENS = 48
+ROUNDS = 6  # of one batch each: trees differ by less than texts, so more texts tell more than more timings of one
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
 OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without measuring
 
@@ -74,7 +76,7 @@ def choose(
 
     Args:
         executor: gives the model, the drafter and the rule; its tree does not matter.
-        prompts: token ids; the first ``2 * batch_size`` are decoded.
+        prompts: token ids; the first ``ROUNDS * batch_size`` are decoded, again from the first if there are fewer.
         batch_size: sequences per batch.
         draft_directory: directory of the draft, in which ``hydrajax tree search --save`` may have written a tree.
         on_status: called with a line for every stage.
@@ -87,10 +89,11 @@ def choose(
     found = _searched_here(executor, draft_directory, batch_size)
     if found is not None and _fits(executor, found.tree):
         return found
-    path = cache_folder() / f"{_key(executor, batch_size)}.json"
+    trees = _candidates(executor, presets.searched(draft_directory, batch_size))
+    path = cache_folder() / f"{_key(executor, trees, batch_size)}.json"
     found = _read(path)
     if found is None:
-        found = _measure(executor, prompts, batch_size, on_status)
+        found = _measure(executor, trees, prompts, batch_size, on_status)
         _write(path, found)
     return found
 
@@ -107,8 +110,7 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
     if not path.is_file():
         return None
     tree = read_tree(path)  # raises for a damaged file
-    is_dynamic = isinstance(tree, DynamicTree)
-    name = tree.name if is_dynamic else str(tree.size)  # as in the file
+    name = name_of(tree)  # in the file
     try:
         found = read_record(path, {"provenance": OBJECT}, "tree")["provenance"]
         origin = checked(found, {"measured": list_of(OBJECT), "machine": OBJECT}, str(path))
@@ -119,37 +121,61 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
     here = machine()
     if any(origin["machine"].get(fact) != here[fact] for fact in ("device", "cores")):
         return None  # measured elsewhere
-    shown, date = f"the searched {name}" if is_dynamic else f"the searched one of {name} nodes", origin.get("date")
-    return FastestTree(tree, shown, row["speedup"], date if isinstance(date, str) else None)
+    date = origin.get("date")
+    return FastestTree(tree, _searched_name(tree), row["speedup"], date if isinstance(date, str) else None)
 
 
-def _measure(executor: Executor, prompts, batch_size: int, on_status) -> FastestTree:
-    """Time the candidates, the drafter's default tree and decoding without a draft.
+def _measure(
+    executor: Executor, trees: Mapping[str, CandidateTree], prompts, batch_size: int, on_status
+) -> FastestTree:
+    """Time the candidates and decoding without a draft.
 
     Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
     """
-    can, rule = executor.spec.drafter.spec, executor.spec.rule
-    grown = BEST_FIRST if can.one_pass else SHORTER if can.depth == SHORT else DYNAMIC
-    candidates = [*CANDIDATES, *([grown] if can.supports_dynamic_tree else []), can.default_tree]
-    trees = {name: presets.by_name(name) for name in dict.fromkeys(candidates)}
-    entrants = {
-        name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS)
-        for name, tree in trees.items()
-        if _fits(executor, tree)
-    }
-    if not entrants:
-        executor.spec.replace(tree=trees[can.default_tree]).check(executor.model.config)  # raises
     plain = executor.with_spec(max_new_tokens=NEW_TOKENS).autoregressive()
+    texts = list(islice(prompts, ROUNDS * batch_size))
     rows = contest(
-        {AUTOREGRESSIVE: plain} | entrants,
-        list(islice(prompts, 2 * batch_size)),
+        {AUTOREGRESSIVE: plain}
+        | {name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS) for name, tree in trees.items()},
+        list(islice(cycle(texts), ROUNDS * batch_size)),
         batch_size=batch_size,
-        repeats=REPEATS,
+        repeats=ROUNDS,
+        divided=True,
         on_status=lambda text: on_status(f"finding the fastest tree: {text}"),
     )
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
+    rule = executor.spec.rule
     taken = best.speedup >= 1 or type(rule.baseline()) is not type(rule)
     return FastestTree(trees[best.name] if taken else None, best.name, best.speedup, None)
+
+
+def _candidates(executor: Executor, searched: CandidateTree | None) -> dict[str, CandidateTree]:
+    """Return the trees to time: one searched elsewhere, the drafter's default, and a few that suit many drafters.
+
+    Raises `HydrajaxError` if none can be used.
+    """
+    can = executor.spec.drafter.spec
+    default = presets.by_name(can.default_tree)
+    trees = {} if searched is None else {_searched_name(searched): searched}
+    trees |= {name: presets.by_name(name) for name in CANDIDATES}
+    if can.one_pass:
+        trees[BEST_FIRST] = presets.by_name(BEST_FIRST)
+    elif can.supports_dynamic_tree:
+        size, expansions, top_k = DYNAMIC_ON_CPU if jax.default_backend() == "cpu" else DYNAMIC
+        grown = usable(size, min(expansions, can.depth - 1), top_k)
+        trees[grown.name] = grown
+    trees[can.default_tree] = default
+    found: dict[str, CandidateTree] = {}
+    for name, tree in trees.items():
+        if tree not in found.values() and _fits(executor, tree):
+            found[name] = tree
+    if not found:
+        executor.spec.replace(tree=default).check(executor.model.config)  # raises
+    return found
+
+
+def _searched_name(tree: CandidateTree) -> str:
+    return f"the searched {tree.name}" if isinstance(tree, DynamicTree) else f"the searched one of {tree.size} nodes"
 
 
 def _fits(executor: Executor, tree: CandidateTree) -> bool:
@@ -160,12 +186,12 @@ def _fits(executor: Executor, tree: CandidateTree) -> bool:
     return True
 
 
-def _key(executor: Executor, batch_size: int) -> str:
+def _key(executor: Executor, trees: Mapping[str, CandidateTree], batch_size: int) -> str:
     """Hash of everything that the choice depends on, with a few numbers of each parameter."""
     here, spec = machine(), executor.spec
     facts = (
         *here.values(), batch_size, type(spec.rule).__name__,
-        str(executor.model), str(spec.drafter), CANDIDATES, DYNAMIC, SHORTER, BEST_FIRST,
+        str(executor.model), str(spec.drafter), {name: content_of(tree) for name, tree in trees.items()},
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)

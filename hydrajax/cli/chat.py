@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     spec = model.spec(spec, tree=tree)
     if tree is None and model.tokenizer is not None and not args.no_tree_search:
         with console.status("finding the fastest tree") as line:
-            spec = model.fastest(options.prompts_from(None, model), spec, 1, line.update)
+            spec = model.fastest((), spec, 1, line.update)
     chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)

@@ -32,6 +32,7 @@ from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.questions.contenders import folder_name
 from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.text.answers import Generation
+from hydrajax.text.built_in import QUESTIONS
 from hydrajax.text.marking import pieces
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
@@ -58,18 +59,6 @@ ENDS = (
     "\n@",
     "\nif ",
 )  # of the function that a prompt begins
-# For an instruct model. Written for this demo.
-QUESTIONS = {
-    "writing": "Write a short letter to a neighbour who watered your plants while you were away.",
-    "reasoning": "Ann is taller than Ben, and Ben is taller than Cleo. Who is the shortest? Explain your answer.",
-    "maths": "A train travels 180 km in 2 hours and then 60 km in 1 hour. What is its average speed? Show each step.",
-    "coding": "Write a Python function that returns the second largest number of a list.",
-    "extraction": "List the names and dates in this text: Marta visited Lisbon on 3 May 2019, and her brother Tom "
-    "followed on 12 June 2020.",
-    "translation": "Translate into French: The library opens at nine and closes at six.",
-    "summarising": "Summarise in one sentence: Bees visit flowers to collect nectar. Meanwhile they carry pollen from "
-    "flower to flower, which lets the plants form seeds and fruit. Many crops depend on this work.",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

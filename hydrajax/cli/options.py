@@ -24,17 +24,11 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement, last_devices
-from hydrajax.text.prompt import Prompt, read_prompts
+from hydrajax.text.built_in import built_in_prompts
+from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
-# For bases with a tokenizer, without --prompts.
-BUILT_IN_PROMPTS = (
-    "def quicksort(items):\n",
-    "class Stack:\n    def __init__(self):\n",
-    "The three laws of motion say that",
-    "Write a short letter to a friend about a walk by the sea.\n",
-)
 LARGEST = 2**31 - 1  # numbers of tokens, sequences and nodes are int32
 RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
 PROCESSOR_NUMBERS = tuple(each for cls in PROCESSORS for each in dataclasses.fields(cls))
@@ -321,7 +315,7 @@ def prompts_from(path: str | None, model: LanguageModel, limit: int | None = Non
     elif model.tokenizer is None:
         raise HydrajaxError("--prompts: is required, as the base has no tokenizer for the built-in prompts")
     else:
-        prompts = [Prompt(text, f"built-in prompt {number}") for number, text in enumerate(BUILT_IN_PROMPTS)]
+        prompts = built_in_prompts(model.tokenizer)
     return list(model.ids_of_prompts(prompts[:limit]))
 
 

@@ -110,3 +110,14 @@ def test_different_output_is_reported_for_rules_with_equal_output(clock):
     stubs = {"plain": Stub(clock, 1.0, 8), "wrong": Stub(clock, 1.0, 8, change=1)}
     stubs["typical"] = Stub(clock, 1.0, 8, change=1, rule=Typical())
     assert [row.equal for row in contest(stubs, PROMPTS, batch_size=3, repeats=1)] == [True, False, None]
+
+
+def test_divided_rounds_decode_each_batch_once(clock):
+    """Round r has the batches r, r + 2 ...; a rate is tokens per step * the rounds' median of steps per second."""
+    plain, tree = Stub(clock, 2.0, 8, name="plain"), Stub(clock, [1.0] * 4 + [3.0, 3.0, 1.0, 1.0], 4, name="tree")
+    rows = contest({"plain": plain, "tree": tree}, [*PROMPTS, PROMPTS[0]], batch_size=1, repeats=2, divided=True)
+    assert len(tree.seen) == 4 + 4  # untimed, timed
+    assert [lengths for _, _, _, lengths in tree.seen[4:]] == [(4,), (5,), (6,), (4,)]
+    assert rows[0].tokens_per_second == 4.0
+    assert rows[1].tokens_per_second == pytest.approx(8 / 4 * np.median([8 / (3 + 3), 8 / (1 + 1)]))
+    assert rows[1].tokens_per_step == 2.0

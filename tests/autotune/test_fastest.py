@@ -22,6 +22,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BoundBase
+from hydrajax.text.built_in import BEGINNINGS
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 
@@ -47,9 +48,13 @@ def speeds(monkeypatch, tmp_path):
 
     class Speeds(dict):
         names: list
+        prompts: list
 
-    def contest(executors, prompts, *, batch_size, repeats, on_status):
+    def contest(executors, prompts, *, batch_size, repeats, divided, on_status):
+        assert divided
         table.names.append(list(executors))
+        table.prompts = [len(prompt) for prompt in prompts]
+        assert len(prompts) == repeats * batch_size
         speeds = [1.0, *(table[name] for name in list(executors)[1:])]
         return [
             Measured(name, executor.spec.verified_nodes, 2.0, 100 * speed, 90.0, 110.0, 0.5, speed, True)
@@ -121,6 +126,7 @@ def test_an_unwritable_cache_is_ignored(executor, speeds, monkeypatch, tmp_path)
 
 @pytest.mark.parametrize(("device", "taken"), [("this", True), ("another", False)])
 def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_path, device, taken):
+    """One that was searched elsewhere is a candidate, and another one is another question to the cache."""
     here = machine() | ({} if device == "this" else {"device": device})
     row = {"name": "4", "nodes": 4, "speedup": 1.3}
     content = {
@@ -128,10 +134,28 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
         "provenance": {"machine": here, "measured": [row], "date": "2026-01-02"},
     }
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
+    speeds["the searched one of 4 nodes"] = 1.6
+    fastest.choose(executor, PROMPTS, 1)
     choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
-    assert (choice.tree == presets.chain(3)) == taken
-    assert ("the searched one of 4 nodes, 1.30x" in str(choice)) == taken
-    assert bool(speeds.names) != taken
+    assert choice.tree == presets.chain(3)
+    assert f"the searched one of 4 nodes, {1.3 if taken else 1.6:.2f}x" in str(choice)
+    assert len(speeds.names) == 2 - taken
+    assert "the searched one of 4 nodes" not in speeds.names[0]
+
+
+def test_texts_are_repeated_only_if_there_are_too_few(executor, speeds):
+    few = [np.arange(1, 2 + n, dtype=np.int32) for n in range(4)]
+    fastest.choose(executor, iter(few), 1)
+    assert speeds.prompts == [1, 2, 3, 4, 1, 2]
+    fastest.choose(executor, iter(few * 9), 2)
+    assert speeds.prompts == [1, 2, 3, 4] * 3
+
+
+def test_built_in_prompts_follow_the_users_own(loaded, speeds):
+    spec = loaded.fastest(PROMPTS, loaded.spec(tree="root"), 1)
+    assert spec.tree == presets.chain(4)
+    built_in = [len(next(loaded.ids_of_prompts([text]))) for text in BEGINNINGS.values()]
+    assert speeds.prompts == [8, *built_in, 8]
 
 
 @pytest.fixture
@@ -163,11 +187,11 @@ def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds,
 
 
 def test_a_dynamic_tree_is_tried_and_cached_if_the_drafter_supports_it(eagle, speeds):
-    speeds |= {fastest.DYNAMIC: 1.9, "eagle_26": 1.3}
+    speeds |= {"dynamic-8-2-4": 1.9, "eagle_26": 1.3}
     executor = make_executor(eagle, eagle.spec(tree="root"))
     now = fastest.choose(executor, PROMPTS, 1)
-    assert now.tree == DynamicTree(60, 7, 10)
+    assert now.tree == DynamicTree(8, 2, 4)
     later = fastest.choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
-    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == fastest.DYNAMIC
+    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == "dynamic-8-2-4"
