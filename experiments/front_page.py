@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def speed_picture(peers: Path, path: Path) -> None:
     content = json.loads(peers.read_text())
     rows, here, asked = content["results"], content["machine"], content["arguments"]
     names = [row["name"].replace("autoregressive", "no draft").replace("greedy", "no draft") for row in rows]
-    names = [name.replace("llama.cpp", "llama.cpp Q4_1") for name in names]
+    names = [re.sub("(llama.cpp|OpenVINO)", r"\1 Q4_1", name) for name in names]
     plain = next(row["tokens_per_second"] for row in rows if row["name"] == "hydrajax, autoregressive")
     speeds = [row["tokens_per_second"] / plain for row in rows]
     colours = [GREEN if "hydrajax" in name else GREY for name in names]

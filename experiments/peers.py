@@ -5,12 +5,12 @@
     python experiments/peers.py --base smollm2 --questions mt_bench_question.jsonl --json FILE.json
 
 The default is the shipped model with all its drafts on held-out code. Each draft decodes with the fastest of a few
-small trees, chosen on two of the prompts. All continue after EOS, for equal work. Needs the extra `test`.
+small trees, chosen on six of the prompts. All continue after EOS, for equal work. Needs the extra `test`.
 
-If the base is a GGUF file, transformers needs `accelerate`, and llama.cpp runs too where `xllamacpp` is installed. It
-computes in the file's own low-bit types, with activations rounded to 8 bits; the others widen the weights to float32,
-and with `--quantize` hydrajax decodes in low-bit types too. Such tokens may differ from those in float32; they are
-compared with those of the same program without a draft.
+If the base is a GGUF file, transformers needs `accelerate`, and llama.cpp (package `xllamacpp`) and OpenVINO
+(`openvino-genai`) run too where they are installed. They keep the file's low-bit types. transformers and hydrajax widen
+the weights to float32; with `--quantize` hydrajax decodes in low-bit types too. Such tokens may differ from those in
+float32, so they are compared with those of the same program without a draft.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ from hydrajax.text.templates import make_encoder
 from hydrajax.trees import presets
 
 SMALLEST = "chain-2"
+PROGRAMS = {  # the package that must be installed, and our script that runs it
+    "llama.cpp": ("xllamacpp", "llama_cpp_peer.py"),
+    "OpenVINO": ("openvino_genai", "openvino_peer.py"),
+}
 
 
 def main() -> int:
@@ -76,7 +80,7 @@ def main() -> int:
     plain = hydrajax.load(args.base or assets.base())
     prompts = list(read_prompts(args, plain))
     gguf = gguf_of(args.base)
-    runs = with_transformers(args, gguf) | with_llama_cpp(args, gguf) | with_hydrajax(args, plain, prompts, "hydrajax")
+    runs = with_transformers(args, gguf) | with_programs(args, gguf) | with_hydrajax(args, plain, prompts, "hydrajax")
     for name in args.quantize or []:
         quantized = hydrajax.load(args.base or assets.base(), quantize=name)
         runs |= with_hydrajax(args, quantized, prompts, f"hydrajax {name}")
@@ -158,25 +162,36 @@ def with_transformers(args, gguf: Path | None) -> dict:
     return {f"transformers, {name}": decoder(more) for name, more in settings.items()}
 
 
-def with_llama_cpp(args, gguf: Path | None) -> dict:
-    """Return llama.cpp's decoders by name, if it can be imported and read the base."""
-    if gguf is None or not importlib.util.find_spec("xllamacpp"):
-        return {}
-    program = Path(__file__).with_name("llama_cpp_peer.py")
+def with_programs(args, gguf: Path | None) -> dict:
+    """Return decoders of the programs that read the base's GGUF file and are installed, by name."""
+    found = {}
+    for title, (package, script) in PROGRAMS.items():
+        if gguf is not None and importlib.util.find_spec(package):
+            command = [
+                sys.executable,
+                Path(__file__).with_name(script),
+                gguf,
+                str(args.threads),
+                str(args.max_new_tokens),
+            ]
+            found |= {
+                f"{title}, greedy": in_process(command),
+                f"{title}, prompt lookup": in_process([*command, "lookup"]),
+            }
+    return found
 
-    def decoder(*lookup: str):
-        command = [sys.executable, program, gguf, str(args.threads), str(args.max_new_tokens), *lookup]
-        peer = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
 
-        def run(prompt):
-            print(json.dumps(prompt.tolist()), file=peer.stdin, flush=True)
-            return np.array(json.loads(peer.stdout.readline()))
+def in_process(command: list):
+    """Return the decoder of a process that reads and writes lines of token ids."""
+    peer = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
 
-        return run
+    def run(prompt):
+        print(json.dumps(prompt.tolist()), file=peer.stdin, flush=True)
+        return np.array(json.loads(peer.stdout.readline()))
 
-    return {"llama.cpp, greedy": decoder(), "llama.cpp, prompt lookup": decoder("lookup")}
+    return run
 
 
 def with_hydrajax(args, plain, prompts, name: str) -> dict:
@@ -187,9 +202,9 @@ def with_hydrajax(args, plain, prompts, name: str) -> dict:
     for draft in args.draft or ["lookup", *assets.drafts_of(args.base or "shipped")]:
         m = plain.with_draft(draft)
         executor = hydrajax.make_executor(m, m.spec(wanted, tree="root", eos_ids=()))
-        choice = choose(executor, prompts[:2], 1)
-        tree_name = SMALLEST if choice.name == "none" else choice.name  # where no tree is faster
-        tree = choice.tree or presets.by_name(tree_name)
+        choice = choose(executor, prompts, 1, m.draft_directory)
+        tree_name = SMALLEST if choice.tree is None else choice.name  # None: no tree is faster
+        tree = choice.tree or presets.by_name(SMALLEST)
         executors[f"{name}, {title_of(m.drafter)}, {tree_name}"] = executor.with_spec(tree=tree)
     return {title: partial(decoded, executor) for title, executor in executors.items()}
 
