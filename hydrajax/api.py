@@ -24,7 +24,7 @@ from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_con
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.quantized import QUANTIZED
-from hydrajax.sharding import Placement
+from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
 
@@ -135,7 +135,8 @@ def load(
             is float32 on a CPU, elsewhere the dtype of most of the base's weights, bfloat16 for float16
             (`hydrajax.formats.huggingface.default_dtype`). ``m.model.dtype`` is the chosen one.
         placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
-            shards the base and replicates the draft. None is the default device.
+            shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
+            a batch over its ``data`` axis. None is the default device.
         quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
             in one. Logits differ slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft
             heads too; elsewhere they only take less memory.
@@ -173,6 +174,8 @@ def load(
         raise HydrajaxError("draft_devices: requires a draft model, got no draft")
     use_compilation_cache()
     base = resolve(base, "base")
+    if placement.base is not None:
+        check_divides(placement.base, read_config(base))
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
     if with_lookup := parse_lookup(draft):

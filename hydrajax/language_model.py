@@ -447,9 +447,10 @@ def make_executor(
         return SplitExecutor(
             m.model, params, spec, placement=m.placement, fan_out=fan_out, tokenizer=m.tokenizer, room=room
         )
+    shared = {"tokenizer": m.tokenizer, "room": room, "mesh": m.placement.base}
     if between is not None:
-        return SteppedExecutor(m.model, params, spec, between=between, tokenizer=m.tokenizer, room=room)
-    return FusedExecutor(m.model, params, spec, tokenizer=m.tokenizer, room=room)
+        return SteppedExecutor(m.model, params, spec, between=between, **shared)
+    return FusedExecutor(m.model, params, spec, **shared)
 
 
 def _count(params: Any) -> int:

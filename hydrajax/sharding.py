@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
+from hydrajax.models.llama_config import LlamaConfig
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
 # a layer needs two all-reduces. "width" is not sharded, except as in `sharding`.
@@ -148,6 +149,25 @@ def _is_boxed(x: Any) -> bool:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
+
+
+def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
+    """Raise `HydrajaxError` if the devices cannot share the base's attention heads evenly.
+
+    Fewer key-value heads than devices are allowed: the fused qkv is then divided over its inputs.
+    """
+    model, heads = mesh.shape["model"], config.n_heads
+    if heads % model:
+        fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise HydrajaxError(f"mesh: got model={model}, expected a divisor of the base's {heads} heads: {fitting}")
+
+
+def by_rows(mesh: Mesh, arrays: Any) -> Any:
+    """Divide a pytree of arrays over the mesh's ``data`` axis by their first axis; one that does not divide, or a
+    scalar, stays as it is.
+    """
+    size, home = mesh.shape["data"], NamedSharding(mesh, PartitionSpec("data"))
+    return jax.tree.map(lambda x: jax.device_put(x, home) if np.ndim(x) and len(x) % size == 0 else x, arrays)
 
 
 def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:

@@ -99,6 +99,35 @@ def test_sharded_run_equals_single_device(found, mesh):
     np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
 
 
+@pytest.mark.parametrize("mesh", ["model4", "data2_model4"])
+def test_an_executor_divides_the_sequences_over_the_data_axis(found, mesh):
+    """And key-value heads over the model axis; `generate` runs on it and gives the text of one device."""
+    batch, kv_heads, slots, head_dim = found["single"]["keys"]["shape"]
+    groups = MESHES[mesh].get("data", 1)
+    keys = found[mesh]["keys"]
+    assert keys["shards"] == [[batch // groups, kv_heads // 4, slots, head_dim]] * (4 * groups)
+    assert keys["distinct"] == 4 * groups
+    assert found[mesh]["generated"] == found["single"]["generated"]
+    assert [len(ids) for ids in found["single"]["generated"]] == [MAX_NEW] * len(PROMPTS)
+
+
+def test_heads_that_do_not_divide_are_refused_when_loading(found):
+    assert found["undivided"] == "mesh: got model=3, expected a divisor of the base's 8 heads: 1, 2, 4, 8"
+
+
+@pytest.mark.slow
+def test_every_draft_and_rule_on_a_mesh(llama_checkpoint, tmp_path, on_eight_devices):
+    """The tokens of one device, for batches that the data axis divides and that it does not, also with prefill in
+    chunks.
+    """
+    base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
+    found = on_eight_devices(tmp_path, "every_draft_on_a_mesh", base, flags="--xla_backend_optimization_level=0")
+    del found["devices"]
+    assert len(found) > 20
+    for name, (single, divided) in found.items():
+        assert single == divided, name
+
+
 @pytest.mark.slow
 def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, tmp_path, on_eight_devices):
     """The same ids and accepted lengths as on one device. The draft is nearly the base: one layer less."""

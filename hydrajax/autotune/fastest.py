@@ -190,7 +190,7 @@ def _key(executor: Executor, trees: Mapping[str, CandidateTree], batch_size: int
     """Hash of everything that the choice depends on, with a few numbers of each parameter."""
     here, spec = machine(), executor.spec
     facts = (
-        *here.values(), batch_size, type(spec.rule).__name__,
+        *here.values(), batch_size, type(spec.rule).__name__, executor.mesh and dict(executor.mesh.shape),
         str(executor.model), str(spec.drafter), {name: content_of(tree) for name, tree in trees.items()},
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())

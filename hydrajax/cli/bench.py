@@ -165,8 +165,9 @@ def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, lis
     draft = options.draft_of(args)
     if draft and (args.random or args.random_draft):
         raise HydrajaxError("--draft: requires --base, without --random-draft")
-    if args.random and args.adapter:
-        raise HydrajaxError("--adapter: requires --base")
+    for flag in ("adapter", "mesh"):
+        if args.random and getattr(args, flag):
+            raise HydrajaxError(f"--{flag}: requires --base")
     if args.random:
         if args.dtype == api.AUTO:  # there is no checkpoint to take it from
             args.dtype = "float32"

@@ -23,7 +23,7 @@ from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
-from hydrajax.sharding import Placement, last_devices
+from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.built_in import built_in_prompts
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
@@ -45,7 +45,7 @@ def add_model_arguments(
     several: bool = False,
     apart: bool = False,
 ) -> None:
-    """Add ``--base, --adapter, --draft, --tree, --dtype, --quantize, --force``: see `load_from` and `tree_from`.
+    """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --force``: see `load_from`, `tree_from`.
 
     Args:
         parser: of the command.
@@ -79,6 +79,12 @@ def add_model_arguments(
             "--draft-confidence", metavar="P", type=float,
             help="stop a draft model below tokens whose draft probability is less than P, and do not "
             "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
+        )  # fmt: skip
+    if base:
+        group.add_argument(
+            "--mesh", metavar="[data=D,]model=M", type=mesh_sizes, default={},
+            help="divide base and draft over M devices, and the sequences of a batch over D such groups (default: "
+            "one device)",
         )  # fmt: skip
     if apart:
         group.add_argument(
@@ -201,6 +207,15 @@ def positives(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """Parse the sizes of a mesh's axes, such as ``data=2,model=4``."""
+    parts = [part.partition("=") for part in text.split(",")]
+    sizes = {name.strip(): size for name, _, size in parts}
+    if len(sizes) < len(parts) or not sizes.keys() <= {"data", "model"}:
+        raise argparse.ArgumentTypeError(f"got '{one_line(text, 40)}', expected model=M or data=D,model=M")
+    return {name: positive(size) for name, size in sizes.items()}
+
+
 def seed(text: str) -> int:
     """Parse a seed for `jax.random.key`."""
     return _integer(text, 0, 2**SEED_BITS - 1)
@@ -300,9 +315,10 @@ def load_from(
 
 
 def placement_from(args: argparse.Namespace) -> Placement:
-    """Return the placement of base and draft, separate with ``--draft-devices``."""
+    """Return the placement of base and draft, over the mesh of ``--mesh``, separate with ``--draft-devices``."""
+    mesh = make_mesh(**args.mesh) if getattr(args, "mesh", None) else None
     devices = getattr(args, "draft_devices", None)
-    return Placement(draft=None if devices is None else last_devices(devices))
+    return Placement(mesh, None if devices is None else last_devices(devices, mesh))
 
 
 def prompts_from(path: str | None, model: LanguageModel, limit: int | None = None) -> list[np.ndarray]:
@@ -336,4 +352,6 @@ def json_report(path: str | None, indent: int | None = None) -> Iterator[Callabl
 
 def recorded(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that JSON can hold, for reports."""
-    return {key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, type(None)))}
+    return {
+        key: value for key, value in vars(args).items() if isinstance(value, (str, int, float, list, dict, type(None)))
+    }

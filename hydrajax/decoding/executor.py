@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, result_of, settled_inputs
@@ -26,6 +27,7 @@ from hydrajax.decoding.state import DecodeState, OutputState, Params
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
+from hydrajax.sharding import by_rows
 
 State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, or what another executor makes of it
 
@@ -43,6 +45,7 @@ class Executor(abc.ABC):
         tokenizer: The base's (transformers); None if it has none.
         engine: The verbs as pure functions.
         room: Maximum number of new tokens per sequence.
+        mesh: The parameters' mesh, over whose ``data`` axis the sequences are divided; None for one device.
         one_tree: The states fit only this executor's own tree.
     """
 
@@ -56,6 +59,7 @@ class Executor(abc.ABC):
         *,
         tokenizer: Any = None,
         room: int | None = None,
+        mesh: Mesh | None = None,
     ):
         """Build the executor; nothing is compiled yet.
 
@@ -65,12 +69,13 @@ class Executor(abc.ABC):
             spec: How to decode.
             tokenizer: The base's.
             room: Maximum number of new tokens per sequence; by default the spec's.
+            mesh: The parameters' mesh. The sequences of a batch are divided over its ``data`` axis.
 
         Raises:
             HydrajaxError: If base and spec do not fit each other.
         """
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
-        self._wanted_room = room
+        self._wanted_room, self.mesh = room, mesh
         self.engine = self._programs = Engine.of(model, spec, room)
         self._compiled: set[Any] = set()
         self._result = jax.jit(result_of)
@@ -106,13 +111,14 @@ class Executor(abc.ABC):
             sampling: Keys, rule, processors and limits.
             slots: Slots of the caches: more than `Engine.cache_slots` if `extend` is to follow.
         """
+        prompt, lengths, sampling = self._placed((prompt, lengths, sampling))
         return self._prefill(self.params, prompt, lengths, sampling, slots=slots)
 
     def extend(
         self, state: State, text: Int[Array, "B T"], lengths: Int[Array, " B"], sampling: SamplingParams
     ) -> State:
         """Prefill more text, such as the next message of a conversation. See `Engine.extend`."""
-        return self._extend(self.params, state, text, lengths, sampling)
+        return self._extend(self.params, state, *self._placed((text, lengths, sampling)))
 
     def rewind(self, state: State, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> State:
         """Cut each sequence to its first tokens; `extend` or `feed` must follow. See `Engine.rewind`."""
@@ -126,13 +132,13 @@ class Executor(abc.ABC):
 
     def empty(self, batch: int, slots: int, sampling: SamplingParams) -> State:
         """Return sequences without text. See `Engine.empty`."""
-        return self._empty(batch, slots, sampling)
+        return self._placed(self._empty(batch, slots, sampling))
 
     def feed(
         self, state: State, text: Int[Array, "B T"], lengths: Int[Array, " B"], following: Int[Array, " B"]
     ) -> State:
         """Prefill a chunk that is not the last one. See `Engine.feed`."""
-        return self._feed(self.params, state, text, lengths, following)
+        return self._feed(self.params, state, *self._placed((text, lengths, following)))
 
     def abstract_state(self, batch: int, slots: int, sampling: SamplingParams) -> State:
         """Return the shapes of `empty` without allocating them."""
@@ -142,8 +148,11 @@ class Executor(abc.ABC):
         """Rewind each sequence to its present length, which updates draft state that depends on the number of slots."""
         return self._stay(state)
 
-    # --- shared by all executors
-    # -----------------------------------------------------------------------------------------------
+    def _placed(self, of_rows: Any) -> Any:
+        """Divide arrays whose first axis is the batch over the mesh's data axis, so that their state is divided too."""
+        return of_rows if self.mesh is None else by_rows(self.mesh, of_rows)
+
+    # --- shared by all executors --------------------------------------------------------------------------------------
 
     def target(self, state: State) -> DecodeState:
         """Return the base's part of the state."""
@@ -207,14 +216,17 @@ class Executor(abc.ABC):
         return self._remade(spec)
 
     def _remade(self, spec: DecodeSpec) -> Executor:
-        return type(self)(self.model, self.params, spec, tokenizer=self.tokenizer, room=self._wanted_room)
+        return type(self)(self.model, self.params, spec, **self._settings)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Keyword arguments of executors of other specs."""
+        return {"tokenizer": self.tokenizer, "room": self._wanted_room, "mesh": self.mesh}
 
     def autoregressive(self) -> FusedExecutor:
         """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning."""
         params = Params(self.params.base, {})
-        return FusedExecutor(
-            self.model, params, self.spec.autoregressive(), tokenizer=self.tokenizer, room=self._wanted_room
-        )
+        return FusedExecutor(self.model, params, self.spec.autoregressive(), **self._settings)
 
 
 class FusedExecutor(Executor):
@@ -237,10 +249,10 @@ class FusedExecutor(Executor):
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
         given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
-        return self._decode(self.params, *given)
+        return self._decode(self.params, *self._placed(given))
 
     def _compile(self, given):
-        prefill = self._prefill.lower(self.params, *given, slots=None)
+        prefill = self._prefill.lower(self.params, *self._placed(given), slots=None)
         prefill.compile()
         stopped = np.zeros(len(given.prompt), bool)
         self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0)).compile()

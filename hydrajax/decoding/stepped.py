@@ -84,10 +84,12 @@ class SteppedExecutor(Executor):
         self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
-        return self._prefill(self.params, prompt, lengths, sampling, slots=slots, extra=tuple(self._between(None)))
+        given = self._placed((prompt, lengths, sampling))
+        return self._prefill(self.params, *given, slots=slots, extra=tuple(self._between(None)))
 
     def extend(self, state, text, lengths, sampling):
-        return self._extend(self.params, state, text, lengths, sampling, extra=tuple(self._between(None)))
+        given = self._placed((text, lengths, sampling))
+        return self._extend(self.params, state, *given, extra=tuple(self._between(None)))
 
     def advance(self, state: DecodeState, stopped, n_steps):
         for _ in range(n_steps):
@@ -108,7 +110,6 @@ class SteppedExecutor(Executor):
         tokens, parents, emitted, lengths = jax.device_get(found)
         return Candidates(tokens, np.broadcast_to(parents, tokens.shape), emitted, lengths)
 
-    def _remade(self, spec):
-        return SteppedExecutor(
-            self.model, self.params, spec, tokenizer=self.tokenizer, room=self._wanted_room, between=self._between
-        )
+    @property
+    def _settings(self):
+        return super()._settings | {"between": self._between}

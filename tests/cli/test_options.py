@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax.numpy as jnp
 import pytest
 
@@ -61,3 +63,35 @@ def test_numbers_that_no_array_counts(text):
     ) as error:
         parsed("generate", "--base", "B", "--prompt", "x", "--batch-size", text)
     assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("model=8", {"model": 8}),
+        ("data=2,model=4", {"data": 2, "model": 4}),
+        ("model=4, data=2", {"model": 4, "data": 2}),
+    ],
+)
+def test_sizes_of_a_mesh(text, sizes):
+    assert parsed("chat", "--base", "B", "--mesh", text).mesh == sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8", "got '8', expected model=M or data=D,model=M"),
+        ("tensor=8", "got 'tensor=8', expected model=M or data=D,model=M"),
+        ("model=2,model=4", "got 'model=2,model=4', expected model=M or data=D,model=M"),
+        ("model=", "got '', expected an integer from 1 up"),
+        ("model=0", "got '0', expected an integer from 1 up"),
+    ],
+)
+def test_other_meshes_are_refused(text, message):
+    with pytest.raises(HydrajaxError, match=re.escape(f"--mesh: {message}")):
+        parsed("serve", "--base", "B", "--mesh", text)
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused_before_the_base_is_looked_for():
+    with pytest.raises(HydrajaxError, match="mesh: got data=1 x model=4096, expected 1 to"):
+        options.load_from(parsed("generate", "--base", "nowhere", "--prompt", "x", "--mesh", "model=4096"))

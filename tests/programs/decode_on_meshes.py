@@ -12,6 +12,7 @@ import numpy as np
 
 import hydrajax
 from helpers.leaves import by_path
+from hydrajax.decoding.decode import settled_inputs
 from hydrajax.sharding import make_mesh
 
 
@@ -45,7 +46,13 @@ def main(folder: Path, base: str) -> None:
         decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
         out = decode(m.params, prompt, lengths)
         gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
+        state = m.executor(m.spec(tree=tree, max_new_tokens=settings["max_new"])).prefill(
+            *settled_inputs(m.spec(), m.config, prompt, lengths)
+        )
+        answers = m.generate(prompts, tree=tree, max_new_tokens=settings["max_new"], batch_size=len(prompts))
         found[name] = {
+            "keys": describe({"keys": state.target.cache.layers[0][0]})["keys"],
+            "generated": [answer.output_ids for answer in answers],
             "tokens": out.tokens.tolist(),
             "accept_lengths": out.accept_lengths.tolist(),
             "base": describe(m.params.base),
@@ -56,6 +63,10 @@ def main(folder: Path, base: str) -> None:
         make_mesh(data=3, model=4)
     except hydrajax.HydrajaxError as error:
         found["refusal"] = str(error)
+    try:
+        hydrajax.load(base, folder, placement=make_mesh(model=3))
+    except hydrajax.HydrajaxError as error:
+        found["undivided"] = str(error)
     (folder / "answer.json").write_text(json.dumps(found))
 
 

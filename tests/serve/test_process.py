@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -52,6 +53,30 @@ def test_answers_of_the_shipped_model_and_a_clean_shutdown():
         pieces += [event.choices[0] for event in events]
         assert pieces[-1].finish_reason == "length"  # a partial answer
         assert process.wait(60) == 130
+
+
+@pytest.mark.slow
+def test_eight_clients_of_a_model_on_six_devices(monkeypatch):
+    """Every answer is the text of one device."""
+    for package in PACKAGES:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    import openai
+
+    from helpers.serving import serving
+
+    prompts = [
+        f"def {name}(items):\n" for name in ("area", "total", "first", "last", "head", "count", "merge", "split")
+    ]
+    wanted = hydrajax.load("shipped", "hydra++").generate(prompts, tree=presets.chain(2), max_new_tokens=16)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "6")
+    with serving(*OPTIONS, "--mesh", "data=2,model=3") as (_, address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
+
+        def ask(prompt: str) -> str:
+            return client.completions.create(model="hydrajax", prompt=prompt, max_tokens=16).choices[0].text
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            assert list(clients.map(ask, prompts)) == [result.text for result in wanted]
 
 
 def test_a_busy_port_and_bad_numbers_are_refused_before_the_model_is_loaded(capfd):
