@@ -14,7 +14,7 @@ from hydrajax.formats.draft_model_format import is_model, load_draft_model
 from hydrajax.formats.draft_registry import parse_lookup, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, stored_in_int8
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.quantized import quantized_draft
@@ -79,7 +79,7 @@ def find_draft(
             directory, model.config, model.dtype, base_directory=base_directory, adapter=adapter_directory
         )
         params = placement.place_heads(params, lambda: abstract_draft(draft, Llama(model.config, draft.dtype)))
-        if model.quantize is None and backend.has_few_bits() and stored_in_int8(directory):
+        if model.quantize is None and platforms.has_few_bits() and stored_in_int8(directory):
             params = in_int8(draft, params, BoundBase(model, base_params))
     if confidence is not None and getattr(draft, "confidence_head", None):
         draft, confidence = dataclasses.replace(draft, confidence=confidence), None
@@ -96,7 +96,7 @@ def find_draft(
 
 
 def in_int8(drafter: Drafter, params: Any, base: BoundBase) -> Any:
-    """Return the parameters of heads as the CPU kernels for int8 read them (`hydrajax.models.backend.has_few_bits`).
+    """Return the parameters of heads as the CPU kernels for int8 read them (`hydrajax.models.platforms.has_few_bits`).
 
     A draft need not be exact, so the base's type does not matter. With SmolLM2 in float32 on 2 cores of an Intel Xeon,
     a step with its Hydra++ heads takes 28.7 ms in place of 31.1.

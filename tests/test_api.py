@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hydrajax
 from helpers.released import refusal
-from hydrajax.models.backend import Platform, traced_for
+from hydrajax.models.platforms import Platform, traced_for
 
 GPU = Platform("gpu", 1, 9.0)
 

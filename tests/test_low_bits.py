@@ -10,7 +10,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.quantized import QUANTIZED, Int8Tiles
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def", "for i in"]
@@ -21,7 +21,7 @@ def quantized_parts(params) -> int:
     return sum(isinstance(leaf, Int8Tiles) for leaf in leaves)
 
 
-@pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.parametrize("quantize", QUANTIZED)
 def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
     m = hydrajax.load("shipped", "hydra++", quantize=quantize)
@@ -37,7 +37,7 @@ def test_heads_in_int8_are_computed_in_int8_whatever_the_base(tmp_path):
     m = hydrajax.load("shipped", "medusa")
     export_heads(tmp_path, *load_draft(assets.path("medusa"), m.model.config), format="native", dtype=jnp.float32)
     widened = m.with_draft(tmp_path)
-    few_bits = backend.has_few_bits()
+    few_bits = platforms.has_few_bits()
     assert (quantized_parts(m.params.draft) >= 8) == few_bits
     assert quantized_parts(widened.params.draft) == quantized_parts(m.params.base) == 0
 

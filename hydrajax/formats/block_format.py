@@ -35,7 +35,8 @@ from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.formats.eagle_format import KIND, ONE_PASS, draft_vocabulary, nested_layer, with_vocabulary
+from hydrajax.formats.eagle_format import ONE_PASS
+from hydrajax.formats.eagle_parts import KIND, draft_vocabulary, nested_layer, with_vocabulary
 from hydrajax.formats.interface import (
     CONFIG,
     MOST,

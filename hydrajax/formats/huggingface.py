@@ -27,7 +27,7 @@ from hydrajax.formats.directories import cast, exported
 from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
 from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
@@ -61,7 +61,7 @@ def default_dtype(stored: str) -> jnp.dtype:
     float32 on a CPU: bfloat16 decodes faster there, but its text can differ. Accelerators are limited by the bytes read
     per step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32.
     """
-    halved = stored in ("bfloat16", "float16") and backend.platform().name != "cpu"
+    halved = stored in ("bfloat16", "float16") and platforms.platform().name != "cpu"
     return jnp.dtype(jnp.bfloat16 if halved else jnp.float32)
 
 

@@ -17,16 +17,13 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import to_llama_config
 from hydrajax.formats.block_format import about, check, mask_of, read_windows
-from hydrajax.formats.eagle_format import (
+from hydrajax.formats.eagle_format import IGNORED, MASK_HIDDEN, P_EAGLE, FeatureFormat
+from hydrajax.formats.eagle_parts import (
     AUX_LAYERS,
     EMBEDDING,
-    IGNORED,
     KIND,
     LAYER,
     LM_HEAD,
-    MASK_HIDDEN,
-    P_EAGLE,
-    FeatureFormat,
     check_class,
     draft_vocabulary,
     layer_fields,

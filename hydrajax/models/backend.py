@@ -7,77 +7,21 @@ takes a tenth of the package's import.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows as kernels
-
-
-class Platform(NamedTuple):
-    """The platform that programs are traced for.
-
-    Attributes:
-        name: JAX's name, "cpu", "gpu" or "tpu".
-        devices: Number of devices.
-        capability: Compute capability of an NVIDIA GPU, such as 9.0; 0.0 for everything else.
-    """
-
-    name: str
-    devices: int
-    capability: float = 0.0
-
-
-_described: Platform | None = None
-
-
-def platform() -> Platform:
-    """Return the described platform, or else the present one."""
-    return _described or _present()
-
-
-@functools.cache
-def _present() -> Platform:
-    return Platform(jax.default_backend(), jax.device_count(), _capability(jax.devices()[0]))
-
-
-def _capability(device) -> float:
-    try:
-        return float(device.compute_capability)
-    except (AttributeError, ValueError):  # AMD GPUs have names
-        return 0.0
-
-
-@contextlib.contextmanager
-def traced_for(described: Platform) -> Iterator[None]:
-    """Trace programs for an absent platform, for compilers that know a device by description only."""
-    global _described
-    before, _described = _described, described
-    try:
-        yield
-    finally:
-        _described = before
-
-
-def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
-    """Trace programs for some of the present devices, as for a base and a draft on devices of their own."""
-    return traced_for(platform()._replace(devices=count))
-
-
-def _on_cpu() -> bool:
-    return platform().name == "cpu"
 
 
 def contract(spec: str, a: Array, b: Array, dtype) -> Array:
@@ -91,9 +35,9 @@ def contract(spec: str, a: Array, b: Array, dtype) -> Array:
     On a CPU, bfloat16 inputs with a bfloat16 result are also accumulated in float32: XLA uses AMX for a float32 result
     only. A [128, 2048] by [2048, 11264] product takes 68 ms, before 311 (float32: 182; jax 0.10, one thread).
     """
-    if _on_cpu() and jax.config.jax_default_matmul_precision == "bfloat16" and a.dtype == jnp.float32:
+    if platforms.on_cpu() and jax.config.jax_default_matmul_precision == "bfloat16" and a.dtype == jnp.float32:
         return _rounded_contract(spec, a, b).astype(dtype)
-    if _on_cpu() and a.dtype == b.dtype == dtype == jnp.bfloat16:
+    if platforms.on_cpu() and a.dtype == b.dtype == dtype == jnp.bfloat16:
         return _contract_bfloat16(spec, a, b).astype(dtype)
     return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
@@ -130,20 +74,7 @@ def few_rows(rows: int, *dtypes) -> bool:
     603 ms for a token and 1,100 for a verify of 8 nodes, the kernels 139 and 162 (float32: 278 and 328).
     """
     small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
-    return small and has_cpu_kernels()
-
-
-def has_cpu_kernels() -> bool:
-    """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
-    return _on_cpu() and platform().devices == 1 and kernels.available()
-
-
-def has_few_bits() -> bool:
-    """Return whether `hydrajax.models.kernels.few_bits` computes products with quantised weights.
-
-    All devices of the process count, not those of a program: weights are stored for the kernel.
-    """
-    return _on_cpu() and jax.device_count() == 1 and kernels.available()
+    return small and platforms.has_cpu_kernels()
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -151,40 +82,6 @@ def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
     n_tokens, head_dim = queries.shape[2:]
     fits = head_dim % kernels.LANES == 0 and head_dim <= kernels.LONGEST_HEAD
     return fits and few_rows(n_tokens, queries.dtype)
-
-
-AMPERE = 8.0  # compute capability that Triton and cuDNN's attention need
-
-
-def _on_ampere() -> bool:
-    """Return whether a GPU can run our kernels; HYDRAJAX_GPU_KERNELS=0 in the environment disables them."""
-    return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
-
-
-def has_triton() -> bool:
-    """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
-    return _on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree("GPU"))
-
-
-def has_mosaic() -> bool:
-    """Return whether programs may contain our TPU kernel: on one TPU; HYDRAJAX_TPU_KERNELS=0 disables it."""
-    here = _on_tpu() and platform().devices == 1 and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
-    return here and (_described is not None or _kernels_agree("TPU"))
-
-
-def _on_tpu() -> bool:
-    return platform().name == "tpu"
-
-
-@functools.cache
-def _kernels_agree(device: str) -> bool:
-    """Return whether the kernels agree with NumPy on this device; warn if not."""
-    from hydrajax.models.kernels.check import disagreement
-
-    found = disagreement(device)
-    if found:
-        warnings.warn(f"hydrajax: the {device} kernels are not used, XLA's own operations are ({found})", stacklevel=2)
-    return found is None
 
 
 def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType | None:
@@ -195,11 +92,11 @@ def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType
     times the cycles of its bytes, by the compiler's estimate (`experiments/results/tpu_program`).
     """
     _, n_heads, n_tokens, head_dim = queries.shape
-    if has_triton():
+    if platforms.has_triton():
         from hydrajax.models.kernels import tree_attention
 
         return tree_attention if tree_attention.fits(n_tokens, head_dim, queries.dtype) else None
-    if has_mosaic():
+    if platforms.has_mosaic():
         from hydrajax.models.kernels import tree_attention_tpu
 
         lines = n_heads // n_kv * n_tokens
@@ -214,7 +111,7 @@ def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
     """
     head_dim = queries.shape[3]
     sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
-    return _on_ampere() and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128
+    return platforms.on_ampere() and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128
 
 
 def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T width"]:
@@ -233,7 +130,7 @@ def rotate_halves(
     On CPUs and GPUs the halves are an axis, whose reversal joins the kernel of its neighbours. A TPU would store them
     in tiles that are a quarter full, which took 28% of the cycles of a verify of 8 x 64 nodes; it shifts lanes instead.
     """
-    if _on_tpu():
+    if platforms.on_tpu():
         cos, sin = (jnp.broadcast_to(t, (*t.shape[:-2], 2, t.shape[-1])) for t in (cos, sin))
         cos, sin = (t.reshape(*t.shape[:-2], -1) for t in (cos, sin))
         return x * cos + jnp.roll(x, x.shape[-1] // 2, axis=-1) * sin
@@ -245,7 +142,7 @@ def add_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
-    if has_triton() and x.size == x.shape[-1]:
+    if platforms.has_triton() and x.size == x.shape[-1]:
         from hydrajax.models.kernels import add_norm as norm_kernel
 
         rows = x.reshape(-1), None if added is None else added.reshape(-1)
@@ -272,9 +169,9 @@ def whole_slots(slots: int) -> int:
     A TPU would keep a cache of another number in another order of axes, and lay it out anew before and after each loop.
     """
     block = 1
-    if has_triton():
+    if platforms.has_triton():
         from hydrajax.models.kernels.tree_attention import SLOTS as block
-    elif _on_tpu():
+    elif platforms.on_tpu():
         block = TPU_TILE_ROWS
     return -(-slots // block) * block
 
@@ -289,7 +186,7 @@ def stored_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     laid out anew in every step: 180 MB per layer of a 7B, three times the cycles of its product. With D next to F, it
     is read in place.
     """
-    if not _on_tpu() or len(shape) < 3:
+    if not platforms.on_tpu() or len(shape) < 3:
         return None
     last = len(shape) - 1
     return (*reversed(range(last)), last)
@@ -300,7 +197,7 @@ def matmul_parts(
 ) -> Float[Array, "*parts *rows F"]:
     """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it."""
     rows, features = x.shape[:-1], kernel.shape[1:]
-    if not _on_tpu():
+    if not platforms.on_tpu():
         return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
     parts = "pqs"[: len(features) - 1]
     out = _contract_rows(f"rd,d{parts}f->{parts}rf", x.reshape(-1, x.shape[-1]), kernel, dtype, stored)
@@ -331,13 +228,13 @@ def matmul(
     """
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     flat = x.reshape(rows, width)
-    if _on_tpu() and dtype != x.dtype:  # an lm head
+    if platforms.on_tpu() and dtype != x.dtype:  # an lm head
         # XLA would lay its weight out anew (262 MB of a 7B), and with several rows compute a draft head's block again
         # for each part of the vocabulary: 1.10M cycles in place of 0.62M and 0.09M (v5e, by the compiler's estimate).
         flat = jax.lax.optimization_barrier(flat)
     if few_rows(rows, x.dtype, kernel.dtype, dtype):
         out = kernels.matmul(flat, kernel, dtype)
-    elif _on_cpu() and rows == 1 and width % 2 == 0:
+    elif platforms.on_cpu() and rows == 1 and width % 2 == 0:
         halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
         out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
     else:
@@ -375,7 +272,7 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
         return out.reshape(*index.shape, table.shape[1])
 
     widens = table.dtype == jnp.bfloat16 and index.size
-    return (copied if widens and has_cpu_kernels() else plain)(table, index)
+    return (copied if widens and platforms.has_cpu_kernels() else plain)(table, index)
 
 
 def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
@@ -385,8 +282,8 @@ def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, s
     1.05 GB for the lm head of a 7B model instead of 0.26. A TPU multiplies a single row on the vector unit, in 3.8
     times the cycles that two take on the matrix unit (v5e, by the compiler's estimate). Repeating the row avoids both.
     """
-    widened = stored and platform().name == "gpu" and dtype == jnp.float32 and x.dtype != jnp.float32
-    if len(x) == 1 and (widened or _on_tpu()):
+    widened = stored and platforms.platform().name == "gpu" and dtype == jnp.float32 and x.dtype != jnp.float32
+    if len(x) == 1 and (widened or platforms.on_tpu()):
         twice = contract(spec, jnp.concatenate([x, x]), weight, dtype)
         return jax.lax.slice_in_dim(twice, 0, 1, axis=spec.partition("->")[2].index("r"))
     return contract(spec, x, weight, dtype)
@@ -425,12 +322,12 @@ def append_rows(
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
     chosen = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens)) if index is None else index
-    if few and has_triton():
+    if few and platforms.has_triton():
         from hydrajax.models.kernels import append_rows as append_kernel
 
         if append_kernel.fits(head_dim):
             return append_kernel.append_rows(caches, blocks, chosen, starts)
-    if has_cpu_kernels():
+    if platforms.has_cpu_kernels():
         return kernels.append_rows(caches, blocks, chosen, starts)
     if index is not None:  # by a gather: see openxla/xla#49176
         at = index[:, None, :, None]
@@ -461,6 +358,6 @@ def compiler_options() -> dict[str, str | bool] | None:
     On a GPU the whole loop becomes one CUDA graph: most of the several hundred kernels of a step move less than a
     megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 disables it.
     """
-    if not platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
+    if not platforms.platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
         return None
     return {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}

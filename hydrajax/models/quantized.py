@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Float16, Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
@@ -50,7 +50,7 @@ def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
 
 
 def _in_tiles(stored: Array | None) -> bool:
-    return backend.has_few_bits() if stored is None else stored.ndim == TILE_AXES
+    return platforms.has_few_bits() if stored is None else stored.ndim == TILE_AXES
 
 
 # Kernels of drafts that only products read.
@@ -63,7 +63,7 @@ def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[
 
     They stay as they are where there are no kernels for tiles.
     """
-    if quantize is None or not backend.has_few_bits():
+    if quantize is None or not platforms.has_few_bits():
         return params
     return {
         name: quantized_draft(value, quantize)
@@ -220,7 +220,7 @@ class Tiles(Quantized):
         def kernel(rows, *arrays):
             return few_bits.matmul(rows, width, *arrays)
 
-        product = kernel if backend.has_few_bits() else plain
+        product = kernel if platforms.has_few_bits() else plain
         rows = x.reshape(-1, depth).astype(jnp.float32)
         return product(rows, *self.arrays().values()).reshape(*x.shape[:-1], -1).astype(dtype)
 

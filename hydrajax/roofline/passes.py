@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.drafter import Drafter, Outcome
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.backend import traced_for
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.platforms import traced_for
 from hydrajax.roofline.traced import PLAIN, Operator, at_depth, trace
 from hydrajax.trees.dynamic import CandidateTree
 

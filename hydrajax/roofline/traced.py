@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
 
-from hydrajax.models.backend import Platform, traced_for
+from hydrajax.models.platforms import Platform, traced_for
 
 # Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
 PLAIN = Platform("none", 1)

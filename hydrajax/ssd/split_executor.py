@@ -26,7 +26,7 @@ from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.sharding import Placement
@@ -267,7 +267,7 @@ def _program(n_devices: int, function: Callable, **settings: Any) -> Callable:
     """Compile for ``n_devices``, as a new function each time: JAX caches traces by function."""
 
     def traced(*arguments):
-        with backend.on_devices(n_devices):
+        with platforms.on_devices(n_devices):
             return function(*arguments)
 
     return jax.jit(traced, compiler_options=backend.compiler_options(), **settings)

@@ -11,7 +11,7 @@ from hydrajax.cli import bench, build_parser, options
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import export_llama, load_llama
-from hydrajax.models.backend import Platform, traced_for
+from hydrajax.models.platforms import Platform, traced_for
 
 LOADING = {
     "generate": ["generate", "--base", "B", "--prompt", "x"],

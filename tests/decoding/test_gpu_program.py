@@ -15,10 +15,10 @@ from helpers.described_programs import CONFIG
 from hydrajax.api import make_autoregressive_fn
 from hydrajax.decoding.state import Params
 from hydrajax.measure.random_models import random_base
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.kernels import add_norm, append_rows, tree_attention
 
-GPU = backend.Platform("gpu", 1, 9.0)
+GPU = platforms.Platform("gpu", 1, 9.0)
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, GPU, "cuda"))
 
 
@@ -73,7 +73,7 @@ def test_compiler_options_apply_to_outermost_functions_only(monkeypatch):
 
 def test_the_loop_is_one_cuda_graph_by_default(monkeypatch):
     assert backend.compiler_options() is None  # on a CPU
-    with backend.traced_for(GPU):
+    with platforms.traced_for(GPU):
         assert "WHILE" in backend.compiler_options()["xla_gpu_enable_command_buffer"]
         monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
         assert backend.compiler_options() is None

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from helpers import described_programs
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.sharding import placer
 
-TPU = backend.Platform("tpu", 1)
+TPU = platforms.Platform("tpu", 1)
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "tpu" / "compile_report.py"
 
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, TPU, "tpu", "bfloat16"))
@@ -44,7 +44,7 @@ def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
 def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
     """Fused kernels with the input next to the last axis; their logical shape and numbers stay."""
     array = np.random.default_rng(0).random(shape, np.float32)
-    with backend.traced_for(TPU):
+    with platforms.traced_for(TPU):
         placed = placer(None)(array, None)
     np.testing.assert_array_equal(placed, array)
     assert placed.format.layout.major_to_minor == order
@@ -68,7 +68,7 @@ def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dty
     np.testing.assert_array_equal(found.tokens, want.tokens)
     assert kind != "lookup" or found.tokens_per_step() > 1.1
     if dtype == "float32":
-        with backend.traced_for(backend.Platform("none", 1)):  # XLA's own operations
+        with platforms.traced_for(platforms.Platform("none", 1)):  # XLA's own operations
             _, plain = described_programs.decoded_with_and_without(kind, tree, dtype, window)
         np.testing.assert_array_equal(found.tokens, plain.tokens)
 

@@ -27,7 +27,7 @@ from hydrajax.formats.gguf import official_name
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
 from hydrajax.formats.tensors import open_tensors
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.kernels import few_rows
@@ -240,7 +240,7 @@ def question_texts() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_int4_has_exactly_the_weights_of_the_file(real, tmp_path, monkeypatch):
     """The layers are stored in Q4_1, the embedding, which is the lm head too, in Q8_0."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

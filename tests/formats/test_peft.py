@@ -23,7 +23,7 @@ from helpers.rounded import with_int8
 from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.adapter import TARGETS
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -111,9 +111,9 @@ def test_with_an_int8_base(tiny_checkpoint, lora, monkeypatch, kernels):
     Our CPU kernels round the base's inputs too. Where one lies between two steps, a last bit decides, and the positions
     after it differ by more.
     """
-    if kernels and not backend.has_few_bits():
+    if kernels and not platforms.has_few_bits():
         pytest.skip("the CPU kernels were not built")
-    monkeypatch.setattr(backend, "has_few_bits", lambda: kernels)
+    monkeypatch.setattr(platforms, "has_few_bits", lambda: kernels)
     folder = lora(targets=list(TARGETS))
 
     def layers(model):

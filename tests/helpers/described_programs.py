@@ -22,7 +22,7 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
 DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}  # by JAX's name for lowering
 
 
-def lowered_step(platform: backend.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
+def lowered_step(platform: platforms.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
     """Lower one decode step to text, without compilation or allocation."""
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
@@ -40,18 +40,18 @@ def lowered_step(platform: backend.Platform, target: str, dtype: str, kind: str,
     engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
     # jax 0.11 needs the device of a Pallas kernel.
     device = AbstractMesh((), (), abstract_device=AbstractDevice(*DEVICES[target]))
-    with backend.traced_for(platform), jax.sharding.use_abstract_mesh(device):
+    with platforms.traced_for(platform), jax.sharding.use_abstract_mesh(device):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
         return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=(target,)).as_text()
 
 
 @contextmanager
-def interpreted(platform: backend.Platform, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(platform: platforms.Platform, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace for the platform, with its Pallas kernels interpreted on this CPU."""
     real = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
-    with backend.traced_for(platform):
+    with platforms.traced_for(platform):
         yield
 
 

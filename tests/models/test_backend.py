@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends follow the precision setting")
 
@@ -49,7 +49,7 @@ def test_a_single_row_is_doubled_on_a_gpu(product):
     weight = jnp.asarray(rng.normal(size=(24, 24)), jnp.bfloat16)
     for rows, multiplied in ((1, 2), (3, 3)):
         x = jnp.asarray(rng.normal(size=(rows, 24)), jnp.bfloat16)
-        with backend.traced_for(backend.Platform("gpu", 1, 9.0)):
+        with platforms.traced_for(platforms.Platform("gpu", 1, 9.0)):
             call = jax.jit(lambda x, weight: product(x, weight, jnp.float32))
             assert f"(tensor<{multiplied}x24xbf16>, tensor<24x24xbf16>)" in call.lower(x, weight).as_text()
             found = call(x, weight)
@@ -69,7 +69,7 @@ def test_rows_of_an_embedding_are_clipped_and_have_a_gradient(dtype):
     assert backend.take_rows(table, np.zeros((2, 0), np.int32)).shape == (2, 0, 16)
 
 
-@pytest.mark.skipif(not backend.has_cpu_kernels(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not platforms.has_cpu_kernels(), reason="the CPU kernels were not built, or several devices")
 def test_a_bfloat16_embedding_is_not_widened():
     table = jnp.zeros((300, 32), jnp.bfloat16)
     assert "f32[300,32]" not in jax.jit(backend.take_rows).lower(table, np.arange(5)).compile().as_text()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
@@ -18,7 +18,9 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.quantized import QUANTIZED, quantized_type
 
-pytestmark = pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+pytestmark = pytest.mark.skipif(
+    not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
+)
 
 CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
 PROMPT = 5

@@ -23,7 +23,7 @@ from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.quantized import Int8, Int8Tiles
@@ -165,7 +165,7 @@ def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
     directory, model, params = loaded
     plain_model, plain = load_llama(directory)
     assert model.config == plain_model.config
-    tied, tiles = model.config.tied_lm_head, backend.has_few_bits()
+    tied, tiles = model.config.tied_lm_head, platforms.has_few_bits()
     head = "lm_head" if not tied else "embedding" if tiles else None
     quantized = {"qkv", "out", "gate_up", "down"} | ({head} if head else set())
     seen = set()

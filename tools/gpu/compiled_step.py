@@ -28,7 +28,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
 from hydrajax.measure.timing import verify_again
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, tree_attention
 from hydrajax.models.llama import Llama
@@ -98,7 +98,7 @@ class Compiled:
 def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
     """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
     platform = devices.PLATFORM._replace(devices=case.devices)
-    with backend.traced_for(platform), devices.described(case.device):
+    with platforms.traced_for(platform), devices.described(case.device):
         return _compile(case, devices.placed_on(case.device, case.devices))
 
 

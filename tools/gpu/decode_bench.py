@@ -39,7 +39,7 @@ from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import random_base, with_random_params
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.trees import presets
@@ -105,7 +105,7 @@ def main() -> int:
         "int8": args.int8,
         "lm_head": args.lm_head,
         "dynamic": args.dynamic,
-        "gpu_kernels": backend.has_triton(),
+        "gpu_kernels": platforms.has_triton(),
         "compiler_options": backend.compiler_options(),
         "copy_gigabytes_per_second": bandwidth / 1e9,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HYDRAJAX", "XLA"))},

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 from placed_shapes import placed_shapes
 
-from hydrajax.models.backend import Platform
+from hydrajax.models.platforms import Platform
 
 _HOPPER = """
 gpu_device_info {{

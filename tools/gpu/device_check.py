@@ -25,7 +25,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.kernels import check
 from hydrajax.trees import presets
 
@@ -39,7 +39,7 @@ def main() -> int:
     args = parser.parse_args()
 
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": []}
-    found["kernels"] = check.disagreement("GPU", interpret=backend.platform().name == "cpu") or "agree with NumPy"
+    found["kernels"] = check.disagreement("GPU", interpret=platforms.platform().name == "cpu") or "agree with NumPy"
     print(found["kernels"], flush=True)
     for dtype, own in itertools.product(["float32", "bfloat16"], ["1", "0"]):
         os.environ["HYDRAJAX_GPU_KERNELS"] = os.environ["HYDRAJAX_CUDA_GRAPHS"] = own

@@ -23,10 +23,10 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 from placed_shapes import placed_shapes
 
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.roofline.devices import Device, device_of
 
-PLATFORM = backend.Platform("tpu", 1)
+PLATFORM = platforms.Platform("tpu", 1)
 
 
 class Chip(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.kernels.append_rows import append_rows
 
 
@@ -26,7 +26,7 @@ def test_writes_the_chosen_rows_only(dtype):
         np.testing.assert_array_equal(other, want)
 
 
-@pytest.mark.skipif(not backend.has_cpu_kernels(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not platforms.has_cpu_kernels(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.parametrize("batch", [1, 3])
 def test_on_a_cpu_a_bfloat16_cache_is_written_in_place(batch):
     """XLA's own update of a bfloat16 array converts the whole of it to float32 and back."""

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
-from hydrajax.models.backend import Platform
+from hydrajax.models import backend, platforms
 from hydrajax.models.kernels import check, tree_attention_tpu
+from hydrajax.models.platforms import Platform
 
 
 @pytest.mark.parametrize("device", ["GPU", "TPU"])
@@ -28,51 +28,51 @@ def test_the_check_names_a_wrong_kernel(monkeypatch):
 
 def test_xla_is_used_if_the_kernels_fail(monkeypatch):
     """The compiler of a CPU rejects all of them, as that of an old GPU would."""
-    monkeypatch.setattr(backend, "_present", lambda: Platform("gpu", 1, 9.0))
-    backend._kernels_agree.cache_clear()
+    monkeypatch.setattr(platforms, "_present", lambda: Platform("gpu", 1, 9.0))
+    platforms._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="GPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not backend.has_triton()
-    assert not backend.has_triton()  # without a second warning
-    backend._kernels_agree.cache_clear()
+        assert not platforms.has_triton()
+    assert not platforms.has_triton()  # without a second warning
+    platforms._kernels_agree.cache_clear()
 
 
 def test_a_tpu_uses_xla_if_the_kernel_fails(monkeypatch):
-    monkeypatch.setattr(backend, "_present", lambda: Platform("tpu", 1))
-    backend._kernels_agree.cache_clear()
+    monkeypatch.setattr(platforms, "_present", lambda: Platform("tpu", 1))
+    platforms._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="TPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not backend.has_mosaic()
-    backend._kernels_agree.cache_clear()
+        assert not platforms.has_mosaic()
+    platforms._kernels_agree.cache_clear()
 
 
 def test_the_environment_turns_off_the_tpu_kernel(monkeypatch):
     queries = np.zeros((1, 4, 5, 64), jnp.bfloat16)
-    with backend.traced_for(Platform("tpu", 1)):
+    with platforms.traced_for(Platform("tpu", 1)):
         assert backend.tree_kernel(queries, 2) is tree_attention_tpu
         monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
         assert backend.tree_kernel(queries, 2) is None
     monkeypatch.delenv("HYDRAJAX_TPU_KERNELS")
-    with backend.traced_for(Platform("tpu", 4)):
+    with platforms.traced_for(Platform("tpu", 4)):
         assert backend.tree_kernel(queries, 2) is None
 
 
 def test_the_environment_turns_them_off(monkeypatch):
-    with backend.traced_for(Platform("gpu", 1, 9.0)):
+    with platforms.traced_for(Platform("gpu", 1, 9.0)):
         queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
-        assert backend.has_triton()
+        assert platforms.has_triton()
         assert backend.attends_text(queries)
         monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
-        assert not backend.has_triton()
+        assert not platforms.has_triton()
         assert not backend.attends_text(queries)
 
 
 @pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
 def test_only_nvidia_gpus_have_a_compute_capability(found, capability):
     device = SimpleNamespace(compute_capability=found) if found else SimpleNamespace()
-    assert backend._capability(device) == capability
+    assert platforms._capability(device) == capability
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
 def test_platforms_without_kernels(platform):
-    with backend.traced_for(platform):
-        assert not backend.has_triton()
+    with platforms.traced_for(platform):
+        assert not platforms.has_triton()
         assert backend.whole_slots(100) == 100

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.quantized import Int4Tiles, Int8Tiles
 
-pytestmark = pytest.mark.skipif(not backend.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+pytestmark = pytest.mark.skipif(
+    not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
+)
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
 KINDS = [Int8Tiles, Int4Tiles]
@@ -98,7 +100,7 @@ def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
     """As on several devices, where int4 weights lie in tiles too."""
     rng = np.random.default_rng(6)
     x, weight = rng.standard_normal((3, 40)).astype(np.float32), kind.of(rng.standard_normal((40, 70), np.float32))
-    monkeypatch.setattr(backend, "has_few_bits", lambda: False)
+    monkeypatch.setattr(platforms, "has_few_bits", lambda: False)
     np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
 
 

@@ -1,0 +1,114 @@
+"""The platform that programs are traced for, and which of our kernels may run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+
+from hydrajax.models.kernels import few_rows as kernels
+
+AMPERE = 8.0  # compute capability that Triton and cuDNN's attention need
+
+
+class Platform(NamedTuple):
+    """The platform that programs are traced for.
+
+    Attributes:
+        name: JAX's name, "cpu", "gpu" or "tpu".
+        devices: Number of devices.
+        capability: Compute capability of an NVIDIA GPU, such as 9.0; 0.0 for everything else.
+    """
+
+    name: str
+    devices: int
+    capability: float = 0.0
+
+
+_described: Platform | None = None
+
+
+def platform() -> Platform:
+    """Return the described platform, or else the present one."""
+    return _described or _present()
+
+
+@functools.cache
+def _present() -> Platform:
+    return Platform(jax.default_backend(), jax.device_count(), _capability(jax.devices()[0]))
+
+
+def _capability(device) -> float:
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # AMD GPUs have names
+        return 0.0
+
+
+@contextlib.contextmanager
+def traced_for(described: Platform) -> Iterator[None]:
+    """Trace programs for an absent platform, for compilers that know a device by description only."""
+    global _described
+    before, _described = _described, described
+    try:
+        yield
+    finally:
+        _described = before
+
+
+def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
+    """Trace programs for some of the present devices, as for a base and a draft on devices of their own."""
+    return traced_for(platform()._replace(devices=count))
+
+
+def on_cpu() -> bool:
+    return platform().name == "cpu"
+
+
+def on_tpu() -> bool:
+    return platform().name == "tpu"
+
+
+def has_cpu_kernels() -> bool:
+    """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
+    return on_cpu() and platform().devices == 1 and kernels.available()
+
+
+def has_few_bits() -> bool:
+    """Return whether `hydrajax.models.kernels.few_bits` computes products with quantised weights.
+
+    All devices of the process count, not those of a program: weights are stored for the kernel.
+    """
+    return on_cpu() and jax.device_count() == 1 and kernels.available()
+
+
+def on_ampere() -> bool:
+    """Return whether a GPU can run our kernels; HYDRAJAX_GPU_KERNELS=0 in the environment disables them."""
+    return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
+
+
+def has_triton() -> bool:
+    """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
+    return on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree("GPU"))
+
+
+def has_mosaic() -> bool:
+    """Return whether programs may contain our TPU kernel: on one TPU; HYDRAJAX_TPU_KERNELS=0 disables it."""
+    here = on_tpu() and platform().devices == 1 and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
+    return here and (_described is not None or _kernels_agree("TPU"))
+
+
+@functools.cache
+def _kernels_agree(device: str) -> bool:
+    """Return whether the kernels agree with NumPy on this device; warn if not."""
+    from hydrajax.models.kernels.check import disagreement
+
+    found = disagreement(device)
+    if found:
+        warnings.warn(f"hydrajax: the {device} kernels are not used, XLA's own operations are ({found})", stacklevel=2)
+    return found is None
