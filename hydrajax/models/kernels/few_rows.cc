@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int kLanes = 16;
-typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4)));
+typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
@@ -32,7 +32,7 @@ struct BFloat16 {  // the upper half of a float32
 };
 
 constexpr int kColumns = 2 * kLanes;
-constexpr int kRows = 8;    // rows in registers at once, 8 x 2 vectors of sums
+constexpr int kRows = 8;    // rows in registers at once, if there are more than fit
 constexpr int kDepth = 16;  // weight rows read side by side, at most
 constexpr int kNarrow = 1024, kLarge = 1 << 20;  // most columns and fewest bytes of a weight that threads divide by its rows
 constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
@@ -49,7 +49,8 @@ inline ALWAYS_INLINE void Round(Bits& bits) {
   bits = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16 | 0x40) : nearest;
 }
 
-inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { std::memcpy(&to, from, sizeof(Lanes)); }
+// Not by memcpy: GCC 12 then keeps two copies of each sum, and more than 8 rows do not fit in registers.
+inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { to = *reinterpret_cast<const Lanes*>(from); }
 inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
   HalfLanes halves;
   std::memcpy(&halves, from, sizeof(halves));
@@ -57,7 +58,7 @@ inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
   std::memcpy(&to, &bits, sizeof(to));
 }
 
-inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { std::memcpy(to, &from, sizeof(Lanes)); }
+inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { *reinterpret_cast<Lanes*>(to) = from; }
 inline ALWAYS_INLINE void Store(BFloat16* to, const Lanes& from) {
   BitLanes bits;
   std::memcpy(&bits, &from, sizeof(bits));
@@ -132,12 +133,18 @@ inline void WithNumbers(const ffi::AnyBuffer& x, const Work& work) {
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
+// Rows of x that fit in registers. 28 of 32 vectors are then sums. bfloat16 weights have fewer, so that a build takes half as
+// long: on CPUs that are fast with them AMX takes their place.
+template <typename W>
+constexpr int kMostRows = std::is_same_v<W, float> ? 14 : kRows;
+
 // sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`. Each weight row prefetches the
 // one `ahead` numbers after it: in between the products, since a burst of prefetches would hold them up.
 template <int R, bool kPrefetch, typename W>
 inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
                                      int64_t n, int64_t ahead) {
   Lanes s[R][2];
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     Load(s[r][0], sums + r * kColumns);
     Load(s[r][1], sums + r * kColumns + kLanes);
@@ -147,12 +154,14 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* wei
     Load(w0, weight + d * stride);
     Load(w1, weight + d * stride + kLanes);
     if (kPrefetch) Prefetch(weight + d * stride + ahead, kColumns);
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
       s[r][0] += a * w0;
       s[r][1] += a * w1;
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     Store(sums + r * kColumns, s[r][0]);
     Store(sums + r * kColumns + kLanes, s[r][1]);
@@ -192,8 +201,8 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
       const W* w = weight + d * width + column;
       const float* xs = x + d;
       float* to = sums + (column - begin) * rows;
-      if (rows <= kRows) {
-        WithRows<kRows>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r, true>(xs, depth, w, width, to, n, ahead); });
+      if (rows <= kMostRows<W>) {
+        WithRows<kMostRows<W>>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r, true>(xs, depth, w, width, to, n, ahead); });
         continue;
       }
       // Read more than once: a copy in float32 stays in the L1 cache.
@@ -339,12 +348,14 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
       __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, 2);
       __builtin_prefetch(weight + (c + C) * depth + d);
     }
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       Lanes a;
       Load(a, x + r * depth + d);
       for (int c = 0; c < C; ++c) s[r][c] += a * w[c];
     }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
       float sum = SumOf(s[r][c]);
@@ -354,13 +365,14 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
   }
 }
 
-template <int C, typename W>
+// At most kMost rows at once.
+template <int kMost, int C, typename W>
 inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
                                             int64_t width) {
-  for (int64_t row = 0; row < rows; row += kRows) {
+  for (int64_t row = 0; row < rows; row += kMost) {
     const float* xs = x + row * depth;
     float* to = out + row * width;
-    WithRows<kRows>(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
+    WithRows<kMost>(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
   }
 }
 
@@ -369,18 +381,21 @@ template <typename W>
 FOR_EVERY_CPU
 void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
+  const int64_t pairs = begin + (end - begin) / 2 * 2;
   // Rows that are read more than once are widened once.
-  float* copy = rows > kRows && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
-  for (int64_t f = begin; f < end; f += 2) {
-    const int64_t n = std::min<int64_t>(2, end - f);
+  float* copy = rows > kMostRows<W> && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
+  for (int64_t f = begin; f < pairs; f += 2) {
     const W* w = weight + f * depth;
-    if (copy != nullptr) {
-      for (int64_t i = 0; i < n * depth; ++i) copy[i] = Wide(w[i]);
-      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, copy, out + f, rows, depth, width); });
+    if (rows <= kMostRows<W>) {
+      DotProductsOfRows<kMostRows<W>, 2>(x, w, out + f, rows, depth, width);
+    } else if (copy == nullptr) {
+      DotProductsOfRows<kRows, 2>(x, w, out + f, rows, depth, width);
     } else {
-      WithRows<2>(n, [=](auto c) ALWAYS_INLINE { DotProductsOfRows<c>(x, w, out + f, rows, depth, width); });
+      for (int64_t i = 0; i < 2 * depth; ++i) copy[i] = Wide(w[i]);
+      DotProductsOfRows<kRows, 2>(x, static_cast<const float*>(copy), out + f, rows, depth, width);
     }
   }
+  if (pairs < end) DotProductsOfRows<1, 1>(x, weight + pairs * depth, out + pairs, rows, depth, width);
 }
 
 #ifdef HYDRAJAX_AMX
