@@ -156,7 +156,7 @@ def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
 
     Fewer key-value heads than devices are allowed: the fused qkv is then divided over its inputs.
     """
-    model, heads = mesh.shape["model"], config.n_heads
+    model, heads = mesh.shape.get("model", 1), config.n_heads
     if heads % model:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise HydrajaxError(f"mesh: got model={model}, expected a divisor of the base's {heads} heads: {fitting}")
@@ -166,8 +166,11 @@ def by_rows(mesh: Mesh, arrays: Any) -> Any:
     """Divide a pytree of arrays over the mesh's ``data`` axis by their first axis; one that does not divide, or a
     scalar, stays as it is.
     """
-    size, home = mesh.shape["data"], NamedSharding(mesh, PartitionSpec("data"))
-    return jax.tree.map(lambda x: jax.device_put(x, home) if np.ndim(x) and len(x) % size == 0 else x, arrays)
+    groups = mesh.shape.get("data", 1)
+    if groups == 1:
+        return arrays
+    home = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.tree.map(lambda x: jax.device_put(x, home) if np.ndim(x) and len(x) % groups == 0 else x, arrays)
 
 
 def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:
