@@ -181,7 +181,7 @@ class LanguageModel:
         choice = None
         if not self.placement.split:  # the measurement runs base and draft in one program
             any_tree = make_executor(self, spec.replace(drafter=self.drafter, tree=presets.root()))
-            texts = itertools.chain(prompts, self._built_in_prompts())
+            texts = itertools.chain(prompts, self.built_in_prompts())
             choice = choose(any_tree, texts, batch_size, self.draft_directory, on_status)
         if choice is None:
             return spec.replace(tree=self.default_tree(batch_size))
@@ -368,15 +368,15 @@ class LanguageModel:
         """Yield the token ids of each prompt, see `hydrajax.decoding.prompt_batch.encode_prompts`."""
         return encode_prompts(prompts, self.tokenizer, self.config)
 
-    # --- parts --------------------------------------------------------------------------------------------------------
-
-    def _built_in_prompts(self) -> Iterator[Int[np.ndarray, " P"]]:
-        """Yield the built-in prompts that this base can read."""
+    def built_in_prompts(self) -> Iterator[Int[np.ndarray, " P"]]:
+        """Yield the token ids of the built-in prompts (`hydrajax.text.built_in`) that this base can read."""
         for prompt in [] if self.tokenizer is None else built_in_prompts(self.tokenizer):
             try:
                 yield encode_prompt(prompt, prompt.where, self.tokenizer, self.config)
             except HydrajaxError:  # longer than the context, or not of the vocabulary
                 continue
+
+    # --- parts --------------------------------------------------------------------------------------------------------
 
     def _drafting(self, draft: Drafter | str | Path | None) -> LanguageModel:
         """Return the model with another draft, itself for None."""

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement, last_devices, make_mesh
-from hydrajax.text.built_in import built_in_prompts
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -324,15 +324,18 @@ def placement_from(args: argparse.Namespace) -> Placement:
 def prompts_from(path: str | None, model: LanguageModel, limit: int | None = None) -> list[np.ndarray]:
     """Return the token ids of the first ``limit`` prompts of a file, by default of the built-in ones.
 
-    Raises `HydrajaxError` for a bad prompt, and without a file if the base has no tokenizer.
+    Raises `HydrajaxError` for a bad prompt, and without a file if the base has no tokenizer or a very short context.
     """
     if path:
-        prompts = read_prompts(path)
-    elif model.tokenizer is None:
+        return list(model.ids_of_prompts(read_prompts(path)[:limit]))
+    if model.tokenizer is None:
         raise HydrajaxError("--prompts: is required, as the base has no tokenizer for the built-in prompts")
-    else:
-        prompts = built_in_prompts(model.tokenizer)
-    return list(model.ids_of_prompts(prompts[:limit]))
+    found = list(islice(model.built_in_prompts(), limit))
+    if not found:
+        raise HydrajaxError(
+            f"--prompts: is required, as no built-in prompt fits the base's context of {model.config.max_positions}"
+        )
+    return found
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def test_a_branch_of_lookup(made):
 
 
 def test_many_blocks_are_run_in_chunks(made, monkeypatch):
-    """Hidden states and gradients are those of one pass."""
+    """Hidden states and gradients are those of one pass, up to the order of sums: relative to a gradient's size."""
     model, base, drafter, params = made("dflash")
     tokens, anchors = text(2, 12), np.array([[3, 5, 7, 8, 9], [1, 2, 4, 6, 11]], np.int32)
     bound, reads = BoundBase(model, base), drafter.spec.aux_hidden_layers
@@ -131,7 +131,11 @@ def test_many_blocks_are_run_in_chunks(made, monkeypatch):
     monkeypatch.setattr(block, "ROWS_AT_ONCE", 2 * drafter.block_size)
     (_, chunked), again = run(params)
     np.testing.assert_allclose(chunked, whole, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), slope, again)
+
+    def same(a, b):
+        np.testing.assert_allclose(a, b, atol=2e-6 * max(1, np.abs(a).max()))
+
+    jax.tree.map(same, slope, again)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
