@@ -50,7 +50,7 @@ def by_rule(name: str, executor):
 
 
 def decoded(executor, rows: int) -> list:
-    return executor.decode(PROMPTS[:rows], LENGTHS[:rows], jax.random.key(3)).tokens.tolist()
+    return executor.decode(PROMPTS[:rows], LENGTHS[:rows], jax.random.key(3)).tokens[:, :NEW].tolist()
 
 
 def fed_in_chunks(executor) -> list:
