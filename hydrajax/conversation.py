@@ -12,9 +12,9 @@ import numpy as np
 from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processors import TokenCounts, count_tokens
-from hydrajax.decoding.prompt_batch import bucket, right_padded
+from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.spec import SamplingParams, sampling_params
+from hydrajax.decoding.spec import sampling_params
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import growing_text, seed_for
 from hydrajax.text.templates import make_encoder
@@ -150,11 +150,13 @@ class Chat:
         self._turns += 1
         cached, state = self._cached, self._state
         self._cached, self._state = [], None  # until the turn is complete
-        reused = _common(cached, ids[:-1])  # at least one token is read
+        reused = common_length(np.array(cached), np.array(ids[:-1]))  # at least one token is read
         self.turn = Turn(prompt_tokens=len(ids), reused=reused)
-        if state is not None and reused:
+        if reused:
             if reused < len(cached):  # an answer may be split into other tokens as part of a prompt
-                state = self._rewound(state, ids[:reused], sampling)
+                counting = count_tokens(sampling.processors)
+                counts = TokenCounts.of_text(np.array(ids[:reused]), self._config.vocab_size) if counting else None
+                state = executor.rewind(state, np.array([reused], np.int32), counts)
             chunk, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
             state = executor.extend(state, chunk, count, sampling)
         else:
@@ -176,16 +178,3 @@ class Chat:
                 yield piece
         self.turn.full = len(ids) + len(emitted) >= self._context
         self._cached, self._state = ids + emitted, state
-
-    def _rewound(self, state: State, ids: list[int], sampling: SamplingParams) -> State:
-        """Cut the state to its first tokens, which are ``ids``."""
-        lengths, counts = np.array([len(ids)], np.int32), None
-        if count_tokens(sampling.processors):
-            counts = TokenCounts.of_prompt(np.array([ids], np.int32), lengths, self._config.vocab_size)
-        return self._executor.rewind(state, lengths, counts)
-
-
-def _common(cached: list[int], ids: list[int]) -> int:
-    """Return the number of first tokens that both have."""
-    n = min(len(cached), len(ids))
-    return next((at for at in range(n) if cached[at] != ids[at]), n)

@@ -45,6 +45,13 @@ class TokenCounts(NamedTuple):
         nothing = jnp.zeros((len(tokens), vocab_size), jnp.int32)
         return cls(nothing > 0, nothing).with_prompt(tokens, lengths)
 
+    @classmethod
+    def of_text(cls, ids: Int[np.ndarray, " T"], vocab_size: int) -> TokenCounts:
+        """Count the tokens of one text as its prompt, on the host: a new length compiles nothing."""
+        prompt = np.zeros((1, vocab_size), bool)
+        prompt[0, ids] = True
+        return cls(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))
+
     def with_prompt(self, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> TokenCounts:
         """Add the first ``counts[b]`` tokens to the prompt; what has been emitted becomes prompt too."""
         rows, columns = self._places(tokens, counts)

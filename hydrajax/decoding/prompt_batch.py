@@ -44,6 +44,13 @@ def right_padded(rows: Sequence[TokenIds], width: int) -> tuple[Int[np.ndarray, 
     return padded, np.array([len(ids) for ids in rows], np.int32)
 
 
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the longest common prefix."""
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 def batches(prompts: Sequence[TokenIds], size: int, width: int | None = None) -> Iterator[PromptBatch]:
     """Yield full batches of ``size`` prompts, in order and of one shape, so that one compilation serves all.
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
@@ -188,12 +187,7 @@ class ExecutorPool:
 
     def rewind(self, state: State, length: int, ids: np.ndarray) -> State:
         """Cut a state of batch size 1, which is donated, to its first ``length`` tokens, which are those of ``ids``."""
-        counts = None
-        if self.sizes.penalties:
-            prompt = np.zeros((1, self._vocab_size), bool)
-            prompt[0, ids[:length]] = True
-            # From NumPy, as `jnp.zeros` would compile a program.
-            counts = TokenCounts(jnp.asarray(prompt), jnp.asarray(np.zeros(prompt.shape, np.int32)))
+        counts = TokenCounts.of_text(ids[:length], self._vocab_size) if self.sizes.penalties else None
         return self._prefill.rewind(state, np.array([length], np.int32), counts)
 
     def feed(self, state: State, ids: np.ndarray, following: int) -> State:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hydrajax.decoding.executor import State
+from hydrajax.decoding.prompt_batch import common_length
 
 SHORTEST = 16  # shared tokens that are worth copying a cache
 
@@ -63,10 +64,3 @@ class PrefixCache:
         self._limit = limit
         while self._entries and self.nbytes > limit:
             self._entries.pop(0)
-
-
-def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the longest common prefix."""
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(a[:length] != b[:length])
-    return int(differ[0]) if len(differ) else length

@@ -44,8 +44,7 @@ def _marks_roles(tokenizer: Any) -> bool:
         return False
     message = [{"role": "user", "content": "text"}]
     try:
-        return (
-            run_template(tokenizer.apply_chat_template, message, tokenize=False, add_generation_prompt=True) != "text"
-        )
+        rendered = run_template(tokenizer.apply_chat_template, message, tokenize=False, add_generation_prompt=True)
     except HydrajaxError:  # a template that refuses this message
         return False
+    return rendered != "text"

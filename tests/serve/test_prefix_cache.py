@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydrajax.serve.prefix_cache import SHORTEST, CachedPrefix, PrefixCache, common_length
+from hydrajax.decoding.prompt_batch import common_length
+from hydrajax.serve.prefix_cache import SHORTEST, CachedPrefix, PrefixCache
 
 SYSTEM = np.arange(40)
 
