@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hydrajax.decoding.state import Params
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
+    from hydrajax.grammar.grammar import Grammar
     from hydrajax.language_model import LanguageModel, make_executor
     from hydrajax.sharding import Placement
     from hydrajax.text.answers import Generation
@@ -40,6 +41,7 @@ __all__ = [
     "DecodeSpec",
     "ExactSampling",
     "Generation",
+    "Grammar",
     "Greedy",
     "HydrajaxError",
     "LanguageModel",
@@ -73,6 +75,7 @@ HOMES = {
     "hydrajax.decoding.state": ("Params",),
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),
+    "hydrajax.grammar.grammar": ("Grammar",),
     "hydrajax.language_model": ("LanguageModel", "make_executor"),
     "hydrajax.sharding": ("Placement",),
     "hydrajax.text.answers": ("Generation",),

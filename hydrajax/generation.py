@@ -278,7 +278,8 @@ def _inputs(
     config = executor.model.config
     width = bucket(max(map(len, batch)), config.max_positions)
     ((prompt, lengths, _),) = batches(batch, len(batch), width)
-    return Inputs(prompt, lengths, sampling_params(specs, keys, config.vocab_size, like))
+    sampling = sampling_params(specs, keys, config.vocab_size, like)
+    return Inputs(prompt, lengths, sampling._replace(constraints=executor.constraints(specs)))
 
 
 def _decode(

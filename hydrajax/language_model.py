@@ -19,17 +19,18 @@ from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.keywords import Numbers, Rule, specs_of_prompts, with_keywords
+from hydrajax.decoding.keywords import Numbers, Rule, specs_of_prompts, with_grammar, with_keywords
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.stepped import Between, SteppedExecutor
+from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.head_stack import COPIED_LM_HEAD
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
+from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
@@ -59,6 +60,7 @@ class Keywords(Numbers, total=False):
     batch_size: int
     seed: int | Sequence[int] | None
     logprobs: int | bool | None
+    grammar: Any
     on_status: Callable[[str], None]
 
 
@@ -156,7 +158,9 @@ class LanguageModel:
         """
         spec, config = spec or self.spec(), self.config
         room = bucket(min(spec.max_new_tokens, config.max_positions), config.max_positions)
-        key = (spec.drafter, spec.tree, spec.eos_ids, spec.logprobs, room, *sorted(choices.items()))
+        stepped = spec.grammar is not None
+        key = (spec.drafter, spec.tree, spec.eos_ids, spec.logprobs, room, stepped, spec.forced_nodes)
+        key += tuple(sorted(choices.items()))
         if key not in self._executors:
             self._executors[key] = make_executor(self, spec, room=room, **choices)
         return self._executors[key].with_spec(spec)
@@ -180,13 +184,16 @@ class LanguageModel:
         """
         choice = None
         if not self.placement.split:  # the measurement runs base and draft in one program
-            any_tree = make_executor(self, spec.replace(drafter=self.drafter, tree=presets.root()))
+            free = spec.replace(drafter=self.drafter, tree=presets.root(), grammar=None, forced_nodes=0)
+            any_tree = make_executor(self, free)
             texts = itertools.chain(prompts, self.built_in_prompts())
             choice = choose(any_tree, texts, batch_size, self.draft_directory, on_status)
         if choice is None:
             return spec.replace(tree=self.default_tree(batch_size))
         print(choice, file=sys.stderr)
-        return spec.autoregressive() if choice.tree is None else spec.replace(tree=choice.tree)
+        if choice.tree is None:
+            return spec.autoregressive().replace(forced_nodes=spec.forced_nodes)
+        return spec.replace(tree=choice.tree)
 
     def with_draft(
         self,
@@ -238,6 +245,7 @@ class LanguageModel:
         batch_size: int = 1,
         seed: int | Sequence[int] | None = None,
         logprobs: int | bool | None = None,
+        grammar: Any = None,
         on_status: Callable[[str], None] | None = None,
         **keywords: Any,
     ) -> Generation | list[Generation]:
@@ -251,6 +259,8 @@ class LanguageModel:
             seed: for sampling rules, one or a list with one per prompt.
             logprobs: K, to report each token's log-probability and the K most likely tokens at its position; 0 or True
                 for the tokens' own only.
+            grammar: the texts that may be generated: a `hydrajax.Grammar`, a JSON schema (a dict) or a pydantic model,
+                or a list with one or None per prompt.
             on_status: called with lines of progress; by default a terminal shows what is compiled.
             keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, one for all prompts or a
                 list with one per prompt: ``temperature=[0.2, 1.0]``.
@@ -273,7 +283,11 @@ class LanguageModel:
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")
-        specs = specs_of_prompts(DecodeSpec(logprobs=logprobs), len(several), **keywords)
+        if isinstance(grammar, (list, tuple)):
+            grammar = [None if one is None else as_grammar(one) for one in grammar]
+        elif grammar is not None:
+            grammar = as_grammar(grammar)
+        specs = specs_of_prompts(DecodeSpec(logprobs=logprobs), len(several), grammar=grammar, **keywords)
         if not several:
             return []
         on_status = on_status or _at_terminal
@@ -295,6 +309,7 @@ class LanguageModel:
         stop: Sequence[str] = (),
         seed: int | None = None,
         logprobs: int | bool | None = None,
+        grammar: Any = None,
         on_status: Callable[[str], None] | None = None,
         **numbers: Unpack[Numbers],
     ) -> Stream:
@@ -313,6 +328,7 @@ class LanguageModel:
             ```
         """
         spec = DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs)
+        spec = with_grammar(spec, None if grammar is None else as_grammar(grammar))
         spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _at_terminal
         executor, _ = self._resolve([prompt], draft, tree, [spec], 1, on_status)
         return stream(executor, prompt, stop=stop, seed=seed, on_status=on_status)
@@ -398,7 +414,9 @@ class LanguageModel:
     ) -> tuple[Executor, list[DecodeSpec]]:
         """Return the executor and the specs, with the given tree or the fastest one."""
         m = self._drafting(draft)
+        constrained = next((spec for spec in specs if spec.grammar is not None), specs[0])
         most = max(specs, key=lambda spec: spec.max_new_tokens)
+        most = most.replace(grammar=constrained.grammar, forced_nodes=constrained.forced_nodes)
         if tree is None:
             key = batch_size, type(specs[0].rule)
             if key not in m._fastest:
@@ -407,7 +425,8 @@ class LanguageModel:
                 m._fastest[key] = found.drafter, found.tree
             drafter, tree = m._fastest[key]
             if drafter != m.drafter:  # without a draft
-                specs, most = [spec.autoregressive() for spec in specs], most.autoregressive()
+                specs = [spec.replace(rule=spec.rule.baseline()) for spec in specs]
+                most = most.replace(rule=most.rule.baseline())
                 return m.executor(most.replace(eos_ids=m.eos_ids)), specs
         return m.executor(m.spec(most, tree=tree)), specs
 
@@ -418,7 +437,6 @@ def make_executor(
     *,
     room: int | None = None,
     fan_out: FanOut | int | None = None,
-    between: Between | None = None,
 ) -> Executor:
     """Return an executor of a spec, on the model's devices.
 
@@ -428,7 +446,6 @@ def make_executor(
         room: largest number of new tokens per sequence, by default the spec's.
         fan_out: for a draft model with its own devices: the verification outcomes that it prepares for
             (`SplitExecutor`).
-        between: called on the host in every step, for example by a grammar (`SteppedExecutor`).
 
     Raises:
         HydrajaxError: for a drafter that the model was not loaded with, and for arguments that do not fit together.
@@ -442,15 +459,12 @@ def make_executor(
     if fan_out is not None and not split:
         raise HydrajaxError("fan_out: requires a draft model with its own devices (placement)")
     if split:
-        if between is not None:
-            raise HydrajaxError("between: needs base and draft on the same devices")
         return SplitExecutor(
             m.model, params, spec, placement=m.placement, fan_out=fan_out, tokenizer=m.tokenizer, room=room
         )
     shared = {"tokenizer": m.tokenizer, "room": room, "mesh": m.placement.base}
-    if between is not None:
-        return SteppedExecutor(m.model, params, spec, between=between, **shared)
-    return FusedExecutor(m.model, params, spec, **shared)
+    kind = FusedExecutor if spec.grammar is None else SteppedExecutor
+    return kind(m.model, params, spec, **shared)
 
 
 def _count(params: Any) -> int:

@@ -7,6 +7,7 @@ PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
     "gguf": ("GGUF files need", "'hydrajax[gguf]'"),
+    "llguidance": ("grammars need", "'hydrajax[grammar]'"),
     "starlette": ("serving needs", "'hydrajax[serve]'"),
     "datasets": ("data sets by name need", "datasets"),
 }

@@ -39,6 +39,7 @@ ORDER = (
     "text",
     "formats",
     "decoding",
+    "grammar",
     "ssd",
     "generation",
     "conversation",

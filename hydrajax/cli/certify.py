@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="seed of sampling (default 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the certificate to this file")
     options.add_sampling_arguments(parser)
+    options.add_grammar_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

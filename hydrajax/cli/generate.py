@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from hydrajax.cli.options import (
     add_decoding_arguments,
+    add_grammar_arguments,
     add_model_arguments,
     add_sampling_arguments,
     add_search_argument,
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     decoding.add_argument("--stream", action="store_true", help="print tokens as they are accepted, prompt by prompt")
     add_sampling_arguments(parser)
+    add_grammar_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets
-from hydrajax.decoding.keywords import RULES, with_keywords
+from hydrajax.decoding.keywords import RULES, with_grammar, with_keywords
 from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, one_line
@@ -22,9 +22,11 @@ from hydrajax.files import WholeFile
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
+from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement, last_devices, make_mesh
+from hydrajax.text.jsonl import file_content
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -171,6 +173,17 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
 
 
+def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the grammars that the output must follow, of which one may be given."""
+    group = parser.add_argument_group("structured output (docs/structured_output.md)").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help="generate JSON that is valid under this schema")
+    group.add_argument("--regex", metavar="R", help="generate a text that matches R from start to end")
+    group.add_argument(
+        "--choices", metavar="TEXT", nargs="+", help="generate one of these texts; quote a text with spaces"
+    )
+    group.add_argument("--lark", metavar="FILE", help="generate a text of this Lark grammar (llguidance's dialect)")
+
+
 def add_search_argument(parser: argparse._ActionsContainer) -> None:
     """Add ``--no-tree-search``."""
     parser.add_argument(
@@ -254,6 +267,27 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 # --- from arguments to objects --------------------------------------------------------------------------------------
 
 
+def grammar_from(args: argparse.Namespace) -> Grammar | None:
+    """Return the grammar that the arguments of `add_grammar_arguments` describe, None for none.
+
+    Raises `HydrajaxError` for an unreadable file and a schema that is not JSON.
+    """
+    if args.json_schema is not None:
+        return Grammar.json_schema(_text_of(args.json_schema, "--json-schema"))
+    if args.regex is not None:
+        return Grammar.regex(args.regex)
+    if args.lark is not None:
+        return Grammar.lark(_text_of(args.lark, "--lark"))
+    return None if args.choices is None else Grammar.choices(args.choices)
+
+
+def _text_of(path: str, flag: str) -> str:
+    try:
+        return file_content(path, flag).decode()
+    except UnicodeDecodeError:
+        raise HydrajaxError(f"{flag}: {path} is not UTF-8 text") from None
+
+
 def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
     """Return the spec that the arguments describe, without a drafter. ``changes`` override its fields.
 
@@ -264,7 +298,8 @@ def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
     if "max_new_tokens" in args:
         changes = {"max_new_tokens": args.max_new_tokens} | changes
     names = (*RULE_NUMBERS, *(number.name for number in PROCESSOR_NUMBERS))
-    spec = with_keywords(DecodeSpec(**changes), args.rule, **{name: getattr(args, name) for name in names})
+    spec = with_grammar(DecodeSpec(**changes), grammar_from(args) if "json_schema" in args else None)
+    spec = with_keywords(spec, args.rule, **{name: getattr(args, name) for name in names})
     args.rule = args.rule or next(name for name, kind in RULES.items() if type(spec.rule) is kind)
     return spec
 

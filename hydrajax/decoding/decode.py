@@ -215,6 +215,7 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
     Raises:
         HydrajaxError: If base and spec do not fit each other.
     """
+    refuse_grammar(spec)
     engine, config = Engine.of(model, spec), model.config
     outermost, inner = decode_programs(engine)
 
@@ -227,6 +228,12 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
     decode_fn.__qualname__, decode_fn.__doc__ = "decode_fn", DecodeFn.__call__.__doc__
     decode_fn.engine, decode_fn.spec, decode_fn.jitted = engine, spec, outermost
     return cast(DecodeFn, decode_fn)
+
+
+def refuse_grammar(spec: DecodeSpec) -> None:
+    """Raise `HydrajaxError` for a grammar, which one program cannot follow: its parser runs on the host."""
+    if spec.grammar is not None:
+        raise HydrajaxError("grammar: got one, expected none here: use m.generate(..., grammar=...) or SteppedExecutor")
 
 
 def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callable[..., DecodeResult]]:

@@ -19,6 +19,7 @@ from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
+from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -63,6 +64,7 @@ class Engine:
     max_new_tokens: int
     eos_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    forced_nodes: int = 0
 
     @classmethod
     def of(cls, model: BaseModel, spec: DecodeSpec, room: int | None = None) -> Engine:
@@ -77,12 +79,14 @@ class Engine:
             HydrajaxError: If base and spec do not fit each other.
         """
         spec.check(model.config)
-        return cls(model, spec.drafter, spec.tree, room or spec.max_new_tokens, spec.eos_ids, spec.logprobs)
+        return cls(
+            model, spec.drafter, spec.tree, room or spec.max_new_tokens, spec.eos_ids, spec.logprobs, spec.forced_nodes
+        )
 
     @property
     def depth(self) -> int:
         """K, the maximum number of accepted draft tokens per step."""
-        return self.drafter.spec.longest_path(self.tree)
+        return self.drafter.spec.longest_path(self.tree) + self.forced_nodes
 
     @property
     def aux_hidden_layers(self) -> tuple[int, ...]:
@@ -95,10 +99,19 @@ class Engine:
     # --- the five verbs ---------------------------------------------------------------------------------------
 
     @exact
-    def propose(self, params: Params, state: DecodeState) -> Proposal:
-        """Return candidate tokens in node order: best guesses or draws, as the rule requires."""
+    def propose(self, params: Params, state: DecodeState, forced: Int[Array, "B K"] | None = None) -> Proposal:
+        """Return candidate tokens in node order: best guesses or draws, as the rule requires.
+
+        Args:
+            params: Parameters of base and drafter.
+            state: The state before the step.
+            forced: int32 ``[B, K]`` tokens that must follow each root, then -1: ``forced_nodes`` more nodes hold them
+                as far as the drafter's nodes do not.
+        """
         draw = state.output.rule.draw(self._keys_below(state))
-        return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
+        root = state.target.root
+        proposal = self.drafter.propose(params.draft, state.draft, root, self.tree, self.bind(params), draw)
+        return proposal if forced is None else with_branch(proposal, forced, self.forced_nodes)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
@@ -172,8 +185,12 @@ class Engine:
 
     @exact
     def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
-        """Pass the outcome to the drafter."""
-        draft = self.drafter.observe(params.draft, state.draft, proposal, outcome, self.bind(params))
+        """Pass the outcome to the drafter, which has not run the nodes of forced tokens: it reads them as text."""
+        given = params.draft, state.draft
+        if proposal.tokens.shape[1] > self.drafter.spec.verified_nodes(self.tree):
+            draft = self.drafter.begin(*given, *outcome.as_text(), self.bind(params))
+        else:
+            draft = self.drafter.observe(*given, proposal, outcome, self.bind(params))
         return state._replace(draft=draft)
 
     # --- one step, and where it starts ------------------------------------------------------------------------
@@ -396,7 +413,7 @@ class Engine:
     def cache_slots(self, prompt_width: int) -> int:
         """Return slots for the longest text plus the nodes of one step, so that no slice update is clamped."""
         longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
-        return longest + self.drafter.spec.verified_nodes(self.tree)
+        return longest + self.drafter.spec.verified_nodes(self.tree) + self.forced_nodes
 
     def _keys_below(self, state: DecodeState) -> Array:
         """Return random keys ``[B, K+1]`` for the positions after a node of depth 0 .. K."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
-from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, result_of, settled_inputs
+from hydrajax.decoding.constraints import Constraint
+from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, refuse_grammar, result_of, settled_inputs
 from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
@@ -47,9 +48,11 @@ class Executor(abc.ABC):
         room: Maximum number of new tokens per sequence.
         mesh: The parameters' mesh, over whose ``data`` axis the sequences are divided; None for one device.
         one_tree: The states fit only this executor's own tree.
+        follows_grammars: Its spec may have a grammar.
     """
 
     one_tree: ClassVar[bool] = False
+    follows_grammars: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class Executor(abc.ABC):
         Raises:
             HydrajaxError: If base and spec do not fit each other.
         """
+        if not self.follows_grammars:
+            refuse_grammar(spec)
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
         self._wanted_room, self.mesh = room, mesh
         self.engine = self._programs = Engine.of(model, spec, room)
@@ -147,6 +152,19 @@ class Executor(abc.ABC):
     def stay(self, state: State) -> State:
         """Rewind each sequence to its present length, which updates draft state that depends on the number of slots."""
         return self._stay(state)
+
+    def constraints(self, specs: Sequence[DecodeSpec]) -> tuple[Constraint | None, ...] | None:
+        """Return the constraints of sequences with these specs, None if no spec has a grammar.
+
+        Raises:
+            HydrajaxError: For a grammar that the tokenizer or llguidance refuses.
+        """
+        if all(spec.grammar is None for spec in specs):
+            return None
+        size, eos_ids = self.model.config.vocab_size, self.spec.eos_ids
+        return tuple(
+            None if spec.grammar is None else spec.grammar.start(self.tokenizer, size, eos_ids) for spec in specs
+        )
 
     def _placed(self, of_rows: Any) -> Any:
         """Divide arrays whose first axis is the batch over the mesh's data axis, so that their state is divided too."""
@@ -223,10 +241,13 @@ class Executor(abc.ABC):
         """Keyword arguments of executors of other specs."""
         return {"tokenizer": self.tokenizer, "room": self._wanted_room, "mesh": self.mesh}
 
-    def autoregressive(self) -> FusedExecutor:
+    def autoregressive(self) -> Executor:
         """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning."""
+        return self._without_draft(FusedExecutor)
+
+    def _without_draft(self, kind: type[Executor]) -> Executor:
         params = Params(self.params.base, {})
-        return FusedExecutor(self.model, params, self.spec.autoregressive(), **self._settings)
+        return kind(self.model, params, self.spec.autoregressive(), **self._settings)
 
 
 class FusedExecutor(Executor):

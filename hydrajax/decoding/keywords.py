@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
+from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
@@ -47,8 +48,8 @@ def numbers_of(name: str) -> tuple[str, ...]:
 
 # The other keywords of `hydrajax.LanguageModel`'s methods, and the names of other libraries for them.
 ARGUMENTS = (
-    "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "batch_size", "seed", "logprobs", "on_status",
-    "template",
+    "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "batch_size", "seed", "logprobs", "grammar",
+    "on_status", "template",
 )  # fmt: skip
 OTHERS_WORDS = {
     "max_tokens": "max_new_tokens",
@@ -56,7 +57,11 @@ OTHERS_WORDS = {
     "do_sample": "temperature=0.7, which samples (0 is greedy)",
     "stop_strings": "stop",
     "chat_template": "template",
+    "response_format": "grammar",
+    "guided_json": "grammar",
 }
+# Nodes for the tokens that a grammar forces; measured, see docs/structured_output.md.
+FORCED_NODES = 8
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -135,12 +140,18 @@ def with_keywords(
     return spec.replace(rule=rule, processors=(*make_processors(**of_processors), *processors))
 
 
+def with_grammar(spec: DecodeSpec, grammar: GrammarLike | None) -> DecodeSpec:
+    """Return the spec with a grammar, and with nodes for the tokens that it forces; unchanged for None."""
+    return spec if grammar is None else spec.replace(grammar=grammar, forced_nodes=FORCED_NODES)
+
+
 def specs_of_prompts(
     spec: DecodeSpec,
     count: int,
     *,
     rule: Rule | Sequence[AcceptanceRule] | None = None,
     max_new_tokens: int | Sequence[int] = 256,
+    grammar: GrammarLike | Sequence[GrammarLike | None] | None = None,
     **keywords: Any,
 ) -> list[DecodeSpec]:
     """Return `with_keywords` for each of ``count`` prompts, from values for all or lists with one per prompt.
@@ -151,7 +162,7 @@ def specs_of_prompts(
     check_names(keywords.keys() - {"processors"})
     if rule is None:
         rule = default_rule(keywords)
-    of_all = {"rule": rule, "max_new_tokens": max_new_tokens, **keywords}
+    of_all = {"rule": rule, "max_new_tokens": max_new_tokens, "grammar": grammar, **keywords}
     each = {
         name: one_each(name, value, count)
         for name, value in of_all.items()
@@ -161,8 +172,11 @@ def specs_of_prompts(
     for row in range(max(count, 1)):  # invalid values are refused without prompts, too
         own = {name: value for name, value in of_all.items() if name not in each}
         own |= {name: values[row] for name, values in each.items() if count}
-        limit = own.pop("max_new_tokens", spec.max_new_tokens)
-        found.append(with_keywords(spec.replace(max_new_tokens=limit), **own))
+        limit, constrained = (
+            own.pop("max_new_tokens", spec.max_new_tokens),
+            with_grammar(spec, own.pop("grammar", None)),
+        )
+        found.append(with_keywords(constrained.replace(max_new_tokens=limit), **own))
     return found[:count]
 
 

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from hydrajax.decoding import numbers
+from hydrajax.decoding.constraints import WORD
 from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -330,18 +331,21 @@ class AllowedTokens(NamedTuple):
     """Forbid all tokens except some after each node, such as those that a grammar allows.
 
     Attributes:
-        allowed: bool ``[B, N, V]``. The host computes it for the nodes of one proposal while the base verifies them
-            (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a spec.
+        allowed: uint32 ``[B, N, W]``: token t is bit t % 32 of word t // 32. The host computes it for the nodes of one
+            proposal while the base verifies them (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a
+            spec.
     """
 
-    allowed: Bool[Array, "B N V"]
+    allowed: UInt32[Array, "B N W"]
     counts_tokens = False
 
     def active(self):
         return jnp.asarray(True)
 
     def __call__(self, logits, context):
-        return jnp.where(self.allowed[jnp.arange(len(logits)), context.node], logits, -jnp.inf)
+        words = self.allowed[jnp.arange(len(logits)), context.node]
+        bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+        return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
 
 
 # Processors that flags and keywords construct by the names of their fields, in the order of application (vLLM's).

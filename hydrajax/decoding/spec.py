@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.constraints import Constraint, GrammarLike
 from hydrajax.decoding.numbers import batched
 from hydrajax.decoding.processors import batched_processors
 from hydrajax.drafters.drafter import Drafter
@@ -39,6 +40,8 @@ class SamplingParams(NamedTuple):
         processors: The logits processors, their numbers arrays ``[B]``.
         limits: int32 ``[B]`` maximum number of tokens, at most the engine's; None for the engine's.
         ignore_eos: bool ``[B]`` EOS does not end the sequence; None for no sequence.
+        constraints: One per sequence, None for a sequence without; for the stepped executor alone, which copies them.
+            They stay on the host. None for those of the executor's spec.
     """
 
     rng: Array
@@ -46,6 +49,7 @@ class SamplingParams(NamedTuple):
     processors: tuple[Any, ...] = ()
     limits: Int[Array, " B"] | None = None
     ignore_eos: Bool[Array, " B"] | None = None
+    constraints: tuple[Constraint | None, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,9 @@ class DecodeSpec:
         eos_ids: A sequence ends with the first of these that it emits.
         logprobs: K, to keep the log-probability of each emitted token and of the K most likely tokens at its position
             (`hydrajax.decoding.decode.DecodeResult`); 0 for the emitted tokens alone, None for neither.
+        grammar: The texts that may be generated; needs a `hydrajax.decoding.stepped.SteppedExecutor`.
+        forced_nodes: Nodes for tokens that a grammar forces: a branch next to the drafter's tree, verified only in
+            steps in which there are such tokens.
 
     Raises:
         HydrajaxError: For parts that do not fit each other. `check` tests what depends on the base.
@@ -73,9 +80,13 @@ class DecodeSpec:
     max_new_tokens: int = 256
     eos_ids: Sequence[int] = ()
     logprobs: int | bool | None = None
+    grammar: GrammarLike | None = None
+    forced_nodes: int = 0
 
     def __post_init__(self):
         check_max_new_tokens(self.max_new_tokens)
+        if self.forced_nodes < 0:
+            raise HydrajaxError(f"forced_nodes: got {self.forced_nodes}, expected at least 0")
         if isinstance(self.tree, DynamicTree) and self.drafter.spec.supports_dynamic_tree:
             object.__setattr__(self, "tree", self.tree.reaching(self.drafter.spec.depth))
         if isinstance(self.logprobs, bool):  # "log-probabilities: yes"
@@ -121,17 +132,17 @@ class DecodeSpec:
 
     def autoregressive(self) -> DecodeSpec:
         """Return the autoregressive baseline: no draft, and the rule of the same meaning."""
-        return self.replace(drafter=NoDrafter(), tree=presets.root(), rule=self.rule.baseline())
+        return self.replace(drafter=NoDrafter(), tree=presets.root(), rule=self.rule.baseline(), forced_nodes=0)
 
     @property
     def verified_nodes(self) -> int:
         """Number of nodes that a step feeds to the base, root included."""
-        return self.drafter.spec.verified_nodes(self.tree)
+        return self.drafter.spec.verified_nodes(self.tree) + self.forced_nodes
 
     @property
     def longest_path(self) -> int:
         """Maximum number of accepted draft tokens per step."""
-        return self.drafter.spec.longest_path(self.tree)
+        return self.drafter.spec.longest_path(self.tree) + self.forced_nodes
 
     def shown_rule(self) -> str:
         """Return the rule with its numbers, and the processors, as reports record them."""

@@ -1,73 +1,53 @@
 """The stepped executor: every step returns to the host, which works while the base verifies.
 
 A grammar needs this. Which tokens it allows after a node depends on the text of the path to that node, which a parser
-on the host tracks. The parser runs between propose and accept, during the base's pass.
+on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose the parser names the forced tokens, which
+join the tree as a branch. Between propose and accept, during the base's pass, it masks every node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.decoding.constraints import Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.processors import AllowedTokens
+from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState
-from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 
 
-class Candidates(NamedTuple):
-    """A proposal on the host.
+class SteppedState(NamedTuple):
+    """The arrays, and the constraint of each sequence, None for none."""
 
-    Attributes:
-        tokens: int32 ``[B, N]`` in node order, node 0 the root; -1 for nodes without a guess.
-        parents: int32 ``[B, N]`` each node's parent, which precedes it; -1 for the root and for nodes that are never
-            accepted.
-        emitted: int32 ``[B, room]`` the output so far, without the root; garbage beyond ``lengths``.
-        lengths: int32 ``[B]`` emitted tokens.
-    """
-
-    tokens: Int[np.ndarray, "B N"]
-    parents: Int[np.ndarray, "B N"]
-    emitted: Int[np.ndarray, "B room"]
-    lengths: Int[np.ndarray, " B"]
-
-
-# Returns the processors of one step, such as `hydrajax.decoding.processors.AllowedTokens`. Called with None for the
-# token after a prompt, where node 0 is the only node.
-Between = Callable[[Candidates | None], Sequence[Any]]
-
-
-def no_processors(candidates: Candidates | None) -> Sequence[Any]:
-    return ()
+    decode: DecodeState
+    constraints: tuple[Constraint | None, ...]
 
 
 class SteppedExecutor(Executor):
     """Propose and verify, host work, accept: two programs per step, each compiled once per shape.
 
-    Attributes:
-        between: Called in every step after the base's pass was dispatched. It returns processors that are part of the
-            base's distribution, after those of the spec.
+    Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A step
+    in which no constraint forces a token verifies no node for forced tokens.
     """
 
-    def __init__(self, *args: Any, between: Between = no_processors, **settings: Any):
-        """The arguments are those of `Executor`."""
-        self._between = between
-        super().__init__(*args, **settings)
+    follows_grammars = True
 
     def _jit_verbs(self):
         super()._jit_verbs()
         engine = self.engine
 
         # A static tree stays a constant of each program and is not passed between them.
-        def propose(params, state, stopped):
-            proposal = engine.propose(params, state)
-            done = state.output.done | stopped
-            return done, proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
+        def propose(params, state, ended, forced):
+            state = state._replace(output=state.output._replace(done=ended))
+            proposal = engine.propose(params, state, forced)
+            return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
             return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
@@ -75,7 +55,8 @@ class SteppedExecutor(Executor):
         def verify(params, cache, proposal):
             return engine.verify(params, cache, with_tree(proposal))
 
-        def settle(params, state, forward, logits, proposal, extra):
+        def settle(params, state, ended, forward, logits, proposal, extra):
+            state = state._replace(output=state.output._replace(done=ended))
             return engine.settle(params, state, forward, logits, with_tree(proposal), extra)
 
         options = backend.compiler_options()
@@ -84,32 +65,98 @@ class SteppedExecutor(Executor):
         self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
+        constraints, sampling = self._constraints(sampling, len(lengths))
         given = self._placed((prompt, lengths, sampling))
-        return self._prefill(self.params, *given, slots=slots, extra=tuple(self._between(None)))
+        decode = self._prefill(self.params, *given, slots=slots, extra=self._first_masks(constraints))
+        return SteppedState(decode, constraints)
 
     def extend(self, state, text, lengths, sampling):
+        constraints, sampling = self._constraints(sampling, len(lengths))
         given = self._placed((text, lengths, sampling))
-        return self._extend(self.params, state, *given, extra=tuple(self._between(None)))
+        extra = self._first_masks(constraints)
+        return SteppedState(self._extend(self.params, state.decode, *given, extra=extra), constraints)
 
-    def advance(self, state: DecodeState, stopped, n_steps):
+    def rewind(self, state, lengths, counts=None):
+        return state._replace(decode=super().rewind(state.decode, lengths, counts))
+
+    def target(self, state):
+        return state.decode
+
+    def autoregressive(self):
+        """Return the baseline; with a grammar it is constrained too, one token at a time."""
+        return super().autoregressive() if self.spec.grammar is None else self._without_draft(SteppedExecutor)
+
+    def advance(self, state, stopped, n_steps):
+        decode, constraints = state
+        ended = self._follow(decode, constraints, stopped)
         for _ in range(n_steps):
-            ended = state.output.done
-            done, proposal = self._propose(self.params, state, np.array(stopped))
-            state = state._replace(output=state.output._replace(done=done))
-            if (np.asarray(ended) | stopped).all():  # known since the last step; the device is busy proposing
+            if ended.all():
                 break
-            forward, logits = self._verify(self.params, state.target.cache, proposal)
-            extra = tuple(self._between(self._candidates(state, proposal)))
-            state = self._settle(self.params, state, forward, logits, proposal, extra)
-        return state, Snapshot.of(state.output)
+            proposal = self._propose(self.params, decode, ended, self._forced(constraints, ended))
+            forward, logits = self._verify(self.params, decode.target.cache, proposal)
+            extra = self._masks(constraints, ended, proposal)
+            decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra)
+            ended = self._follow(decode, constraints, stopped)
+        decode = decode._replace(output=decode.output._replace(done=self._placed(ended)))
+        return SteppedState(decode, constraints), Snapshot.of(decode.output)
 
-    def _candidates(self, state: DecodeState, proposal: Proposal) -> Candidates:
-        """Fetch the candidates for the host; the base's pass continues meanwhile."""
+    # --- the host's part ----------------------------------------------------------------------------------------------
+
+    def _constraints(
+        self, sampling: SamplingParams, batch: int
+    ) -> tuple[tuple[Constraint | None, ...], SamplingParams]:
+        """Return a new constraint of each sequence, and the sampling parameters without constraints."""
+        given = sampling.constraints
+        if given is None:
+            given = self.constraints([self.spec] * batch)
+        return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
+
+    def _follow(self, decode: DecodeState, constraints: Sequence[Constraint | None], stopped) -> np.ndarray:
+        """Move the constraints to the next root. Return which sequences take no further step."""
+        out = decode.output
+        if not any(constraints):
+            return np.asarray(out.done) | stopped
+        done, tokens, lengths, roots = jax.device_get((out.done, out.tokens, out.lengths, decode.target.root))
+        ended = done | stopped
+        for row, constraint in enumerate(constraints):
+            if constraint is not None and not ended[row]:
+                constraint.follow([*tokens[row, : lengths[row]].tolist(), int(roots[row])])
+                ended[row] = constraint.error is not None
+        return ended
+
+    def _forced(self, constraints: Sequence[Constraint | None], ended: np.ndarray) -> Int[np.ndarray, "B n"] | None:
+        """Return the tokens that must follow each root, then -1; None if there are none."""
+        if not self.spec.forced_nodes:
+            return None
+        forced = np.full((len(ended), self.spec.longest_path), -1, np.int32)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None and not ended[row]:
+                found = constraint.forced(forced.shape[1])
+                forced[row, : len(found)] = found
+        return self._placed(forced) if (forced >= 0).any() else None
+
+    def _masks(self, constraints, ended, proposal) -> tuple[AllowedTokens, ...]:
+        """Return the mask of every node; the base's pass continues meanwhile."""
+        if not any(constraints):
+            return ()
         parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
-        found = proposal.tokens, parents, state.output.tokens, state.output.lengths
-        tokens, parents, emitted, lengths = jax.device_get(found)
-        return Candidates(tokens, np.broadcast_to(parents, tokens.shape), emitted, lengths)
+        tokens, parents = jax.device_get((proposal.tokens, parents))
+        parents = np.broadcast_to(parents, tokens.shape)
+        allowed = self._all_allowed(*tokens.shape)
+        for row, constraint in enumerate(constraints):
+            if constraint is not None and not ended[row]:
+                constraint.allow(tokens[row], parents[row], allowed[row])
+        return (AllowedTokens(self._placed(allowed)),)
 
-    @property
-    def _settings(self):
-        return super()._settings | {"between": self._between}
+    def _first_masks(self, constraints) -> tuple[AllowedTokens, ...]:
+        """Return the mask of the token after a prompt."""
+        if not any(constraints):
+            return ()
+        allowed, nothing = self._all_allowed(len(constraints), 1), np.array([-1], np.int32)
+        for mask, constraint in zip(allowed, constraints, strict=True):
+            if constraint is not None:
+                constraint.allow(nothing, nothing, mask)
+        return (AllowedTokens(self._placed(allowed)),)
+
+    def _all_allowed(self, batch: int, nodes: int) -> np.ndarray:
+        return np.full((batch, nodes, words(self.model.config.vocab_size)), 0xFFFFFFFF, np.uint32)

@@ -87,6 +87,10 @@ class Outcome(NamedTuple):
         """Return ``aux_hidden_states`` at the nodes of ``path``; ignore them beyond the first ``counts[b]``."""
         return jnp.take_along_axis(self.aux_hidden_states, self.path[:, :, None], axis=1)
 
+    def as_text(self) -> tuple[Array, Array, Array, Array]:
+        """Return the emitted tokens as `Drafter.begin` reads text: hidden states, tokens, counts, bonus token."""
+        return self.along_path(), self.tokens, self.counts, self.bonus_token
+
 
 @dataclass(frozen=True)
 class DrafterSpec:

@@ -1,9 +1,8 @@
 """Another draft's tree with one more branch: the proposal of prompt lookup.
 
 Heads and models predict new text, lookup repeats earlier text; edits and summaries contain both. The other draft's tree
-stays as it is. Lookup's chain shares nodes of the tree as far as these hold its tokens and continues in nodes of its
-own, so no token is fed twice. A step accepts at least as much as the other draft alone, and as lookup alone with a
-chain of as many nodes.
+stays as it is, and lookup's chain is a branch of it (`hydrajax.drafters.branch`). A step accepts at least as much as
+the other draft alone, and as lookup alone with a chain of as many nodes.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Int
 
 from hydrajax.drafters import ngram
-from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal
+from hydrajax.drafters.branch import with_branch
+from hydrajax.drafters.drafter import Drafter, DrafterSpec
 from hydrajax.drafters.lookup import NO_TOKEN, PromptLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.arrays import Array
-from hydrajax.trees.topology import Topology, take, with_chain
 
 NODES, MOST_NODES = 5, 999
 
@@ -92,25 +89,11 @@ class WithLookup:
         proposal = self.drafter.propose(params, state.drafter, root, tree, base, draw)
         found = self.lookup.look_up(state.history, root, tree.depth + self.branch_nodes)
         chain = jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NO_TOKEN)
-        last = last_shared(proposal.tokens, proposal.tree, chain)
-        rest = proposal.tree.at(proposal.tree.depths, last)[:, None] + jnp.arange(self.branch_nodes)
-        added = jnp.take_along_axis(chain, rest, axis=1)
-        tokens = jnp.concatenate([proposal.tokens, added], axis=1)
-        return Proposal(tokens, with_chain(proposal.tree, last, self.branch_nodes), proposal.log_q)
+        return with_branch(proposal, chain, self.branch_nodes)
 
     def observe(self, params, state, proposal, outcome, base):
-        aux_hidden_states, counts = outcome.along_path(), outcome.counts
-        return self.begin(params, state, aux_hidden_states, outcome.tokens, counts, outcome.bonus_token, base)
+        return self.begin(params, state, *outcome.as_text(), base)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Return the drafter's ranks: the branch needs no node of its tree."""
         return self.drafter.ranks(params, aux_hidden_states, batch, base, chunk_tokens, depth)
-
-
-def last_shared(tokens: Int[Array, "B N"], tree: Topology, chain: Int[Array, "B n"]) -> Int[Array, " B"]:
-    """Return the deepest node of each tree whose path holds the beginning of the chain."""
-    # [B, N]: the chain's token at each node's depth; the root is always shared.
-    depths = jnp.broadcast_to(tree.depths, tokens.shape)
-    same = (tokens == take(chain, jnp.maximum(depths - 1, 0))) & (tokens >= 0) | (depths == 0)
-    shared = jnp.all(same[:, None, :] | ~tree.mask, axis=2)
-    return jnp.argmax(jnp.where(shared, depths, -1), axis=1).astype(jnp.int32)

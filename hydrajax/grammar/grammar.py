@@ -1,0 +1,134 @@
+"""Grammars as values: a JSON schema, a regular expression, choices or a Lark grammar, compiled by llguidance."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.grammar.matcher import Matcher, compiled
+from hydrajax.grammar.vocabulary import vocabulary_of
+from hydrajax.optional_deps import needs
+
+# One way to write each value, that of Python's json.dumps: no punctuation is forced where any whitespace may stand.
+FIXED_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MOST_BYTES = 1 << 20  # of a grammar's text
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The texts that a model may generate, for ``grammar=`` of `hydrajax.LanguageModel.generate`.
+
+    Use the class methods `json_schema`, `json_object`, `regex`, `choices` and `lark`.
+
+    Attributes:
+        kind: ``json_schema``, ``regex``, ``choices`` or ``lark``; names the grammar in messages.
+        text: The schema, the expression, the choices as a JSON list, or the grammar.
+        whitespace: JSON may contain any whitespace between its tokens. By default there is one space after ``,`` and
+            ``:``, as Python's ``json.dumps`` writes, so that more tokens are forced.
+    """
+
+    kind: str
+    text: str
+    whitespace: bool = False
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | type, *, whitespace: bool = False) -> Grammar:
+        """Return the grammar of JSON values that are valid under a schema.
+
+        Args:
+            schema: a JSON schema as a mapping or as text, or a pydantic model.
+            whitespace: see `Grammar`.
+
+        Raises:
+            HydrajaxError: for anything else. What llguidance does not support is refused by `check`.
+        """
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise HydrajaxError(f"json_schema: got text that is not JSON ({one_line(error)})") from None
+        if isinstance(schema, bool):  # the schemas of all values and of none
+            schema = {} if schema else {"enum": []}
+        if not isinstance(schema, Mapping):
+            raise HydrajaxError(f"json_schema: got {type(schema).__name__}, expected an object or a pydantic model")
+        try:
+            return cls("json_schema", json.dumps(schema), whitespace)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise HydrajaxError(f"json_schema: got a schema that JSON cannot hold ({one_line(error)})") from None
+
+    @classmethod
+    def json_object(cls, *, whitespace: bool = False) -> Grammar:
+        """Return the grammar of all JSON objects."""
+        return cls.json_schema({"type": "object"}, whitespace=whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Return the grammar of texts that match a regular expression from start to end (Rust's regex syntax)."""
+        return cls("regex", _text("regex", pattern))
+
+    @classmethod
+    def choices(cls, choices: Sequence[str]) -> Grammar:
+        """Return the grammar of a few texts."""
+        if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
+            raise HydrajaxError(f"choices: got {one_line(repr(choices), 60)}, expected a list of texts")
+        return cls("choices", json.dumps(list(dict.fromkeys(choices))))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """Return a context-free grammar in llguidance's dialect of Lark, whose first rule is ``start``."""
+        return cls("lark", _text("lark", grammar))
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The grammar in llguidance's own form.
+
+        Raises:
+            HydrajaxError: if llguidance is missing, and for a grammar that is too long.
+        """
+        try:
+            import llguidance
+        except ImportError:
+            raise HydrajaxError(f"{self.kind}: {needs('llguidance')}") from None
+        if len(self.text.encode(errors="surrogatepass")) > MOST_BYTES:
+            raise HydrajaxError(f"{self.kind}: got more than {MOST_BYTES} bytes, expected a shorter grammar")
+        if self.kind == "json_schema":
+            options: Any = {} if self.whitespace else FIXED_WHITESPACE
+            return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=options)
+        return llguidance.grammar_from("choice" if self.kind == "choices" else self.kind, self.text)  # type: ignore[arg-type]
+
+    def start(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Matcher:
+        """Return the matcher of an empty text, see `hydrajax.decoding.constraints.GrammarLike`.
+
+        Args:
+            tokenizer: the base's.
+            vocab_size: the base's, which may be larger than the tokenizer's.
+            eos_ids: the tokens that may follow a complete text.
+
+        Raises:
+            HydrajaxError: for a grammar that llguidance refuses or no text satisfies, and for a base without a fast
+                tokenizer or without EOS.
+        """
+        vocabulary = vocabulary_of(tokenizer, vocab_size, tuple(eos_ids))
+        return compiled(vocabulary, self.kind, self.source).copy()
+
+
+def as_grammar(value: Any) -> Grammar:
+    """Return a grammar given as such, as a JSON schema or as a pydantic model; raises `HydrajaxError`."""
+    if isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
+        return Grammar.json_schema(value)
+    got = one_line(repr(value), 40)
+    raise HydrajaxError(f"grammar: got {got}, expected a Grammar, a JSON schema (a dict) or a pydantic model")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise HydrajaxError(f"{name}: got {one_line(repr(value), 40)}, expected a text")
+    return value
