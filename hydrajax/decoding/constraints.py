@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt32
@@ -19,6 +19,7 @@ def words(vocab_size: int) -> int:
     return -(-vocab_size // WORD)
 
 
+@runtime_checkable
 class Constraint(Protocol):
     """The tokens that one sequence may continue with. The stepped executor calls it in every step.
 
@@ -50,6 +51,7 @@ class Constraint(Protocol):
         """
 
 
+@runtime_checkable
 class GrammarLike(Protocol):
     """A hashable description of the texts that a sequence may become (`hydrajax.decoding.spec.DecodeSpec.grammar`)."""
 

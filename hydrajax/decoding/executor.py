@@ -11,7 +11,7 @@ import abc
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import numpy as np
@@ -30,6 +30,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.sharding import by_rows
 
+OtherExecutor = TypeVar("OtherExecutor", bound="Executor")
 State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, or what another executor makes of it
 
 
@@ -154,12 +155,14 @@ class Executor(abc.ABC):
         return self._stay(state)
 
     def constraints(self, specs: Sequence[DecodeSpec]) -> tuple[Constraint | None, ...] | None:
-        """Return the constraints of sequences with these specs, None if no spec has a grammar.
+        """Return the constraints of sequences with these specs; None if this executor follows no grammars.
 
         Raises:
-            HydrajaxError: For a grammar that the tokenizer or llguidance refuses.
+            HydrajaxError: For a grammar that the tokenizer or llguidance refuses, and for any that is not followed.
         """
-        if all(spec.grammar is None for spec in specs):
+        if not self.follows_grammars:
+            for spec in specs:
+                refuse_grammar(spec)
             return None
         size, eos_ids = self.model.config.vocab_size, self.spec.eos_ids
         return tuple(
@@ -243,11 +246,11 @@ class Executor(abc.ABC):
 
     def autoregressive(self) -> Executor:
         """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning."""
-        return self._without_draft(FusedExecutor)
+        return self.of_kind(FusedExecutor, self.spec.autoregressive(), Params(self.params.base, {}))
 
-    def _without_draft(self, kind: type[Executor]) -> Executor:
-        params = Params(self.params.base, {})
-        return kind(self.model, params, self.spec.autoregressive(), **self._settings)
+    def of_kind(self, kind: type[OtherExecutor], spec: DecodeSpec, params: Params | None = None) -> OtherExecutor:
+        """Return an executor of another kind with the same devices, tokenizer and room."""
+        return kind(self.model, self.params if params is None else params, spec, **self._settings)
 
 
 class FusedExecutor(Executor):

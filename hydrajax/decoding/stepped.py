@@ -1,8 +1,8 @@
 """The stepped executor: every step returns to the host, which works while the base verifies.
 
 A grammar needs this. Which tokens it allows after a node depends on the text of the path to that node, which a parser
-on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose the parser names the forced tokens, which
-join the tree as a branch. Between propose and accept, during the base's pass, it masks every node.
+on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose the parser names the forced tokens,
+which join the tree as a branch. Between propose and accept, during the base's pass, it masks every node.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -19,7 +20,7 @@ from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.processors import AllowedTokens
 from hydrajax.decoding.spec import SamplingParams
-from hydrajax.decoding.state import DecodeState
+from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.models import backend
 
 
@@ -84,7 +85,9 @@ class SteppedExecutor(Executor):
 
     def autoregressive(self):
         """Return the baseline; with a grammar it is constrained too, one token at a time."""
-        return super().autoregressive() if self.spec.grammar is None else self._without_draft(SteppedExecutor)
+        if self.spec.grammar is None:
+            return super().autoregressive()
+        return self.of_kind(SteppedExecutor, self.spec.autoregressive(), Params(self.params.base, {}))
 
     def advance(self, state, stopped, n_steps):
         decode, constraints = state
@@ -97,7 +100,7 @@ class SteppedExecutor(Executor):
             extra = self._masks(constraints, ended, proposal)
             decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra)
             ended = self._follow(decode, constraints, stopped)
-        decode = decode._replace(output=decode.output._replace(done=self._placed(ended)))
+        decode = decode._replace(output=decode.output._replace(done=self._placed(jnp.asarray(ended))))
         return SteppedState(decode, constraints), Snapshot.of(decode.output)
 
     # --- the host's part ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.decode_loop import Snapshot, next_burst
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
@@ -134,6 +135,7 @@ class Batcher:
         number: int = 0,
         ignore_eos: bool = False,
         min_tokens: int = 0,
+        grammar: GrammarLike | None = None,
         **sampling: Any,
     ) -> Request:
         """Return a request for this model.
@@ -146,6 +148,7 @@ class Batcher:
             number: index of the prompt among those with this seed.
             ignore_eos: EOS does not end the answer.
             min_tokens: forbid EOS among the first ``min_tokens`` tokens.
+            grammar: the texts that may be generated.
             sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
                 their defaults.
 
@@ -165,11 +168,20 @@ class Batcher:
             given = {name: value for name, value in sampling.items() if name.endswith("penalty")}
             name = next((name for name, value in given.items() if value is not None), "min_tokens")
             raise HydrajaxError(f"{name}: this server has no penalties; start it without --no-penalties")
+        constraint = None
+        if grammar is not None:
+            for name, value in (("ignore_eos", ignore_eos), ("min_tokens", min_tokens)):
+                if value:
+                    raise HydrajaxError(f"{name}: got {value} with a grammar, which decides where the answer ends")
+            if not self._pool.follows_grammars:
+                raise HydrajaxError("grammar: got one, expected none: this server's draft has devices of its own")
+            model, tokenizer = self._executor.model, self._executor.tokenizer
+            constraint = grammar.start(tokenizer, model.config.vocab_size, spec.eos_ids)
         if ignore_eos:
             spec = spec.replace(eos_ids=())
         spec.check(self._executor.model.config)
         seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
-        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop))
+        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop), constraint)
         growing_text(self._executor.tokenizer, found.stop)  # refuses unusable stop strings
         self._budget.check(found)
         return found
@@ -343,7 +355,7 @@ class Batcher:
             prefill.position = until
             return
         key = pool.key(request.seed or 0, request.number)
-        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec)
+        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec, request.constraint)
         max_length = self._budget.max_length(request)
         prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length))
         with self._lock:
@@ -368,7 +380,8 @@ class Batcher:
             taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
             emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
             steps, total = max(*taken, 1), sum(taken)
-            if compiled and shape == group.shape:  # else it took the time of a compilation or of a move
+            # Other steps took the time of a compilation, of a move or of grammars.
+            if compiled and shape == group.shape and not any(group.constraints):
                 self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
             if bursts:
                 group.burst = next_burst(steps, seconds * len(groups))
@@ -400,7 +413,8 @@ class Batcher:
         group.remove(slot)
         with self._lock:
             self._counts["ended"] += 1
-        handle.finish()
+        failed = sequence.constraint is not None and sequence.constraint.error
+        handle.finish(HydrajaxError(f"grammar: {failed}") if failed else None)
         ids = np.concatenate([request.ids, emitted])
         cache_len = self._pool.cache_len_for(len(ids) + self._pool.headroom)
         self._cache_prefix(ids, cache_len, lambda: group.copy_of(slot, cache_len))

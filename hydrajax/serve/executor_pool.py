@@ -13,11 +13,14 @@ import jax
 import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
-from hydrajax.decoding.executor import Executor, State
+from hydrajax.decoding.executor import Executor, FusedExecutor, State
+from hydrajax.decoding.keywords import FORCED_NODES
 from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
+from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
@@ -95,8 +98,16 @@ class ExecutorPool:
         self._speculative = {batch: made[tree] for batch, tree in trees.items()}
         # In plain steps the drafter still observes the tokens, so that speculative steps can follow.
         self._plain = made[presets.root()] if drops_draft and len(made) > 1 else None
-        # Prefilled states have room for the paths of every tree.
+        # Prefilled states have room for the paths of every tree, and of forced tokens.
         self._prefill = max(made.values(), key=lambda each: each.engine.depth)
+        self.max_path = self._prefill.engine.depth + 1
+        self._constrained: dict[int, SteppedExecutor] = {}
+        if isinstance(executor, FusedExecutor):
+            self._prefill = self._prefill.with_spec(forced_nodes=FORCED_NODES)
+            self._constrained_prefill = executor.of_kind(SteppedExecutor, self._prefill.spec)
+            for batch, each in self._speculative.items():
+                spec = each.spec.replace(forced_nodes=FORCED_NODES)
+                self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
         if self.spec.eos_ids:
@@ -108,8 +119,8 @@ class ExecutorPool:
         ]
         self._neutral = self.sampling(self.spec, jax.random.key(0))
         self.shapes = StateShapes(self._prefill, self._neutral)
-        self.max_path = self._prefill.engine.depth + 1
-        self.headroom = max(each.spec.verified_nodes for each in made.values())
+        self.constrained_path = self._prefill.engine.depth + 1
+        self.headroom = max(each.spec.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
         self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
@@ -138,11 +149,29 @@ class ExecutorPool:
         """Return whether steps of this shape may be plain: not before `programs` have compiled them, if they will."""
         return self.drops_draft and (self.is_compiled(batch, cache_len, False) or not self._warming_up)
 
+    @property
+    def follows_grammars(self) -> bool:
+        """Whether requests may have grammars: base and draft are on the same devices."""
+        return bool(self._constrained)
+
     def advance(
-        self, state: State, cache_len: int, stopped: np.ndarray, steps: int, speculative: bool
+        self,
+        state: State,
+        cache_len: int,
+        stopped: np.ndarray,
+        steps: int,
+        speculative: bool,
+        constraints: Sequence[Constraint | None] = (),
     ) -> tuple[State, Snapshot]:
-        """Take at most ``steps`` steps, see `Executor.advance`; ``cache_len`` is that of the state."""
+        """Take at most ``steps`` steps, see `Executor.advance`; ``cache_len`` is that of the state.
+
+        If any sequence has a constraint, every step returns to the host.
+        """
         batch = len(stopped)
+        if any(constraints):
+            constrained = SteppedState(state, tuple(constraints))
+            constrained, found = self._constrained[batch].advance(constrained, stopped, steps)
+            return constrained.decode, found
         executor = self._speculative[batch] if speculative or self._plain is None else self._plain
         found = executor.advance(state, stopped, steps)
         self._stepped.add((batch, cache_len, speculative))
@@ -195,10 +224,16 @@ class ExecutorPool:
         text, lengths = right_padded([ids], self.chunk)
         return self._prefill.feed(state, text, lengths, np.array([following], np.int32))
 
-    def finish(self, state: State, ids: np.ndarray, key, spec: DecodeSpec) -> State:
+    def finish(
+        self, state: State, ids: np.ndarray, key, spec: DecodeSpec, constraint: Constraint | None = None
+    ) -> State:
         """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated."""
         text, lengths = right_padded([ids], self._padded(len(ids)))
-        return self._prefill.extend(state, text, lengths, self.sampling(spec, key))
+        sampling = self.sampling(spec, key)
+        if constraint is None:
+            return self._prefill.extend(state, text, lengths, sampling)
+        sampling = sampling._replace(constraints=(constraint,))
+        return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
 
     @staticmethod
     @functools.cache

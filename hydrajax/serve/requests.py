@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
@@ -32,6 +33,7 @@ class Request:
         seed: sampling seed, None for a greedy rule.
         number: index of the prompt among those with this seed, as in `hydrajax.generate`.
         stop: stop strings.
+        constraint: of an empty text, if the request has a grammar; copied for the answer.
     """
 
     ids: np.ndarray
@@ -39,6 +41,7 @@ class Request:
     seed: int | None = None
     number: int = 0
     stop: tuple[str, ...] = ()
+    constraint: Constraint | None = None
 
 
 class RequestHandle:

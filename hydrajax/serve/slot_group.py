@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
 from hydrajax.generation import growing_text
@@ -29,6 +30,7 @@ class RunningSequence:
         handle: the request and its result.
         max_length: tokens that it can reach.
         text: the text so far, cut at stop strings.
+        constraint: the grammar's, at the end of the text; None without a grammar.
         emitted: tokens so far.
         steps: decode steps so far.
     """
@@ -36,6 +38,7 @@ class RunningSequence:
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
         self.handle, self.max_length = handle, max_length
         self.text = growing_text(tokenizer, handle.request.stop)
+        self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.emitted, self.steps = 0, 0
 
     @property
@@ -65,6 +68,11 @@ class SlotGroup:
     def live(self) -> list[tuple[int, RunningSequence]]:
         """The running sequences with their slots."""
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
+
+    @property
+    def constraints(self) -> list[Constraint | None]:
+        """The constraint of each slot's sequence."""
+        return [None if sequence is None else sequence.constraint for sequence in self.slots]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -100,7 +108,9 @@ class SlotGroup:
         """Take at most ``steps`` decode steps, speculative or plain."""
         self._fit(steps)
         stopped = np.array([sequence is None for sequence in self.slots])
-        self._state, snapshot = self._pool.advance(self._state, self.cache_len, stopped, steps, speculative)
+        self._state, snapshot = self._pool.advance(
+            self._state, self.cache_len, stopped, steps, speculative, self.constraints
+        )
         return snapshot
 
     def remove(self, slot: int) -> None:
@@ -118,7 +128,8 @@ class SlotGroup:
 
     def _needed(self, sequences: Sequence[RunningSequence], steps: int) -> tuple[int, int]:
         """The smallest batch size and cache length for ``steps`` more steps."""
-        growth = steps * self._pool.max_path
+        constrained = any(sequence.constraint for sequence in sequences)
+        growth = steps * (self._pool.constrained_path if constrained else self._pool.max_path)
         longest = max(min(sequence.length + growth, sequence.max_length) for sequence in sequences)
         return self._pool.batch_for(len(sequences)), self._pool.cache_len_for(longest + self._pool.headroom)
 

@@ -65,18 +65,18 @@ def test_it_stops_after_the_program_in_progress():
 def test_the_most_wanted_programs_come_first(served, monkeypatch):
     """Short texts and small batches; plain steps, in whose place others can be taken, last."""
     found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
-    assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 112), (16,))
+    assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
     done = []
     for kind in ("prefill", "feed", "steps"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
     assert found.can_be_plain(1, 64)
     found.warm_up()
-    shapes = [(1, 64), (1, 112), (2, 64), (2, 112)]
+    shapes = [(1, 64), (1, 114), (2, 64), (2, 114)]
     plain = [("steps", *shape, False) for shape in shapes]
     assert done == [
         ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
-        ("prefill", 16, 112), ("steps", 1, 112, True), ("feed", 112),
-        ("steps", 2, 64, True), ("steps", 2, 112, True), *plain,
+        ("prefill", 16, 114), ("steps", 1, 114, True), ("feed", 114),
+        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain,
     ]  # fmt: skip
     assert not found.can_be_plain(1, 64)  # they have only been noted
 
