@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import Greedy, Typical
+from hydrajax.decoding.constraints import words
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.sampling import Sampling
-from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.uncached_forward import all_logits, last_logits
 
@@ -79,6 +79,7 @@ def certify(
     - Exact and rejection sampling, in float32: chi-square test of the first `FIRST_TOKENS` tokens of ``samples`` draws
       for the first prompt, top-k at most `MOST_LIKELY`, against the enumerated distribution; p is at least `P_VALUE`.
     - Typical: every accepted draft token passes the threshold in an uncached pass, with slack for rounding.
+    - With a grammar, all of these under its masks, and every output is read again by a new parser.
 
     Args:
         executor: the executor to check.
@@ -103,6 +104,9 @@ def certify(
     if isinstance(rule, Typical):
         on_status("recomputing thresholds")
         yield check_typical(exact, prompts)
+    if executor.spec.grammar is not None:
+        on_status("reading outputs by the grammar")
+        yield check_grammar(executor, prompts, seed)
 
 
 # --- equality -------------------------------------------------------------------------------------------------------
@@ -138,7 +142,7 @@ def _divergence(
 ) -> Divergence:
     before = [np.concatenate([prompt, output])]
     precise, rounded = (
-        _processed(last_logits(each.model, each.params.base, before)[0], executor.spec, prompt, output)
+        _processed(last_logits(each.model, each.params.base, before)[0], executor, prompt, output)
         for each in (exact, executor)
     )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # token -1 (none) has a margin too
@@ -154,7 +158,9 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
 
     rule = exact.spec.rule
     rule = dataclasses.replace(rule, top_k=min(rule.top_k or MOST_LIKELY, MOST_LIKELY))
-    short = exact.with_spec(rule=rule, max_new_tokens=FIRST_TOKENS, eos_ids=())
+    short = exact.with_spec(rule=rule, max_new_tokens=FIRST_TOKENS)
+    if short.spec.grammar is None:  # a grammar needs EOS: it may be the only token that is allowed
+        short = short.with_spec(eos_ids=())
     expected = enumerated(short, prompt)
     batch = np.repeat(np.asarray(prompt)[None], DRAWS_PER_BATCH, axis=0)
     counts = dict.fromkeys(expected, 0)
@@ -181,24 +187,38 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
 
 
 def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
-    """Return the probability of every sequence of `FIRST_TOKENS` tokens that the spec's rule allows."""
+    """Return the probability of every sequence of `FIRST_TOKENS` tokens that the spec's rule allows; -1 after EOS."""
     spec, found = exact.spec, {(): 1.0}
     for _ in range(FIRST_TOKENS):
-        texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in found]
-        logits = last_logits(exact.model, exact.params.base, texts)
-        grown = {}
-        for (sequence, probability), row in zip(found.items(), logits, strict=True):
-            p = shaped(_processed(row.astype(np.float64), spec, prompt, sequence), spec.rule)
-            grown |= {(*sequence, int(token)): probability * p[token] for token in np.flatnonzero(p)}
+        grown = {
+            (*sequence, -1): p for sequence, p in found.items() if sequence and sequence[-1] in (-1, *spec.eos_ids)
+        }
+        open_ = [sequence for sequence in found if (*sequence, -1) not in grown]
+        texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in open_]
+        logits = last_logits(exact.model, exact.params.base, texts) if texts else []
+        for sequence, row in zip(open_, logits, strict=True):
+            p = shaped(_processed(row.astype(np.float64), exact, prompt, sequence), spec.rule)
+            grown |= {(*sequence, int(token)): found[sequence] * p[token] for token in np.flatnonzero(p)}
         found = grown
     return found
 
 
-def _processed(logits: np.ndarray, spec: DecodeSpec, prompt, output) -> np.ndarray:
-    """Apply the references of the spec's logits processors."""
-    for processor in spec.processors:
+def _processed(logits: np.ndarray, executor: Executor, prompt, output) -> np.ndarray:
+    """Apply the references of the spec's logits processors, and its grammar from the first token on."""
+    for processor in executor.spec.processors:
         logits = processor.reference(logits, prompt, output)
-    return logits
+    if executor.spec.grammar is None:
+        return logits
+    return np.where(_allowed(executor, output), logits, -np.inf)
+
+
+def _allowed(executor: Executor, output) -> Bool[np.ndarray, " V"]:
+    """Return the tokens that the grammar allows after an output, by a new parser."""
+    (constraint,), size = executor.constraints([executor.spec]), executor.model.config.vocab_size
+    constraint.follow([int(token) for token in output])
+    mask, here = np.zeros((1, words(size)), np.uint32), np.array([-1])
+    constraint.allow(here, here, mask)
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:size].astype(bool)
 
 
 def shaped(logits: np.ndarray, rule) -> np.ndarray:
@@ -223,12 +243,28 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
     return observed[~rare], wanted[~rare]
 
 
+# --- grammars -------------------------------------------------------------------------------------------------------
+
+
+def check_grammar(executor: Executor, prompts, seed: int) -> Check:
+    """Read every output again, token by token, by a parser that has seen nothing of the tree."""
+    wrong, tokens, complete = [], 0, 0
+    for number, prompt in enumerate(prompts):
+        out = executor.decode(prompt[None], rng=jax.random.fold_in(jax.random.key(seed), number)).ids()[0]
+        tokens += len(out)
+        complete += bool(out) and out[-1] in executor.spec.eos_ids
+        refused = [at for at, token in enumerate(out) if not _allowed(executor, out[:at])[token]]
+        wrong += [{"prompt": number, "position": at, "token": out[at]} for at in refused[:1]]
+    summary = f"{len(prompts)} prompts, {tokens} tokens, {complete} complete texts; {len(wrong)} leave the grammar"
+    return Check("tokens allowed by the grammar", not wrong, summary, wrong)
+
+
 # --- typical --------------------------------------------------------------------------------------------------------
 
 
 def check_typical(exact: Executor, prompts) -> Check:
     """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, without a cache."""
-    spec, rule = exact.spec, exact.spec.rule
+    rule = exact.spec.rule
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     slack = 1e-3  # in probability: float32 matmuls of different shapes differ
     drafted = roots = 0
@@ -240,7 +276,7 @@ def check_typical(exact: Executor, prompts) -> Check:
         is_root = np.zeros(len(tokens), bool)
         is_root[np.cumsum([0, *(out.accept_lengths[0, : out.steps[0]] + 1)])[:-1]] = True
         for at, token in enumerate(tokens):
-            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), spec, prompt, tokens[:at])
+            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), exact, prompt, tokens[:at])
             if is_root[at]:
                 roots += 1
                 short = float(row.max() - row[token])
