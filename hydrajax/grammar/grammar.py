@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.grammar.matcher import Matcher, compiled
+from hydrajax.grammar.matcher import Matcher
 from hydrajax.grammar.vocabulary import vocabulary_of
 from hydrajax.optional_deps import needs
 
 # One way to write each value, that of Python's json.dumps: no punctuation is forced where any whitespace may stand.
 FIXED_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MOST_BYTES = 1 << 20  # of a grammar's text
+MOST_BYTES = 1 << 17  # of a grammar's text
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Grammar:
         if not isinstance(schema, Mapping):
             raise HydrajaxError(f"json_schema: got {type(schema).__name__}, expected an object or a pydantic model")
         try:
-            return cls("json_schema", json.dumps(schema), whitespace)
+            return cls("json_schema", json.dumps(schema, allow_nan=False), whitespace)
         except (TypeError, ValueError, RecursionError) as error:
             raise HydrajaxError(f"json_schema: got a schema that JSON cannot hold ({one_line(error)})") from None
 
@@ -89,7 +89,7 @@ class Grammar:
         """The grammar in llguidance's own form.
 
         Raises:
-            HydrajaxError: if llguidance is missing, and for a grammar that is too long.
+            HydrajaxError: if llguidance is missing, and for a grammar that is too long or not text.
         """
         try:
             import llguidance
@@ -97,10 +97,13 @@ class Grammar:
             raise HydrajaxError(f"{self.kind}: {needs('llguidance')}") from None
         if len(self.text.encode(errors="surrogatepass")) > MOST_BYTES:
             raise HydrajaxError(f"{self.kind}: got more than {MOST_BYTES} bytes, expected a shorter grammar")
-        if self.kind == "json_schema":
-            options: Any = {} if self.whitespace else FIXED_WHITESPACE
-            return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=options)
-        return llguidance.grammar_from("choice" if self.kind == "choices" else self.kind, self.text)  # type: ignore[arg-type]
+        try:
+            if self.kind == "json_schema":
+                options: Any = {} if self.whitespace else FIXED_WHITESPACE
+                return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=options)
+            return llguidance.grammar_from("choice" if self.kind == "choices" else self.kind, self.text)  # type: ignore[arg-type]
+        except ValueError as error:  # nested too deep, or half of a surrogate pair
+            raise HydrajaxError(f"{self.kind}: {one_line(error)}") from None
 
     def start(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Matcher:
         """Return the matcher of an empty text, see `hydrajax.decoding.constraints.GrammarLike`.
@@ -114,8 +117,10 @@ class Grammar:
             HydrajaxError: for a grammar that llguidance refuses or no text satisfies, and for a base without a fast
                 tokenizer or without EOS.
         """
-        vocabulary = vocabulary_of(tokenizer, vocab_size, tuple(eos_ids))
-        return compiled(vocabulary, self.kind, self.source).copy()
+        found = Matcher(vocabulary_of(tokenizer, vocab_size, tuple(eos_ids)), self.source)
+        if found.error:
+            raise HydrajaxError(f"{self.kind}: {found.error}")
+        return found
 
 
 def as_grammar(value: Any) -> Grammar:

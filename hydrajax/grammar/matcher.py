@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import copy
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,32 +11,13 @@ import numpy as np
 from jaxtyping import Int, UInt32
 
 from hydrajax.decoding.constraints import WORD, words
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import one_line
 
 # Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error.
 LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000}
-
-
-@functools.lru_cache(maxsize=64)  # complex schemas take a tenth of a second
-def compiled(vocabulary: Any, kind: str, source: str) -> Matcher:
-    """Return the matcher of an empty text. Copy it before use.
-
-    Args:
-        vocabulary: of `hydrajax.grammar.vocabulary.vocabulary_of`.
-        kind: names the grammar in messages.
-        source: the grammar in llguidance's own form.
-
-    Raises:
-        HydrajaxError: for a grammar that llguidance refuses, and for one that no text satisfies.
-    """
-    import llguidance
-
-    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-    found = Matcher(llguidance.LLMatcher(vocabulary, source, log_level=0, limits=limits), vocabulary)
-    found.allow(np.array([-1]), np.array([-1]), np.zeros((1, words(vocabulary.vocab_size)), np.uint32))
-    if found.error:
-        raise HydrajaxError(f"{kind}: {found.error}")
-    return found
+# Bytes of the stack of a compilation. llguidance follows references recursively: 1,000 nested definitions overflow the
+# usual 8 MB, which ends the process. Grammars have at most `hydrajax.grammar.grammar.MOST_BYTES`.
+STACK = 256 << 20
 
 
 class Matcher:
@@ -45,30 +27,29 @@ class Matcher:
     allows every token that can begin an allowed text. After a complete text that nothing can follow, EOS is allowed.
     """
 
-    def __init__(self, empty: Any, vocabulary: Any, text: Sequence[int] = ()):
-        """Build the matcher of a text.
+    def __init__(self, vocabulary: Any, source: str):
+        """Compile a grammar; a complex one takes a tenth of a second.
 
         Args:
-            empty: an `llguidance.LLMatcher` that has read nothing; it is copied.
-            vocabulary: its `llguidance.LLTokenizer`.
-            text: token ids.
+            vocabulary: of `hydrajax.grammar.vocabulary.vocabulary_of`.
+            source: the grammar in llguidance's own form.
         """
-        self._empty, self._vocabulary, self._text = empty, vocabulary, list(text)
+        self._vocabulary, self._source = vocabulary, source
+        self._text: list[int] = []
         self.error: str | None = None
-        self._read(self._text)
+        self._compile()
+        here = np.array([-1])
+        self.allow(here, here, np.zeros((1, words(vocabulary.vocab_size)), np.uint32))
 
     def copy(self) -> Matcher:
-        return Matcher(self._empty, self._vocabulary, self._text)
+        found = copy.copy(self)
+        found._matcher = self._matcher.deep_copy()
+        return found
 
     def follow(self, text: Sequence[int]) -> None:
         new, self._text = list(text[len(self._text) :]), list(text)
-        if not self._ended and self.error is None and not self._matcher.consume_tokens(new):
-            self._fail()
-
-    @property
-    def _ended(self) -> bool:
-        """The text ends with EOS, which the parser does not read."""
-        return bool(self._text) and self._text[-1] in self._vocabulary.eos_tokens
+        if not (self._ended or self.error or self._matcher.consume_tokens(new)):
+            self._compile_again()
 
     def forced(self, most: int) -> list[int]:
         found = self._matcher.compute_ff_tokens()[:most]
@@ -80,12 +61,12 @@ class Matcher:
     def allow(
         self, tokens: Int[np.ndarray, " N"], parents: Int[np.ndarray, " N"], allowed: UInt32[np.ndarray, "N W"]
     ) -> None:
+        if self._ended:  # nothing follows
+            return
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(parents.tolist()):
             if parent >= 0 and tokens[node] >= 0:
                 children.setdefault(parent, []).append(node)
-        if self._ended:  # nothing follows
-            return
         allowed[:] = 0
 
         def visit(node: int, path: list[int]) -> None:
@@ -101,20 +82,46 @@ class Matcher:
                 if self._matcher.consume_token(token):
                     visit(child, [*path, token])
                 if self._matcher.is_error():  # for ever, but only of this branch
-                    self._read([*self._text, *path])
+                    self._compile_again(path)
                 else:
                     self._matcher.rollback(1)
 
-        if self.error is None:
+        if self._matcher.is_error() and not self.error:  # copies share a lexer, and another one has exhausted it
+            self._compile_again()
+        if not self.error:
             visit(0, [])
         if not allowed[0].any():
             self._fail()
 
-    def _read(self, text: list[int]) -> None:
-        self._matcher = self._empty.deep_copy()
-        if not self._ended and not self._matcher.consume_tokens(text):
+    @property
+    def _ended(self) -> bool:
+        """The text ends with EOS, which the parser does not read."""
+        return bool(self._text) and self._text[-1] in self._vocabulary.eos_tokens
+
+    def _compile(self) -> None:
+        import llguidance
+
+        limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+
+        def compile_source() -> None:
+            self._matcher = llguidance.LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
+
+        usual = threading.stack_size(STACK)
+        try:
+            thread = threading.Thread(target=compile_source)
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+        thread.join()
+
+    def _compile_again(self, path: Sequence[int] = ()) -> None:
+        """Leave the parser's state of error, which is permanent, and read the text and a path again."""
+        self._compile()
+        if not self._matcher.consume_tokens([*self._text, *path]):
             self._fail()
 
     def _fail(self) -> None:
-        found = self._matcher.get_error() if self._matcher.is_error() else ""
-        self.error = self.error or one_line(found or "no token of the vocabulary can continue the text", 200)
+        found = self._matcher.get_error().replace("<non-verbose/>", "") if self._matcher.is_error() else ""
+        if not found or found.startswith("NoExtension"):
+            found = "no token of the vocabulary can continue the text" if self._text else "no text satisfies it"
+        self.error = self.error or one_line(found, 200)

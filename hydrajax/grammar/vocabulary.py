@@ -1,4 +1,4 @@
-"""A base's vocabulary as llguidance reads it: the bytes of every token."""
+"""A base's vocabulary as llguidance reads it: the bytes of every token, and how text is tokenized."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.optional_deps import needs
+
+START = "\x02"  # begins a text whose tokens do not depend on being the first ones
 
 
 @functools.lru_cache(maxsize=4)  # half a second for 49,152 tokens
@@ -30,6 +32,40 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> 
     if not eos_ids:
         raise HydrajaxError("grammar: requires an end-of-sequence token, which the base does not have")
     try:
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids))
+        read = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_ids))
+        plain = llguidance.TokenizerWrapper(_PlainTokenizer(tokenizer, read))
+        return llguidance.LLTokenizer(plain, n_vocab=vocab_size, eos_token=list(eos_ids))
     except Exception as error:  # of several kinds
         raise HydrajaxError(f"grammar: the base's tokenizer cannot be used ({one_line(error, 120)})") from None
+
+
+class _PlainTokenizer:
+    """A tokenizer that reads the name of a special token as ordinary text, for `llguidance.TokenizerWrapper`.
+
+    A forced text may contain such a name, for example a constant of a JSON schema. llguidance's own reading of the
+    tokenizer would write it with the special token, and EOS in the middle of a string would end the output.
+
+    Attributes:
+        eos_token_id, bos_token_id, tokens, special_token_ids: as `llguidance.TokenizerWrapper` expects.
+    """
+
+    def __init__(self, tokenizer: Any, read: Any):
+        """Build the tokenizer from the transformers one and llguidance's reading of it."""
+        import tokenizers
+
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._backend.encode_special_tokens = True
+        self._start = self._ids(START)
+        self.eos_token_id, self.bos_token_id = read.eos_tokens[0], None
+        every, named = range(read.vocab_size), len(tokenizer)
+        self.tokens = [read.decode_bytes([token]) for token in every]
+        self.special_token_ids = [token for token in every if read.is_special_token(token) or token >= named]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        text = text.decode() if isinstance(text, bytes) else text
+        return self._ids(START + text)[len(self._start) :]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids

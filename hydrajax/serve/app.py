@@ -37,13 +37,16 @@ from hydrajax.serve.protocol import (
     DetokenizeBody,
     RequestBody,
     TokenizeBody,
+    Tool,
     parse_body,
 )
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
+from hydrajax.serve.requests import Request as BatcherRequest
 from hydrajax.serve.served_models import ServedModel, check_unique, total
 from hydrajax.serve.stream import EventStream
+from hydrajax.serve.structured import FREE, Structure, structure_of
 from hydrajax.serve.warm_up import WarmUp
 
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
@@ -149,7 +152,8 @@ class Api:
             special = body.add_special_tokens is not False
             ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
-            ids = await self._conversation(body.messages)
+            plain = _plain(body.messages)
+            ids = await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
         texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
@@ -165,16 +169,18 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
-        return await self._answer(request, body, [await self._conversation(body.messages)], chat=True)
+        plain, tools = _plain(body.messages), _plain(body.callable_tools())
+
+        def encoded() -> tuple[Structure, np.ndarray]:
+            return structure_of(body, self._encoder.call_format), self._encoder.conversation(plain, tools)
+
+        structure, ids = await self._on_thread(encoded, [str(tools), *(message["content"] for message in plain)])
+        return await self._answer(request, body, [ids], True, structure)
 
     # --- prompts ----------------------------------------------------------------------------------------------
 
     async def _prompts(self, contents: Sequence[str | list[int]]) -> list[np.ndarray]:
         return await self._on_thread(lambda: [self._encoder.prompt(content) for content in contents], contents)
-
-    async def _conversation(self, messages: Sequence[ChatMessage]) -> np.ndarray:
-        plain = [message.plain() for message in messages]
-        return await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
 
     async def _on_thread(self, encode: Callable[[], Any], contents: Sequence[str | list[int]]) -> Any:
         """Encode contents on a thread. Short ones never wait for long ones, which have their own threads."""
@@ -225,7 +231,9 @@ class Api:
             raise HTTPException(408, f"the body was not received within {seconds} seconds") from None
         return await run_in_threadpool(parse_body, kind, bytes(body))
 
-    async def _answer(self, request: Request, body: RequestBody, prompts: list, chat: bool) -> Response:
+    async def _answer(
+        self, request: Request, body: RequestBody, prompts: list, chat: bool, structure: Structure = FREE
+    ) -> Response:
         model = self._served(body.model)
         batcher, form = model.batcher, ReplyFormat(model.name, chat)
         n, sampling, seed = body.n or 1, body.sampling(), body.seed
@@ -242,7 +250,18 @@ class Api:
             )
         common = {"max_new_tokens": body.limit() or self._settings.max_new_tokens, "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
-        requests = [batcher.request(ids, number=number, **common, **sampling) for ids in prompts for number in range(n)]
+
+        def made() -> list[BatcherRequest]:
+            return [batcher.request(ids, number=number, **common, **sampling) for ids in prompts for number in range(n)]
+
+        if (grammar := structure.grammar) is None:
+            requests = made()
+        else:
+            common["grammar"] = grammar
+            try:
+                requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
+            except HydrajaxError as error:
+                raise structure.named(error) from None
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
@@ -251,7 +270,8 @@ class Api:
             handles = batcher.submit(requests, reply.changed)
             options = (self._encoder.token_text, body.wants_logprobs(), top, body.stream_options.include_drafts)
             reply.choices = [
-                ReplyChoice(index, handle, *options, echoed[index // n]) for index, handle in enumerate(handles)
+                ReplyChoice(index, handle, *options, echoed[index // n], structure.calls)
+                for index, handle in enumerate(handles)
             ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
@@ -267,6 +287,11 @@ def _listed(model: ServedModel) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
     entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "hydrajax"}
     return entry | {"hydrajax": dict(model.about)}
+
+
+def _plain(items: Sequence[ChatMessage] | Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return messages or tools for chat templates."""
+    return [item.plain() for item in items]
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:

@@ -5,6 +5,7 @@ Fields that would change the answer and are not supported are refused, so that n
 
 from __future__ import annotations
 
+import json
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -19,6 +20,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
+FunctionName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NUMBERS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 KINDS = {  # of pydantic's errors
     "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer",
@@ -26,11 +28,14 @@ KINDS = {  # of pydantic's errors
     "float_type": "a number", "float_parsing": "a number",
     "bool_type": "true or false", "bool_parsing": "true or false",
     "list_type": "a list", "dict_type": "an object", "model_type": "an object", "none_required": "null",
+    "string_pattern_mismatch": "1 to 64 letters, digits, _ and -",
 }  # fmt: skip
 UNIONS = {
     "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
     "stop": f"a text or a list of up to {MOST_STOPS} texts",
-    "tools": "none, as this server has no tools",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+    "functions": "none; use tools, which replace it",
+    "function_call": "none; use tool_choice, which replaces it",
     "suffix": "none, as this server only continues prompts",
 }
 
@@ -134,22 +139,119 @@ class TextPart(BaseModel):
     text: StrictStr
 
 
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: FunctionName
+    arguments: StrictStr
+
+    @pydantic.field_validator("arguments")
+    @classmethod
+    def _arguments_are_an_object(cls, value: str) -> str:
+        try:
+            valid = isinstance(json.loads(value), dict)
+        except (ValueError, RecursionError):
+            valid = False
+        if not valid:
+            raise ValueError(f"got {reprlib.repr(value)}, expected a JSON object as text")
+        return value
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant message of the conversation."""
+
+    model_config = ConfigDict(extra="forbid")
+    id: StrictStr
+    type: Literal["function"]
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for chat templates, which write the arguments as JSON themselves."""
+        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: StrictStr | list[TextPart] | None = None
     name: str | None = None
     refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_call_id: StrictStr | None = None
 
-    def plain(self) -> dict[str, str]:
+    @pydantic.model_validator(mode="after")
+    def _fields_of_the_role(self):
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls: got a list, expected none in a message of role {self.role}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError(f"tool_call_id: {'is missing' if self.role == 'tool' else 'requires role tool'}")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content: is missing")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """Return the message for chat templates, which call OpenAI's developer the system."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls is not None:
+            found["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            found |= {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
+        return found
 
 
-class TextFormat(BaseModel):
+class JsonSchema(BaseModel):
+    """``strict`` has no effect: every answer is valid under the schema."""
+
     model_config = ConfigDict(extra="forbid")
-    type: Literal["text"]
+    name: StrictStr
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _schema_if_named(self):
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            missing = self.json_schema is None
+            raise ValueError(f"json_schema: {'is missing' if missing else 'requires response_format.type=json_schema'}")
+        return self
+
+
+class FunctionDefinition(BaseModel):
+    """``strict`` has no effect: all arguments are valid under ``parameters``."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool for chat templates."""
+        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class FunctionReference(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: StrictStr
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["function"]
+    function: FunctionReference
 
 
 class ChatBody(RequestBody):
@@ -161,10 +263,12 @@ class ChatBody(RequestBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
+    functions: None = None
+    function_call: None = None
     modalities: list[Literal["text"]] | None = None
 
     def limit(self) -> int | None:
@@ -175,6 +279,21 @@ class ChatBody(RequestBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: requires logprobs=true")
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _tool_choice_names_a_tool(self):
+        names = [tool.function.name for tool in self.tools or ()]
+        if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
+            raise ValueError(f"tools: got {repeated[0]} twice, expected different names")
+        if self.tool_choice not in (None, "none", "auto") and not names:
+            raise ValueError("tool_choice: requires tools")
+        if isinstance(self.tool_choice, NamedTool) and (name := self.tool_choice.function.name) not in names:
+            raise ValueError(f"tool_choice.function.name: got {name!r}, expected one of: {', '.join(names)}")
+        return self
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call; they are part of the prompt."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeBody(BaseModel):
@@ -220,8 +339,8 @@ def _message(error: dict[str, Any]) -> str:
         return f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})"
     # In a union, pydantic appends the type that it tried.
     field = ".".join(str(part) for part in error["loc"] if _is_field(part)) or "the body"
-    if error["type"] == "value_error":
-        return message
+    if error["type"] == "value_error":  # of a validator that names the field itself, or of the field's own
+        return message if not error["loc"] else f"{field}{': ' if message.startswith('got ') else '.'}{message}"
     if error["type"] == "missing":
         return f"{field}: is missing"
     if error["type"] == "extra_forbidden":
@@ -241,10 +360,10 @@ def _expected(kind: str, message: str, numbers: dict[str, Any]) -> str:
         if name in numbers:
             number = numbers[name]
             return f"{words} {number:g}" if isinstance(number, float) else f"{words} {number}"
-    if kind.startswith("string_"):
-        return "a text"
     if kind in KINDS:
         return KINDS[kind]
+    if kind.startswith("string_"):
+        return "a text"
     return message.removeprefix("Input should be ").replace("True", "true")
 
 

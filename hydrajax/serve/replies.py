@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hydrajax.serve.requests import RequestHandle
+from hydrajax.serve.tool_calls import CallDeltas, CallFormat
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop"}  # all others are "length": limit, context, cancelled
 
 
 class Delta(NamedTuple):
-    """New text and tokens of an answer, with the log-probability and the most likely tokens at each position."""
+    """New text, tool calls and tokens of an answer, and at each position log-probability and most likely tokens."""
 
     text: str
+    calls: list[dict[str, Any]]
     ids: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
@@ -29,6 +31,7 @@ class ReplyChoice:
         logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
         top_logprobs: Number of most likely tokens at each position.
         echo: Text before the answer's.
+        calls: Format of the tool calls in the answer, None if there are none.
     """
 
     def __init__(
@@ -40,29 +43,35 @@ class ReplyChoice:
         top_logprobs: int = 0,
         drafts: bool = False,
         echo: str = "",
+        calls: CallFormat | None = None,
     ):
         self.index, self.handle, self._echo = index, handle, echo
         self._token_text, self._logprobs, self._top, self._drafts = token_text, logprobs, top_logprobs, drafts
         self._sent, self._tokens, self._offset = 0, 0, 0  # characters and tokens sent, offset of the next token's text
+        self._calls = None if calls is None else CallDeltas(calls)
         self.ended = False  # its end has been sent
 
     @property
     def finish_reason(self) -> str:
         result = self.handle.result
-        return FINISH_REASONS.get((result and result.finish_reason) or "", "length")
+        found = FINISH_REASONS.get((result and result.finish_reason) or "", "length")
+        return "tool_calls" if found == "stop" and self._calls is not None and self._calls.complete else found
 
-    def delta(self) -> Delta:
-        """Return the part of the answer that has not been sent."""
+    def delta(self, ended: bool) -> Delta:
+        """Return the part of the answer that has not been sent; after its end all of it."""
         result = self.handle.result  # once, because another thread may replace it
         if result is None:
-            return Delta("", [], [], [])
+            return Delta("", [], [], [], [])
         # Without a tokenizer, the ids are the text.
         text = self._echo + (" ".join(map(str, result.output_ids)) if result.text is None else result.text)
-        new, self._sent = text[self._sent :], len(text)
+        if self._calls is not None:
+            new, calls = self._calls.new(text, ended)
+        else:
+            new, self._sent, calls = text[self._sent :], len(text), []
         first, self._tokens = self._tokens, result.new_tokens
         ids, top = result.output_ids[first:], (result.top_logprobs or [])[first:]
         top = [tokens[: self._top] for tokens in top] or [[]] * len(ids)
-        return Delta(new, ids, (result.logprobs or [])[first:], top)
+        return Delta(new, calls, ids, (result.logprobs or [])[first:], top)
 
     def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
         """Mark which of the last tokens were drafted: all tokens of a step except the first one, its root."""
@@ -112,8 +121,11 @@ class ReplyFormat:
     def whole(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
         found = []
         for choice in choices:
-            delta = choice.delta()
+            delta = choice.delta(ended=True)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
+            if delta.calls:
+                calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.calls]
+                message |= {"content": delta.text or None, "tool_calls": calls}
             content = {"message": message} if self._chat else {"text": delta.text}
             found.append(self._choice(choice, content, choice.logprobs(delta, self._chat), choice.finish_reason))
         name = "chat.completion" if self._chat else "text_completion"
@@ -127,9 +139,9 @@ class ReplyFormat:
     def events(self, choice: ReplyChoice) -> list[dict[str, Any]]:
         """Return the events for the new part of a choice."""
         found, ended = [], choice.handle.done  # read first, so that the end follows all of the answer
-        delta = choice.delta()
-        if delta.text or delta.ids:
-            content = {"delta": {"content": delta.text}} if self._chat else {"text": delta.text}
+        delta = choice.delta(ended)
+        if delta.text or delta.ids or delta.calls:
+            content = {"delta": _chat_delta(delta)} if self._chat else {"text": delta.text}
             found.append(self._chunk([self._choice(choice, content, choice.logprobs(delta, self._chat), None)]))
             if (drafts := choice.drafts(delta.ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
@@ -150,6 +162,12 @@ class ReplyFormat:
     @staticmethod
     def _choice(choice: ReplyChoice, content: dict, logprobs: dict | None, finish_reason: str | None) -> dict[str, Any]:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def _chat_delta(delta: Delta) -> dict[str, Any]:
+    if not delta.calls:
+        return {"content": delta.text}
+    return ({"content": delta.text} if delta.text else {}) | {"tool_calls": delta.calls}
 
 
 def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.serve.tool_calls import CallFormat, call_format
 from hydrajax.text.prompt import Prompt
-from hydrajax.text.templates import make_encoder
+from hydrajax.text.templates import PromptEncoder, make_encoder
 from hydrajax.text.tokenizer import run_tokenizer
 
 
@@ -56,15 +58,31 @@ class RequestEncoder:
         ids = Prompt(content, "prompt").ids(self._tokenizer, add_special_tokens)
         return self._checked(ids, "prompt")
 
-    def conversation(self, messages: list[dict[str, str]]) -> np.ndarray:
-        """Encode messages, up to the start of the answer; int32 ``[P]``."""
+    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
+        """Encode messages, and the tools that the model may call, up to the start of the answer; int32 ``[P]``."""
+        chat = self._chat_encoder()
+        texts = [_text_of(message) for message in messages]
+        described = json.dumps(tools, ensure_ascii=False) if tools else ""
+        self._check_bytes([*texts, described], "messages")
+        for number, (message, text) in enumerate(zip(messages, texts, strict=True)):
+            if found := chat.special.search(text):
+                raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
+            if ("tool_calls" in message or message["role"] == "tool") and "tool" not in chat.source_for(tools):
+                raise HydrajaxError(f"messages.{number}: got a message of tools, which the chat template does not have")
+        if found := chat.special.search(described):
+            raise HydrajaxError(f"tools: contains the special token {found[0]}, expected plain text")
+        return self._checked(chat.prompt(messages, tools), "messages")
+
+    def call_format(self) -> CallFormat:
+        """Return the format of tool calls that the chat template describes."""
+        chat = self._chat_encoder()
+        # To name the template for tools; which ones does not matter.
+        return call_format(chat.source_for([{}]), self._tokenizer)
+
+    def _chat_encoder(self) -> PromptEncoder:
         if self._chat is None:
             raise HydrajaxError(self._no_template)
-        self._check_bytes([message["content"] for message in messages], "messages")
-        for number, message in enumerate(messages):
-            if found := self._chat.special.search(message["content"]):
-                raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
-        return self._checked(self._chat.prompt(messages), "messages")
+        return self._chat
 
     def text(self, content: str | list[int]) -> str:
         """Return a prompt's text, of token ids with special tokens."""
@@ -92,6 +110,12 @@ class RequestEncoder:
         if self._max_prompt is not None and len(ids) > self._max_prompt:
             raise HydrajaxError(f"{field}: got {len(ids)} tokens, expected at most {self._max_prompt}")
         return encode_prompt(Prompt(ids, field), field, None, self._config)
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    """Return everything in a message that its author writes."""
+    calls = message.get("tool_calls")
+    return message["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:

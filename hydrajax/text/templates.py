@@ -65,16 +65,32 @@ class PromptEncoder:
     special: re.Pattern
     marks: Int[np.ndarray, " n"]
 
-    def prompt(self, messages: list[dict[str, str]]) -> list[int]:
-        """Return token ids of the messages (``role``, ``content``) and of the header of the next answer."""
-        return self.tokenize(self.render(messages, prompt=True))[0].tolist()
+    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Return token ids of the messages (``role``, ``content``) and of the header of the next answer.
 
-    def render(self, messages: list[dict[str, str]], *, prompt: bool) -> str:
+        Args:
+            messages: the conversation.
+            tools: functions that the model may call, as `transformers` describes them.
+
+        Raises:
+            HydrajaxError: for a template that fails, and with tools for one that ignores them.
+        """
+        text = self.render(messages, prompt=True, tools=tools)
+        if tools and text == self.render(messages, prompt=True):
+            raise HydrajaxError("tools: the chat template ignores tools; leave them out, or set tool_choice to none")
+        return self.tokenize(text)[0].tolist()
+
+    def source_for(self, tools: list[dict[str, Any]] | None) -> str:
+        """Return the template for a conversation with or without tools; some tokenizers have one for each."""
+        return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
+
+    def render(self, messages: list[dict[str, Any]], *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
         return run_template(
             self.tokenizer.apply_chat_template,
             messages,
-            chat_template=self.source,
+            tools=tools or None,
+            chat_template=self.source_for(tools),
             tokenize=False,
             add_generation_prompt=prompt,
         )

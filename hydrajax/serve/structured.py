@@ -1,0 +1,97 @@
+"""Structured output: the grammar of a chat request's answers, from its response format and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.grammar.grammar import Grammar
+from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
+from hydrajax.serve.tool_calls import CallFormat
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The form of a request's answers.
+
+    Attributes:
+        grammar: of the answers, None for free text.
+        field: the request's field that the grammar comes from.
+        calls: format of the tool calls in the answers, None if there are none.
+    """
+
+    grammar: Grammar | None = None
+    field: str = ""
+    calls: CallFormat | None = None
+
+    def named(self, error: HydrajaxError) -> HydrajaxError:
+        """Return an error of the grammar with the request's field."""
+        if self.grammar is None or error.field not in (self.grammar.kind, "grammar"):
+            return error
+        return HydrajaxError(f"{self.field}: {str(error).removeprefix(f'{error.field}: ')}")
+
+
+FREE = Structure()
+
+
+def structure_of(body: ChatBody, call_format: Callable[[], CallFormat]) -> Structure:
+    """Return the form of the answers to a request.
+
+    Args:
+        body: the request.
+        call_format: returns the format of calls, or raises `HydrajaxError`; called only for requests with tools.
+
+    Raises:
+        HydrajaxError: for a tool's schema that llguidance refuses, and for fields that contradict each other.
+    """
+    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body)
+    if found.grammar is not None:
+        for name in ("ignore_eos", "min_tokens"):
+            if value := getattr(body, name):
+                got = str(value).lower()
+                raise HydrajaxError(f"{name}: got {got} with {found.field}, whose answers end when they are complete")
+    return found
+
+
+def _of_format(body: ChatBody) -> Structure:
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return FREE
+    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        return Structure(Grammar.json_object(), "response_format")
+    return Structure(Grammar.json_schema(wanted.json_schema.schema_), "response_format.json_schema.schema")
+
+
+def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
+    choice, format_wanted = body.tool_choice, body.response_format
+    free = choice in (None, "auto")
+    if free and format_wanted is not None and format_wanted.type != "text":
+        raise HydrajaxError(
+            f"response_format.type: got {format_wanted.type} with tools, expected text; or set tool_choice to none or "
+            "required"
+        )
+    named = choice.function.name if isinstance(choice, NamedTool) else None
+    schemas = {tool.function.name: _arguments(number, tool) for number, tool in enumerate(body.callable_tools())}
+    if named is not None:
+        schemas = {named: schemas[named]}
+    several = named is None and body.parallel_tool_calls is not False
+    return Structure(calls.grammar(schemas, text=free, several=several), "tools", calls)
+
+
+def _arguments(number: int, tool: Tool) -> dict[str, Any]:
+    """Return the JSON schema of a tool's arguments, which are an object."""
+    field, schema = f"tools.{number}.function.parameters", tool.function.parameters
+    if schema is None:
+        return {"type": "object", "additionalProperties": False}
+    if schema.get("type", "object") != "object":
+        raise HydrajaxError(f"{field}.type: got {schema['type']!r}, expected 'object'")
+    schema = {"type": "object"} | schema
+    source = Grammar.json_schema(schema).source  # refuses if llguidance is missing
+    from llguidance import LLMatcher
+
+    wrong, messages = LLMatcher.validate_grammar_with_warnings(source)
+    if wrong:
+        raise HydrajaxError(f"{field}: {one_line(messages[0])}")
+    return schema
