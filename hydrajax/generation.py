@@ -207,6 +207,8 @@ def row_result(
         reason = "eos"
     elif len(output_ids) >= spec.max_new_tokens:
         reason = "length"
+    elif spec.grammar is not None and len(ids) + len(output_ids) < executor.model.config.max_positions:
+        reason = "grammar"
     return Generation(
         prompt_ids=ids.tolist(),
         output_ids=output_ids,

@@ -287,7 +287,8 @@ class LanguageModel:
             grammar = [None if one is None else as_grammar(one) for one in grammar]
         elif grammar is not None:
             grammar = as_grammar(grammar)
-        specs = specs_of_prompts(DecodeSpec(logprobs=logprobs), len(several), grammar=grammar, **keywords)
+        template = DecodeSpec(logprobs=logprobs, eos_ids=self.eos_ids)
+        specs = specs_of_prompts(template, len(several), grammar=grammar, **keywords)
         if not several:
             return []
         on_status = on_status or _at_terminal

@@ -93,6 +93,8 @@ def run(args: argparse.Namespace) -> None:
         print(
             f"{totals.cut} {outputs} cut off: prompt and output fill the context of {context} tokens", file=sys.stderr
         )
+    if totals.stuck:
+        print(f"{totals.stuck} cut off: no token can continue them, or the grammar is too complex", file=sys.stderr)
     print(totals.summary(), file=sys.stderr)
 
 
@@ -134,6 +136,7 @@ class Totals:
     Attributes:
         seconds: Decoding time, each batch counted once, without compilation.
         cut: Outputs that the context cut off.
+        stuck: Outputs that the grammar's parser ended before they were complete.
     """
 
     prompts: int = 0
@@ -141,6 +144,7 @@ class Totals:
     steps: int = 0
     seconds: float = 0.0
     cut: int = 0
+    stuck: int = 0
 
     def add(self, result: Generation, first_of_batch: bool) -> None:
         self.prompts += 1
@@ -148,6 +152,7 @@ class Totals:
         self.steps += result.steps
         self.seconds += result.wall_time if first_of_batch else 0.0
         self.cut += result.finish_reason == "context"
+        self.stuck += result.finish_reason == "grammar"
 
     @property
     def tokens_per_step(self) -> float:

@@ -19,7 +19,6 @@ from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -99,19 +98,10 @@ class Engine:
     # --- the five verbs ---------------------------------------------------------------------------------------
 
     @exact
-    def propose(self, params: Params, state: DecodeState, forced: Int[Array, "B K"] | None = None) -> Proposal:
-        """Return candidate tokens in node order: best guesses or draws, as the rule requires.
-
-        Args:
-            params: Parameters of base and drafter.
-            state: The state before the step.
-            forced: int32 ``[B, K]`` tokens that must follow each root, then -1: ``forced_nodes`` more nodes hold them
-                as far as the drafter's nodes do not.
-        """
+    def propose(self, params: Params, state: DecodeState) -> Proposal:
+        """Return candidate tokens in node order: best guesses or draws, as the rule requires."""
         draw = state.output.rule.draw(self._keys_below(state))
-        root = state.target.root
-        proposal = self.drafter.propose(params.draft, state.draft, root, self.tree, self.bind(params), draw)
-        return proposal if forced is None else with_branch(proposal, forced, self.forced_nodes)
+        return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:

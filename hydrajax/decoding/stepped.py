@@ -17,10 +17,11 @@ from jaxtyping import Int
 
 from hydrajax.decoding.constraints import Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
-from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.processors import AllowedTokens
 from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.drafters.branch import with_branch
 from hydrajax.models import backend
 
 
@@ -31,11 +32,12 @@ class SteppedState(NamedTuple):
     constraints: tuple[Constraint | None, ...]
 
 
-class SteppedExecutor(Executor):
-    """Propose and verify, host work, accept: two programs per step, each compiled once per shape.
+class SteppedExecutor(FusedExecutor):
+    """Propose and verify, host work, accept: three programs per step, each compiled once per shape.
 
-    Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A step
-    in which no constraint forces a token verifies no node for forced tokens.
+    Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A batch
+    without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
+    nodes for forced tokens.
     """
 
     follows_grammars = True
@@ -45,13 +47,15 @@ class SteppedExecutor(Executor):
         engine = self.engine
 
         # A static tree stays a constant of each program and is not passed between them.
-        def propose(params, state, ended, forced):
-            state = state._replace(output=state.output._replace(done=ended))
-            proposal = engine.propose(params, state, forced)
+        def propose(params, state):
+            proposal = engine.propose(params, state)
             return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
             return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
+
+        def join(proposal, forced):
+            return with_branch(with_tree(proposal), forced, engine.forced_nodes)
 
         def verify(params, cache, proposal):
             return engine.verify(params, cache, with_tree(proposal))
@@ -62,8 +66,11 @@ class SteppedExecutor(Executor):
 
         options = backend.compiler_options()
         self._propose = jax.jit(propose, compiler_options=options)
+        self._join = jax.jit(join)
         self._verify = jax.jit(verify, compiler_options=options)
         self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
+
+    decode, _compile = Executor.decode, Executor._compile
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         constraints, sampling = self._constraints(sampling, len(lengths))
@@ -91,15 +98,20 @@ class SteppedExecutor(Executor):
 
     def advance(self, state, stopped, n_steps):
         decode, constraints = state
-        ended = self._follow(decode, constraints, stopped)
+        if not any(constraints):
+            decode, now = super().advance(decode, stopped, n_steps)
+            return SteppedState(decode, constraints), now
         for _ in range(n_steps):
+            proposal = self._propose(self.params, decode)
+            ended = self._follow(decode, constraints, stopped)  # while the device proposes
             if ended.all():
                 break
-            proposal = self._propose(self.params, decode, ended, self._forced(constraints, ended))
+            if (forced := self._forced(constraints, ended)) is not None:
+                proposal = self._join(proposal, forced)
             forward, logits = self._verify(self.params, decode.target.cache, proposal)
             extra = self._masks(constraints, ended, proposal)
             decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra)
-            ended = self._follow(decode, constraints, stopped)
+        ended = self._follow(decode, constraints, stopped)
         decode = decode._replace(output=decode.output._replace(done=self._placed(jnp.asarray(ended))))
         return SteppedState(decode, constraints), Snapshot.of(decode.output)
 
@@ -117,8 +129,6 @@ class SteppedExecutor(Executor):
     def _follow(self, decode: DecodeState, constraints: Sequence[Constraint | None], stopped) -> np.ndarray:
         """Move the constraints to the next root. Return which sequences take no further step."""
         out = decode.output
-        if not any(constraints):
-            return np.asarray(out.done) | stopped
         done, tokens, lengths, roots = jax.device_get((out.done, out.tokens, out.lengths, decode.target.root))
         ended = done | stopped
         for row, constraint in enumerate(constraints):
@@ -140,8 +150,6 @@ class SteppedExecutor(Executor):
 
     def _masks(self, constraints, ended, proposal) -> tuple[AllowedTokens, ...]:
         """Return the mask of every node; the base's pass continues meanwhile."""
-        if not any(constraints):
-            return ()
         parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
         tokens, parents = jax.device_get((proposal.tokens, parents))
         parents = np.broadcast_to(parents, tokens.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,19 @@ LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000}
 # Bytes of the stack of a compilation. llguidance follows references recursively: 1,000 nested definitions overflow the
 # usual 8 MB, which ends the process. Grammars have at most `hydrajax.grammar.grammar.MOST_BYTES`.
 STACK = 256 << 20
+
+
+def on_deep_stack(compiled: Callable[[], Any]) -> Any:
+    """Return the result of a call of llguidance's compiler, made on a thread with a stack of `STACK` bytes."""
+    found: list[Any] = []
+    usual = threading.stack_size(STACK)
+    try:
+        thread = threading.Thread(target=lambda: found.append(compiled()))
+        thread.start()
+    finally:
+        threading.stack_size(usual)
+    thread.join()
+    return found[0]
 
 
 class Matcher:
@@ -103,16 +116,9 @@ class Matcher:
 
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
 
-        def compile_source() -> None:
-            self._matcher = llguidance.LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
-
-        usual = threading.stack_size(STACK)
-        try:
-            thread = threading.Thread(target=compile_source)
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-        thread.join()
+        self._matcher = on_deep_stack(
+            lambda: llguidance.LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
+        )
 
     def _compile_again(self, path: Sequence[int] = ()) -> None:
         """Leave the parser's state of error, which is permanent, and read the text and a path again."""

@@ -171,11 +171,14 @@ class Api:
         body = await self._body(request, ChatBody)
         plain, tools = _plain(body.messages), _plain(body.callable_tools())
 
-        def encoded() -> tuple[Structure, np.ndarray]:
-            return structure_of(body, self._encoder.call_format), self._encoder.conversation(plain, tools)
+        def encoded() -> tuple[np.ndarray, Structure]:
+            return self._encoder.conversation(plain, tools), structure_of(body, self._encoder.call_format)
 
-        structure, ids = await self._on_thread(encoded, [str(tools), *(message["content"] for message in plain)])
-        return await self._answer(request, body, [ids], True, structure)
+        ids, structure = await self._on_thread(encoded, [str(tools), *(message["content"] for message in plain)])
+        try:
+            return await self._answer(request, body, [ids], True, structure)
+        except HydrajaxError as error:
+            raise structure.named(error) from None
 
     # --- prompts ----------------------------------------------------------------------------------------------
 
@@ -258,10 +261,7 @@ class Api:
             requests = made()
         else:
             common["grammar"] = grammar
-            try:
-                requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
-            except HydrajaxError as error:
-                raise structure.named(error) from None
+            requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]

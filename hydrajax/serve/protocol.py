@@ -143,6 +143,7 @@ class CalledFunction(BaseModel):
     model_config = ConfigDict(extra="forbid")
     name: FunctionName
     arguments: StrictStr
+    parsed_arguments: Any = None  # without effect: OpenAI's client adds it
 
     @pydantic.field_validator("arguments")
     @classmethod
@@ -163,6 +164,7 @@ class ToolCall(BaseModel):
     id: StrictStr
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = None  # without effect, from a stream
 
     def plain(self) -> dict[str, Any]:
         """Return the call for chat templates, which write the arguments as JSON themselves."""
@@ -176,6 +178,10 @@ class ChatMessage(BaseModel):
     content: StrictStr | list[TextPart] | None = None
     name: str | None = None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    parsed: Any = None  # without effect: OpenAI's client adds it
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: StrictStr | None = None
 

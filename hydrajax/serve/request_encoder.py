@@ -113,9 +113,9 @@ class RequestEncoder:
 
 
 def _text_of(message: dict[str, Any]) -> str:
-    """Return everything in a message that its author writes."""
-    calls = message.get("tool_calls")
-    return message["content"] + (json.dumps(calls, ensure_ascii=False) if calls else "")
+    """Return everything in a message that a client writes."""
+    others = {name: value for name, value in message.items() if name not in ("role", "content")}
+    return message["content"] + (json.dumps(others, ensure_ascii=False) if others else "")
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.grammar.grammar import Grammar
+from hydrajax.grammar.matcher import on_deep_stack
 from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
 from hydrajax.serve.tool_calls import CallFormat
 
@@ -28,9 +29,7 @@ class Structure:
 
     def named(self, error: HydrajaxError) -> HydrajaxError:
         """Return an error of the grammar with the request's field."""
-        if self.grammar is None or error.field not in (self.grammar.kind, "grammar"):
-            return error
-        return HydrajaxError(f"{self.field}: {str(error).removeprefix(f'{error.field}: ')}")
+        return error if self.grammar is None else _named(error, self.field)
 
 
 FREE = Structure()
@@ -61,7 +60,8 @@ def _of_format(body: ChatBody) -> Structure:
         return FREE
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
         return Structure(Grammar.json_object(), "response_format")
-    return Structure(Grammar.json_schema(wanted.json_schema.schema_), "response_format.json_schema.schema")
+    field = "response_format.json_schema.schema"
+    return Structure(_of_schema(wanted.json_schema.schema_, field), field)
 
 
 def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
@@ -88,10 +88,27 @@ def _arguments(number: int, tool: Tool) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise HydrajaxError(f"{field}.type: got {schema['type']!r}, expected 'object'")
     schema = {"type": "object"} | schema
-    source = Grammar.json_schema(schema).source  # refuses if llguidance is missing
+    source = _of_schema(schema, field).source
     from llguidance import LLMatcher
 
-    wrong, messages = LLMatcher.validate_grammar_with_warnings(source)
+    wrong, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(source))
     if wrong:
         raise HydrajaxError(f"{field}: {one_line(messages[0])}")
     return schema
+
+
+def _of_schema(schema: dict[str, Any], field: str) -> Grammar:
+    """Return the grammar of a schema in the request's ``field``; refuse it if it is too long or llguidance missing."""
+    try:
+        found = Grammar.json_schema(schema)
+        _ = found.source
+    except HydrajaxError as error:
+        raise _named(error, field) from None
+    return found
+
+
+def _named(error: HydrajaxError, field: str) -> HydrajaxError:
+    """Return an error with the request's field if it begins with a kind of grammar."""
+    if error.field not in ("json_schema", "lark", "grammar"):
+        return error
+    return HydrajaxError(f"{field}: {str(error).removeprefix(f'{error.field}: ')}")
