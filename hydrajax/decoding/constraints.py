@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt32
 
-WORD = 32  # tokens per word of a mask
+WORD, ALL = 32, 0xFFFFFFFF  # tokens per word of a mask, and a word that allows all of them
 
 
 def words(vocab_size: int) -> int:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.decoding.constraints import Constraint, words
+from hydrajax.decoding.constraints import ALL, Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.processors import AllowedTokens
@@ -30,6 +30,27 @@ class SteppedState(NamedTuple):
 
     decode: DecodeState
     constraints: tuple[Constraint | None, ...]
+
+
+class _AnyText:
+    """A constraint that allows every token, to compile with."""
+
+    error = None
+
+    def __init__(self, forced: list[int]):
+        self._forced = forced
+
+    def copy(self) -> _AnyText:
+        return self
+
+    def follow(self, text):
+        pass
+
+    def forced(self, most):
+        return self._forced[:most]
+
+    def allow(self, tokens, parents, allowed):
+        allowed[:] = ALL
 
 
 class SteppedExecutor(FusedExecutor):
@@ -70,7 +91,14 @@ class SteppedExecutor(FusedExecutor):
         self._verify = jax.jit(verify, compiler_options=options)
         self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
 
-    decode, _compile = Executor.decode, Executor._compile
+    decode = Executor.decode
+
+    def _compile(self, given):
+        constraints = given.sampling.constraints
+        constraints = self.constraints([self.spec] * len(given.prompt)) if constraints is None else constraints
+        for forced in ([], [0]) if any(constraints) and self.spec.forced_nodes else ([],):  # steps of both shapes
+            stand_ins = tuple(None if one is None else _AnyText(forced) for one in constraints)
+            Executor._compile(self, given._replace(sampling=given.sampling._replace(constraints=stand_ins)))
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         constraints, sampling = self._constraints(sampling, len(lengths))
@@ -170,4 +198,4 @@ class SteppedExecutor(FusedExecutor):
         return (AllowedTokens(self._placed(allowed)),)
 
     def _all_allowed(self, batch: int, nodes: int) -> np.ndarray:
-        return np.full((batch, nodes, words(self.model.config.vocab_size)), 0xFFFFFFFF, np.uint32)
+        return np.full((batch, nodes, words(self.model.config.vocab_size)), ALL, np.uint32)

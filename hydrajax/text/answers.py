@@ -13,7 +13,7 @@ from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import read_jsonl
 from hydrajax.text.records import INTEGER, NUMBER, TEXT, Kind, checked, list_of, or_null
 
-FINISH_REASONS = ("eos", "stop", "length", "context")
+FINISH_REASONS = ("eos", "stop", "length", "context", "grammar")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Generation:
             ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the root.
         new_tokens: number of generated tokens.
         wall_time: seconds of the prompt's whole batch, prefill included, compilation excluded.
-        finish_reason: "eos", "stop" (a stop string), "length" (the limit) or "context" (the context is full); None in
-            files without it.
+        finish_reason: "eos", "stop" (a stop string), "length" (the limit), "context" (the context is full) or
+            "grammar" (its parser gave up, or no token continues the text); None in files without it.
         logprobs: natural log-probability of each of ``output_ids`` under the base alone, before penalties, temperature
             and cuts (`hydrajax.DecodeResult`); None if not requested.
         top_logprobs: for each of ``output_ids``, the base's most likely tokens in descending order, as pairs of id and
