@@ -8,7 +8,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,8 @@ class Api:
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
 
         def made() -> list[BatcherRequest]:
-            return [batcher.request(ids, number=number, **common, **sampling) for ids in prompts for number in range(n)]
+            firsts = [batcher.request(ids, **common, **sampling) for ids in prompts]
+            return [replace(first, number=number) for first in firsts for number in range(n)]
 
         if (grammar := structure.grammar) is None:
             requests = made()

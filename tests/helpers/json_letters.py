@@ -1,0 +1,36 @@
+"""A tokenizer of seventeen tokens that can write JSON and tool calls, for the base of `helpers.letters`."""
+
+from __future__ import annotations
+
+from helpers.letters import END
+
+PIECES = ["{", "}", '"', ":", ",", "Ġ", "Ċ", "a", "b", "0", "1"]  # Ġ and Ċ are a space and a line break
+TAG, END_TAG = "<tool_call>", "</tool_call>"
+ADDED = [TAG, END_TAG, "name", "arguments", "parameters"]
+IDS = {token: number for number, token in enumerate([*PIECES, *ADDED])}
+assert len(IDS) == END
+
+# As Qwen 2.5's, shortened. Other letters than these tokens' are left out of prompts.
+HERMES = """{% if tools %}<tool_call>{"name": , "arguments": }</tool_call>\
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}\
+{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% if m.role == 'tool' %} {{ m.tool_call_id }}{% endif %}
+{% endfor %}"""
+# As Llama 3.1's, shortened.
+LLAMA = """{% if tools %}{"name": function name, "parameters": dictionary}\
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}{% for m in messages %}{{ m.content }}
+{% endfor %}"""
+
+
+def tokenizer():
+    """Return a byte-level tokenizer. As in Qwen's, the tags are tokens that are not special; ``</s>`` is EOS."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = Tokenizer(models.BPE(vocab={piece: IDS[piece] for piece in PIECES}, merges=[]))
+    tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokens.decoder = decoders.ByteLevel()
+    tokens.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
+    tokens.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>", chat_template=HERMES)

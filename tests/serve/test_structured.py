@@ -1,0 +1,568 @@
+"""Structured output and tool calls over a socket, with OpenAI's client; every finished answer against jsonschema."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+import sys
+from typing import Literal
+
+import numpy as np
+import pydantic
+import pytest
+
+for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx", "llguidance", "jsonschema"):
+    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve,grammar,test])")
+
+import httpx  # noqa: E402
+import jsonschema  # noqa: E402
+import openai  # noqa: E402
+
+from helpers import json_letters, letters  # noqa: E402
+from helpers.json_letters import END_TAG, IDS, TAG  # noqa: E402
+from helpers.serving import SECONDS, running  # noqa: E402
+from hydrajax import assets  # noqa: E402
+from hydrajax.decoding.constraints import WORD, words  # noqa: E402
+from hydrajax.errors import HydrajaxError  # noqa: E402
+from hydrajax.grammar.grammar import Grammar  # noqa: E402
+from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
+from hydrajax.serve.request_encoder import RequestEncoder  # noqa: E402
+from hydrajax.serve.tool_calls import Call, CallDeltas, PlainCalls, TaggedCalls, call_format  # noqa: E402
+from hydrajax.text.tokenizer import load_tokenizer  # noqa: E402
+
+HELLO = [{"role": "user", "content": "ab"}]
+LETTERS = {"type": "object", "properties": {"a": {"enum": ["ab", "ba", "a"]}}, "required": ["a"]}
+NUMBER = {"type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "required": ["b"]}
+NUMBER |= {"$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 11}}}
+SCHEMAS = {"ab": LETTERS | {"additionalProperties": False}, "a": NUMBER | {"additionalProperties": False}}
+SCHEMAS |= {"b": {"type": "object", "additionalProperties": False}}  # of a function without parameters
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "b", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+del TOOLS[2]["function"]["parameters"]
+BEGIN, NEVER = {str(IDS[TAG]): 100}, {str(IDS[TAG]): -100}  # biases
+ONE = {"model": "letters", "messages": HELLO, "max_completion_tokens": 60}
+
+
+@pytest.fixture(scope="module")
+def pool(served):
+    """A slot for a tokenizer that can write JSON. Except for grammars, its programs are those of `small`."""
+    own = dataclasses.replace(served, tokenizer=json_letters.tokenizer(), _executors={}, _drafts={}, _fastest={})
+    return letters.pool(own, PoolSizes(slots=1, chunk=16, cache_len=128, penalties=True))
+
+
+@pytest.fixture(scope="module")
+def address(pool):
+    with running(pool, model="letters") as (at, _):
+        yield at
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
+
+
+# --- response_format --------------------------------------------------------------------------------------------------
+
+
+class Answer(pydantic.BaseModel):
+    a: Literal["ab", "ba"]
+    b: int = pydantic.Field(ge=0, le=11)
+
+
+def test_the_client_parses_a_pydantic_model(client):
+    found = client.chat.completions.parse(**ONE, response_format=Answer, n=4, temperature=9.0, seed=1)
+    answers = [choice.message.parsed for choice in found.choices]
+    assert all(isinstance(answer, Answer) for answer in answers)
+    assert len({answer.model_dump_json() for answer in answers}) > 1
+    assert [choice.finish_reason for choice in found.choices] == ["stop"] * 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema_is_followed_with_and_without_strict(client, strict):
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER, "strict": strict}}
+    ends = {"logit_bias": {str(IDS["}"]): 5}}  # NUMBER allows further properties
+    whole = client.chat.completions.create(**ONE, **ends, response_format=wanted)
+    assert whole.choices[0].finish_reason == "stop"
+    jsonschema.validate(json.loads(whole.choices[0].message.content), NUMBER)
+    events = client.chat.completions.create(**ONE, **ends, response_format=wanted, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("wanted", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "any"}}])
+def test_any_object(client, wanted):
+    """A bias applies among the tokens that the grammar allows."""
+    found = client.chat.completions.create(**ONE, response_format=wanted, logit_bias={str(IDS["}"]): 100})
+    assert found.choices[0].message.content == "{}"
+    found = client.chat.completions.create(
+        **ONE | {"max_completion_tokens": 30}, response_format=wanted, n=3, temperature=2.0, seed=2,
+        logit_bias={str(IDS[token]): bias for token, bias in (("}", 2), ('"', 1), ("a", -1))},
+    )  # fmt: skip
+    texts = [choice.message.content for choice in found.choices if choice.finish_reason == "stop"]
+    assert texts
+    assert all(isinstance(json.loads(text), dict) for text in texts)
+
+
+def test_text_is_not_constrained(client):
+    free = client.chat.completions.create(**ONE)
+    assert client.chat.completions.create(**ONE, response_format={"type": "text"}).choices == free.choices
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def checked(message, allowed=tuple(SCHEMAS)) -> list[str]:
+    """Check the calls of a message and return their names."""
+    for call in message.tool_calls:
+        assert (call.type, call.function.name in allowed) == ("function", True)
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
+    assert len({call.id for call in message.tool_calls}) == len(message.tool_calls)
+    return [call.function.name for call in message.tool_calls]
+
+
+def test_required_calls_one_of_the_tools(client):
+    found = client.chat.completions.create(
+        **ONE, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, n=6, temperature=1.5, seed=3
+    )
+    names = [checked(choice.message) for choice in found.choices]
+    assert all(len(calls) == 1 for calls in names)
+    assert len({calls[0] for calls in names}) > 1
+    for choice in found.choices:
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_a_named_tool_is_called_once(client, name):
+    choice = {"type": "function", "function": {"name": name}}
+    found = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice=choice).choices[0]
+    assert checked(found.message) == [name]
+    assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+
+
+def test_several_calls_and_their_limit(client):
+    """Without EOS the answer continues until the limit; then the last call may be incomplete."""
+    more = {"tools": TOOLS[2:], "tool_choice": "required", "logit_bias": {str(letters.END): -100}}
+    found = client.chat.completions.create(**ONE, **more).choices[0]
+    first, second, *_ = (call.function for call in found.message.tool_calls)
+    assert (first.name, first.arguments, second.name, second.arguments) == ("b", "{}", "b", "{}")
+    assert found.finish_reason == "length"
+
+
+def test_calls_that_are_cut_off_end_with_length(client):
+    choice = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ab"}}}
+    whole = client.chat.completions.create(**ONE, **choice).choices[0].message.tool_calls[0].function.arguments
+    found = client.chat.completions.create(**ONE | {"max_completion_tokens": 27}, **choice).choices[0]
+    assert found.finish_reason == "length"
+    arguments = found.message.tool_calls[0].function.arguments
+    assert whole.startswith(arguments)
+    assert 0 < len(arguments) < len(whole)
+
+
+def test_auto_answers_or_calls(client):
+    """Text before a call remains; arguments follow their schema from the first tag on."""
+    auto = {"tools": TOOLS, "parallel_tool_calls": False}
+    called = client.chat.completions.create(**ONE, **auto, logit_bias=BEGIN).choices[0]
+    assert len(checked(called.message)) == 1
+    assert (called.finish_reason, called.message.content) == ("tool_calls", None)
+    free = client.chat.completions.create(**ONE, **auto, tool_choice="auto", logit_bias=NEVER).choices[0]
+    assert (free.message.tool_calls, free.finish_reason in ("stop", "length")) == (None, True)
+    some = {str(IDS[TAG]): 2.5, str(letters.END): -100}  # so that a few texts precede a call
+    mixed = client.chat.completions.create(**ONE, **auto, logit_bias=some, n=6, temperature=1.0, seed=4)
+    texts = [choice.message.content for choice in mixed.choices if choice.finish_reason == "tool_calls"]
+    assert any(texts)
+    assert not any(text and (TAG in text or text != text.rstrip()) for text in texts)
+    for choice in mixed.choices:
+        if choice.finish_reason == "tool_calls":
+            assert len(checked(choice.message)) == 1
+
+
+def test_none_calls_no_tool_and_leaves_them_out_of_the_prompt(client):
+    free = client.chat.completions.create(**ONE, logit_bias=BEGIN)
+    found = client.chat.completions.create(**ONE, logit_bias=BEGIN, tools=TOOLS, tool_choice="none")
+    assert (found.choices, found.usage.prompt_tokens) == (free.choices, free.usage.prompt_tokens)
+    assert TAG in found.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_choice": "required", "temperature": 1.3, "seed": 5, "n": 3, "logprobs": True},
+        {"tool_choice": "auto", "temperature": 1.0, "seed": 4, "n": 4, "logit_bias": {str(IDS[TAG]): 2.5}},
+        {"tool_choice": "required", "logit_bias": {str(letters.END): -100}},
+    ],
+)
+def test_streamed_deltas_join_to_the_whole_answer(client, more):
+    whole = client.chat.completions.create(**ONE, **more, tools=TOOLS)
+    found = [{"content": "", "calls": [], "finish_reason": None, "logprobs": 0} for _ in whole.choices]
+    for event in client.chat.completions.create(**ONE, **more, tools=TOOLS, stream=True):
+        for choice in event.choices:
+            mine = found[choice.index]
+            mine["content"] += choice.delta.content or ""
+            mine["finish_reason"] = choice.finish_reason
+            mine["logprobs"] += len(choice.logprobs.content) if choice.logprobs else 0
+            for piece in choice.delta.tool_calls or ():
+                if piece.id is not None:  # the first piece of a call has its id, type and name
+                    assert (piece.index, piece.type) == (len(mine["calls"]), "function")
+                    mine["calls"].append([piece.function.name, ""])
+                assert piece.function.name is None or piece.id is not None
+                mine["calls"][piece.index][1] += piece.function.arguments
+    for mine, choice in zip(found, whole.choices, strict=True):
+        functions = [call.function for call in choice.message.tool_calls or ()]
+        assert mine["calls"] == [[function.name, function.arguments] for function in functions]
+        assert (mine["content"], mine["finish_reason"]) == (choice.message.content or "", choice.finish_reason)
+        assert mine["logprobs"] == (len(choice.logprobs.content) if "logprobs" in more else 0)
+    assert any(mine["calls"] for mine in found)
+
+
+def test_the_client_joins_the_stream_and_parses_the_arguments(client):
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    settings = ONE | {"tools": strict, "tool_choice": "required", "parallel_tool_calls": False}
+    (whole,) = client.chat.completions.create(**settings).choices[0].message.tool_calls
+    with client.chat.completions.stream(**settings) as stream:
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == (whole.function.name, whole.function.arguments)
+    assert call.function.parsed_arguments == json.loads(whole.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+    again = client.chat.completions.create(**ONE | {"messages": [*HELLO, message, result]})  # with its own fields
+    assert again.choices[0].message.content
+
+
+def test_calls_and_their_results_return_to_the_model(client, pool):
+    """The client sends the message back as it came; the prompt is the one that transformers renders."""
+    asked = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    message, tokenizer = asked.choices[0].message, pool.executor.tokenizer
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "01"}
+    found = client.chat.completions.create(**ONE | {"messages": [*HELLO, message, result]}, tools=TOOLS)
+    function = {"name": call.function.name, "arguments": json.loads(call.function.arguments)}
+    conversation = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, result]
+    ids = tokenizer.apply_chat_template(conversation, tools=TOOLS, tokenize=True, return_dict=False)
+    assert found.usage.prompt_tokens == len(ids)
+    encoder = RequestEncoder(tokenizer, pool.executor.model.config)
+    assert encoder.conversation(conversation, TOOLS).tolist() == ids
+    assert IDS[TAG] in ids
+
+
+def test_calls_of_llama(pool, monkeypatch):
+    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", json_letters.LLAMA)
+    with running(pool, model="letters") as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
+        found = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required").choices[0]
+        assert len(checked(found.message)) == 1
+        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+        begin = {"tools": TOOLS, "logit_bias": {str(IDS["{"]): 100}, "stream": True}
+        events = [event.choices[0].delta for event in client.chat.completions.create(**ONE, **begin)]
+        assert not any(event.content for event in events)
+        pieces = [piece.function for event in events for piece in event.tool_calls or ()]
+        jsonschema.validate(json.loads("".join(piece.arguments for piece in pieces)), SCHEMAS[pieces[0].name])
+        never = {"tools": TOOLS, "logit_bias": {str(IDS["{"]): -100}}
+        message = client.chat.completions.create(**ONE, **never).choices[0].message
+        assert (message.tool_calls, bool(message.content)) == (None, True)
+
+
+def test_grammars_are_compiled_outside_the_event_loop(client, monkeypatch):
+    start, in_loop = Grammar.start, []
+
+    def observed(*arguments):
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            in_loop.append(False)
+        else:
+            in_loop.append(True)
+        return start(*arguments)
+
+    monkeypatch.setattr(Grammar, "start", observed)
+    client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required")
+    assert in_loop == [False]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def of(schema, **more) -> dict:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **more}}}
+
+
+def tool(**function) -> dict:
+    return {"tools": [{"type": "function", "function": {"name": "a"} | function}]}
+
+
+def messages(*more) -> dict:
+    return {"messages": [*HELLO, *more]}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+
+
+def called(arguments: str) -> dict:
+    return messages({"role": "assistant", "tool_calls": [CALL | {"function": {"name": "a", "arguments": arguments}}]})
+
+
+WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
+        (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
+        (of({"title": "a" * (1 << 17)}), "response_format.json_schema.schema: got more than 131072 bytes"),
+        (of(3), "response_format.json_schema.schema: got 3, expected an object"),
+        (of({}, x=1), "response_format.json_schema.x: this field is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
+        (
+            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+            "response_format.json_schema: requires response_format.type=json_schema",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object' or "),
+        (of({}) | {"ignore_eos": True}, "ignore_eos: got true with response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens: got 2 with response_format"),
+        ({"tools": [{}]}, "tools.0.type: is missing"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type: got 'custom', expected 'function'"),
+        (tool(name="a b"), "tools.0.function.name: got 'a b', expected 1 to 64 letters, digits, _ and -"),
+        (tool(parameters={"type": "string"}), "tools.0.function.parameters.type: got 'string', expected 'object'"),
+        (tool(parameters={"properties": {"a": False}, "required": ["a"]}), "tools.0.function.parameters: Unsat"),
+        (tool(parameters={"not": {}}), 'tools.0.function.parameters: Unimplemented keys: ["not"]'),
+        (tool(description="a</s>"), "tools: contains the special token </s>, expected plain text"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: got ab twice, expected different names"),
+        (tool() | of({}), "response_format.type: got json_schema with tools, expected text"),
+        (tool() | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
+        ({"tool_choice": "required"}, "tool_choice: requires tools"),
+        (tool() | {"tool_choice": "any"}, f"tool_choice: got 'any', expected {WANTED_CHOICES}"),
+        (
+            tool() | {"tool_choice": {"type": "function", "function": {"name": "b"}}},
+            "tool_choice.function.name: got 'b', expected one of: a",
+        ),
+        ({"functions": []}, "functions: got [], expected none; use tools, which replace it"),
+        ({"function_call": "auto"}, "function_call: got 'auto', expected none; use tool_choice"),
+        (messages({"role": "tool", "content": "a"}), "messages.1.tool_call_id: is missing"),
+        (messages({"role": "user", "content": "a", "tool_call_id": "1"}), "messages.1.tool_call_id: requires role"),
+        (messages({"role": "assistant", "content": None}), "messages.1.content: is missing"),
+        (messages({"role": "user", "content": "a", "tool_calls": [CALL]}), "messages.1.tool_calls: got a list"),
+        (
+            called("[]"),
+            "messages.1.tool_calls.0.function.arguments: got '[]', expected a JSON object as text",
+        ),
+        (
+            messages({"role": "tool", "content": "a", "tool_call_id": "</s>"}),
+            "messages.1: contains the special token </s>, expected plain text",
+        ),
+        (called('{"</s>": 1}'), "messages.1: contains the special token </s>, expected plain text"),
+    ],
+)  # fmt: skip
+def test_refusals(address, body, message):
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(":")[0].split(" ")[0]
+    assert "\n" not in error["message"]
+
+
+def test_completions_have_no_response_format(address):
+    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
+    assert answer.json()["error"]["message"] == "response_format: this field is not supported"
+
+
+@pytest.mark.parametrize(
+    ("template", "body", "message"),
+    [
+        (letters.TEMPLATE, tool(), "tools: the chat template ignores tools; leave them out"),
+        ("a{{ tools }}", tool(), "tools: the chat template describes calls in an unknown format"),
+        ("<tool_call><function=x>{{ tools }}", tool(), "tools: the chat template describes calls in an unknown"),
+        (
+            letters.TEMPLATE,
+            messages({"role": "tool", "content": "a", "tool_call_id": "1"}),
+            "messages.1: got a message of tools, which the chat template does not have",
+        ),
+    ],
+)
+def test_templates_without_tools(pool, monkeypatch, template, body, message):
+    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", template)
+    with running(pool) as (address, _):
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+
+
+@pytest.mark.parametrize("body", [of({}), tool(parameters={}), tool()])
+def test_llguidance_is_optional(address, monkeypatch, body):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+    assert answer.status_code == 400
+    wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
+    assert re.fullmatch(wanted, answer.json()["error"]["message"])
+
+
+# --- formats of calls -------------------------------------------------------------------------------------------------
+
+BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
+CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
+AB = Call("ab", '{"a": "</tool_call>"}', True)
+TAGGED, PLAIN = TaggedCalls({}), PlainCalls({})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("", "", []),
+        (" a \n", " a \n", []),
+        (CLOSED, "", [AB]),
+        (f"\n\n a {CLOSED}", "\n\n a", [AB]),
+        (f"{CLOSED}\n{CLOSED}", "", [AB, AB]),
+        (f"a{CLOSED} b", "a", [AB]),
+        (f"{TAG}{BODY}", "", [AB]),  # unclosed
+        (f'a\n{TAG}\n{{"name": "ab", "arguments": {{"a": ', "a", [Call("ab", '{"a": ', False)]),
+        (f'{TAG}{{"name": "ab", "arguments": {{"a"}}}}{END_TAG}', "", [Call("ab", '{"a"}}', False)]),  # wrong JSON
+        (f'a {TAG}\n{{"na', "a", []),
+        (f"a {TAG} b {END_TAG}", f"a {TAG} b {END_TAG}", []),
+        (f"{CLOSED}\n{TAG} b {END_TAG}", "", [AB]),
+        ("a <tool_ca", "a <tool_ca", []),
+    ],
+)
+def test_tagged_calls_in_a_text(text, content, calls):
+    assert TAGGED.read(text, True) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "a", "parameters": {"b": 1}}', "", [Call("a", '{"b": 1}', True)]),
+        ('{"name": "a", "parameters": {"b": ', "", [Call("a", '{"b": ', False)]),
+        ('{"b": 1}', '{"b": 1}', []),
+        ('a {"name": "a", "parameters": {}}', 'a {"name": "a", "parameters": {}}', []),
+    ],
+)
+def test_plain_calls_in_a_text(text, content, calls):
+    assert PLAIN.read(text, True) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (TAGGED, f"a <b\n {CLOSED}\n{CLOSED}", "a <b", [["ab", AB.arguments]] * 2),
+        (TAGGED, f"{CLOSED}", "", [["ab", AB.arguments]]),
+        (TAGGED, "a <tool_call", "a <tool_call", []),
+        (PLAIN, '{"name": "a", "parameters": {"b": "}"}}', "", [["a", '{"b": "}"}']]),
+        (PLAIN, "a {", "a {", []),
+    ],
+)
+def test_deltas_of_a_text_that_grows_by_characters(form, text, content, calls):
+    deltas, found, texts = CallDeltas(form), [], []
+    for length in range(len(text) + 1):
+        new, pieces = deltas.new(text[:length], False)
+        texts.append(new)
+        assert content.startswith("".join(texts))  # no part of a tag
+        found += pieces
+    new, pieces = deltas.new(text, True)
+    assert "".join([*texts, new]) == content
+    joined: list[list[str]] = []
+    for piece in [*found, *pieces]:
+        if "id" in piece:
+            joined.append([piece["function"]["name"], ""])
+        joined[piece["index"]][1] += piece["function"]["arguments"]
+    assert joined == calls
+    assert deltas.complete == bool(calls)
+
+
+QWEN = r'{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}'
+LLAMA = (
+    """{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and value}.' }}"""
+)
+HEAD, NAMED = '\n{"name": "ab", "arguments": ', f'{TAG}\n{{"name": "ab", "arguments": {{"a": "ba"}}}}\n{END_TAG}'
+PLAIN_AB = '{"name": "ab", "parameters": {"a": "ba"}}'
+ALWAYS, AUTO = {"text": False, "several": False}, {"text": True, "several": True}
+
+
+def tokenizers(*added: str, special: bool = False):
+    from tokenizers import AddedToken
+
+    found = load_tokenizer(assets.base())
+    found.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
+    return found
+
+
+@pytest.fixture(scope="module", params=["text", "tokens"])
+def tagging(request):
+    """The shipped tokenizer, which writes tags as text, and with tags and a mark of thoughts as tokens."""
+    return tokenizers() if request.param == "text" else tokenizers(TAG, END_TAG, "<think>")
+
+
+def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
+    """Return whether the grammar accepts a text as the tokenizer writes it, and then EOS."""
+    matcher = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    matcher.follow(ids)
+    allowed = np.zeros((1, words(len(tokenizer))), np.uint32)
+    if matcher.error is None:
+        matcher.allow(np.array([-1]), np.array([-1]), allowed)
+    eos = tokenizer.eos_token_id
+    return bool(allowed[0, eos // WORD] >> np.uint32(eos % WORD) & 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "accepted"),
+    [
+        (ALWAYS, NAMED, True),
+        (ALWAYS, f'{TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),  # against the schema
+        (ALWAYS, f'{TAG}\n{{"name": "c", "arguments": {{}}}}\n{END_TAG}', False),
+        (ALWAYS, f"{NAMED}\n{NAMED}", False),
+        (ALWAYS | {"several": True}, f"{NAMED}\n{NAMED}", True),
+        (ALWAYS, "Hello", False),
+        (ALWAYS, "", False),
+        (AUTO, "", True),
+        (AUTO, "Hello <b> {\n} <tool_ca", True),
+        (AUTO, f"<think> so\n\n Hello {NAMED}", True),
+        (AUTO, f"Hello {NAMED}\n{NAMED}", True),
+        (AUTO, f"Hello {TAG} and", False),
+        (AUTO, f'Hello {TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),
+        (AUTO, f"{NAMED} and", False),
+    ],
+)
+def test_grammars_of_tagged_calls(tagging, kind, text, accepted):
+    """The schemas of jsonschema's tests above; every tokenizer writes tags in its own tokens."""
+    form = call_format(QWEN, tagging)
+    assert isinstance(form, TaggedCalls)
+    assert accepts(tagging, form.grammar(SCHEMAS, **kind), text) == accepted
+
+
+def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
+    """Their call would follow no schema."""
+    tokenizer, written = tokenizers(TAG, END_TAG), tokenizers()
+    spelled = written(f"a {TAG}", add_special_tokens=False)["input_ids"]
+    grammar = call_format(QWEN, tokenizer).grammar(SCHEMAS, **AUTO)
+    matcher = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    matcher.follow(spelled[:-1])
+    assert matcher.error is None
+    matcher.follow(spelled)
+    assert matcher.error is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "accepted"),
+    [
+        (ALWAYS, PLAIN_AB, True),
+        (ALWAYS, f"<|python_tag|>{PLAIN_AB}", True),
+        (ALWAYS, '{"name": "ab", "parameters": {"a": 1}}', False),
+        (ALWAYS, f"{PLAIN_AB}{PLAIN_AB}", False),
+        (ALWAYS, "Hello", False),
+        (AUTO, PLAIN_AB, True),
+        (AUTO, 'Hello {"a": 1}', True),
+        (AUTO, '{"a": 1}', False),
+    ],
+)
+def test_grammars_of_plain_calls(kind, text, accepted):
+    tokenizer = tokenizers("<|python_tag|>", special=True)
+    form = call_format(LLAMA, tokenizer)
+    assert isinstance(form, PlainCalls)
+    assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted
+
+
+def test_tags_that_texts_leave_out_are_refused():
+    with pytest.raises(HydrajaxError, match="tools: </tool_call> is a special token of the base"):
+        call_format(QWEN, tokenizers(TAG, END_TAG, special=True))
