@@ -13,8 +13,9 @@ from jaxtyping import Int, UInt32
 from hydrajax.decoding.constraints import WORD, words
 from hydrajax.errors import one_line
 
-# Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error.
-LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000}
+# Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error. And of
+# symbols: 3,000 optional properties are 30,000 and take a second to compile, which grows with their square.
+LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_grammar_size": 50_000}
 # Bytes of the stack of a compilation. llguidance follows references recursively: 1,000 nested definitions overflow the
 # usual 8 MB, which ends the process. Grammars have at most `hydrajax.grammar.grammar.MOST_BYTES`.
 STACK = 256 << 20

@@ -5,6 +5,7 @@ A base consists of a Flax module (`BaseModel`) and its parameters; `BoundBase` h
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -148,9 +149,13 @@ def init_base(model: BaseModel, rng: Array) -> dict:
 def abstract_base(model: BaseModel) -> dict:
     """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation.
 
-    All layers are alike, so only the first one is traced.
+    All layers are alike, so only the first one is traced, once per model.
     """
-    first = model.clone(config=model.config.replace(n_layers=1))
-    found = dict(jax.eval_shape(lambda rng: init_boxed(first, rng), jax.random.key(0)))
+    found = dict(_abstract_first(model.clone(config=model.config.replace(n_layers=1))))
     layer = found.pop("layers_0")
     return found | {f"layers_{i}": layer for i in range(model.config.n_layers)}
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract_first(model: BaseModel) -> dict:
+    return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

@@ -101,7 +101,7 @@ def available() -> bool:
 def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
     """Give a kernel the gradient of ``plain``, which computes the same."""
 
-    def wrap(kernel: Callable) -> Callable:
+    def wrap(kernel):
         wrapped = jax.custom_vjp(kernel)
         wrapped.defvjp(lambda *args: (kernel(*args), args), lambda args, slope: jax.vjp(plain, *args)[1](slope))
         return wrapped

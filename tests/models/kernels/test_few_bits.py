@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,15 +51,6 @@ def test_products_equal_numpy(kind, shape, rows):
     # An offset of 4 bits cancels against the numbers.
     size += np.abs(rounded(x)) @ np.ones(shape) if kind is Int4Tiles else 0
     assert np.max(np.abs(product(x, weight) - rounded(x) @ kernel) / (size + 1e-9)) < 2e-6
-
-
-def test_the_code_for_every_cpu_gives_the_same():
-    """The choice is made once in a process."""
-    test = f"{__file__}::test_products_equal_numpy"
-    env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-2000:]
 
 
 @pytest.mark.parametrize("kind", KINDS)
