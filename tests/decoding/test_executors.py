@@ -1,36 +1,62 @@
-"""The stepped executor: equality with the fused one, decoding under a grammar, and programs that executors share."""
+"""The stepped executor: equality with the fused one, decoding under a grammar, and programs that executors share.
+
+The grammars run on the host in pure Python (`helpers.host_grammars`). References come from full passes without a cache.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import Counter
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
 
+from helpers.host_grammars import END, Brackets, Changed, Place, Table
 from helpers.how import sampling
-from helpers.lab import CONTEXT, NEW, VOCAB
+from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, shared_lab
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.processors import AllowedTokens, Penalties
+from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.stepped import Candidates, SteppedExecutor
+from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
+from hydrajax.trees.static_tree import TreeTopology
 
 PROMPTS = [[3, 4, 5, 6], [9], [1, 2, 1, 2, 1, 2, 1]]
-OPEN, CLOSE, END = 0, 1, 2
-DEEPEST = 2
+TABLE = Table(3, VOCAB)
+SMALL = TreeTopology.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])
 
 
-def executor_of(kind, lab, name: str, tree: str, rule=None, **choices):
-    """Return an executor for a drafter and a tree of the lab. choices: fields of the spec, and ``between``."""
-    own = {"between": choices.pop("between")} if "between" in choices else {}
-    spec = DecodeSpec(lab.drafters[name], lab.trees[tree], rule or Greedy(), max_new_tokens=NEW, **choices)
-    return kind(lab.model, Params(lab.base(0), lab.draft(name, 0)), spec, **own)
+def executor_of(kind, lab, name: str, tree: str, rule=None, params=None, **fields):
+    """Return an executor for a drafter and a tree of the lab. fields: of the spec."""
+    spec = DecodeSpec(
+        lab.drafters[name], lab.trees.get(tree, SMALL), rule or Greedy(), **{"max_new_tokens": NEW} | fields
+    )
+    return kind(lab.model, Params(lab.base(0), lab.draft(name, 0) if params is None else params), spec)
+
+
+@pytest.fixture(scope="module")
+def stepped(lab):
+    """Return ``make(name, tree, rule=None, **fields)``: stepped executors that share programs where they can."""
+    made: dict = {}
+
+    def make(name, tree, rule=None, **fields):
+        key = (name, tree, fields.get("eos_ids", ()), fields.get("forced_nodes", 0))
+        if key not in made:
+            made[key] = executor_of(SteppedExecutor, lab, name, tree, rule, **fields)
+        return made[key].with_spec(rule=rule or Greedy(), **fields)
+
+    return make
 
 
 def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
@@ -39,6 +65,15 @@ def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     return ids, lengths
+
+
+def decoded(executor, prompts, grammars, limits=None):
+    """Decode prompts under a grammar each, None for none."""
+    given = settled_inputs(executor.spec, executor.model.config, *padded(prompts), jax.random.key(2), limits)
+    specs = [executor.spec.replace(grammar=grammar) for grammar in grammars]
+    sampled = given.sampling._replace(constraints=executor.constraints(specs))
+    *_, last = executor.run(given._replace(sampling=sampled), np.zeros(len(prompts), bool), NEW)
+    return [tokens[:length].tolist() for tokens, length in zip(last.tokens, last.lengths, strict=True)]
 
 
 # --- stepped ----------------------------------------------------------------------------------------------------------
@@ -65,108 +100,254 @@ def test_stepped_decoding_equals_fused_decoding(lab, name, tree, rule, choices):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+def conversation(executor) -> list[list[int]]:
+    """Return the output after ten tokens, a rewind by one, a message and six more tokens."""
+    numbers = sampling(executor.spec.replace(grammar=None), 2, VOCAB, limits=[6, 6])
+    running = np.zeros(2, bool)
+    state = executor.prefill(*padded(PROMPTS[:2]), numbers, slots=CONTEXT)
+    state, _ = executor.advance(state, running, NEW)
+    state = executor.rewind(state, np.array([7, 3], np.int32))
+    state = executor.extend(state, *padded([[4, 4], [8, 1, 2]]), numbers)
+    state, now = executor.advance(state, running, NEW)
+    assert now.done.all()
+    return executor.output(state).tokens[:, :6].tolist()
+
+
 def test_stepped_rewind_and_extend(lab):
-    """A conversation: ten tokens, a rewind by one, a message and more tokens."""
-    found = []
-    for kind in (FusedExecutor, SteppedExecutor):
-        executor = executor_of(kind, lab, "hydra++", "skips ranks")
-        numbers = sampling(executor.spec, 2, VOCAB, limits=[6, 6])
-        running = np.zeros(2, bool)
-        state = executor.prefill(*padded(PROMPTS[:2]), numbers, slots=CONTEXT)
-        state, _ = executor.advance(state, running, NEW)
-        state = executor.rewind(state, np.array([7, 3], np.int32))
-        state = executor.extend(state, *padded([[4, 4], [8, 1, 2]]), numbers)
-        state, now = executor.advance(state, running, NEW)
-        found.append(executor.output(state).tokens[:, :6].tolist())
-        assert now.done.all()
-    assert found[0] == found[1]
+    """A message also starts the grammar anew."""
+    fused, stepped = (executor_of(kind, lab, "hydra++", "skips ranks") for kind in (FusedExecutor, SteppedExecutor))
+    assert conversation(stepped) == conversation(fused)
+    texts = [[*p, *constrained(lab, p, TABLE, 6)][:n] for p, n in zip(PROMPTS[:2], (7, 3), strict=True)]
+    expected = [constrained(lab, [*text, *new], TABLE, 6) for text, new in zip(texts, ([4, 4], [8, 1, 2]), strict=True)]
+    assert conversation(stepped.with_spec(grammar=TABLE)) == expected
 
 
-class Brackets:
-    """A grammar on the host: brackets nest at most `DEEPEST` deep, and EOS needs all of them closed.
-
-    The tokens allowed after a node depend on all emitted tokens and on the path to the node.
-    """
-
-    def __init__(self, batch: int):
-        self.batch, self.calls = batch, 0
-
-    def __call__(self, candidates: Candidates | None):
-        self.calls += 1
-        if candidates is None:
-            allowed = [[self.after(())]] * self.batch
-        else:
-            emitted = zip(candidates.emitted, candidates.lengths, strict=True)
-            before = [tuple(tokens[:length].tolist()) for tokens, length in emitted]
-            allowed = [
-                [self.after(text + self.path(tokens, parents, node)) for node in range(len(tokens))]
-                for text, tokens, parents in zip(before, candidates.tokens, candidates.parents, strict=True)
-            ]
-        return [AllowedTokens(np.array(allowed))]
-
-    @staticmethod
-    def path(tokens, parents, node: int) -> tuple[int, ...]:
-        found = []
-        while node >= 0:
-            found.append(int(tokens[node]))
-            node = parents[node]
-        return tuple(reversed(found))
-
-    @staticmethod
-    def after(text: tuple[int, ...]) -> np.ndarray:
-        depth = text.count(OPEN) - text.count(CLOSE)
-        allowed = np.zeros(VOCAB, bool)
-        allowed[[OPEN, CLOSE, END]] = depth < DEEPEST, depth > 0, depth == 0 and len(text) > 5
-        return allowed
+# --- grammars ---------------------------------------------------------------------------------------------------------
 
 
-def constrained(lab, prompt: list[int]) -> list[int]:
-    """Return the best tokens under the grammar without cache, tree or engine: one full pass per token."""
-    text, emitted = list(prompt), []
-    apply = lab.quick_jit(
-        lambda params, ids, places: lab.model.apply({"params": params}, ids, places, causal_mask(CONTEXT))
-    )
-    while len(emitted) < NEW and END not in emitted:
-        ids = np.zeros((1, CONTEXT), np.int32)
-        ids[0, : len(text)] = text
-        hidden = apply(lab.base(0), ids, np.arange(CONTEXT)[None]).hidden[:, len(text) - 1]
-        logits = np.asarray(lab.model.apply({"params": lab.base(0)}, hidden, method="logits"))[0]
-        best = int(np.where(Brackets.after(tuple(emitted)), logits, -np.inf).argmax())
+def constrained(lab, prompt: list[int], grammar=None, limit: int = NEW) -> list[int]:
+    """Return the best tokens under a grammar without cache, tree or engine: one full pass per token."""
+    grammar, text, emitted = grammar or Brackets(), list(prompt), []
+    while len(emitted) < limit and END not in emitted:
+        allowed = np.isin(np.arange(VOCAB), list(grammar.after(tuple(emitted))))
+        best = int(np.where(allowed, last_logits(lab, text), -np.inf).argmax())
         text, emitted = [*text, best], [*emitted, best]
     return emitted
 
 
-@pytest.mark.parametrize(("name", "tree"), [("hydra++", "cartesian"), ("eagle", "grown")])
-def test_a_grammar_allows_tokens_at_every_node(lab, name, tree):
-    grammar = Brackets(len(PROMPTS))
-    executor = executor_of(SteppedExecutor, lab, name, tree, eos_ids=(END,), between=grammar)
+def last_logits(lab, text: list[int]) -> np.ndarray:
+    ids = np.zeros((1, CONTEXT), np.int32)
+    ids[0, : len(text)] = text
+    return np.asarray(full_pass()(lab.base(0), ids))[0, len(text) - 1]
+
+
+@functools.cache
+def full_pass():
+    """Return the compiled ``logits(params, ids)`` at every position, without a cache."""
+    lab = shared_lab()
+
+    def logits(params, ids):
+        places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        hidden = lab.model.apply({"params": params}, ids, places, causal_mask(ids.shape[1])).hidden
+        return lab.model.apply({"params": params}, hidden, method="logits")
+
+    return lab.quick_jit(logits)
+
+
+def accepted(out) -> int:
+    return int(np.maximum(out.accept_lengths, 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"), [pytest.param("hydra++", "cartesian", marks=pytest.mark.slow), ("eagle", "grown")]
+)
+def test_a_grammar_allows_tokens_at_every_node(lab, stepped, monkeypatch, name, tree):
+    calls, allow = [], Place.allow
+    monkeypatch.setattr(Place, "allow", lambda self, *arrays: (calls.append(self), allow(self, *arrays)))
+    executor = stepped(name, tree, eos_ids=(END,), grammar=Brackets())
     out = executor.decode(*padded(PROMPTS))
     assert out.ids() == [constrained(lab, prompt) for prompt in PROMPTS]
-    assert grammar.calls == out.steps.max() + 1
-    assert (out.accept_lengths > 0).any()  # drafts were accepted under the grammar
+    assert len(calls) == out.steps.sum() + len(PROMPTS)  # once per step of a sequence that runs, and per prompt
+    assert accepted(out) > 0  # drafts were accepted under the grammar
 
 
-def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(lab):
-    """Rejection sampling with a draft that ignores the grammar. Chi-square of the first token of 1,500 sequences."""
-    rows, allowed = 1500, np.isin(np.arange(VOCAB), [3, 4, 7, 8, 11])
+@pytest.mark.parametrize(
+    "name", [name if name == "model" else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
+)
+def test_forced_tokens_leave_greedy_output_unchanged(lab, stepped, name):
+    """Every drafter, with and without nodes for forced tokens, on sequences that end at different steps."""
+    tree = "small" if name == "model" else "grown" if name == "eagle3" else "root" if name == "none" else "cartesian"
+    expected = [constrained(lab, prompt) for prompt in PROMPTS]
+    if name == "oracle":  # proposes the constrained text, so every accept length occurs
+        texts = np.zeros((len(PROMPTS), CONTEXT), np.int32)
+        for row, prompt, output in zip(texts, PROMPTS, expected, strict=True):
+            row[: len(prompt) + len(output)] = [*prompt, *output]
+        lab_params = {"params": lab.oracle_params(texts)}
+        make = functools.partial(executor_of, SteppedExecutor, lab, **lab_params)
+    else:
+        make = stepped
+    steps = {}
+    for forced_nodes in (3,) if name == "model" else (0, 3):  # the slow ones also without
+        executor = make(name, tree, eos_ids=(END,), grammar=Brackets(), forced_nodes=forced_nodes)
+        out = executor.decode(*padded(PROMPTS))
+        assert out.ids() == expected
+        steps[forced_nodes] = int(out.steps.sum())
+    assert steps[3] < 0.7 * sum(map(len, expected))
+    assert 0 not in steps or steps[3] < steps[0] or name == "oracle"
 
-    def between(candidates):
-        nodes = 1 if candidates is None else candidates.tokens.shape[1]
-        return [AllowedTokens(np.broadcast_to(allowed, (rows, nodes, VOCAB)))]
 
-    executor = executor_of(SteppedExecutor, lab, "model", "chain", RejectionSampling(1.0), between=between)
-    prompts = padded([PROMPTS[0]] * rows)
-    tokens = np.asarray(executor.decode(*prompts, jax.random.key(0), np.full(rows, 2, np.int32)).tokens)
-    assert np.isin(tokens[:, :2], np.flatnonzero(allowed)).all()
-    for root in np.unique(tokens[:, 0]):
-        drawn = tokens[tokens[:, 0] == root, 1]
-        ids = np.array([[*PROMPTS[0], root]])
-        hidden = lab.model.apply({"params": lab.base(0)}, ids, np.arange(5)[None], causal_mask(5)).hidden[:, -1]
-        logits = np.asarray(lab.model.apply({"params": lab.base(0)}, hidden, method="logits"), np.float64)[0]
-        weights = np.where(allowed, np.exp(logits), 0)
-        expected = len(drawn) * (weights / weights.sum())[allowed]
-        observed = np.bincount(drawn, minlength=VOCAB)[allowed]
-        assert stats.chisquare(observed, expected).pvalue > 1e-4
+def test_wrongly_forced_tokens_are_drafts_that_the_base_rejects(lab, stepped):
+    liar = Changed(Brackets(), forces=(7, 1, 0, 0))
+    executor = stepped("model", "small", eos_ids=(END,), grammar=liar, forced_nodes=3)
+    assert executor.decode(*padded(PROMPTS)).ids() == [constrained(lab, prompt) for prompt in PROMPTS]
+
+
+def test_forced_tokens_are_accepted_together(lab, stepped):
+    """Without a draft, a step emits the root and all forced tokens after it, up to the number of nodes."""
+    once = Table(8, VOCAB, most=1)  # one text
+    executor = stepped("none", "root", grammar=once, forced_nodes=3)
+    out = executor.decode(*padded(PROMPTS))
+    assert out.ids() == [once.forced((), NEW)] * len(PROMPTS)
+    assert out.steps.tolist() == [NEW // 4] * len(PROMPTS)
+
+
+def test_the_baseline_follows_the_grammar_one_token_at_a_time(lab, stepped):
+    """Exact sampling draws the same tokens with drafts and forced tokens, because its keys belong to positions."""
+    executor = stepped("model", "small", eos_ids=(END,), grammar=Brackets(), forced_nodes=3)
+    baseline = executor.autoregressive()
+    out = baseline.decode(*padded(PROMPTS))
+    assert out.ids() == [constrained(lab, prompt) for prompt in PROMPTS]
+    assert out.steps.tolist() == out.lengths.tolist()
+    rule, seen = ExactSampling(1.3), set()
+    for seed in range(8):
+        plain = baseline.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
+        tree = executor.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
+        assert tree.ids() == plain.ids()
+        seen |= set(map(tuple, plain.ids()))
+    assert len(seen) > 8
+
+
+def test_masks_of_the_wrong_nodes_change_greedy_output(lab, stepped):
+    """The equality above depends on which node gets which mask."""
+    wrong = Changed(Brackets(), misplaced=True)
+    executor = stepped("model", "small", eos_ids=(END,), grammar=wrong, forced_nodes=3)
+    assert executor.decode(*padded(PROMPTS)).ids() != [constrained(lab, prompt) for prompt in PROMPTS]
+
+
+def test_an_error_of_a_grammar_ends_its_sequence_alone(lab, stepped):
+    executor = stepped("model", "small", eos_ids=(END,), forced_nodes=3)
+    expected = [constrained(lab, prompt) for prompt in PROMPTS]
+    fails = 4
+    found = decoded(executor, PROMPTS, [Brackets(), Changed(Brackets(), fails_after=fails), Brackets()])
+    assert [found[0], found[2]] == [expected[0], expected[2]]
+    # The text before the root that was in error; a step may accept several tokens beyond the limit.
+    assert found[1] == expected[1][: len(found[1])]
+    assert fails - 1 <= len(found[1]) < len(expected[1])
+    at_once = decoded(executor, PROMPTS, [Brackets(), Changed(Brackets(), fails_after=1), Brackets()])
+    assert at_once == [expected[0], [], expected[2]]
+
+
+def test_sequences_without_a_grammar_are_those_of_a_batch_without(lab, stepped):
+    executor = stepped("model", "small", eos_ids=(END,), forced_nodes=3)
+    texts, margin = lab.references(0, PROMPTS)
+    free = [lab.expected(text, len(p), NEW, (END,)) for text, p in zip(texts, PROMPTS, strict=True)]
+    assert margin > 1e-4
+    assert decoded(executor, PROMPTS, [None, Brackets(), None]) == [free[0], constrained(lab, PROMPTS[1]), free[2]]
+    assert decoded(executor, PROMPTS, [TABLE, None, Brackets()]) == [
+        constrained(lab, PROMPTS[0], TABLE),
+        free[1],
+        constrained(lab, PROMPTS[2]),
+    ]
+
+
+# --- distributions ----------------------------------------------------------------------------------------------------
+
+ROWS, LENGTH = 1500, 4
+
+
+@functools.cache
+def probabilities(grammar, rule) -> dict[tuple[int, ...], float]:
+    """Return the probability of each text of `LENGTH` tokens: the base's distribution, renormalised at each token."""
+    lab = shared_lab()
+    texts: list[tuple[int, ...]] = [()]
+    for _ in range(LENGTH):
+        texts = [(*text, token) for text in texts for token in sorted(grammar.after(text))]
+    ids = np.zeros((len(texts), CONTEXT), np.int32)
+    start = len(PROMPTS[0])
+    ids[:, : start + LENGTH] = [[*PROMPTS[0], *text] for text in texts]
+    logits = np.asarray(full_pass()(lab.base(0), ids), np.float64)
+    found = {}
+    for row, text in zip(logits, texts, strict=True):
+        p = 1.0
+        for place, token in enumerate(text):
+            allowed = sorted(grammar.after(text[:place]))
+            weights = np.exp(row[start - 1 + place][allowed] / rule.temperature)
+            if rule.top_k is not None:
+                weights[np.argsort(-weights)[rule.top_k :]] = 0
+            p *= weights[allowed.index(token)] / weights.sum()
+        found[text] = p
+    return found
+
+
+def p_value(executor, grammar) -> float:
+    """Return the p-value of the chi-square test of `ROWS` texts. Rare texts are pooled; others must not occur."""
+    expected = probabilities(grammar, executor.spec.rule)
+    prompts = padded([PROMPTS[0]] * ROWS)
+    out = executor.decode(*prompts, jax.random.key(5), np.full(ROWS, LENGTH, np.int32))
+    found = [tuple(text) for text in np.asarray(out.tokens)[:, :LENGTH].tolist()]
+    assert accepted(out) > ROWS / 10
+    if any(expected.get(text, 0.0) == 0 for text in found):
+        return 0.0
+    wanted = np.array(list(expected.values())) * ROWS
+    drawn = Counter(found)
+    counts = np.array([drawn[text] for text in expected])
+    rare = wanted < 8
+    groups = [np.append(values[~rare], values[rare].sum()) for values in (counts, wanted)]
+    keep = groups[1] > 0
+    return float(stats.chisquare(groups[0][keep], groups[1][keep] * ROWS / groups[1][keep].sum()).pvalue)
+
+
+SAMPLED = [
+    (rule, name, tree, forced_nodes)
+    for rule, (name, tree), forced_nodes in itertools.product(
+        (ExactSampling(0.8), ExactSampling(1.3, top_k=2), RejectionSampling(0.8), RejectionSampling(1.3, top_k=2)),
+        (
+            ("model", "small"),
+            ("model", "grown"),
+            ("hydra++", "cartesian"),
+            ("eagle", "grown"),
+            ("medusa", "chain"),
+            ("none", "root"),
+        ),
+        (0, 3),
+    )
+    if forced_nodes or name != "none"
+]
+# Exact sampling is compared token for token with the baseline above, which is stronger and faster.
+QUICK_SAMPLED = [(RejectionSampling(0.8), "model", "small", 3)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "tree", "forced_nodes"),
+    [case if case in QUICK_SAMPLED else pytest.param(*case, marks=pytest.mark.slow) for case in SAMPLED],
+    ids=lambda value: type(value).__name__ if isinstance(value, ExactSampling | RejectionSampling) else str(value),
+)
+def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(
+    lab, stepped, rule, name, tree, forced_nodes
+):
+    """The drafts ignore the grammar; forced tokens are a branch next to them."""
+    executor = stepped(name, tree, rule, grammar=TABLE, forced_nodes=forced_nodes, eos_ids=(END,))
+    assert p_value(executor, TABLE) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(ExactSampling(1.3, top_k=2), marks=pytest.mark.slow), RejectionSampling(0.8)],
+    ids=["exact", "rejection"],
+)
+def test_the_test_of_distributions_fails_for_masks_of_the_wrong_nodes(lab, stepped, rule):
+    executor = stepped("model", "small", rule, grammar=Changed(TABLE, misplaced=True), forced_nodes=3, eos_ids=(END,))
+    assert p_value(executor, TABLE) < 1e-9
 
 
 # --- shared programs --------------------------------------------------------------------------------------------------
@@ -185,10 +366,10 @@ def test_specs_with_other_numbers_share_programs(lab):
 
 
 def test_a_stepped_executor_keeps_its_grammar_under_another_spec(lab):
-    grammar = Brackets(1)
-    executor = executor_of(SteppedExecutor, lab, "medusa", "chain", eos_ids=(END,), between=grammar)
+    executor = executor_of(SteppedExecutor, lab, "medusa", "chain", eos_ids=(END,), grammar=Brackets())
     other = executor.with_spec(tree=presets.chain(2))
     assert other.decode(*padded(PROMPTS[:1])).ids() == [constrained(lab, PROMPTS[0])]
+    assert other.with_spec(grammar=TABLE)._settle is other._settle  # grammars are not part of a program
 
 
 @pytest.mark.parametrize(

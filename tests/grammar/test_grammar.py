@@ -1,0 +1,320 @@
+"""Grammars as values, on the command line, and as an argument of `generate` and `stream`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+from typing import Literal
+
+import jsonschema
+import pydantic
+import pytest
+
+import hydrajax
+from helpers import small_tokenizer
+from hydrajax.cli import main
+from hydrajax.decoding.decode import make_decode_fn
+from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.grammar import MOST_BYTES, Grammar
+from hydrajax.sharding import Placement, make_mesh
+from hydrajax.ssd.split_executor import SplitExecutor
+from hydrajax.trees import presets
+
+VOCAB, EOS = 320, 2
+
+
+class Point(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    kind: Literal["tree", "root"]
+    depth: int = pydantic.Field(ge=0, le=99)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["tree", "root"]}, "depth": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "depth"],
+    "additionalProperties": False,
+}
+TEXT = r'\{"kind": "(tree|root)", "depth": ([0-9]|[1-9][0-9])\}'  # of the schema, and of the model
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer.byte_level()
+
+
+@pytest.fixture(scope="module")
+def base(llama_checkpoint, tokenizer, tmp_path_factory):
+    """A random base with a tokenizer and EOS."""
+    small = llama_checkpoint(vocab_size=VOCAB, max_position_embeddings=128, num_hidden_layers=1)
+    folder = shutil.copytree(small, tmp_path_factory.mktemp("base") / "tiny")
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS]}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def m(base):
+    found = hydrajax.load(base, "lookup")
+    assert found.eos_ids == (EOS,)
+    return found
+
+
+@pytest.fixture(scope="module")
+def started(tokenizer):
+    """``started(grammar)``: its matcher."""
+    return lambda grammar: grammar.start(tokenizer, VOCAB, (EOS,))
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_constructors(started):
+    for same in (SCHEMA, json.dumps(SCHEMA)):
+        assert Grammar.json_schema(same) == Grammar.json_schema(SCHEMA)
+        assert hash(Grammar.json_schema(same)) == hash(Grammar.json_schema(SCHEMA))
+    assert json.loads(Grammar.json_schema(Point).text)["properties"].keys() == {"kind", "depth"}
+    assert Grammar.json_schema(True) == Grammar.json_schema({}) == Grammar.json_schema("true")
+    assert Grammar.json_object() == Grammar.json_schema({"type": "object"})
+    assert json.loads(Grammar.choices(["b", "a", "b"]).text) == ["b", "a"]
+    assert (Grammar.regex("a").kind, Grammar.lark('start: "a"').kind) == ("regex", "lark")
+    for grammar in (Grammar.json_schema(Point), Grammar.json_object(), Grammar.lark("start: /[ab]+/")):
+        assert started(grammar).error is None
+
+
+def test_whitespace_of_json(tokenizer):
+    """By default a value is written in one way, that of `json.dumps`."""
+    value = {"a": [1, {"b": None}], "c": "d"}
+    fixed = Grammar.json_schema({"const": value})
+    assert tokenizer.decode(fixed.start(tokenizer, VOCAB, (EOS,)).forced(99)[:-1]) == json.dumps(value)
+    flexible = Grammar.json_schema({"const": value}, whitespace=True).start(tokenizer, VOCAB, (EOS,))
+    for text in (json.dumps(value), json.dumps(value, indent=2), json.dumps(value, separators=(",", ":"))):
+        matcher = flexible.copy()
+        matcher.follow(tokenizer.encode(text, add_special_tokens=False))
+        assert matcher.error is None
+
+
+def deep(levels: int) -> str:
+    return '{"items": ' * levels + "{}" + "}" * levels
+
+
+REFUSED = {
+    # JSON schemas
+    "minimum > maximum": (Grammar.json_schema, {"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable schema"),
+    "no value": (Grammar.json_schema, False, "json_schema: Unsatisfiable schema"),
+    "no array": (Grammar.json_schema, {"type": "array", "minItems": 3, "maxItems": 1}, "Unsatisfiable schema"),
+    "not": (Grammar.json_schema, {"not": {"type": "string"}}, r'Unimplemented keys: \["not"\]'),
+    "uniqueItems": (Grammar.json_schema, {"uniqueItems": True}, r'Unimplemented keys: \["uniqueItems"\]'),
+    "if": (Grammar.json_schema, {"if": {}, "then": {}}, r'Unimplemented keys: \["if", "then"\]'),
+    "format": (Grammar.json_schema, {"type": "string", "format": "nonsense"}, "Unknown format: nonsense"),
+    "type": (Grammar.json_schema, {"type": "nothing"}, "Invalid type: nothing"),
+    "pattern": (Grammar.json_schema, {"type": "string", "pattern": "a("}, "unclosed group"),
+    "pointer": (Grammar.json_schema, {"$ref": "#/$defs/none"}, "'/\\$defs/none' does not exist"),
+    "address": (Grammar.json_schema, {"$ref": "http://localhost/x"}, "localhost"),
+    "itself": (Grammar.json_schema, {"$ref": "#"}, "json_schema: "),
+    "not JSON": (Grammar.json_schema, "{", "json_schema: got text that is not JSON"),
+    "list": (Grammar.json_schema, "[1]", "json_schema: got list, expected an object or a pydantic model"),
+    "number": (Grammar.json_schema, 3, "json_schema: got int, expected an object or a pydantic model"),
+    "a class": (Grammar.json_schema, int, "json_schema: got type, expected an object or a pydantic model"),
+    "set": (Grammar.json_schema, {"const": {1}}, "json_schema: got a schema that JSON cannot hold"),
+    "NaN": (Grammar.json_schema, {"const": float("nan")}, "json_schema: "),
+    "surrogate": (Grammar.json_schema, {"const": "\ud800"}, "json_schema: "),
+    "nested": (Grammar.json_schema, deep(200), "json_schema: "),
+    "nested deeply": (Grammar.json_schema, deep(20_000), "json_schema: "),
+    "large": (Grammar.json_schema, {"const": "a" * MOST_BYTES}, f"json_schema: got more than {MOST_BYTES} bytes"),
+    # regular expressions
+    "group": (Grammar.regex, "a(", "regex: .*unclosed group"),
+    "lookahead": (Grammar.regex, "(?=a)b", "regex: .*look-around"),
+    "nothing": (Grammar.regex, "", "regex: got '', expected a text"),
+    "no text": (Grammar.regex, r"[^\s\S]", "regex: "),
+    "nested groups": (Grammar.regex, "(" * 5000 + "a" + ")" * 5000, "regex: "),
+    "half a character": (Grammar.regex, "\ud800", "regex: "),
+    "large regex": (Grammar.regex, "a" * (MOST_BYTES + 1), f"regex: got more than {MOST_BYTES} bytes"),
+    # choices
+    "one text": (Grammar.choices, "ab", "choices: got 'ab', expected a list of texts"),
+    "none": (Grammar.choices, [], r"choices: got \[\], expected a list of texts"),
+    "empty choice": (Grammar.choices, ["a", ""], r"choices: got \['a', ''\], expected a list of texts"),
+    "choice of a number": (Grammar.choices, ["a", 3], r"choices: got \['a', 3\], expected a list of texts"),
+    # Lark
+    "endless": (Grammar.lark, "start: start", "lark: "),
+    "unknown rule": (Grammar.lark, "start: x", 'lark: .*unknown name: "x"'),
+    "no start": (Grammar.lark, 'x: "a"', "lark: no start rule found"),
+    "syntax": (Grammar.lark, "start ; a", "lark: .*error"),
+    "nested rules": (Grammar.lark, "start: " + "(" * 5000 + '"a"' + ")" * 5000, "lark: "),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_kind_and_the_fault_in_one_line(started, name):
+    make, value, pattern = REFUSED[name]
+    with pytest.raises(HydrajaxError) as error:
+        started(make(value))
+    message = str(error.value)
+    assert message.startswith(f"{make.__name__}: ")
+    assert re.search(pattern, message), message
+    assert "\n" not in message
+    assert len(message) < 400
+
+
+def chain_of_references(count: int) -> dict:
+    definitions = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(count)}
+    return {"$defs": definitions | {f"d{count}": {"const": "x"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.json_schema(chain_of_references(3000)),
+        Grammar.lark("start: a0\n" + "\n".join(f"a{n}: a{n + 1}" for n in range(3000)) + '\na3000: "x"'),
+    ],
+    ids=["references", "rules"],
+)
+def test_a_long_chain_of_definitions_is_compiled(started, tokenizer, grammar):
+    """It must not overflow the stack, which would end the process."""
+    assert tokenizer.decode(started(grammar).forced(9)[:-1]).strip('"') == "x"
+
+
+# --- generate and stream ----------------------------------------------------------------------------------------------
+
+
+def generate(m, prompts, grammar, **keywords):
+    return m.generate(prompts, grammar=grammar, tree="chain-3", **{"max_new_tokens": 40} | keywords)
+
+
+@pytest.mark.parametrize("grammar", [SCHEMA, Point, Grammar.json_schema(SCHEMA), Grammar.regex(TEXT)])
+def test_one_prompt(m, grammar):
+    """A schema, a pydantic model and an equivalent expression allow the same texts, so greedy output is the same."""
+    result = generate(m, "the tree", grammar)
+    assert re.fullmatch(TEXT, result.text)
+    jsonschema.validate(json.loads(result.text), SCHEMA)
+    Point.model_validate_json(result.text)
+    assert result.finish_reason == "eos"
+    assert result.output_ids[-1] == EOS
+    assert result.text == generate(m, "the tree", Grammar.regex(TEXT)).text
+
+
+def test_a_list_of_prompts_with_and_without_grammars(m):
+    prompts = ["the tree", "a draft of", "日本"]
+    free = generate(m, prompts, None, batch_size=3)
+    found = generate(m, prompts, [SCHEMA, None, Grammar.choices(["naïve", "café"])], batch_size=3)
+    assert found[1].output_ids == free[1].output_ids
+    assert re.fullmatch(TEXT, found[0].text)
+    assert found[2].text in ("naïve", "café")
+    for row, alone in ((0, SCHEMA), (2, Grammar.choices(["naïve", "café"]))):
+        assert generate(m, prompts[row], alone).output_ids == found[row].output_ids
+    with pytest.raises(HydrajaxError, match="grammar: got 2 values for 3 prompts"):
+        generate(m, prompts, [SCHEMA, None])
+
+
+def test_streamed_text_is_the_generated_text(m):
+    for keywords in ({}, {"temperature": 1.0, "seed": 3}):
+        stream = m.stream("the tree", grammar=SCHEMA, tree="chain-3", max_new_tokens=40, **keywords)
+        pieces = list(stream)
+        whole = generate(m, "the tree", SCHEMA, **keywords)
+        assert "".join(pieces) == whole.text == stream.result.text
+        assert re.fullmatch(TEXT, whole.text)
+        assert stream.result.output_ids == whole.output_ids
+        assert len(pieces) > 1
+
+
+SENTENCE = {"const": {"a": "the draft of the tree"}}
+
+
+def test_a_stop_string_ends_a_text_within_a_json_string(m):
+    result = generate(m, "the tree", SENTENCE, stop=["of the"])
+    assert (result.text, result.finish_reason) == ('{"a": "the draft ', "stop")
+    result = generate(m, "the tree", SENTENCE, stop=["absent"])
+    assert (json.loads(result.text), result.finish_reason) == (SENTENCE["const"], "eos")
+
+
+def test_the_limit_cuts_an_object(m):
+    whole = generate(m, "the tree", SENTENCE)
+    for limit in (1, 5, len(whole.output_ids) - 1):
+        result = generate(m, "the tree", SENTENCE, max_new_tokens=limit)
+        assert result.output_ids == whole.output_ids[:limit]
+        assert result.finish_reason == "length"
+
+
+def test_bad_grammars_are_refused_before_decoding(m):
+    for grammar in (3, "a*", [3]):
+        with pytest.raises(HydrajaxError, match=r"grammar: got .*, expected a Grammar, a JSON schema"):
+            generate(m, ["the tree"], grammar)
+    with pytest.raises(HydrajaxError, match="Unsatisfiable schema"):
+        generate(m, "the tree", {"enum": []})
+    with pytest.raises(HydrajaxError, match="response_format: unknown argument; did you mean grammar"):
+        m.generate("the tree", response_format=SCHEMA)
+
+
+def test_decode_functions_and_other_executors_refuse_a_grammar(m):
+    spec = DecodeSpec(grammar=Grammar.regex("a"), eos_ids=(EOS,))
+    placement = Placement()
+    object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
+    refused = pytest.raises(HydrajaxError, match=r"^grammar: got one, expected none here: use m\.generate")
+    with refused:
+        make_decode_fn(m.model, spec)
+    with refused:
+        FusedExecutor(m.model, m.params, spec)
+    with refused:
+        spec = spec.replace(drafter=DraftModel(m.model, VOCAB), tree=presets.chain(2))
+        SplitExecutor(m.model, Params(m.params.base, m.params.base), spec, placement=placement)
+
+
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def program(base, m, capsys, monkeypatch):
+    """``program(*argv)`` runs `hydrajax generate` in this process on the base, which is loaded and compiled already."""
+    monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    monkeypatch.setattr("hydrajax.cli.generate.load_from", lambda args, on_status: m)
+
+    def run(*argv) -> SimpleNamespace:
+        capsys.readouterr()
+        common = ("--base", base, "--draft", "lookup", "--tree", "chain-3", "--prompt", "the tree")
+        code = main([str(word) for word in ("generate", *common, "--max-new-tokens", 40, *argv)])
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+def test_flags_of_grammars(program, m, tmp_path):
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps(SCHEMA))
+    lark.write_text('start: "naïve " WORD\nWORD: /[a-c]{3}/', encoding="utf-8")
+    expected = generate(m, "the tree", SCHEMA).text
+    for argv in (("--json-schema", schema), ("--regex", TEXT), ("--json-schema", schema, "--stream")):
+        result = program(*argv)
+        assert (result.code, result.out) == (0, f"{expected}\n"), result.err
+    assert program("--choices", "the draft", "café").out in ("the draft\n", "café\n")
+    assert re.fullmatch("naïve [a-c]{3}\n", program("--lark", lark).out)
+
+
+def test_bad_flags_end_in_one_line(program, tmp_path):
+    files = {"not JSON": b"{", "no text": b"\xff\xfe", "unsatisfiable": b'{"enum": []}', "not": b'{"not": {}}'}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    cases = [
+        (("--json-schema", tmp_path / "absent"), "--json-schema: "),
+        (("--json-schema", tmp_path / "not JSON"), "--json-schema: got text that is not JSON"),
+        (("--json-schema", tmp_path / "no text"), "--json-schema: .* is not UTF-8 text"),
+        (("--json-schema", tmp_path / "unsatisfiable"), "--json-schema: Unsatisfiable schema"),
+        (("--json-schema", tmp_path / "not"), '--json-schema: Unimplemented keys: \\["not"\\]'),
+        (("--lark", tmp_path / "absent"), "--lark: "),
+        (("--regex", "a("), "--regex: .*unclosed group"),
+        (("--regex", ""), "--regex: got '', expected a text"),
+        (("--choices", "a", ""), "--choices: got .*, expected a list of texts"),
+        (("--regex", "a", "--choices", "a"), "--choices: not allowed with argument --regex"),
+        (("--json-schema", tmp_path / "not", "--lark", "b"), "--lark: not allowed with argument --json-schema"),
+    ]
+    for number, (argv, pattern) in enumerate(cases):
+        output = tmp_path / f"{number}.jsonl"
+        result = program(*argv, "--output", output)
+        assert (result.code, result.out) == (2, ""), argv
+        assert re.fullmatch(f"hydrajax: {pattern}[^\n]*\n", result.err), result.err
+        assert not output.exists()

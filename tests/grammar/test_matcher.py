@@ -1,0 +1,318 @@
+"""Masks at every node of random trees, and forced tokens, against regular expressions by another engine.
+
+The patterns are random, and `regex` (partial matches) judges every token of a small vocabulary at every node.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+
+from helpers import small_tokenizer
+from helpers.random_grammars import can_continue, is_complete, random_pattern
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.constraints import words
+from hydrajax.decoding.decode import settled_inputs
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.errors import HydrajaxError
+from hydrajax.grammar import matcher as matchers
+from hydrajax.grammar.grammar import Grammar
+from hydrajax.models.base_model import init_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.trees import presets
+
+VOCAB, EOS = 304, 2  # the tokenizer has 300 tokens
+NOTHING = np.array([-1], np.int32)
+
+
+@functools.cache
+def tokenizer():
+    return small_tokenizer.byte_level()
+
+
+@functools.cache
+def token_bytes() -> dict[int, bytes]:
+    """Return the bytes of every token that is not special (tests/grammar/test_vocabulary.py checks them)."""
+    decoder = tokenizer().backend_tokenizer.decoder
+    letters = {chr(byte): byte for byte in (*range(33, 127), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
+    others = [byte for byte in range(256) if chr(byte) not in letters]
+    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
+    assert decoder.decode(["Ġt", "Ã", "Ł"]) == " tß"
+    return {number: bytes(map(letters.get, token)) for token, number in tokenizer().get_vocab().items() if number > EOS}
+
+
+def start(grammar: Grammar):
+    return grammar.start(tokenizer(), VOCAB, (EOS,))
+
+
+def masks(matcher, tokens=NOTHING, parents=NOTHING) -> list[set[int]]:
+    """Return the tokens allowed after each node."""
+    allowed = np.full((len(tokens), words(VOCAB)), 0xFFFFFFFF, np.uint32)
+    matcher.allow(np.array(tokens, np.int32), np.array(parents, np.int32), allowed)
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def possible(pattern: str, text: bytes) -> set[int]:
+    """Return the tokens that may follow a text, by brute force."""
+    found = {number for number, token in token_bytes().items() if can_continue(pattern, text + token)}
+    return found | {EOS} if is_complete(pattern, text) else found
+
+
+def forced_byte(tokens: set[int]) -> bool:
+    """Return whether all tokens begin with the same byte: llguidance then chooses among them."""
+    return EOS not in tokens and len({token_bytes()[number][0] for number in tokens}) == 1
+
+
+def text_of(tokens) -> bytes:
+    return b"".join(token_bytes()[number] for number in tokens)
+
+
+def random_tree(rng: random.Random, pattern: str, text: bytes, size: int) -> tuple[list[int], list[int]]:
+    """Return tokens and parents; most tokens may follow their parents' texts, others are random, EOS or missing."""
+    tokens, parents, texts, live = [7], [-1], [text], [0]
+    for node in range(1, size):
+        parent = rng.choice(live[-3:]) if rng.random() < 0.8 else rng.randrange(-1, node)
+        legal = sorted(possible(pattern, texts[parent]) - {EOS}) if parent in live and rng.random() < 0.8 else []
+        token = rng.choice(legal or [rng.randrange(VOCAB), -1, EOS])
+        live += [node] if legal else []
+        tokens.append(token)
+        parents.append(parent)
+        texts.append(texts[parent] + token_bytes().get(token, b""))
+    return tokens, parents
+
+
+def check_tree(rng: random.Random) -> tuple[int, int]:
+    """Check the masks of one random tree; return how many nodes were compared, and how many of them are forced."""
+    pattern = random_pattern(rng)
+    matcher, written = start(Grammar.regex(pattern)), []
+    for _ in range(rng.randrange(5)):
+        allowed = masks(matcher)[0] - {EOS}
+        if not allowed:
+            break
+        written.append(rng.choice(sorted(allowed)))
+        matcher.follow(written)
+    tokens, parents = random_tree(rng, pattern, text_of(written), rng.randint(1, 14))
+    found = masks(matcher, tokens, parents)
+    assert matcher.error is None
+    paths: dict[int, list[int]] = {0: written}
+    forced = 0
+    for node in range(len(tokens)):
+        parent, token = parents[node], tokens[node]
+        if node:
+            if parent not in paths or token not in found[parent] or token == EOS:
+                continue  # never accepted, or the end of the text
+            paths[node] = [*paths[parent], token]
+        expected = possible(pattern, text_of(paths[node]))
+        if forced_byte(expected):
+            forced += 1
+            assert found[node], (pattern, paths[node])
+            assert found[node] <= expected, (pattern, paths[node])
+        else:
+            assert found[node] == expected, (pattern, paths[node])
+    assert masks(matcher)[0] == found[0]  # unchanged by the tree
+    return len(paths), forced
+
+
+@pytest.mark.parametrize("cases", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+def test_masks_at_every_node_are_those_of_another_engine(cases):
+    rng = random.Random(cases)
+    nodes = np.array([check_tree(rng) for _ in range(cases)]).sum(axis=0)
+    assert nodes[0] > 3 * cases
+    assert 0 < nodes[1] < nodes[0] * 0.7
+
+
+def test_masks_of_another_node_would_be_noticed():
+    """The comparison above fails for masks that belong to the node before."""
+    matcher = start(Grammar.regex("a(be|1a)"))
+    ids = {token: number for number, token in token_bytes().items()}
+    tokens, parents = [7, ids[b"a"], ids[b"b"], ids[b"1"]], [-1, 0, 1, 1]
+    found = masks(matcher, tokens, parents)
+    expected = [possible("a(be|1a)", text) for text in (b"", b"a", b"ab", b"a1")]
+    assert all(one <= other for one, other in zip(found, expected, strict=True))
+    assert all(one - other for one, other in zip(found[1:], expected[:-1], strict=True))
+
+
+# --- forced tokens ----------------------------------------------------------------------------------------------------
+
+
+def completion(rng: random.Random, matcher, most: int = 60) -> list[int]:
+    """Return random allowed tokens to the end of the text."""
+    text: list[int] = []
+    while len(text) < most and (not text or text[-1] != EOS):
+        text.append(rng.choice(sorted(masks(matcher)[0])))
+        matcher.follow(text)
+        assert matcher.error is None
+    return text
+
+
+@pytest.mark.parametrize("cases", [60, pytest.param(2_000, marks=pytest.mark.slow)])
+def test_forced_tokens_begin_every_completion(cases):
+    rng = random.Random(cases)
+    longest = ended = 0
+    for _ in range(cases):
+        pattern = random_pattern(rng)
+        matcher = start(Grammar.regex(pattern))
+        text = completion(rng, matcher.copy())
+        assert text[-1] != EOS or is_complete(pattern, text_of(text[:-1]))
+        for place in range(len(text)):
+            most = rng.randint(1, 12)
+            found = matcher.forced(most)
+            assert len(found) <= most
+            assert text[place : place + len(found)] == found
+            ended += found[-1:] == [EOS]
+            longest = max(longest, len(found))
+            matcher.follow(text[: place + 1])
+    assert longest > 3
+    assert ended
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text", "ends"),
+    [
+        (Grammar.regex("the tree of (the|a) draft"), b"the tree of", False),  # a space begins the next token,
+        (Grammar.choices(["naïve café"]), "naïve café".encode(), True),
+        (Grammar.json_schema({"const": {"a": [1, None, "日本"]}}), '{"a": [1, null, "日本"]}'.encode(), True),
+        (Grammar.regex("(the tree )*"), b"", False),  # EOS may follow as well
+        (Grammar.regex("x(y|z)?"), b"x", False),
+    ],
+)
+def test_forced_tokens_and_the_end_of_the_text(grammar, text, ends):
+    matcher = start(grammar)
+    found = matcher.forced(100)
+    assert (found[-1:] == [EOS]) is ends
+    assert text_of(found[: len(found) - ends]) == text
+    assert found[: len(found) - ends] == tokenizer().encode(text.decode(), add_special_tokens=False)
+    assert matcher.forced(2) == found[:2]
+    assert masks(matcher)[0] >= set(found[:1])  # nothing was consumed
+
+
+def test_copies_change_on_their_own():
+    matcher = start(Grammar.regex("ab|ba"))
+    ids = {token: number for number, token in token_bytes().items()}
+    other = matcher.copy()
+    other.follow([ids[b"a"]])
+    again = other.copy()
+    assert masks(other)[0] == masks(again)[0] == {ids[b"b"]}
+    assert masks(matcher)[0] == possible("ab|ba", b"")
+
+
+def test_nothing_follows_the_end():
+    matcher = start(Grammar.choices(["a"]))
+    text = matcher.forced(5)
+    matcher.follow(text)
+    masks(matcher)
+    assert text[-1] == EOS
+    assert matcher.error is None
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+ONE_BRANCH_FAILS = 'start: "a" X | "b" Y\nX: /[xy]+/\nY: /([a-z]{1,30}[0-9]{1,30}){1,%d}!/'
+
+
+@pytest.fixture
+def little_fuel(monkeypatch):
+    monkeypatch.setattr(matchers, "LIMITS", {"step_lexer_fuel": 100, "step_max_items": 50_000})
+
+
+def test_an_error_on_one_branch_leaves_the_others(little_fuel):
+    """The branch of b exceeds the limit; the masks of the other nodes are those without it."""
+    matcher, ids = start(Grammar.lark(ONE_BRANCH_FAILS % 41)), {t: n for n, t in token_bytes().items()}
+    letters = [ids[letter] for letter in (b"a", b"b", b"x", b"y")]
+    a, b, x, y = letters
+    found = masks(matcher, [7, b, x, a, y], [-1, 0, 1, 0, 3])
+    assert not found[2]  # the error
+    assert {a, b} <= found[0]
+    assert found[3] == possible("a[xy]+", b"a")
+    assert found[4] == possible("a[xy]+", b"ay")
+    assert matcher.error is None
+    matcher.follow([a, y])
+    assert matcher.error is None
+    assert masks(matcher)[0] == possible("a[xy]+", b"ay")
+
+
+def test_an_error_of_one_sequence_leaves_other_sequences_of_the_grammar(little_fuel):
+    grammar, ids = Grammar.lark(ONE_BRANCH_FAILS % 42), {t: n for n, t in token_bytes().items()}
+    failing, other = start(grammar), start(grammar)
+    failing.follow([ids[b"b"]])
+    masks(failing)
+    failing.follow([ids[b"b"], ids[b"x"]])
+    masks(failing)
+    assert "lexer error" in failing.error
+    for matcher in (other, start(grammar)):
+        matcher.follow([ids[b"a"], ids[b"y"]])
+        assert masks(matcher)[0] == possible("a[xy]+", b"ay")
+        assert matcher.error is None
+
+
+def test_a_text_that_the_grammar_does_not_allow_is_an_error():
+    matcher = start(Grammar.choices(["tree"]))
+    matcher.follow([5])
+    assert matcher.error
+    assert "\n" not in matcher.error
+    with pytest.raises(HydrajaxError):
+        start(Grammar.lark("start: start"))
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
+
+BATCH, NEW = 25, 24
+CONFIG = LlamaConfig(VOCAB, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=64)
+TREES = {"chain": presets.chain(5), "cartesian": presets.cartesian([3, 2, 2])}
+
+
+@pytest.fixture(scope="module")
+def executor():
+    """Return ``make(tree)``: an untrained base whose guesses are arbitrary, with prompt lookup and forced tokens."""
+    import jax
+
+    model = Llama(CONFIG)
+    base = init_base(model, jax.random.key(0))
+
+    @functools.cache
+    def make(tree: str) -> SteppedExecutor:
+        spec = DecodeSpec(PromptLookup(), TREES[tree], Greedy(), eos_ids=(EOS,), max_new_tokens=NEW, forced_nodes=4)
+        return SteppedExecutor(model, Params(base, {}), spec, tokenizer=tokenizer())
+
+    return make
+
+
+@pytest.mark.parametrize("batches", [2, pytest.param(400, marks=pytest.mark.slow)])
+def test_no_forbidden_token_is_emitted(executor, batches):
+    """Random patterns, prompts and trees: every output is a text of its pattern, or the beginning of one at the limit.
+
+    Prompts contain texts of the pattern, so that lookup proposes allowed and forbidden tokens.
+    """
+    rng = random.Random(batches)
+    ends = 0
+    for number in range(batches):
+        patterns = [random_pattern(rng) for _ in range(BATCH)]
+        prompts = np.zeros((BATCH, 32), np.int32)
+        for prompt, pattern in zip(prompts, patterns, strict=True):
+            known = completion(rng, start(Grammar.regex(pattern)), 12)
+            filler = [rng.randrange(3, 300) for _ in range(32)]
+            prompt[:] = (known + filler[:4] + known + filler)[:32]
+        now = executor(("cartesian", "chain")[number // 2 % 2])
+        given = settled_inputs(now.spec, CONFIG, prompts)
+        specs = [now.spec.replace(grammar=Grammar.regex(pattern)) for pattern in patterns]
+        sampling = given.sampling._replace(constraints=now.constraints(specs))
+        *_, last = now.run(given._replace(sampling=sampling), np.zeros(BATCH, bool), NEW)
+        for pattern, tokens, length in zip(patterns, last.tokens, last.lengths, strict=True):
+            output = tokens[:length].tolist()
+            text = text_of(token for token in output if token != EOS)
+            if EOS in output:
+                assert output.index(EOS) == len(output) - 1
+                assert is_complete(pattern, text), (pattern, text)
+                ends += 1
+            else:
+                assert length == NEW
+                assert can_continue(pattern, text), (pattern, text)
+    assert ends > BATCH * batches / 2

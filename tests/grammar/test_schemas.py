@@ -1,0 +1,125 @@
+"""Random JSON schemas, decoded by the bundled model: every finished output is valid by jsonschema, with any draft."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import jsonschema
+import pytest
+
+import hydrajax
+from helpers.random_schemas import random_schema
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.grammar import Grammar
+
+PROMPTS = [
+    'import json\n\nprint(json.dumps(record))\n# prints\n"""\n',
+    "# an example of the record:\nRECORD = ",
+    "data = ",
+]
+BATCH = len(PROMPTS)
+TREE = "chain-3"
+
+
+@pytest.fixture(scope="module")
+def models():
+    """``models(draft)``: the bundled base with a draft, loaded once."""
+    base, found = hydrajax.load("shipped"), {}
+
+    def of(draft: str):
+        if draft not in found:
+            found[draft] = base if draft == "none" else base.with_draft(draft)
+        return found[draft]
+
+    return of
+
+
+def executor_of(m, grammar, limit: int, forced_nodes: int):
+    spec = DecodeSpec(max_new_tokens=limit, grammar=grammar, forced_nodes=forced_nodes)
+    return m.executor(m.spec(spec, tree=TREE if m.drafter.spec.depth else "root"))
+
+
+def decoded(executor, grammars) -> list:
+    specs = [executor.spec.replace(grammar=grammar) for grammar in grammars]
+    prompts = [PROMPTS[number % BATCH] for number in range(len(grammars))]
+    return list(hydrajax.generate(executor, prompts, specs=specs, batch_size=BATCH))
+
+
+def is_valid(value, schema) -> bool:
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    return jsonschema.Draft202012Validator(schema, format_checker=checker).is_valid(value)
+
+
+def check_schemas(models, schemas: list[dict], limit: int, drafts: list[tuple[str, int]]) -> Counter:
+    """Compare outputs with any draft to those without one, and check these; count how outputs end."""
+    grammars = [Grammar.json_schema(schema) for schema in schemas]
+    baseline = executor_of(models(drafts[0][0]), grammars[0], limit, 0).autoregressive()
+    expected = decoded(baseline, grammars)
+    ends = Counter(result.finish_reason for result in expected)
+    for schema, result in zip(schemas, expected, strict=True):
+        assert result.steps == len(result.output_ids)
+        if result.finish_reason == "eos":
+            assert is_valid(json.loads(result.text), schema), (schema, result.text)
+        else:
+            assert (result.finish_reason, len(result.output_ids)) == ("length", limit), (schema, result.text)
+    for draft, forced_nodes in drafts:
+        found = decoded(executor_of(models(draft), grammars[0], limit, forced_nodes), grammars)
+        assert [one.output_ids for one in found] == [one.output_ids for one in expected], (draft, forced_nodes)
+        ends[f"steps of {draft}, {forced_nodes} forced"] = sum(one.steps for one in found)
+    ends["steps of none, 0 forced"] = sum(one.steps for one in expected)
+    print(dict(ends))
+    return ends
+
+
+def test_random_schemas(models):
+    rng = random.Random(0)
+    schemas = [random_schema(rng, 2) for _ in range(9)]
+    ends = check_schemas(models, schemas, 48, [("hydra++", 8)])
+    assert ends["eos"] >= 6
+    assert ends["steps of hydra++, 8 forced"] < 0.8 * ends["steps of none, 0 forced"]
+
+
+@pytest.mark.slow
+def test_many_random_schemas(models):
+    """200 schemas with each draft, with and without forced tokens."""
+    rng = random.Random(1)
+    drafts = [(draft, nodes) for draft in ("none", "lookup", "hydra++") for nodes in (0, 8)]
+    ends = check_schemas(models, [random_schema(rng) for _ in range(201)], 192, drafts[1:])
+    assert ends["eos"] > 150
+    # Forced tokens need fewer steps, also in addition to a draft.
+    for draft in ("none", "lookup", "hydra++"):
+        assert ends[f"steps of {draft}, 8 forced"] < ends[f"steps of {draft}, 0 forced"]
+
+
+def test_generated_schemas_have_all_keywords_and_some_reject_values():
+    """The generator covers the keywords, and jsonschema rejects wrong values, so that the tests above can fail."""
+    rng = random.Random(1)
+    schemas = [random_schema(rng) for _ in range(201)]
+    text = json.dumps(schemas)
+    keywords = ["properties", "required", "additionalProperties", "items", "prefixItems", "minItems", "maxItems"]
+    keywords += ["enum", "const", "anyOf", "$ref", "$defs", "pattern", "format", "minLength", "maxLength", "null"]
+    keywords += ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"]
+    assert [word for word in keywords if f'"{word}"' not in text] == []
+    for schema in schemas:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        assert not all(is_valid(value, schema) for value in (0, -(10**9), "a long text", [[]], {"k": 0}, None, True))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema"),
+    [
+        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+        ("not", {"type": "object", "properties": {"a": {"not": {"type": "null"}}}, "required": ["a"]}),
+        ("contains", {"type": "array", "contains": {"const": 1}}),
+        ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}),
+        ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
+        ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}),
+        ("else", {"if": {"type": "integer"}, "else": {"type": "null"}}),
+    ],
+)
+def test_unsupported_keywords_are_refused_by_name(models, keyword, schema):
+    with pytest.raises(HydrajaxError, match=f"json_schema: .*{keyword}"):
+        models("none").generate("data = ", grammar=schema, tree="root")

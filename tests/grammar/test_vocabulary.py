@@ -1,0 +1,174 @@
+"""The bytes of every token as llguidance reads them, against tables computed from each tokenizer's own form."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helpers import small_tokenizer
+from hydrajax import assets
+from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.grammar import Grammar
+from hydrajax.grammar.vocabulary import vocabulary_of
+
+PADDING = 20  # ids of a base beyond its tokenizer's
+
+
+def byte_of_letter() -> dict[str, int]:
+    """Return GPT-2's table of bytes as printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
+    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def of_byte_level(token: str) -> bytes:
+    table = byte_of_letter()
+    return bytes(table[letter] for letter in token)
+
+
+def of_sentencepiece(token: str) -> bytes:
+    """Return the bytes of a piece: ``▁`` is a space and ``<0x41>`` a byte."""
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def metaspace():
+    """Return a tokenizer as LLaMA 2's: BPE with metaspace and byte fallback, <unk>, <s>, </s> = 0, 1, 2."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = ["▁", "t", "r", "e", "h", "ß", "日", "▁t", "re", "tre", "▁the", "▁▁", "he", "▁tre", "▁{", '"', "{", "}"]
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [("▁", "t"), ("r", "e"), ("h", "e"), ("▁t", "he"), ("t", "re"), ("▁", "▁"), ("▁t", "re"), ("▁", "{")]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    tokens = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokens.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokens.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def with_added_tokens():
+    """Return the byte-level tokenizer with a special token and with added tokens that are ordinary text."""
+    from tokenizers import AddedToken
+
+    found = small_tokenizer.byte_level()
+    found.add_tokens([AddedToken("    ", normalized=False), AddedToken("naïve→", normalized=False)])
+    found.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    return found
+
+
+def shipped():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(assets.base())
+
+
+TOKENIZERS = {
+    "byte level": (small_tokenizer.byte_level, of_byte_level),
+    "added tokens": (with_added_tokens, of_byte_level),
+    "metaspace": (metaspace, of_sentencepiece),
+    "shipped": (shipped, of_byte_level),
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def made(request):
+    """A tokenizer, the bytes of its ordinary tokens by id, its special ids, and llguidance's vocabulary."""
+    make, bytes_of = TOKENIZERS[request.param]
+    tokenizer = make()
+    added = tokenizer.added_tokens_decoder
+    special = {number for number, token in added.items() if token.special}
+    expected = {
+        number: added[number].content.encode() if number in added else bytes_of(token)
+        for token, number in tokenizer.get_vocab().items()
+        if number not in special
+    }
+    vocabulary = vocabulary_of(tokenizer, len(tokenizer) + PADDING, (tokenizer.eos_token_id,))
+    return tokenizer, expected, special, vocabulary
+
+
+def test_bytes_of_every_token(made):
+    tokenizer, expected, special, vocabulary = made
+    assert len(expected) + len(special) == len(tokenizer)
+    assert vocabulary.vocab_size == len(tokenizer) + PADDING
+    # llguidance marks special tokens with byte 0xFF, which occurs in no text: the token of that byte alone is empty.
+    marker = {number for number, token in expected.items() if token == b"\xff"}
+    found = {number: vocabulary.decode_bytes([number]) for number in expected}
+    assert found == expected | dict.fromkeys(marker, b"")
+    found = {number for number in range(len(tokenizer)) if vocabulary.is_special_token(number)}
+    assert found - marker == special
+    assert vocabulary.eos_tokens == [tokenizer.eos_token_id]
+
+
+def test_any_text_allows_all_ordinary_tokens_that_are_whole_characters_and_nothing_else(made):
+    """Special tokens and ids beyond the tokenizer's never belong to a text."""
+    tokenizer, expected, _, vocabulary = made
+    allowed = allowed_at_start(r"(?s:.)+", tokenizer, vocabulary)
+    whole = {number for number, token in expected.items() if is_utf8(token)}
+    assert whole <= allowed <= expected.keys()
+    partial = allowed - whole  # the first bytes of a character
+    assert all(begins_utf8(expected[number]) for number in partial)
+    assert partial == {number for number, token in expected.items() if begins_utf8(token)} - whole
+
+
+def test_the_name_of_a_special_token_is_ordinary_text(made):
+    """Also where the grammar leaves one text: the tokens that the grammar forces spell the name."""
+    tokenizer, expected, special, vocabulary = made
+    text = f"t {tokenizer.convert_ids_to_tokens(min(special))} re"
+    matcher = Grammar.choices([text]).start(tokenizer, vocabulary.vocab_size, (tokenizer.eos_token_id,))
+    *forced, last = matcher.forced(50)
+    assert last == tokenizer.eos_token_id
+    assert b"".join(expected.get(number, b"special") for number in forced) == text.encode()
+
+
+def allowed_at_start(pattern: str, tokenizer, vocabulary) -> set[int]:
+    matcher = Grammar.regex(pattern).start(tokenizer, vocabulary.vocab_size, (tokenizer.eos_token_id,))
+    mask = np.zeros((1, -(-vocabulary.vocab_size // 32)), np.uint32)
+    matcher.allow(np.array([-1]), np.array([-1]), mask)
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def is_utf8(token: bytes) -> bool:
+    try:
+        token.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def begins_utf8(token: bytes) -> bool:
+    """Return whether some bytes after the token complete a text."""
+    try:
+        token.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "eos_ids", "message"),
+    [
+        (None, (2,), "grammar: requires a tokenizer, which the base does not have"),
+        ("fast", (), "grammar: requires an end-of-sequence token, which the base does not have"),
+        ("slow", (2,), "grammar: the base's tokenizer cannot be used (Only fast tokenizers are supported)"),
+    ],
+)
+def test_bases_that_cannot_follow_a_grammar_are_refused_in_one_line(tokenizer, eos_ids, message):
+    made = {"fast": small_tokenizer.byte_level, "slow": object}.get(tokenizer, lambda: None)()
+    with pytest.raises(HydrajaxError) as error:
+        Grammar.regex("a").start(made, 320, eos_ids)
+    assert str(error.value) == message
+
+
+def test_a_vocabulary_is_read_once():
+    tokenizer = small_tokenizer.byte_level()
+    first, again = (vocabulary_of(tokenizer, 320, (2,)) for _ in range(2))
+    assert first is again
