@@ -174,10 +174,21 @@ class Engine:
         return DecodeState(TargetState(cache, accepted.bonus_token, root_logprobs), state.draft, output), outcome
 
     @exact
-    def observe(self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome) -> DecodeState:
-        """Pass the outcome to the drafter, which has not run the nodes of forced tokens: it reads them as text."""
+    def observe(
+        self, params: Params, state: DecodeState, proposal: Proposal, outcome: Outcome, as_text: bool = False
+    ) -> DecodeState:
+        """Pass the outcome to the drafter.
+
+        Args:
+            params: Parameters of base and drafter.
+            state: The state after `commit`.
+            proposal: The candidate tree.
+            outcome: The result.
+            as_text: The tree has nodes that the drafter has not run, such as forced tokens: it reads the emitted tokens
+                as it reads a prompt.
+        """
         given = params.draft, state.draft
-        if proposal.tokens.shape[1] > self.drafter.spec.verified_nodes(self.tree):
+        if as_text:
             draft = self.drafter.begin(*given, *outcome.as_text(), self.bind(params))
         else:
             draft = self.drafter.observe(*given, proposal, outcome, self.bind(params))
@@ -199,11 +210,12 @@ class Engine:
         logits: Float[Array, "B N V"],
         proposal: Proposal,
         extra: Sequence[Any] = (),
+        as_text: bool = False,
     ) -> DecodeState:
         """Accept, commit and observe: the part of a step after the base's pass."""
         accepted = self.accept(state, logits, proposal, extra)
         state, outcome = self.commit(state, forward, logits, proposal, accepted)
-        return self.observe(params, state, proposal, outcome)
+        return self.observe(params, state, proposal, outcome, as_text)
 
     @exact
     def prefill(

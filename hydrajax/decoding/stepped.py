@@ -2,7 +2,8 @@
 
 A grammar needs this. Which tokens it allows after a node depends on the text of the path to that node, which a parser
 on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose the parser names the forced tokens,
-which join the tree as a branch. Between propose and accept, during the base's pass, it masks every node.
+which join the tree as a branch, or replace it where it reaches no further. Between propose and accept, during the
+base's pass, the parser masks every node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from hydrajax.decoding.processors import AllowedTokens
 from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.drafters.branch import with_branch
+from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
+from hydrajax.trees import presets
 
 
 class SteppedState(NamedTuple):
@@ -78,25 +81,30 @@ class SteppedExecutor(FusedExecutor):
         def join(proposal, forced):
             return with_branch(with_tree(proposal), forced, engine.forced_nodes)
 
+        def forced_alone(root, forced):
+            return with_branch(Proposal(root[:, None], presets.root().topology), forced, engine.forced_nodes)
+
         def verify(params, cache, proposal):
             return engine.verify(params, cache, with_tree(proposal))
 
-        def settle(params, state, ended, forward, logits, proposal, extra):
+        def settle(params, state, ended, forward, logits, proposal, extra, as_text):
             state = state._replace(output=state.output._replace(done=ended))
-            return engine.settle(params, state, forward, logits, with_tree(proposal), extra)
+            return engine.settle(params, state, forward, logits, with_tree(proposal), extra, as_text)
 
         options = backend.compiler_options()
         self._propose = jax.jit(propose, compiler_options=options)
-        self._join = jax.jit(join)
+        self._join, self._forced_alone = jax.jit(join), jax.jit(forced_alone)
         self._verify = jax.jit(verify, compiler_options=options)
-        self._settle = jax.jit(settle, donate_argnums=1, compiler_options=options)
+        self._settle = jax.jit(settle, donate_argnums=1, static_argnames="as_text", compiler_options=options)
 
     decode = Executor.decode
 
     def _compile(self, given):
         constraints = given.sampling.constraints
         constraints = self.constraints([self.spec] * len(given.prompt)) if constraints is None else constraints
-        for forced in ([], [0]) if any(constraints) and self.spec.forced_nodes else ([],):  # steps of both shapes
+        # Steps of every shape: without forced tokens, with one, and with more than the draft's tree is deep.
+        several = ([], [0], [0] * self.spec.longest_path) if any(constraints) and self.spec.forced_nodes else ([],)
+        for forced in several:
             stand_ins = tuple(None if one is None else _AnyText(forced) for one in constraints)
             Executor._compile(self, given._replace(sampling=given.sampling._replace(constraints=stand_ins)))
 
@@ -129,19 +137,31 @@ class SteppedExecutor(FusedExecutor):
         if not any(constraints):
             decode, now = super().advance(decode, stopped, n_steps)
             return SteppedState(decode, constraints), now
+        ended = self._follow(decode, constraints, stopped)
         for _ in range(n_steps):
-            proposal = self._propose(self.params, decode)
-            ended = self._follow(decode, constraints, stopped)  # while the device proposes
             if ended.all():
                 break
-            if (forced := self._forced(constraints, ended)) is not None:
-                proposal = self._join(proposal, forced)
+            forced = self._forced(constraints, ended)
+            proposal = self._candidates(decode, forced, ended)
             forward, logits = self._verify(self.params, decode.target.cache, proposal)
             extra = self._masks(constraints, ended, proposal)
-            decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra)
-        ended = self._follow(decode, constraints, stopped)
+            given = self.params, decode, ended, forward, logits, proposal, extra
+            decode = self._settle(*given, as_text=forced is not None)
+            ended = self._follow(decode, constraints, stopped)
         decode = decode._replace(output=decode.output._replace(done=self._placed(jnp.asarray(ended))))
         return SteppedState(decode, constraints), Snapshot.of(decode.output)
+
+    def _candidates(self, decode: DecodeState, forced: Int[np.ndarray, "B n"] | None, ended: np.ndarray) -> Proposal:
+        """Return the drafter's tree, with a branch of forced tokens if there are any.
+
+        A tree reaches no further than forced tokens that are as many as it is deep, and is then left out.
+        """
+        if forced is None:
+            return self._propose(self.params, decode)
+        depth = self.spec.longest_path - self.spec.forced_nodes
+        if depth == 0 or (forced[~ended, depth - 1] >= 0).all():
+            return self._forced_alone(decode.target.root, self._placed(forced))
+        return self._join(self._propose(self.params, decode), self._placed(forced))
 
     # --- the host's part ----------------------------------------------------------------------------------------------
 
@@ -174,7 +194,7 @@ class SteppedExecutor(FusedExecutor):
             if constraint is not None and not ended[row]:
                 found = constraint.forced(forced.shape[1])
                 forced[row, : len(found)] = found
-        return self._placed(forced) if (forced >= 0).any() else None
+        return forced if (forced >= 0).any() else None
 
     def _masks(self, constraints, ended, proposal) -> tuple[AllowedTokens, ...]:
         """Return the mask of every node; the base's pass continues meanwhile."""
