@@ -15,7 +15,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY hydrajax hydrajax
 RUN python -m venv /opt/hydrajax \
-    && /opt/hydrajax/bin/pip install --no-cache-dir ".[serve,gguf${EXTRA:+,$EXTRA}]"
+    && /opt/hydrajax/bin/pip install --no-cache-dir ".[serve,gguf,grammar${EXTRA:+,$EXTRA}]"
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /opt/hydrajax /opt/hydrajax

@@ -153,7 +153,8 @@ def run(args) -> None:
         "forced-N: N nodes for tokens that the schema forces, next to the draft's tree",
         f"tokens per second after the prefill, median of {args.rounds} rounds; equal: to {BASELINE}",
     ]
-    common.write(args, "speed", "", "Structured output: forced tokens and drafts under JSON schemas", rows, remarks)
+    title = f"Structured output: forced tokens and drafts under JSON schemas, {args.base or 'shipped'}"
+    common.write(args, "speed", "", title, rows, remarks)
 
 
 def measured(args) -> list[dict]:

@@ -344,6 +344,7 @@ class LanguageModel:
         template: str = "auto",
         max_new_tokens: int = 512,
         seed: int | None = None,
+        grammar: Any = None,
         **numbers: Unpack[Numbers],
     ) -> Chat:
         """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
@@ -352,6 +353,7 @@ class LanguageModel:
             tree: by default the searched tree, else the drafter's default; nothing is measured.
             template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
             max_new_tokens: limit of each answer.
+            grammar: of every answer, as in `generate`.
 
         Returns:
             A `Chat`.
@@ -360,7 +362,8 @@ class LanguageModel:
             HydrajaxError: for a bad argument, and if the tokenizer does not support the template.
         """
         m = self._drafting(draft)
-        spec = with_keywords(DecodeSpec(max_new_tokens=max_new_tokens), rule, processors, **numbers)
+        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens), None if grammar is None else as_grammar(grammar))
+        spec = with_keywords(spec, rule, processors, **numbers)
         return Chat(m.executor(m.spec(spec, tree=tree)), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:

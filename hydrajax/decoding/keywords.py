@@ -172,11 +172,9 @@ def specs_of_prompts(
     for row in range(max(count, 1)):  # invalid values are refused without prompts, too
         own = {name: value for name, value in of_all.items() if name not in each}
         own |= {name: values[row] for name, values in each.items() if count}
-        limit, constrained = (
-            own.pop("max_new_tokens", spec.max_new_tokens),
-            with_grammar(spec, own.pop("grammar", None)),
-        )
-        found.append(with_keywords(constrained.replace(max_new_tokens=limit), **own))
+        limit = own.pop("max_new_tokens", spec.max_new_tokens)
+        one = with_grammar(spec.replace(max_new_tokens=limit), own.pop("grammar", None))
+        found.append(with_keywords(one, **own))
     return found[:count]
 
 

@@ -318,3 +318,10 @@ def test_bad_flags_end_in_one_line(program, tmp_path):
         assert (result.code, result.out) == (2, ""), argv
         assert re.fullmatch(f"hydrajax: {pattern}[^\n]*\n", result.err), result.err
         assert not output.exists()
+
+
+def test_every_answer_of_a_conversation_follows_the_grammar(m):
+    chat = m.chat(grammar=SCHEMA, tree="chain-3", max_new_tokens=40, template="plain")
+    answers = ["".join(chat.send(text)) for text in ("the tree", "and its root")]
+    assert all(re.fullmatch(TEXT, answer) for answer in answers)
+    assert [message["content"] for message in chat.messages[1::2]] == answers
