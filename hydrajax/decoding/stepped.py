@@ -35,15 +35,15 @@ class SteppedState(NamedTuple):
     constraints: tuple[Constraint | None, ...]
 
 
-class _AnyText:
-    """A constraint that allows every token, to compile with."""
+class AnyText:
+    """A constraint that allows every token, and forces some, to compile with."""
 
     error = None
 
     def __init__(self, forced: list[int]):
         self._forced = forced
 
-    def copy(self) -> _AnyText:
+    def copy(self) -> AnyText:
         return self
 
     def follow(self, text):
@@ -102,11 +102,17 @@ class SteppedExecutor(FusedExecutor):
     def _compile(self, given):
         constraints = given.sampling.constraints
         constraints = self.constraints([self.spec] * len(given.prompt)) if constraints is None else constraints
-        # Steps of every shape: without forced tokens, with one, and with more than the draft's tree is deep.
-        several = ([], [0], [0] * self.spec.longest_path) if any(constraints) and self.spec.forced_nodes else ([],)
-        for forced in several:
-            stand_ins = tuple(None if one is None else _AnyText(forced) for one in constraints)
-            Executor._compile(self, given._replace(sampling=given.sampling._replace(constraints=stand_ins)))
+        for stand_in in self.stand_ins() if any(constraints) else (None,):
+            others = tuple(None if one is None else stand_in for one in constraints)
+            Executor._compile(self, given._replace(sampling=given.sampling._replace(constraints=others)))
+
+    def stand_ins(self) -> tuple[AnyText, ...]:
+        """Return constraints whose steps have every shape that steps can have: those without forced tokens, with one,
+        and with more than the draft's tree is deep.
+        """
+        if not self.spec.forced_nodes:
+            return (AnyText([]),)
+        return AnyText([]), AnyText([0]), AnyText([0] * self.spec.longest_path)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         constraints, sampling = self._constraints(sampling, len(lengths))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 
 import jax
 import numpy as np
@@ -270,7 +271,8 @@ class ExecutorPool:
         From now on, steps are plain only in shapes that are compiled, see `can_be_plain`.
 
         Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
-        then, last. For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
+        then, after them. The last one is for a single short sequence with a grammar; others compile at their first use.
+        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
         p * (w + 2) prefill programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for
         each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
@@ -288,6 +290,8 @@ class ExecutorPool:
         if self.drops_draft:
             self._warming_up = True
             found += [partial(self._compile_steps, batch, cache_len, False) for batch, cache_len in shapes]
+        if self._constrained and find_spec("llguidance"):
+            found.append(partial(self._compile_constrained, self.cache_lens[0]))
         return found
 
     def warm_up(self) -> None:
@@ -309,6 +313,14 @@ class ExecutorPool:
         state = self.tile(one, batch, cache_len)
         state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
         self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+
+    def _compile_constrained(self, cache_len: int) -> None:
+        """Compile the steps of one sequence with a constraint, which takes one step of every shape."""
+        ids = np.zeros(self.last_chunks[0], np.int32)
+        for constraint in self._constrained[1].stand_ins():
+            state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraint)
+            state = self.tile(state, 1, cache_len)
+            self.advance(state, cache_len, np.zeros(1, bool), 1, True, (constraint,))
 
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""

@@ -6,12 +6,14 @@ import asyncio
 import json
 import threading
 from collections import Counter
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 import pytest
 
 from helpers.compilations import no_compilation
+from helpers.host_grammars import HostGrammar
 from helpers.letters import TREE, pool
 from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
@@ -63,11 +65,11 @@ def test_it_stops_after_the_program_in_progress():
 
 
 def test_the_most_wanted_programs_come_first(served, monkeypatch):
-    """Short texts and small batches; plain steps, in whose place others can be taken, last."""
+    """Short texts and small batches; then plain steps, in whose place others can be taken; grammars last."""
     found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
     assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
     done = []
-    for kind in ("prefill", "feed", "steps"):
+    for kind in ("prefill", "feed", "steps", "constrained"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
     assert found.can_be_plain(1, 64)
     found.warm_up()
@@ -76,9 +78,17 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     assert done == [
         ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
         ("prefill", 16, 114), ("steps", 1, 114, True), ("feed", 114),
-        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain,
+        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("constrained", 64),
     ]  # fmt: skip
     assert not found.can_be_plain(1, 64)  # they have only been noted
+
+
+@dataclass(frozen=True)
+class Mixed(HostGrammar):
+    """Many forced tokens, none, and one."""
+
+    def after(self, text):
+        return frozenset({3}) if len(text) % 8 in (0, 1, 2, 3, 6) else frozenset({3, 4, 5})
 
 
 def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(served):
@@ -102,6 +112,8 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
         assert ended.wait(SECONDS)
         with no_compilation():
             answers += [handle.wait(SECONDS) for handle in batcher.submit(requests)]
+            (constrained,) = batcher.submit([batcher.request(prompts[0], max_new_tokens=15, grammar=Mixed())])
+            assert constrained.wait(SECONDS).new_tokens == 15
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
         warm_up.stop()
@@ -110,7 +122,9 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     assert warm_up.compiled == warm_up.total
     # Two batch sizes and two kinds of steps.
     assert compiled["jit(burst)"] == 4
-    assert compiled["jit(extend)"] == 1
+    assert compiled["jit(extend)"] == 2  # the second one with a mask
+    # Without forced tokens, with one, and with as many as the tree is deep.
+    assert (compiled["jit(verify)"], compiled["jit(settle)"]) == (3, 3)
 
 
 def test_health_counts_the_programs(small):
