@@ -295,7 +295,8 @@ def p_value(executor, grammar) -> float:
     prompts = padded([PROMPTS[0]] * ROWS)
     out = executor.decode(*prompts, jax.random.key(5), np.full(ROWS, LENGTH, np.int32))
     found = [tuple(text) for text in np.asarray(out.tokens)[:, :LENGTH].tolist()]
-    assert accepted(out) > ROWS / 10
+    # Drafts that ignore the grammar are accepted rarely where nothing is forced.
+    assert accepted(out) > ROWS / (10 if executor.spec.forced_nodes else 20)
     if any(expected.get(text, 0.0) == 0 for text in found):
         return 0.0
     wanted = np.array(list(expected.values())) * ROWS
@@ -321,7 +322,7 @@ SAMPLED = [
         ),
         (0, 3),
     )
-    if forced_nodes or name != "none"
+    if forced_nodes or name == "model"  # of the others' guesses the grammar allows one in a hundred
 ]
 # Exact sampling is compared token for token with the baseline above, which is stronger and faster.
 QUICK_SAMPLED = [(RejectionSampling(0.8), "model", "small", 3)]
