@@ -283,10 +283,7 @@ class LanguageModel:
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")
-        if isinstance(grammar, (list, tuple)):
-            grammar = [None if one is None else as_grammar(one) for one in grammar]
-        elif grammar is not None:
-            grammar = as_grammar(grammar)
+        grammar = list(map(as_grammar, grammar)) if isinstance(grammar, (list, tuple)) else as_grammar(grammar)
         template = DecodeSpec(logprobs=logprobs, eos_ids=self.eos_ids)
         specs = specs_of_prompts(template, len(several), grammar=grammar, **keywords)
         if not several:
@@ -328,8 +325,7 @@ class LanguageModel:
                 print(piece, end="", flush=True)
             ```
         """
-        spec = DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs)
-        spec = with_grammar(spec, None if grammar is None else as_grammar(grammar))
+        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs), as_grammar(grammar))
         spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _at_terminal
         executor, _ = self._resolve([prompt], draft, tree, [spec], 1, on_status)
         return stream(executor, prompt, stop=stop, seed=seed, on_status=on_status)
@@ -362,7 +358,7 @@ class LanguageModel:
             HydrajaxError: for a bad argument, and if the tokenizer does not support the template.
         """
         m = self._drafting(draft)
-        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens), None if grammar is None else as_grammar(grammar))
+        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens), as_grammar(grammar))
         spec = with_keywords(spec, rule, processors, **numbers)
         return Chat(m.executor(m.spec(spec, tree=tree)), template=template, seed=seed)
 

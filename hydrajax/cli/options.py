@@ -26,7 +26,7 @@ from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.sharding import Placement, last_devices, make_mesh
-from hydrajax.text.jsonl import file_content
+from hydrajax.text.jsonl import file_text
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -273,19 +273,12 @@ def grammar_from(args: argparse.Namespace) -> Grammar | None:
     Raises `HydrajaxError` for an unreadable file and a schema that is not JSON.
     """
     if args.json_schema is not None:
-        return Grammar.json_schema(_text_of(args.json_schema, "--json-schema"))
+        return Grammar.json_schema(file_text(args.json_schema, "--json-schema"))
     if args.regex is not None:
         return Grammar.regex(args.regex)
     if args.lark is not None:
-        return Grammar.lark(_text_of(args.lark, "--lark"))
+        return Grammar.lark(file_text(args.lark, "--lark"))
     return None if args.choices is None else Grammar.choices(args.choices)
-
-
-def _text_of(path: str, flag: str) -> str:
-    try:
-        return file_content(path, flag).decode()
-    except UnicodeDecodeError:
-        raise HydrajaxError(f"{flag}: {path} is not UTF-8 text") from None
 
 
 def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:

@@ -51,6 +51,13 @@ class Constraint(Protocol):
         """
 
 
+def allowed_next(constraint: Constraint, vocab_size: int) -> UInt32[np.ndarray, "1 W"]:
+    """Return the mask of the tokens that may follow the text of a constraint."""
+    mask, here = np.zeros((1, words(vocab_size)), np.uint32), np.array([-1], np.int32)
+    constraint.allow(here, here, mask)
+    return mask
+
+
 @runtime_checkable
 class GrammarLike(Protocol):
     """A hashable description of the texts that a sequence may become (`hydrajax.decoding.spec.DecodeSpec.grammar`)."""

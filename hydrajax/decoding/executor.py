@@ -245,8 +245,12 @@ class Executor(abc.ABC):
         return {"tokenizer": self.tokenizer, "room": self._wanted_room, "mesh": self.mesh}
 
     def autoregressive(self) -> Executor:
-        """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning."""
-        return self.of_kind(FusedExecutor, self.spec.autoregressive(), Params(self.params.base, {}))
+        """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning.
+
+        It follows the grammar of the spec, one token at a time.
+        """
+        kind = type(self) if self.follows_grammars else FusedExecutor
+        return self.of_kind(kind, self.spec.autoregressive(), Params(self.params.base, {}))
 
     def of_kind(self, kind: type[OtherExecutor], spec: DecodeSpec, params: Params | None = None) -> OtherExecutor:
         """Return an executor of another kind with the same devices, tokenizer and room."""

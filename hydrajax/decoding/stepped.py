@@ -21,7 +21,7 @@ from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.processors import AllowedTokens
 from hydrajax.decoding.spec import SamplingParams
-from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
@@ -100,11 +100,10 @@ class SteppedExecutor(FusedExecutor):
     decode = Executor.decode
 
     def _compile(self, given):
-        constraints = given.sampling.constraints
-        constraints = self.constraints([self.spec] * len(given.prompt)) if constraints is None else constraints
+        constraints, sampling = self._constraints(given.sampling, len(given.prompt))
         for stand_in in self.stand_ins() if any(constraints) else (None,):
             others = tuple(None if one is None else stand_in for one in constraints)
-            Executor._compile(self, given._replace(sampling=given.sampling._replace(constraints=others)))
+            Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)))
 
     def stand_ins(self) -> tuple[AnyText, ...]:
         """Return constraints whose steps have every shape that steps can have: those without forced tokens, with one,
@@ -132,12 +131,6 @@ class SteppedExecutor(FusedExecutor):
     def target(self, state):
         return state.decode
 
-    def autoregressive(self):
-        """Return the baseline; with a grammar it is constrained too, one token at a time."""
-        if self.spec.grammar is None:
-            return super().autoregressive()
-        return self.of_kind(SteppedExecutor, self.spec.autoregressive(), Params(self.params.base, {}))
-
     def advance(self, state, stopped, n_steps):
         decode, constraints = state
         if not any(constraints):
@@ -150,7 +143,7 @@ class SteppedExecutor(FusedExecutor):
             forced = self._forced(constraints, ended)
             proposal = self._candidates(decode, forced, ended)
             forward, logits = self._verify(self.params, decode.target.cache, proposal)
-            extra = self._masks(constraints, ended, proposal)
+            extra = self._masks(constraints, *self._on_host(proposal), ended)
             given = self.params, decode, ended, forward, logits, proposal, extra
             decode = self._settle(*given, as_text=forced is not None)
             ended = self._follow(decode, constraints, stopped)
@@ -202,26 +195,23 @@ class SteppedExecutor(FusedExecutor):
                 forced[row, : len(found)] = found
         return forced if (forced >= 0).any() else None
 
-    def _masks(self, constraints, ended, proposal) -> tuple[AllowedTokens, ...]:
-        """Return the mask of every node; the base's pass continues meanwhile."""
+    def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
+        """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""
         parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
         tokens, parents = jax.device_get((proposal.tokens, parents))
-        parents = np.broadcast_to(parents, tokens.shape)
-        allowed = self._all_allowed(*tokens.shape)
+        return tokens, np.broadcast_to(parents, tokens.shape)
+
+    def _first_masks(self, constraints: Sequence[Constraint | None]) -> tuple[AllowedTokens, ...]:
+        """Return the masks of the token after a prompt."""
+        nothing = np.full((len(constraints), 1), -1, np.int32)
+        return self._masks(constraints, nothing, nothing, np.zeros(len(constraints), bool))
+
+    def _masks(self, constraints: Sequence[Constraint | None], tokens, parents, ended) -> tuple[AllowedTokens, ...]:
+        """Return the masks of all nodes, none without constraints."""
+        if not any(constraints):
+            return ()
+        allowed = np.full((*tokens.shape, words(self.model.config.vocab_size)), ALL, np.uint32)
         for row, constraint in enumerate(constraints):
             if constraint is not None and not ended[row]:
                 constraint.allow(tokens[row], parents[row], allowed[row])
         return (AllowedTokens(self._placed(allowed)),)
-
-    def _first_masks(self, constraints) -> tuple[AllowedTokens, ...]:
-        """Return the mask of the token after a prompt."""
-        if not any(constraints):
-            return ()
-        allowed, nothing = self._all_allowed(len(constraints), 1), np.array([-1], np.int32)
-        for mask, constraint in zip(allowed, constraints, strict=True):
-            if constraint is not None:
-                constraint.allow(nothing, nothing, mask)
-        return (AllowedTokens(self._placed(allowed)),)
-
-    def _all_allowed(self, batch: int, nodes: int) -> np.ndarray:
-        return np.full((batch, nodes, words(self.model.config.vocab_size)), ALL, np.uint32)

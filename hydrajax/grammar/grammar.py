@@ -44,7 +44,7 @@ class Grammar:
             whitespace: see `Grammar`.
 
         Raises:
-            HydrajaxError: for anything else. What llguidance does not support is refused by `check`.
+            HydrajaxError: for anything else. What llguidance does not support is refused by `start`.
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()
@@ -123,9 +123,12 @@ class Grammar:
         return found
 
 
-def as_grammar(value: Any) -> Grammar:
-    """Return a grammar given as such, as a JSON schema or as a pydantic model; raises `HydrajaxError`."""
-    if isinstance(value, Grammar):
+def as_grammar(value: Any) -> Grammar | None:
+    """Return a grammar given as such, as a JSON schema or as a pydantic model; None for None.
+
+    Raises `HydrajaxError` for anything else.
+    """
+    if value is None or isinstance(value, Grammar):
         return value
     if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
         return Grammar.json_schema(value)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from hydrajax.decoding.constraints import WORD, words
+from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import one_line
 
 # Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error. And of
@@ -52,8 +52,7 @@ class Matcher:
         self._text: list[int] = []
         self.error: str | None = None
         self._compile()
-        here = np.array([-1])
-        self.allow(here, here, np.zeros((1, words(vocabulary.vocab_size)), np.uint32))
+        allowed_next(self, vocabulary.vocab_size)  # without any token there is an error
 
     def copy(self) -> Matcher:
         found = copy.copy(self)
@@ -116,7 +115,6 @@ class Matcher:
         import llguidance
 
         limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-
         self._matcher = on_deep_stack(
             lambda: llguidance.LLMatcher(self._vocabulary, self._source, log_level=0, limits=limits)
         )

@@ -18,9 +18,10 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import Greedy, Typical
-from hydrajax.decoding.constraints import words
+from hydrajax.decoding.constraints import Constraint, allowed_next
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.sampling import Sampling
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.uncached_forward import all_logits, last_logits
 
@@ -140,9 +141,9 @@ def check_equality(executor: Executor, exact: Executor, prompts, seed: int) -> C
 def _divergence(
     executor: Executor, exact: Executor, number: int, prompt, output, tokens: tuple[int, int]
 ) -> Divergence:
-    before = [np.concatenate([prompt, output])]
+    before, grammar = [np.concatenate([prompt, output])], _start(executor)
     precise, rounded = (
-        _processed(last_logits(each.model, each.params.base, before)[0], executor, prompt, output)
+        _processed(last_logits(each.model, each.params.base, before)[0], executor.spec, grammar, prompt, output)
         for each in (exact, executor)
     )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # token -1 (none) has a margin too
@@ -188,7 +189,7 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
 
 def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
     """Return the probability of every sequence of `FIRST_TOKENS` tokens that the spec's rule allows; -1 after EOS."""
-    spec, found = exact.spec, {(): 1.0}
+    spec, grammar, found = exact.spec, _start(exact), {(): 1.0}
     for _ in range(FIRST_TOKENS):
         grown = {
             (*sequence, -1): p for sequence, p in found.items() if sequence and sequence[-1] in (-1, *spec.eos_ids)
@@ -197,28 +198,30 @@ def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
         texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in open_]
         logits = last_logits(exact.model, exact.params.base, texts) if texts else []
         for sequence, row in zip(open_, logits, strict=True):
-            p = shaped(_processed(row.astype(np.float64), exact, prompt, sequence), spec.rule)
+            p = shaped(_processed(row.astype(np.float64), spec, grammar, prompt, sequence), spec.rule)
             grown |= {(*sequence, int(token)): found[sequence] * p[token] for token in np.flatnonzero(p)}
         found = grown
     return found
 
 
-def _processed(logits: np.ndarray, executor: Executor, prompt, output) -> np.ndarray:
-    """Apply the references of the spec's logits processors, and its grammar from the first token on."""
-    for processor in executor.spec.processors:
+def _processed(logits: np.ndarray, spec: DecodeSpec, grammar: Constraint | None, prompt, output) -> np.ndarray:
+    """Apply the references of the spec's logits processors, and the grammar, given at its start."""
+    for processor in spec.processors:
         logits = processor.reference(logits, prompt, output)
-    if executor.spec.grammar is None:
-        return logits
-    return np.where(_allowed(executor, output), logits, -np.inf)
+    return logits if grammar is None else np.where(_allowed(grammar, output, len(logits)), logits, -np.inf)
 
 
-def _allowed(executor: Executor, output) -> Bool[np.ndarray, " V"]:
-    """Return the tokens that the grammar allows after an output, by a new parser."""
-    (constraint,), size = executor.constraints([executor.spec]), executor.model.config.vocab_size
-    constraint.follow([int(token) for token in output])
-    mask, here = np.zeros((1, words(size)), np.uint32), np.array([-1])
-    constraint.allow(here, here, mask)
-    return np.unpackbits(mask.view(np.uint8), bitorder="little")[:size].astype(bool)
+def _start(executor: Executor) -> Constraint | None:
+    """Return a new parser of the spec's grammar, None without one."""
+    (found,) = executor.constraints([executor.spec]) or (None,)
+    return found
+
+
+def _allowed(grammar: Constraint, output, vocab_size: int) -> Bool[np.ndarray, " V"]:
+    """Return the tokens that a grammar, given at its start, allows after an output."""
+    here = grammar.copy()
+    here.follow([int(token) for token in output])
+    return np.unpackbits(allowed_next(here, vocab_size).view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
 
 def shaped(logits: np.ndarray, rule) -> np.ndarray:
@@ -248,12 +251,13 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def check_grammar(executor: Executor, prompts, seed: int) -> Check:
     """Read every output again, token by token, by a parser that has seen nothing of the tree."""
+    (grammar,), size = executor.constraints([executor.spec]), executor.model.config.vocab_size
     wrong, tokens, complete = [], 0, 0
     for number, prompt in enumerate(prompts):
         out = executor.decode(prompt[None], rng=jax.random.fold_in(jax.random.key(seed), number)).ids()[0]
         tokens += len(out)
         complete += bool(out) and out[-1] in executor.spec.eos_ids
-        refused = [at for at, token in enumerate(out) if not _allowed(executor, out[:at])[token]]
+        refused = [at for at, token in enumerate(out) if not _allowed(grammar, out[:at], size)[token]]
         wrong += [{"prompt": number, "position": at, "token": out[at]} for at in refused[:1]]
     summary = f"{len(prompts)} prompts, {tokens} tokens, {complete} complete texts; {len(wrong)} leave the grammar"
     return Check("tokens allowed by the grammar", not wrong, summary, wrong)
@@ -264,7 +268,7 @@ def check_grammar(executor: Executor, prompts, seed: int) -> Check:
 
 def check_typical(exact: Executor, prompts) -> Check:
     """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, without a cache."""
-    rule = exact.spec.rule
+    spec, grammar, rule = exact.spec, _start(exact), exact.spec.rule
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     slack = 1e-3  # in probability: float32 matmuls of different shapes differ
     drafted = roots = 0
@@ -276,7 +280,7 @@ def check_typical(exact: Executor, prompts) -> Check:
         is_root = np.zeros(len(tokens), bool)
         is_root[np.cumsum([0, *(out.accept_lengths[0, : out.steps[0]] + 1)])[:-1]] = True
         for at, token in enumerate(tokens):
-            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), exact, prompt, tokens[:at])
+            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), spec, grammar, prompt, tokens[:at])
             if is_root[at]:
                 roots += 1
                 short = float(row.max() - row[token])

@@ -152,7 +152,7 @@ class ExecutorPool:
 
     @property
     def follows_grammars(self) -> bool:
-        """Whether requests may have grammars: base and draft are on the same devices."""
+        """True if requests may have grammars, which need base and draft on the same devices."""
         return bool(self._constrained)
 
     def advance(

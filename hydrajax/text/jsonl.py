@@ -43,6 +43,19 @@ def file_content(path: str | Path, what: str) -> bytes:
     return content.removeprefix(BYTE_ORDER_MARK)
 
 
+def file_text(path: str | Path, what: str) -> str:
+    """Return the text of a file, see `file_content`."""
+    return decoded(file_content(path, what), f"{what}: {path}")
+
+
+def decoded(content: bytes, where: str) -> str:
+    """Decode the content of a file; raises `HydrajaxError` if it is not UTF-8."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise HydrajaxError(f"{where} is not UTF-8 text (byte {error.start + 1} of the file)") from None
+
+
 def _unpacked(packed: bytes, where: str) -> bytes:
     limit = UNPACKED + RATIO * len(packed)
     with gzip.open(io.BytesIO(packed)) as file:

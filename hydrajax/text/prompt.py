@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.text.jsonl import BYTE_ORDER_MARK, file_content, json_lines, objects, shown
+from hydrajax.text.jsonl import BYTE_ORDER_MARK, decoded, file_content, json_lines, objects, shown
 from hydrajax.text.records import TEXT, Kind, list_of
 from hydrajax.text.tokenizer import run_tokenizer
 
@@ -138,20 +138,12 @@ def read_prompts(path: str | Path, flag: str = "prompts") -> list[Prompt]:
         name, content = str(path), file_content(path, flag)
         plain = name.removesuffix(".gz").endswith(".txt")
     if plain and content.strip():
-        return [Prompt(_text(content, f"{flag}: {name}"), name)]
+        text = decoded(content, f"{flag}: {name}")
+        return [Prompt(text.removesuffix("\n").removesuffix("\r"), name)]  # without its last line break
     prompts = [_prompt(where, line) for where, line in objects(json_lines(content, name))]
     if not prompts:
         raise HydrajaxError(f"{flag}: {name} is empty, expected {'some text' if plain else 'a line with a prompt'}")
     return prompts
-
-
-def _text(content: bytes, where: str) -> str:
-    """Decode a plain file, without its last line break."""
-    try:
-        text = content.decode()
-    except UnicodeDecodeError as error:
-        raise HydrajaxError(f"{where} is not UTF-8 text (byte {error.start + 1} of the file)") from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _prompt(where: str, line: dict) -> Prompt:

@@ -22,6 +22,13 @@ LLAMA = """{% if tools %}{"name": function name, "parameters": dictionary}\
 {% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}{% for m in messages %}{{ m.content }}
 {% endfor %}"""
 
+# Schemas of functions' arguments, by name.
+LETTERS = {"type": "object", "properties": {"a": {"enum": ["ab", "ba", "a"]}}, "required": ["a"]}
+NUMBER = {"type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "required": ["b"]}
+NUMBER |= {"$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 11}}}
+SCHEMAS = {"ab": LETTERS | {"additionalProperties": False}, "a": NUMBER | {"additionalProperties": False}}
+SCHEMAS |= {"b": {"type": "object", "additionalProperties": False}}  # of a function without parameters
+
 
 def tokenizer():
     """Return a byte-level tokenizer. As in Qwen's, the tags are tokens that are not special; ``</s>`` is EOS."""

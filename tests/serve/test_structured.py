@@ -9,7 +9,6 @@ import re
 import sys
 from typing import Literal
 
-import numpy as np
 import pydantic
 import pytest
 
@@ -21,23 +20,13 @@ import jsonschema  # noqa: E402
 import openai  # noqa: E402
 
 from helpers import json_letters, letters  # noqa: E402
-from helpers.json_letters import END_TAG, IDS, TAG  # noqa: E402
+from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG  # noqa: E402
 from helpers.serving import SECONDS, running  # noqa: E402
-from hydrajax import assets  # noqa: E402
-from hydrajax.decoding.constraints import WORD, words  # noqa: E402
-from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.grammar.grammar import Grammar  # noqa: E402
 from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
 from hydrajax.serve.request_encoder import RequestEncoder  # noqa: E402
-from hydrajax.serve.tool_calls import Call, CallDeltas, PlainCalls, TaggedCalls, call_format  # noqa: E402
-from hydrajax.text.tokenizer import load_tokenizer  # noqa: E402
 
 HELLO = [{"role": "user", "content": "ab"}]
-LETTERS = {"type": "object", "properties": {"a": {"enum": ["ab", "ba", "a"]}}, "required": ["a"]}
-NUMBER = {"type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "required": ["b"]}
-NUMBER |= {"$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 11}}}
-SCHEMAS = {"ab": LETTERS | {"additionalProperties": False}, "a": NUMBER | {"additionalProperties": False}}
-SCHEMAS |= {"b": {"type": "object", "additionalProperties": False}}  # of a function without parameters
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "b", "parameters": schema}}
     for name, schema in SCHEMAS.items()
@@ -397,172 +386,3 @@ def test_llguidance_is_optional(address, monkeypatch, body):
     assert answer.status_code == 400
     wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
     assert re.fullmatch(wanted, answer.json()["error"]["message"])
-
-
-# --- formats of calls -------------------------------------------------------------------------------------------------
-
-BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
-CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
-AB = Call("ab", '{"a": "</tool_call>"}', True)
-TAGGED, PLAIN = TaggedCalls({}), PlainCalls({})
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("", "", []),
-        (" a \n", " a \n", []),
-        (CLOSED, "", [AB]),
-        (f"\n\n a {CLOSED}", "\n\n a", [AB]),
-        (f"{CLOSED}\n{CLOSED}", "", [AB, AB]),
-        (f"a{CLOSED} b", "a", [AB]),
-        (f"{TAG}{BODY}", "", [AB]),  # unclosed
-        (f'a\n{TAG}\n{{"name": "ab", "arguments": {{"a": ', "a", [Call("ab", '{"a": ', False)]),
-        (f'{TAG}{{"name": "ab", "arguments": {{"a"}}}}{END_TAG}', "", [Call("ab", '{"a"}}', False)]),  # wrong JSON
-        (f'a {TAG}\n{{"na', "a", []),
-        (f"a {TAG} b {END_TAG}", f"a {TAG} b {END_TAG}", []),
-        (f"{CLOSED}\n{TAG} b {END_TAG}", "", [AB]),
-        ("a <tool_ca", "a <tool_ca", []),
-    ],
-)
-def test_tagged_calls_in_a_text(text, content, calls):
-    assert TAGGED.read(text, True) == (content, calls)
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ('{"name": "a", "parameters": {"b": 1}}', "", [Call("a", '{"b": 1}', True)]),
-        ('{"name": "a", "parameters": {"b": ', "", [Call("a", '{"b": ', False)]),
-        ('{"b": 1}', '{"b": 1}', []),
-        ('a {"name": "a", "parameters": {}}', 'a {"name": "a", "parameters": {}}', []),
-    ],
-)
-def test_plain_calls_in_a_text(text, content, calls):
-    assert PLAIN.read(text, True) == (content, calls)
-
-
-@pytest.mark.parametrize(
-    ("form", "text", "content", "calls"),
-    [
-        (TAGGED, f"a <b\n {CLOSED}\n{CLOSED}", "a <b", [["ab", AB.arguments]] * 2),
-        (TAGGED, f"{CLOSED}", "", [["ab", AB.arguments]]),
-        (TAGGED, "a <tool_call", "a <tool_call", []),
-        (PLAIN, '{"name": "a", "parameters": {"b": "}"}}', "", [["a", '{"b": "}"}']]),
-        (PLAIN, "a {", "a {", []),
-    ],
-)
-def test_deltas_of_a_text_that_grows_by_characters(form, text, content, calls):
-    deltas, found, texts = CallDeltas(form), [], []
-    for length in range(len(text) + 1):
-        new, pieces = deltas.new(text[:length], False)
-        texts.append(new)
-        assert content.startswith("".join(texts))  # no part of a tag
-        found += pieces
-    new, pieces = deltas.new(text, True)
-    assert "".join([*texts, new]) == content
-    joined: list[list[str]] = []
-    for piece in [*found, *pieces]:
-        if "id" in piece:
-            joined.append([piece["function"]["name"], ""])
-        joined[piece["index"]][1] += piece["function"]["arguments"]
-    assert joined == calls
-    assert deltas.complete == bool(calls)
-
-
-QWEN = r'{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}'
-LLAMA = (
-    """{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and value}.' }}"""
-)
-HEAD, NAMED = '\n{"name": "ab", "arguments": ', f'{TAG}\n{{"name": "ab", "arguments": {{"a": "ba"}}}}\n{END_TAG}'
-PLAIN_AB = '{"name": "ab", "parameters": {"a": "ba"}}'
-ALWAYS, AUTO = {"text": False, "several": False}, {"text": True, "several": True}
-
-
-def tokenizers(*added: str, special: bool = False):
-    from tokenizers import AddedToken
-
-    found = load_tokenizer(assets.base())
-    found.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
-    return found
-
-
-@pytest.fixture(scope="module", params=["text", "tokens"])
-def tagging(request):
-    """The shipped tokenizer, which writes tags as text, and with tags and a mark of thoughts as tokens."""
-    return tokenizers() if request.param == "text" else tokenizers(TAG, END_TAG, "<think>")
-
-
-def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
-    """Return whether the grammar accepts a text as the tokenizer writes it, and then EOS."""
-    matcher = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    matcher.follow(ids)
-    allowed = np.zeros((1, words(len(tokenizer))), np.uint32)
-    if matcher.error is None:
-        matcher.allow(np.array([-1]), np.array([-1]), allowed)
-    eos = tokenizer.eos_token_id
-    return bool(allowed[0, eos // WORD] >> np.uint32(eos % WORD) & 1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "accepted"),
-    [
-        (ALWAYS, NAMED, True),
-        (ALWAYS, f'{TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),  # against the schema
-        (ALWAYS, f'{TAG}\n{{"name": "c", "arguments": {{}}}}\n{END_TAG}', False),
-        (ALWAYS, f"{NAMED}\n{NAMED}", False),
-        (ALWAYS | {"several": True}, f"{NAMED}\n{NAMED}", True),
-        (ALWAYS, "Hello", False),
-        (ALWAYS, "", False),
-        (AUTO, "", True),
-        (AUTO, "Hello <b> {\n} <tool_ca", True),
-        (AUTO, f"<think> so\n\n Hello {NAMED}", True),
-        (AUTO, f"Hello {NAMED}\n{NAMED}", True),
-        (AUTO, f"Hello {TAG} and", False),
-        (AUTO, f'Hello {TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),
-        (AUTO, f"{NAMED} and", False),
-    ],
-)
-def test_grammars_of_tagged_calls(tagging, kind, text, accepted):
-    """The schemas of jsonschema's tests above; every tokenizer writes tags in its own tokens."""
-    form = call_format(QWEN, tagging)
-    assert isinstance(form, TaggedCalls)
-    assert accepts(tagging, form.grammar(SCHEMAS, **kind), text) == accepted
-
-
-def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
-    """Their call would follow no schema."""
-    tokenizer, written = tokenizers(TAG, END_TAG), tokenizers()
-    spelled = written(f"a {TAG}", add_special_tokens=False)["input_ids"]
-    grammar = call_format(QWEN, tokenizer).grammar(SCHEMAS, **AUTO)
-    matcher = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    matcher.follow(spelled[:-1])
-    assert matcher.error is None
-    matcher.follow(spelled)
-    assert matcher.error is not None
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "accepted"),
-    [
-        (ALWAYS, PLAIN_AB, True),
-        (ALWAYS, f"<|python_tag|>{PLAIN_AB}", True),
-        (ALWAYS, '{"name": "ab", "parameters": {"a": 1}}', False),
-        (ALWAYS, f"{PLAIN_AB}{PLAIN_AB}", False),
-        (ALWAYS, "Hello", False),
-        (AUTO, PLAIN_AB, True),
-        (AUTO, 'Hello {"a": 1}', True),
-        (AUTO, '{"a": 1}', False),
-    ],
-)
-def test_grammars_of_plain_calls(kind, text, accepted):
-    tokenizer = tokenizers("<|python_tag|>", special=True)
-    form = call_format(LLAMA, tokenizer)
-    assert isinstance(form, PlainCalls)
-    assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted
-
-
-def test_tags_that_texts_leave_out_are_refused():
-    with pytest.raises(HydrajaxError, match="tools: </tool_call> is a special token of the base"):
-        call_format(QWEN, tokenizers(TAG, END_TAG, special=True))
