@@ -60,7 +60,7 @@ def generate(
         A generator that yields the results of each batch when the batch is done.
 
     Raises:
-        HydrajaxError: for any bad prompt, before decoding starts.
+        HydrajaxError: for any bad prompt or grammar, before decoding starts.
 
     Example:
         ```python
@@ -227,10 +227,13 @@ def row_result(
 
 
 def _check(executor: Executor, specs: Sequence[DecodeSpec], stop: Sequence[str]) -> None:
-    """Raise `HydrajaxError` for invalid stop strings and for more new tokens than the executor has room for."""
+    """Raise `HydrajaxError` for invalid stop strings and grammars, and for more new tokens than the executor has room
+    for.
+    """
     if isinstance(stop, str):
         raise HydrajaxError("stop: got one string, expected a list; write [string]")
     growing_text(executor.tokenizer, stop)
+    executor.constraints(list(dict.fromkeys(specs)))
     most = min(max(spec.max_new_tokens for spec in specs), executor.model.config.max_positions)
     if most > executor.room:
         raise HydrajaxError(f"max_new_tokens: got {most}, expected at most {executor.room} with this executor")

@@ -181,7 +181,12 @@ class LanguageModel:
             spec: how to decode, apart from the tree.
             batch_size: sequences decoded together.
             on_status: called with lines of progress.
+
+        Raises:
+            HydrajaxError: for a grammar that cannot be used, before anything is measured.
         """
+        if spec.grammar is not None:
+            spec.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
         choice = None
         if not self.placement.split:  # the measurement runs base and draft in one program
             free = spec.replace(drafter=self.drafter, tree=presets.root(), grammar=None, forced_nodes=0)

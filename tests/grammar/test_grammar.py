@@ -325,3 +325,15 @@ def test_every_answer_of_a_conversation_follows_the_grammar(m):
     answers = ["".join(chat.send(text)) for text in ("the tree", "and its root")]
     assert all(re.fullmatch(TEXT, answer) for answer in answers)
     assert [message["content"] for message in chat.messages[1::2]] == answers
+
+
+def test_bad_grammars_are_refused_before_anything_is_measured_or_decoded(m, monkeypatch):
+    bad = Grammar.json_schema({"not": {}})
+    good = m.spec(tree="chain-3", max_new_tokens=40, grammar=Grammar.choices(["a"]), forced_nodes=8)
+    executor = m.executor(good)
+    monkeypatch.setattr(executor, "run", lambda *_: pytest.fail("decoded"))
+    with pytest.raises(HydrajaxError, match='json_schema: Unimplemented keys: \\["not"\\]'):
+        hydrajax.generate(executor, ["the tree", "the root"], specs=[good, good.replace(grammar=bad)])
+    monkeypatch.setattr("hydrajax.language_model.choose", lambda *_: pytest.fail("measured"))
+    with pytest.raises(HydrajaxError, match="json_schema: Unimplemented keys"):
+        m.generate("the tree", grammar=bad)
