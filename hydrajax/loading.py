@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydrajax.drafters.drafter import Drafter, abstract_draft
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
@@ -16,7 +16,6 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, stored_in_int8
 from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
-from hydrajax.models.llama import Llama
 from hydrajax.models.quantized import quantized_draft
 from hydrajax.sharding import Placement
 
@@ -76,9 +75,9 @@ def find_draft(
             drafter, params = loaded
             return LoadedDraft(drafter, quantized_draft(params, model.quantize), directory)
         draft, params = load_draft(
-            directory, model.config, model.dtype, base_directory=base_directory, adapter=adapter_directory
-        )
-        params = placement.place_heads(params, lambda: abstract_draft(draft, Llama(model.config, draft.dtype)))
+            directory, model.config, model.dtype,
+            base_directory=base_directory, adapter=adapter_directory, mesh=placement.base,
+        )  # fmt: skip
         if model.quantize is None and platforms.has_few_bits() and stored_in_int8(directory):
             params = in_int8(draft, params, BoundBase(model, base_params))
     if confidence is not None and getattr(draft, "confidence_head", None):

@@ -6,12 +6,14 @@ Parameters are declared with logical axes (`hydrajax.models.layers.declare`). A 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -19,6 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
+from hydrajax.models.layout import Parameter
 from hydrajax.models.llama_config import LlamaConfig
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
@@ -79,24 +82,53 @@ class Placement:
         base = jax.device_put(0).sharding if self.base is None else replicated(self.base)
         return base, base if self.draft is None else replicated(self.draft)
 
-    def place_base(self, array: np.ndarray, axes: tuple[str | None, ...] | None) -> jax.Array:
+    def place_base(self, array: np.ndarray | Parameter, axes: tuple[str | None, ...] | None) -> jax.Array:
         """Place an array of the base with these logical axes."""
         return placer(self.base)(array, axes)
 
-    def place_draft_model(self, array: np.ndarray, axes: tuple[str | None, ...] | None) -> jax.Array:
+    def place_draft_model(self, array: np.ndarray | Parameter, axes: tuple[str | None, ...] | None) -> jax.Array:
         """Place an array of a draft model with these logical axes."""
         if self.split:
             return placer(self.draft)(array, axes)
         return placer(self.base)(array, axes if self.shard_draft else None)
 
-    def place_heads(self, params: Any, boxed: Callable[[], Any]) -> Any:
-        """Place draft heads on the base's devices; ``boxed`` returns them boxed with their logical axes, by which they
-        are sharded as the base is.
-        """
-        place = placer(self.base)
-        if self.base is None:
-            return jax.tree.map(lambda array: place(array, None), params)
-        return jax.tree.map(lambda box, array: place(np.asarray(array), box.names), boxed(), params, is_leaf=_is_boxed)
+
+def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
+    """Return a context in which programs are traced for a mesh, so that our kernels run on each of its devices
+    (`hydrajax.models.per_device`).
+    """
+    return contextlib.nullcontext() if mesh is None or mesh.size == 1 else jax.set_mesh(mesh)
+
+
+class JitOnMesh:
+    """A jitted function that is traced for a mesh."""
+
+    def __init__(self, mesh: Mesh | None, function: Callable, **settings: Any):
+        """Build it; ``settings`` are those of `jax.jit`."""
+        self._mesh, self._jitted = mesh, jax.jit(function, **settings)
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        with on_mesh(self._mesh):
+            return self._jitted(*args, **settings)
+
+    def lower(self, *args: Any, **settings: Any) -> Any:
+        """Lower it; see `jax.jit`."""
+        with on_mesh(self._mesh):
+            return self._jitted.lower(*args, **settings)
+
+
+def jit_on(mesh: Mesh | None, function: Callable, **settings: Any) -> Any:
+    """Return a jitted function that is traced for a mesh; ``settings`` are those of `jax.jit`."""
+    return jax.jit(function, **settings) if mesh is None else JitOnMesh(mesh, function, **settings)
+
+
+def mesh_of(params: Any) -> Mesh | None:
+    """Return the mesh that arrays are divided over; None for one device."""
+    for leaf in jax.tree.leaves(params):
+        home = getattr(leaf, "sharding", None)
+        if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) and home.mesh.size > 1:
+            return home.mesh
+    return None
 
 
 def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
@@ -170,18 +202,46 @@ def by_rows(mesh: Mesh, arrays: Any) -> Any:
     if groups == 1:
         return arrays
     home = NamedSharding(mesh, PartitionSpec("data"))
-    return jax.tree.map(lambda x: jax.device_put(x, home) if np.ndim(x) and len(x) % groups == 0 else x, arrays)
+    place = _distribute_rows if mesh.is_multi_process else jax.device_put
+    return jax.tree.map(lambda x: place(x, home) if np.ndim(x) and len(x) % groups == 0 else x, arrays)
 
 
-def placer(mesh: Mesh | None) -> Callable[[np.ndarray, tuple | None], jax.Array]:
-    """Return ``place(host_array, logical_axes)``, which shards an array over the mesh, or uses the default device.
+def _distribute_rows(rows: Any, home: NamedSharding) -> jax.Array:
+    """Divide rows, which may be random keys, over the devices of several processes that all have them."""
+    if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
+        return jax.device_put(rows, home)
+    if isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
+        bits = distribute(np.asarray(jax.random.key_data(rows)), home)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(rows))
+    return distribute(np.asarray(rows), home)
 
-    The array lies in memory as this platform's products read it (`hydrajax.models.backend.stored_order`).
+
+def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter, tuple | None], jax.Array]:
+    """Return ``place(array, logical_axes)``, which shards an array over the mesh, or uses the default device.
+
+    On a mesh, the slices of this process's devices are read one by one, each once. The array lies in memory as this
+    platform's products read it (`hydrajax.models.backend.stored_order`).
     """
     if mesh is None:
-        return lambda array, _: _in_stored_order(jax.device_put(array))
+        return lambda x, _: _in_stored_order(jax.device_put(np.asarray(x) if isinstance(x, Parameter) else x))
     keep_collectives_out(list(mesh.devices.flat))  # the caller may have made the mesh
-    return lambda array, axes: _in_stored_order(distribute(array, sharding(mesh, array.shape, axes)))
+    return lambda x, axes: _in_stored_order(_place_slices(x, sharding(mesh, x.shape, axes)))
+
+
+def _place_slices(array: np.ndarray | Parameter, home: NamedSharding) -> jax.Array:
+    """Shard an array slice by slice. The host holds two at a time: one is read while the other is sent.
+
+    `jax.make_array_from_callback` would hold all, and read one again for each device with a copy of it.
+    """
+    holders: dict[str, tuple[tuple[slice, ...], list[jax.Device]]] = {}  # by slice, which Python 3.11 cannot hash
+    for device, index in home.addressable_devices_indices_map(array.shape).items():
+        holders.setdefault(str(index), (index, []))[1].append(device)
+    placed = []
+    for index, devices in holders.values():
+        part = array[index]
+        jax.block_until_ready(placed)
+        placed += [jax.device_put(part, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(array.shape, home, placed)
 
 
 def _in_stored_order(array: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydrajax.models.layout import Entry, Layout, Path, Shape, same, transposed
+from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -46,7 +46,7 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
         Entry(
             ((*path, "gate_up"),),
             {f"{mlp}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
-            lambda gate, up: (np.stack([gate, up]).transpose(2, 0, 1),),
+            lambda gate, up: (Parameter((gate[None], up[None]), order=(2, 0, 1)),),
             lambda both: (both[:, 0].T, both[:, 1].T),
         ),
         transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
@@ -64,9 +64,8 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
     rows = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
 
     def join(*parts):
-        by_head = [part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts]
-        fused = np.concatenate(by_head, axis=1)
-        return (np.moveaxis(fused, -1, 0) if inputs else fused,)
+        by_head = tuple(part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts)
+        return (Parameter(by_head, axis=1, order=(3, 0, 1, 2) if inputs else None),)
 
     def split(fused):
         fused = np.moveaxis(fused, 0, -1) if inputs else fused

@@ -31,7 +31,7 @@ from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
-from hydrajax.models.layout import MODEL, Layout, leaf, read, shapes, write
+from hydrajax.models.layout import MODEL, Layout, Parameter, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.quantized import quantized_type, quantizes_embedding
@@ -92,11 +92,15 @@ def load_llama(
 ) -> tuple[Llama, dict]:
     """Load the model and its parameters, placed on devices one by one.
 
-    Host memory holds one parameter at a time (three matrices where ours are fused) and the pages of one file.
+    Host memory holds at most one parameter at a time, twice where it is converted. If ``place`` cuts the parameter into
+    slices (`hydrajax.sharding.placer`), it holds two slices, and of safetensors files no more than the slices is
+    copied. Tensors of PyTorch, GGUF and quantised files are read whole and cut. Parameters that are quantised or merged
+    with an adapter are read whole too, as their scales and sums are those of whole matrices.
 
     Args:
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
-        place: ``place(array, logical_axes)`` puts a host array on devices; by default on the default device.
+        place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
+            NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
         quantize: one of `hydrajax.models.quantized.QUANTIZED`; quantises the weights of matrix products.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
@@ -123,28 +127,29 @@ def load_llama(
     dtype = default_dtype(_main_dtype(files, layout)) if dtype is None else jnp.dtype(dtype)
     model = Llama(config, dtype, quantize, lora.adapter if lora and not merge else None)
     axes = nn.get_partition_spec(abstract_base(model))
-    place = place or (lambda array, _: jax.device_put(array))
+    place = place or (lambda array, _: jax.device_put(np.asarray(array)))
     done, total = 0, sum(math.prod(shape) for shape in shapes(layout).values())
 
-    def merged(array, parents, name):
+    def merged(parameter, parents, name) -> Parameter:
         added = lora.params.get(parents[0]) if parents else lora.params
         if added is None or f"{name}{ADAPTER_MARK}a" not in added:
-            return array
-        return array.astype(np.float32) + low_rank(name, array, added, lora.adapter).delta()
+            return parameter
+        array = np.asarray(parameter)
+        return Parameter((array.astype(np.float32) + low_rank(name, array, added, lora.adapter).delta(),))
 
-    def put(path, array):
+    def put(path, parameter):
         nonlocal done
         *parents, name = path
         if lora and merge:
-            array = merged(array, tuple(parents), name)
+            parameter = merged(parameter, tuple(parents), name)
         if quantize and name in KERNELS:
-            parts = quantized_type(quantize, name).of(array).stored(name)
+            parts = quantized_type(quantize, name).of(np.asarray(parameter)).stored(name)
         elif name == "embedding" and config.tied_lm_head and quantizes_embedding(quantize):
-            parts = quantized_type(quantize, name).of(array.T).stored(name)
+            parts = quantized_type(quantize, name).of(np.asarray(parameter).T).stored(name)
         else:
-            parts = {name: np.asarray(array, dtype)}
+            parts = {name: parameter.astype(dtype)}
         placed = {part: place(x, leaf(axes, (*parents, part))) for part, x in parts.items()}
-        done += array.size
+        done += parameter.size
         on_progress(done, total)
         return placed
 
@@ -221,7 +226,9 @@ def export_merged(
     """
     base = Path(base)
     # Stays on the host, as nothing is computed with it.
-    model, params = load_llama(base, dtype or stored_dtype(base), lambda array, _: array, adapter=adapter, merge=True)
+    model, params = load_llama(
+        base, dtype or stored_dtype(base), lambda array, _: np.asarray(array), adapter=adapter, merge=True
+    )
     extra = {MERGED: load_adapter(adapter, model.config).sha256}
     export_llama(
         directory, model, params, tokenizer=load_tokenizer(base), dtype=model.dtype, eos_ids=eos_ids(base),

@@ -1,16 +1,22 @@
 """Load draft heads of any supported format, recognised by ``config.json`` and tensor names.
 
-Names, shapes and dtypes of foreign tensors are checked before any tensor is read.
+Names, shapes and dtypes of foreign tensors are checked before any tensor is read. On a mesh the heads are sharded as
+the base is, and of safetensors files no more is read than the devices' slices, except to compare blocks that may be
+copies. Files in our own format are read whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import check_directory
 from hydrajax.formats import native
@@ -18,8 +24,11 @@ from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
 from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json
-from hydrajax.models.layout import MODEL, read, shapes
+from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
+from hydrajax.models.layout import Path as Keys
+from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.sharding import placer
 
 WHAT = "draft"
 RECORD = "hydrajax"  # field of an exported config.json: the base's fingerprint and the training record
@@ -32,6 +41,7 @@ def load_draft(
     *,
     base_directory: str | Path | None = None,
     adapter: str | Path | None = None,
+    mesh: Mesh | None = None,
 ):
     """Load ``(drafter, draft_params)`` for a base of this configuration.
 
@@ -40,6 +50,7 @@ def load_draft(
         base_directory: directory of the base. Heads that record their base are then refused for any other; most
             released ones have no record.
         adapter: directory of the base's adapter. A base with an adapter is another base than without.
+        mesh: shards the heads as the base is; None for the default device.
 
     Raises:
         HydrajaxError: anything missing, damaged, unsupported or made for another base.
@@ -54,8 +65,10 @@ def load_draft(
         check_fingerprint(record["base"], name, Path(base_directory), f"{WHAT}: {directory}", adapter)
     dtype = None if dtype is None else jnp.dtype(dtype)
     if format is None:
-        return native.load_native(directory, config, base, dtype)
-    return load_released(directory, config, base, dtype, format)
+        drafter, arrays = native.load_native(directory, config, base, dtype)
+        put = _head_placer(drafter, base, mesh)
+        return drafter, jax.tree.map_with_path(lambda path, x: put(tuple(key.key for key in path), x), arrays)
+    return load_released(directory, config, base, dtype, format, mesh)
 
 
 def stored_in_int8(directory: Path) -> bool:
@@ -75,7 +88,9 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
     raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
 
 
-def load_released(directory: Path, config: dict, base: LlamaConfig, dtype, format: HeadFormat):
+def load_released(
+    directory: Path, config: dict, base: LlamaConfig, dtype, format: HeadFormat, mesh: Mesh | None = None
+):
     """Load ``(drafter, draft_params)`` in this format; the arguments are those of `load_draft`."""
     files, where = open_tensors(directory, format.stem, WHAT), f"{WHAT}: {directory}"
     try:
@@ -84,5 +99,16 @@ def load_released(directory: Path, config: dict, base: LlamaConfig, dtype, forma
         drafter = format.settled(drafter, files, dtype)
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None
-    layout = format.layout(drafter, config)
-    return drafter, read(layout, files, lambda path, array: {path[-1]: jax.device_put(np.asarray(array, dtype))})
+    layout, put = format.layout(drafter, config), _head_placer(drafter, base, mesh)
+    return drafter, read(layout, files, lambda path, parameter: {path[-1]: put(path, parameter.astype(dtype))})
+
+
+def _head_placer(
+    drafter: Trainable, base: LlamaConfig, mesh: Mesh | None
+) -> Callable[[Keys, np.ndarray | Parameter], jax.Array]:
+    """Return ``put(path, array)``, which places one parameter of a drafter."""
+    place = placer(mesh)
+    if mesh is None:  # axes are not needed, and tracing the drafter for them takes a tenth of a second
+        return lambda path, array: place(array, None)
+    axes = nn.get_partition_spec(abstract_draft(drafter, Llama(base, drafter.dtype)))
+    return lambda path, array: place(array, leaf(axes, path))

@@ -72,7 +72,7 @@ def is_int8(config: Mapping[str, Any]) -> bool:
 
 
 def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
-    """Load ``(drafter, draft_params)`` for a base of this configuration.
+    """Load ``(drafter, arrays)`` for a base of this configuration; the arrays are NumPy's.
 
     Args:
         config: the content of ``config.json``.
@@ -108,7 +108,8 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     if version == INT8:
         params = jax.tree.map(lambda x: Int8(**x).dequantized() if isinstance(x, dict) else x, params, is_leaf=_is_int8)
     dtype = jnp.dtype(saved if dtype is None else dtype)
-    return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
+    with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in other formats
+        return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: np.asarray(x, dtype), params)
 
 
 def _is_matrix(x: Any) -> bool:

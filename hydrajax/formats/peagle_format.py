@@ -43,7 +43,7 @@ from hydrajax.formats.interface import (
     integer,
     refuse_quantized,
 )
-from hydrajax.models.layout import Entry, Layout, same, transposed
+from hydrajax.models.layout import Entry, Layout, Parameter, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
 MASKS = ("ptd_token_id", "pard_token", "mask_token_id")
@@ -166,7 +166,7 @@ def peagle_layout(drafter: PEagle, first: str) -> Layout:
         Entry(
             (("mask_hidden",),),
             {MASK_HIDDEN: (1, 1, inputs)},
-            lambda x: (x.reshape(-1),),
+            lambda x: (Parameter((x.reshape(-1),)),),
             lambda x: (x.reshape(1, 1, -1),),
         ),
         same(("embedding_norm", "scale"), f"{first}input_layernorm.weight", width),

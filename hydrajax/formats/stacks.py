@@ -12,7 +12,7 @@ import numpy as np
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.interface import MOST, HeadFormat, cannot_write, check_sizes
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.layout import Entry, Layout, Path, same, transposed, zeros
+from hydrajax.models.layout import Entry, Layout, Parameter, Path, same, transposed, zeros
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -89,9 +89,9 @@ def _conditioned(path: Path, stem: str, k: int, width: int) -> Entry:
     names = ("shared_kernel", "path_kernel", "bias") if k else ("shared_kernel", "bias")
 
     def join(w, r, w_bias, r_bias):
-        kernel = np.stack([w.T, r.T], axis=1)
-        halves = (kernel[: 2 * width], kernel[2 * width :]) if k else (kernel,)
-        return (*halves, np.stack([w_bias, r_bias]))
+        inputs = [slice(0, 2 * width), slice(2 * width, None)] if k else [slice(None)]
+        halves = (Parameter((w[None, :, half], r[None, :, half]), order=(2, 0, 1)) for half in inputs)
+        return (*halves, Parameter((w_bias[None], r_bias[None])))
 
     def split(*ours):
         *halves, bias = ours

@@ -1,7 +1,8 @@
 """Tensors by name in safetensors, PyTorch and GGUF files.
 
 Nothing is executed, and files must hold exactly what is expected. Tensors are read one at a time and the file is closed
-after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``).
+after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``). Of a safetensors
+file, a slice of a tensor can be read alone (`TensorFiles.view`).
 """
 
 from __future__ import annotations
@@ -81,6 +82,14 @@ class TensorFiles:
         """Return one tensor, or its first rows alone; bfloat16 as ml_dtypes' type."""
         return self._read(self._opened(self._found[key][0]), key, rows)
 
+    def view(self, key: str) -> np.ndarray:
+        """Return one tensor, to be cut and then copied.
+
+        Safetensors files are mapped, so that only the pages of the copied slice are read, and what the kernel reads
+        ahead. Tensors of other files are read whole: those of PyTorch files are copied, others dequantised.
+        """
+        return self.read(key)
+
     def _opened(self, path: Path):
         if self._open_file is None or self._open_file[0] != path:
             self._open_file = None  # closes the previous one
@@ -94,6 +103,10 @@ class TensorFiles:
 
 class SafetensorFiles(TensorFiles):
     """Files in the format of the safetensors library."""
+
+    def __init__(self, files: list[Path], what: str):
+        self._starts: dict[Path, dict[str, int]] = {}  # of the tensors in a file
+        super().__init__(files, what)
 
     def _opened(self, path):
         """Open the file for each tensor: pages that were read of a mapped file stay in memory while it is open."""
@@ -121,25 +134,34 @@ class SafetensorFiles(TensorFiles):
         }
 
     def _read(self, file, key, rows):
-        if self.dtype(key) == FP8:
-            return self._read_fp8(key)[:rows]
+        if self.dtype(key) == FP8:  # safetensors looks for this dtype in NumPy, which has none
+            return self._mapped(key, jnp.float8_e4m3fn)[:rows].copy()
         try:
             return file.get_tensor(key) if rows is None else file.get_slice(key)[: min(rows, self.shape(key)[0])]
         except SafetensorError as error:
             raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {error}") from None
 
-    def _read_fp8(self, key: str) -> np.ndarray:
-        """Read the bytes of a tensor, as safetensors looks for this dtype in NumPy, which has none."""
+    def view(self, key):
+        return self._mapped(key, jnp.dtype(self.dtype(key)))
+
+    def _mapped(self, key: str, dtype: Any) -> np.ndarray:
+        """Map a tensor. Pages that were read of it stay in memory while the array is alive."""
         path, shape, _ = self._found[key]
         try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                start, end = json.loads(file.read(length))[key]["data_offsets"]
-                file.seek(8 + length + start)
-                content = np.frombuffer(file.read(end - start), jnp.float8_e4m3fn)
-            return content.reshape(shape)
+            if path not in self._starts:
+                self._starts[path] = _starts(path)
+            start = self._starts[path][key]
+            return np.asarray(np.memmap(path, dtype, "r", start, shape))
         except (OSError, ValueError, KeyError) as error:  # the file has been checked, but may have changed since
             raise HydrajaxError(f"{self._what}: cannot read tensor '{key}': {one_line(error)}") from None
+
+
+def _starts(path: Path) -> dict[str, int]:
+    """Return where the tensors of a safetensors file begin. The library has checked the header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if name != "__metadata__"}
 
 
 class TorchFiles(TensorFiles):

@@ -6,6 +6,8 @@ bit. Layouts are declared in `hydrajax.families` (bases) and `hydrajax.formats` 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -14,6 +16,7 @@ import numpy as np
 
 Path = tuple[str, ...]  # keys of our nested dicts
 Shape = tuple[int, ...]
+Index = tuple[slice, ...]  # along the first axes of an array
 
 MODEL = "model"  # transformers' name of a model's weights, also in shards or PyTorch files
 ADAPTER = "adapter_model"  # PEFT's name of an adapter's weights
@@ -23,8 +26,63 @@ ADAPTER = "adapter_model"  # PEFT's name of an adapter's weights
 class Readable(Protocol):
     """A source of tensors, such as `hydrajax.formats.tensors.TensorFiles`."""
 
-    def read(self, name: str) -> np.ndarray:
-        """Return one tensor by its name in the files."""
+    def view(self, name: str) -> np.ndarray:
+        """Return one tensor by its name in the files, which may be read only when it is copied."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameter:
+    """One of our parameters before it is read: ``parameter[index]`` and ``np.asarray(parameter)`` read and copy it.
+
+    Joining views of tensors costs nothing. A slice of the parameter is joined from the same slice of each view, so a
+    device's part is all that is read for it.
+
+    Attributes:
+        parts: views of tensors, of equal shape except along ``axis``.
+        axis: the axis along which the parts are concatenated.
+        order: the axes of the concatenation in the order of ours; by default it stays as it is. The copy keeps the
+            order of the file in memory, so that rows are copied and not single numbers.
+        dtype: of the numbers that are read; None for the files' own.
+    """
+
+    parts: tuple[np.ndarray, ...]
+    axis: int = 0
+    order: tuple[int, ...] | None = None
+    dtype: Any = None
+
+    @property
+    def shape(self) -> Shape:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
+        return tuple(shape[axis] for axis in self._order)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return tuple(range(self.parts[0].ndim)) if self.order is None else self.order
+
+    def astype(self, dtype: Any) -> Parameter:
+        """Return the parameter that is converted when it is read."""
+        return dataclasses.replace(self, dtype=dtype)
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        theirs = [slice(None)] * self.parts[0].ndim
+        for axis, some in zip(self._order, index, strict=False):
+            theirs[axis] = some
+        joined = self.parts[0][tuple(theirs)]
+        if len(self.parts) > 1:  # the axis of the parts is read whole: no mesh divides it
+            some, theirs[self.axis] = theirs[self.axis], slice(None)
+            joined = np.concatenate([part[tuple(theirs)] for part in self.parts], self.axis)
+            joined = joined[(slice(None),) * self.axis + (some,)]
+        # A view of a mapped file must be copied: JAX could use it in place, and the file may change.
+        dtype = joined.dtype if self.dtype is None else self.dtype
+        return joined.transpose(self._order).astype(dtype, copy=len(self.parts) == 1)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return (self if dtype is None else self.astype(dtype))[()]
 
 
 class Entry(NamedTuple):
@@ -33,14 +91,14 @@ class Entry(NamedTuple):
     Attributes:
         ours: Paths of our parameters.
         theirs: Names and shapes of the tensors in the files.
-        join: Builds our arrays: takes one array per name in ``theirs``, returns one per path in ``ours``.
-        split: The inverse of ``join``.
+        join: Takes a view of each tensor in ``theirs``, returns a parameter for each path in ``ours``.
+        split: The inverse of ``join``, on arrays.
         copies: Further names under which the files repeat the (single) tensor. Written, but not read.
     """
 
     ours: tuple[Path, ...]
     theirs: dict[str, Shape]
-    join: Callable[..., tuple[np.ndarray, ...]]
+    join: Callable[..., tuple[Parameter, ...]]
     split: Callable[..., tuple[np.ndarray, ...]]
     copies: tuple[str, ...] = ()
 
@@ -50,17 +108,17 @@ Layout = list[Entry]
 
 def same(path: Path, name: str, *shape: int, copies: tuple[str, ...] = ()) -> Entry:
     """Return the entry of a tensor that equals one of our parameters."""
-    return Entry((path,), {name: shape}, lambda x: (x,), lambda x: (x,), copies)
+    return Entry((path,), {name: shape}, lambda x: (Parameter((x,)),), lambda x: (x,), copies)
 
 
 def transposed(path: Path, name: str, outputs: int, inputs: int, copies: tuple[str, ...] = ()) -> Entry:
     """Return the entry of a torch ``Linear``: ``[outputs, inputs]``, ours are ``[inputs, outputs]``."""
-    return Entry((path,), {name: (outputs, inputs)}, lambda x: (x.T,), lambda x: (x.T,), copies)
+    return Entry((path,), {name: (outputs, inputs)}, lambda x: (Parameter((x.T,)),), lambda x: (x.T,), copies)
 
 
 def zeros(path: Path, *shape: int) -> Entry:
     """Return the entry of a parameter that files do not hold: read as zeros, not written."""
-    return Entry((path,), {}, lambda: (np.zeros(shape, np.float32),), lambda x: ())
+    return Entry((path,), {}, lambda: (Parameter((np.zeros(shape, np.float32),)),), lambda x: ())
 
 
 def shapes(layout: Layout) -> dict[str, Shape]:
@@ -73,19 +131,19 @@ def shapes(layout: Layout) -> dict[str, Shape]:
     return found
 
 
-def read(layout: Layout, files: Readable, put: Callable[[Path, np.ndarray], dict] | None = None) -> dict:
+def read(layout: Layout, files: Readable, put: Callable[[Path, Parameter], dict] | None = None) -> dict:
     """Read our nested parameters.
 
-    Each is passed to ``put(path, array)`` as soon as it has been read, so the host need not hold them all. ``put``
-    returns the values to keep by name; by default the array itself under the last name of its path.
+    Each is passed to ``put(path, parameter)`` in turn, which reads what it needs of it, so the host need not hold them
+    all. ``put`` returns the values to keep by name; by default the whole array under the last name of its path.
     """
     tree: dict = {}
     for entry in layout:
-        for path, array in zip(entry.ours, entry.join(*map(files.read, entry.theirs)), strict=True):
+        for path, parameter in zip(entry.ours, entry.join(*map(files.view, entry.theirs)), strict=True):
             at = tree
             for name in path[:-1]:
                 at = at.setdefault(name, {})
-            at |= put(path, array) if put else {path[-1]: array}
+            at |= put(path, parameter) if put else {path[-1]: np.asarray(parameter)}
     return tree
 
 

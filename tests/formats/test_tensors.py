@@ -142,8 +142,9 @@ def mapped(folder: Path) -> set[str]:
 
 
 @pytest.mark.skipif(not MAPS.exists(), reason="the system does not list mapped files")
-@pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_at_most_one_file_is_open_while_loading(state, save, tiny_checkpoint, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "most"), [("safetensors", 2), ("bin", 1)])
+def test_only_the_files_of_one_parameter_are_mapped(state, save, tiny_checkpoint, tmp_path, kind, most):
+    """Queries, keys and values can be in two shards. Tensors of torch's files are copied one by one."""
     if kind == "bin":
         folder = save(state, "3 shards")
     else:
@@ -152,7 +153,7 @@ def test_at_most_one_file_is_open_while_loading(state, save, tiny_checkpoint, tm
     assert len(list(folder.glob(f"*.{kind}"))) >= 3
     seen = []
     params = load_llama(folder, on_progress=lambda done, total: seen.append(mapped(folder)))[1]
-    assert max(map(len, seen)) <= 1
+    assert max(map(len, seen)) <= most
     assert mapped(folder) == set()  # and afterwards none
     assert len(params) == 5
 

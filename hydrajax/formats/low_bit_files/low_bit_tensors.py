@@ -133,6 +133,9 @@ class LowBitFiles(TensorFiles):
         with np.errstate(over="ignore", invalid="ignore"):  # huge scales give infinite weights, as in a float file
             return self._method.read(linear)[:rows]
 
+    def view(self, key):
+        return self.read(key) if key in self._linears else self._files.view(key)
+
     def zero_biases(self, wanted: Collection[str]) -> list[str]:
         """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
         if not self._method.pads_biases:
