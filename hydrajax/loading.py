@@ -73,6 +73,8 @@ def find_draft(
                 confidence=confidence or 0.0, place=placement.place_draft_model,
             )  # fmt: skip
             drafter, params = loaded
+            if placement.base is not None and not placement.split and not placement.shard_draft:
+                drafter = dataclasses.replace(drafter, copied=True)
             return LoadedDraft(drafter, quantized_draft(params, model.quantize), directory)
         draft, params = load_draft(
             directory, model.config, model.dtype,

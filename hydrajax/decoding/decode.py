@@ -24,6 +24,7 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.sharding import mesh_of, on_mesh
 
 
 class DecodeResult(NamedTuple):
@@ -221,9 +222,11 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
 
     def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
         given = settled_inputs(spec, config, prompt, lengths, rng, limits, rule, processors)
-        called_in_jit = inner is not outermost and isinstance(jnp.zeros(()), jax.core.Tracer)
-        call = inner if called_in_jit else outermost
-        return call(params, *given)
+        called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
+        if called_in_jit:
+            return inner(params, *given)
+        with on_mesh(mesh_of(params)):
+            return outermost(params, *given)
 
     decode_fn.__qualname__, decode_fn.__doc__ = "decode_fn", DecodeFn.__call__.__doc__
     decode_fn.engine, decode_fn.spec, decode_fn.jitted = engine, spec, outermost

@@ -14,6 +14,7 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.state import DecodeState, OutputState, Params
 from hydrajax.models.arrays import Array
+from hydrajax.processes import fetch
 
 BURSTS_PER_SECOND = 20  # more do not read more smoothly, and each returns to the host
 
@@ -61,4 +62,4 @@ class Snapshot(NamedTuple):
     @classmethod
     def of(cls, output: OutputState) -> Snapshot:
         """Fetch an output from the device, waiting for it."""
-        return cls(*jax.device_get(tuple(getattr(output, name) for name in cls._fields)))
+        return cls(*fetch(tuple(getattr(output, name) for name in cls._fields)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import abc
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -28,7 +29,8 @@ from hydrajax.decoding.state import DecodeState, OutputState, Params
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
-from hydrajax.sharding import by_rows
+from hydrajax.processes import agreed
+from hydrajax.sharding import by_rows, jit_on, on_mesh
 
 OtherExecutor = TypeVar("OtherExecutor", bound="Executor")
 State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, or what another executor makes of it
@@ -84,17 +86,20 @@ class Executor(abc.ABC):
         self._wanted_room, self.mesh = room, mesh
         self.engine = self._programs = Engine.of(model, spec, room)
         self._compiled: set[Any] = set()
-        self._result = jax.jit(result_of)
+        self._result = self._jit(result_of)
         self._jit_verbs()
+
+    def _jit(self, function: Callable, **settings: Any) -> Any:
+        return jit_on(self.mesh, function, **settings)
 
     def _jit_verbs(self) -> None:
         engine = self.engine
-        self._prefill = jax.jit(engine.prefill, static_argnames="slots")
-        self._extend = jax.jit(engine.extend, donate_argnums=1)
-        self._rewind = jax.jit(engine.rewind, donate_argnums=0)
-        self._empty = jax.jit(engine.empty, static_argnums=(0, 1))
-        self._feed = jax.jit(engine.feed, donate_argnums=1)
-        self._stay = jax.jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
+        self._prefill = self._jit(engine.prefill, static_argnames="slots")
+        self._extend = self._jit(engine.extend, donate_argnums=1)
+        self._rewind = self._jit(engine.rewind, donate_argnums=0)
+        self._empty = self._jit(engine.empty, static_argnums=(0, 1))
+        self._feed = self._jit(engine.feed, donate_argnums=1)
+        self._stay = self._jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
 
     @property
     def room(self) -> int:
@@ -194,8 +199,8 @@ class Executor(abc.ABC):
         while True:
             began = time.perf_counter()
             state, now = self.advance(state, stopped, steps)
-            # The reader's own time does not count.
-            steps = n_steps or next_burst(steps, time.perf_counter() - began)
+            seconds = time.perf_counter() - began  # the reader's own time does not count
+            steps = n_steps or agreed(self.mesh, partial(next_burst, steps, seconds))
             yield now
             if (now.done | stopped).all():
                 return
@@ -268,7 +273,7 @@ class FusedExecutor(Executor):
             output = state.output._replace(done=state.output.done | stopped)
             return run_steps(engine, params, state._replace(output=output), n_steps)
 
-        self._advance = jax.jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
+        self._advance = self._jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
         self._decode, _ = decode_programs(engine)
 
     def advance(self, state, stopped, n_steps):
@@ -277,7 +282,8 @@ class FusedExecutor(Executor):
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
         given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
-        return self._decode(self.params, *self._placed(given))
+        with on_mesh(self.mesh):
+            return self._decode(self.params, *self._placed(given))
 
     def _compile(self, given):
         prefill = self._prefill.lower(self.params, *self._placed(given), slots=None)

@@ -92,10 +92,10 @@ class SteppedExecutor(FusedExecutor):
             return engine.settle(params, state, forward, logits, with_tree(proposal), extra, as_text)
 
         options = backend.compiler_options()
-        self._propose = jax.jit(propose, compiler_options=options)
-        self._join, self._forced_alone = jax.jit(join), jax.jit(forced_alone)
-        self._verify = jax.jit(verify, compiler_options=options)
-        self._settle = jax.jit(settle, donate_argnums=1, static_argnames="as_text", compiler_options=options)
+        self._propose = self._jit(propose, compiler_options=options)
+        self._join, self._forced_alone = self._jit(join), self._jit(forced_alone)
+        self._verify = self._jit(verify, compiler_options=options)
+        self._settle = self._jit(settle, donate_argnums=1, static_argnames="as_text", compiler_options=options)
 
     decode = Executor.decode
 

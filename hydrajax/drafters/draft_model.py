@@ -8,6 +8,8 @@ therefore cost K passes of the draft, never K + 1.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from hydrajax.models.cache import Block, KVCache, PendingKVCache, append, cut_ca
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
+from hydrajax.models.per_device import off_mesh
 from hydrajax.models.ranking import log_probabilities
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import take
@@ -90,6 +93,17 @@ class Scratch(NamedTuple):
     witness: Float[Array, " B"]
 
 
+def _where_it_lies(verb):
+    """Let every device of a mesh compute the verb by itself if each has the whole draft model."""
+
+    @functools.wraps(verb)
+    def found(self, *args, **settings):
+        with off_mesh() if self.copied else contextlib.nullcontext():
+            return verb(self, *args, **settings)
+
+    return found
+
+
 @dataclass(frozen=True)
 class DraftModel:
     """A model that drafts for another one. Its parameters are those of ``model``.
@@ -103,6 +117,8 @@ class DraftModel:
             gets no children; once no node of a level has children in any sequence, the remaining passes of the draft
             are skipped (transformers' ``assistant_confidence_threshold``). 0 for never. It decides after a token what
             is drafted below it and never which tokens these are, so sampling stays exact.
+        copied: Every device of a mesh has the whole draft model. Dividing a small model saves less than its collectives
+            take.
 
     Raises:
         HydrajaxError: For numbers out of range.
@@ -112,6 +128,7 @@ class DraftModel:
     vocab_size: int
     depth: int = DEPTH
     confidence: float = 0.0
+    copied: bool = False
 
     def __post_init__(self):
         if self.depth < 1:
@@ -158,11 +175,13 @@ class DraftModel:
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
+    @_where_it_lies
     def init_state(self, batch, slots):
         # One more slot: `observe` writes the pending token and a whole path.
         cache = self.model.init_cache(batch, slots + 1)
         return DraftState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool))
 
+    @_where_it_lies
     def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         """Run the pending token, if there is one, then the text: two passes, the first of a single token.
 
@@ -184,6 +203,7 @@ class DraftModel:
         cut = lengths <= state.cache.lengths  # the pending token is beyond the cut too
         return cut_caches(state, lengths)._replace(waits=state.waits & ~cut)
 
+    @_where_it_lies
     def propose(self, params, state, root, tree, base, draw=None):
         """Fill the tree level by level; only nodes that have (or in a dynamic tree may have) children are run."""
         first = self._first_pass(params, state, root)
@@ -200,6 +220,7 @@ class DraftModel:
             place = _places(tree) if isinstance(tree, TreeTopology) else proposal.scratch
         return proposal._replace(scratch=Scratch(drafted.block, place, drafted.hidden[:, -1, 0]))
 
+    @_where_it_lies
     def observe(self, params, state, proposal, outcome: Outcome, base):
         """Append the keys and values of the pending token, the root and the accepted nodes that were run.
 

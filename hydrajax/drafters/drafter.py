@@ -23,6 +23,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import cut_caches
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.per_device import whole
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
 
@@ -363,4 +364,4 @@ def following_tokens(
 def last_observed(aux_hidden_states: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
     """Return the hidden states of the last valid token of each sequence."""
     index = jnp.maximum(counts - 1, 0)[:, None, None]
-    return jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0]
+    return whole(jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0])

@@ -22,6 +22,7 @@ from hydrajax.drafters.settings import HeadSettings, at_least, below, within_bas
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.per_device import whole
 from hydrajax.models.weights import declare, project, project_parts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
@@ -153,7 +154,7 @@ class Head(nn.Module):
         rng: Array | None = None,
     ) -> Float[Array, "*paths D"]:
         """Return the input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned
-        head.
+        head. The devices of a mesh divide the result's features, until a caller makes it `whole`.
         """
 
         def dropped(x, place):
@@ -162,7 +163,7 @@ class Head(nn.Module):
         if self.path_length is not None:
             x = self.conditioned(dropped(x, 0), dropped(path, 1) if self.path_length else None)
         for i in range(self.n_plain):
-            x = self.blocks[0 if self.share_blocks else i](dropped(x, 2 + i))
+            x = self.blocks[0 if self.share_blocks else i](dropped(whole(x), 2 + i))
         return x
 
     def logits(
@@ -271,7 +272,8 @@ class HeadStack(Trained):
 
     def hidden_in(self, state) -> Float[Array, "B D"]:
         """Return the hidden state that the heads read."""
-        return state if self.prefix is None else state.hidden
+        # Whole where it is made and where it is read, or XLA divides it between two steps.
+        return whole(state if self.prefix is None else state.hidden)
 
     def with_copied_lm_head(self, params, base):
         """Return the parameters with a copy of what a shared lm head reads of the base's, ``[D, V']`` on the host.
@@ -323,7 +325,7 @@ class HeadStack(Trained):
         )
 
     def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        return self.apply_head(params, k, hidden, self.base_logits(params, base), rng, method="logits")
+        return self.apply_head(params, k, whole(hidden), self.base_logits(params, base), rng, method="logits")
 
     def trained_on(self, found):
         """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""
@@ -369,9 +371,12 @@ class AtOnce(HeadStack):
         """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
         of_base, n_levels = self.base_logits(params, base), len(guesses_of(tree))
         base_logits = [of_base] * len(hidden)
+        if n_levels:  # made whole by one collective on a mesh
+            levels = whole(jnp.concatenate(hidden[:n_levels], axis=1))
+            hidden = jnp.split(levels, n_levels, axis=1)
         if self.lm_head.shared and n_levels:
             # One product for all levels, so that the base's lm head is read once.
-            shared = self.lm_head.of_base(jnp.concatenate(hidden[:n_levels], axis=1), of_base)
+            shared = self.lm_head.of_base(levels, of_base)
             base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(shared.shape[1])]
 
         def guess(nothing, beam):

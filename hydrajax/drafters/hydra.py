@@ -40,21 +40,16 @@ class HydraHeads(HeadStack):
 
     def propose(self, params, state, root, tree, base, draw=None):
         """Fill the tree with one head call for all parents of a level."""
-
-        last = self.hidden_in(state)
+        embedded = base.embed(root).astype(self.dtype)
+        shared = jnp.concatenate([self.hidden_in(state), embedded], axis=-1)[:, None]
 
         def guess(nothing, beam):
-            inputs = self._inputs_after(last, beam.paths, base)
-            hidden = self.apply_head(params, beam.depth, *inputs, method="hidden")
+            path = base.embed(beam.paths[:, :, 1:]).astype(self.dtype)
+            path = path.reshape(*beam.paths.shape[:2], -1)
+            hidden = self.apply_head(params, beam.depth, shared, path, method="hidden")
             return nothing, self.head_logits(params, beam.depth, hidden, base)
 
         return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
-
-    def _inputs_after(self, hidden, paths, base):
-        """Return [h, E(root)], and the embeddings of the tokens after the root of each path ``[B, n, k + 1]``."""
-        shared = jnp.concatenate([hidden, base.embed(paths[:, 0, 0]).astype(self.dtype)], axis=-1)[:, None]
-        path = base.embed(paths[:, :, 1:]).astype(self.dtype)
-        return shared, path.reshape(*paths.shape[:2], -1)
 
     def teacher_inputs(self, aux_hidden_states, tokens, base):
         """Return the inputs of training: head k at position t reads the true tokens t+1 ... t+1+k; the last k+1

@@ -20,6 +20,7 @@ from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
+from hydrajax.sharding import jit_on
 from hydrajax.trees.static_tree import TreeTopology
 
 
@@ -56,7 +57,7 @@ def trace_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 
     is_static = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes)
     n_candidates = can.candidate_nodes(tree)
 
-    @jax.jit
+    @partial(jit_on, executor.mesh)
     def step(params, state):
         proposal = engine.propose(params, state)
         forward, logits = engine.verify(params, state.target.cache, proposal)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from hydrajax.drafters.drafter import Proposal
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
+from hydrajax.sharding import jit_on
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import Topology, from_parents
 
@@ -127,6 +128,7 @@ class StepTimer:
 
     def __init__(self, executor: Executor, batch: int, context: int, n_steps: int, seed: int = 0):
         self.engine, self.params, spec = executor.engine, executor.params, executor.spec
+        self._jit = partial(jit_on, executor.mesh)
         self.batch, self.context = batch, context
         self.n_steps, self.seed = n_steps, seed
         self.compile_seconds = 0.0
@@ -142,7 +144,7 @@ class StepTimer:
     @cached_property
     def _prefill(self) -> Callable[[], DecodeState]:
         """Prefill random tokens, compiled."""
-        run = jax.jit(self.engine.prefill)
+        run = self._jit(self.engine.prefill)
         began = time.perf_counter()
         jax.block_until_ready(run(*self._arguments))
         self.compile_seconds += time.perf_counter() - began
@@ -163,12 +165,12 @@ class StepTimer:
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> Timed:
         """Compile a loop of ``carry = body(params, carry)`` that donates the carry."""
         n = self.n_steps
-        loop = jax.jit(
+        loop = self._jit(
             lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry),
             donate_argnums=1,
             compiler_options=backend.compiler_options(),  # as the decode loop
         )
-        rewind = jax.jit(
+        rewind = self._jit(
             lambda carry: jax.tree.map(
                 lambda x: self._rewound(x) if isinstance(x, DecodeState) else x,
                 carry,

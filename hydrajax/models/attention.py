@@ -14,12 +14,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.per_device import DATA, MODEL, axis_over, on_each_device
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
 # padding token) gives a harmless average and not NaN.
@@ -181,6 +183,20 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
     Returns:
         The heads side by side, ``[B, T, n_heads * H]``.
     """
+    rows, heads = axis_over(DATA, queries.shape[0]), axis_over(MODEL, segments[0].keys.shape[1])
+    specs = P(rows, heads), [_division(segment, rows, heads) for segment in segments]
+    return on_each_device(_attend, specs, P(rows, None, heads), queries, list(segments))
+
+
+def _division(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegment:
+    """Return how the arrays of a segment are divided: sequences over ``rows``, key-value heads over ``heads``."""
+    visible = segment.visible
+    of_rows = isinstance(visible, Filled) or (getattr(visible, "ndim", 0) == 5 and visible.shape[0] > 1)
+    return KVSegment(P(rows, heads), P(rows, heads), P(rows) if of_rows else P())
+
+
+def _attend(queries, segments: Sequence[KVSegment]):
+    """Compute `attend` on one device."""
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
     with_cache = len(segments) == 2 and isinstance(visible[1], Filled)

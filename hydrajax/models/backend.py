@@ -12,16 +12,19 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int
 
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows as kernels
+from hydrajax.models.per_device import DATA, MODEL, axis_over, mesh_in_use, on_each_device, take_divided
 
 
 def contract(spec: str, a: Array, b: Array, dtype) -> Array:
@@ -142,6 +145,13 @@ def add_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
+    if x.ndim == 3:  # the residual stream, which every device of a mesh has; heads are divided
+        rows = P(axis_over(DATA, len(x)))
+        return on_each_device(partial(_add_norm, eps=eps), (rows, rows, P()), rows, x, added, scale)
+    return _add_norm(x, added, scale, eps)
+
+
+def _add_norm(x, added, scale, eps: float):
     if platforms.has_triton() and x.size == x.shape[-1]:
         from hydrajax.models.kernels import add_norm as norm_kernel
 
@@ -169,7 +179,7 @@ def whole_slots(slots: int) -> int:
     A TPU would keep a cache of another number in another order of axes, and lay it out anew before and after each loop.
     """
     block = 1
-    if platforms.has_triton():
+    if platforms.has_triton() or (platforms.on_ampere() and mesh_in_use() is not None):
         from hydrajax.models.kernels.tree_attention import SLOTS as block
     elif platforms.on_tpu():
         block = TPU_TILE_ROWS
@@ -195,9 +205,12 @@ def stored_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 def matmul_parts(
     x: Float[Array, "*rows D"], kernel: Float[Array, " D *parts F"], dtype, *, stored: bool = True
 ) -> Float[Array, "*parts *rows F"]:
-    """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it."""
+    """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it.
+
+    On a mesh, a kernel ``[D, 2, F]`` that is divided over F would be gathered to be reshaped, in every step.
+    """
     rows, features = x.shape[:-1], kernel.shape[1:]
-    if not platforms.on_tpu():
+    if not platforms.on_tpu() and mesh_in_use() is None:
         return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
     parts = "pqs"[: len(features) - 1]
     out = _contract_rows(f"rd,d{parts}f->{parts}rf", x.reshape(-1, x.shape[-1]), kernel, dtype, stored)
@@ -234,7 +247,7 @@ def matmul(
         flat = jax.lax.optimization_barrier(flat)
     if few_rows(rows, x.dtype, kernel.dtype, dtype):
         out = kernels.matmul(flat, kernel, dtype)
-    elif platforms.on_cpu() and rows == 1 and width % 2 == 0:
+    elif platforms.on_cpu() and rows == 1 and width % 2 == 0 and mesh_in_use() is None:
         halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
         out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
     else:
@@ -272,7 +285,7 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
         return out.reshape(*index.shape, table.shape[1])
 
     widens = table.dtype == jnp.bfloat16 and index.size
-    return (copied if widens and platforms.has_cpu_kernels() else plain)(table, index)
+    return take_divided(copied if widens and platforms.has_cpu_kernels() else plain, table, index)
 
 
 def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
@@ -317,8 +330,16 @@ def append_rows(
     """Write the tokens ``index[b]`` of the blocks, or all of them, into ``caches`` from slot ``starts[b]`` on, in
     place.
 
-    A prompt is written block by block on every backend: a few large writes.
+    A prompt is written block by block on every backend: a few large writes. Each device of a mesh writes its part.
     """
+    rows, heads = axis_over(DATA, len(starts)), axis_over(MODEL, caches[0].shape[1])
+    parts, of_rows = P(rows, heads), P(rows)
+    return on_each_device(
+        _append_rows, (parts, parts, of_rows, of_rows), parts, list(caches), list(blocks), index, starts
+    )
+
+
+def _append_rows(caches, blocks, index, starts):
     batch, _, n_tokens, head_dim = blocks[0].shape
     few = index is not None or n_tokens <= FEW_TOKENS
     chosen = np.broadcast_to(np.arange(n_tokens, dtype=np.int32), (batch, n_tokens)) if index is None else index

@@ -18,6 +18,7 @@ from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import Filled, KeyValue, KVSegment
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.per_device import DATA, MODEL, divided
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
 
@@ -64,9 +65,16 @@ class PendingKVCache(NamedTuple):
 
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:
-    """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention."""
+    """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention.
+
+    The devices of a mesh divide its sequences and its key-value heads, as attention does.
+    """
     shape = (batch, config.n_kv_heads, backend.whole_slots(slots), config.head_dim)
-    layers = tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.n_layers))
+
+    def slots_of_layer():
+        return divided(jnp.zeros(shape, dtype), DATA, MODEL)
+
+    layers = tuple((slots_of_layer(), slots_of_layer()) for _ in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
 

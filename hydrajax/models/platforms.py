@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+from jax.sharding import AxisType
 
 from hydrajax.models.kernels import few_rows as kernels
 
@@ -66,6 +67,13 @@ def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
     return traced_for(platform()._replace(devices=count))
 
 
+def on_one_device() -> bool:
+    """Return whether what is traced now runs on one device: the only one, or each of a mesh by itself
+    (`hydrajax.models.per_device`).
+    """
+    return platform().devices == 1 or set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
+
+
 def on_cpu() -> bool:
     return platform().name == "cpu"
 
@@ -76,7 +84,7 @@ def on_tpu() -> bool:
 
 def has_cpu_kernels() -> bool:
     """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
-    return on_cpu() and platform().devices == 1 and kernels.available()
+    return on_cpu() and on_one_device() and kernels.available()
 
 
 def has_few_bits() -> bool:
@@ -94,12 +102,12 @@ def on_ampere() -> bool:
 
 def has_triton() -> bool:
     """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
-    return on_ampere() and platform().devices == 1 and (_described is not None or _kernels_agree("GPU"))
+    return on_ampere() and on_one_device() and (_described is not None or _kernels_agree("GPU"))
 
 
 def has_mosaic() -> bool:
     """Return whether programs may contain our TPU kernel: on one TPU; HYDRAJAX_TPU_KERNELS=0 disables it."""
-    here = on_tpu() and platform().devices == 1 and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
+    here = on_tpu() and on_one_device() and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
     return here and (_described is not None or _kernels_agree("TPU"))
 
 

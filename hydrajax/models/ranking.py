@@ -6,19 +6,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.models import backend
+from hydrajax.models import backend, per_device
 from hydrajax.models.arrays import Array
 
 
 def best_token(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """Return the argmax over the vocabulary, int32; ties go to the smallest id."""
-    return backend.argmax(logits)
+    return top_tokens(logits, 1)[..., 0]
 
 
 def top_tokens(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
     """Return the k best tokens in descending order, int32; ties go to the smallest id."""
+    return per_device.over_vocabulary(_top, logits, k)
+
+
+def _top(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
     if k == 1:
-        return best_token(logits)[..., None]
+        return backend.argmax(logits)[..., None]
     # The barrier keeps XLA from moving a caller's slice into the selection: its CPU compiler would then sort the whole
     # vocabulary, a hundred times slower.
     return jax.lax.optimization_barrier(jax.lax.top_k(logits, k)[1]).astype(jnp.int32)

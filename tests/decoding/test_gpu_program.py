@@ -19,6 +19,7 @@ from hydrajax.models import backend, platforms
 from hydrajax.models.kernels import add_norm, append_rows, tree_attention
 
 GPU = platforms.Platform("gpu", 1, 9.0)
+TWO_GPUS = GPU._replace(devices=2)
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, GPU, "cuda"))
 
 
@@ -41,6 +42,11 @@ def test_a_step_has_one_kernel_per_layer_and_one_to_append():
     assert [drafted[name] for name in names] == [3, 3, 2, 0]
     # One token: two norms per layer and the last one.
     assert [plain[name] for name in names] == [2, 2, 1, 5]
+
+
+def test_each_of_several_gpus_runs_the_kernels():
+    plain = kernels_in(described_programs.lowered_step(TWO_GPUS, "cuda", "bfloat16", "none", "root"))
+    assert plain == kernels_in(lowered_step("bfloat16", "none", "root"))
 
 
 @pytest.fixture

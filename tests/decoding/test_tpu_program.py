@@ -30,6 +30,11 @@ def test_each_layer_has_one_kernel():
     assert lowered_step("hydra++", "chain-2").count("@tpu_custom_call") == 3
 
 
+def test_each_of_several_tpus_runs_the_kernel():
+    step = described_programs.lowered_step(TPU._replace(devices=2), "tpu", "bfloat16", "none", "root")
+    assert step.count("@tpu_custom_call") == 2
+
+
 @pytest.mark.parametrize(("kind", "tree"), [("none", "root"), ("hydra++", "chain-2")])
 def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
     """A TPU does that on its vector unit, several times slower than two rows."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
@@ -33,13 +33,15 @@ DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")
 
 
 def lowered_step(platform: platforms.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
-    """Lower one decode step to text, without compilation or allocation."""
+    """Lower one decode step to text, without compilation or allocation; several devices share it."""
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
     # jax 0.11 needs the device of a Pallas kernel.
-    device = AbstractMesh((), (), abstract_device=AbstractDevice(*DEVICES[target]))
+    shape, names = ((), ()) if platform.devices == 1 else ((1, platform.devices), ("data", "model"))
+    types = (AxisType.Auto,) * len(names)
+    device = AbstractMesh(shape, names, axis_types=types, abstract_device=AbstractDevice(*DEVICES[target]))
     with platforms.traced_for(platform), jax.sharding.use_abstract_mesh(device):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))

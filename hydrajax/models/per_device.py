@@ -1,0 +1,142 @@
+"""What each device of a mesh does by itself, in place of XLA's own division.
+
+XLA cannot divide our kernels, gathers a divided vocabulary to rank it, and writes a divided embedding out whole to look
+tokens up in it. These functions run a function on each device's part of its arrays (`jax.shard_map`) if the program is
+traced for a mesh (`jax.set_mesh`); without a mesh they call it as it is. Executors set the mesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import Float, Int
+
+from hydrajax.models import platforms
+from hydrajax.models.arrays import Array
+
+DATA, MODEL = "data", "model"  # the axes of `hydrajax.sharding`
+
+
+def mesh_in_use() -> AbstractMesh | None:
+    """Return the mesh that the program is traced for; None for one device, and within the work of one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = mesh.axis_names == (DATA, MODEL) and mesh.size > 1
+    return mesh if ours and set(mesh.axis_types) == {AxisType.Auto} else None
+
+
+def off_mesh() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which every device computes the whole by itself: for what each has a copy of."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+
+
+def axis_over(name: str, size: int) -> str | None:
+    """Return the name of a mesh axis if its devices divide ``size`` evenly, else None, which stands for a copy."""
+    mesh = mesh_in_use()
+    return name if mesh is not None and mesh.shape[name] > 1 and size % mesh.shape[name] == 0 else None
+
+
+def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> Any:
+    """Call ``work`` with each device's part of the arrays.
+
+    Args:
+        work: The function.
+        specs: For each argument the `PartitionSpec` of its arrays, or a pytree of them. NumPy arrays that are whole
+            on every device stay constants.
+        out_specs: The same for the result.
+        args: Pytrees.
+    """
+    if mesh_in_use() is None:
+        return work(*args)
+    leaves, treedef = jax.tree.flatten(args)
+    leaf_specs = jax.tree.leaves(
+        jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), tuple(specs), args, is_leaf=_is_spec),
+        is_leaf=_is_spec,
+    )
+    whole = PartitionSpec()
+    given = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, np.ndarray) or leaf_specs[i] != whole]
+
+    def with_constants(*parts):
+        found = list(leaves)
+        for i, part in zip(given, parts, strict=True):
+            found[i] = part
+        return work(*jax.tree.unflatten(treedef, found))
+
+    divided = jax.shard_map(
+        with_constants, in_specs=tuple(leaf_specs[i] for i in given), out_specs=out_specs, check_vma=False
+    )
+    return divided(*(leaves[i] for i in given))
+
+
+def divided(array: Array, *axes: str | None) -> Array:
+    """Return the array, divided over these mesh axes where they divide it evenly."""
+    if mesh_in_use() is None:
+        return array
+    names = [name and axis_over(name, size) for name, size in zip(axes, array.shape, strict=False)]
+    return jax.lax.with_sharding_constraint(array, PartitionSpec(*names))
+
+
+def whole(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """Return the array with its last axis whole on every device.
+
+    A product whose outputs are divided is gathered so for the next product, in one collective. Left to itself, XLA may
+    split that product into as many steps as there are devices, each with a collective of its own.
+    """
+    if mesh_in_use() is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), None))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
+    """Return ``rank(logits, k)``, the ids of the k best tokens, of a vocabulary that may be divided over devices.
+
+    Each device ranks its own part. Then k logits and ids of each travel, in one collective, in place of all logits.
+    """
+    size = logits.shape[-1]
+    if axis_over(MODEL, size) is None or size // mesh_in_use().shape[MODEL] < k:
+        return rank(logits, k)
+
+    def of_part(part):
+        ids = rank(part, k)
+        bits = jax.lax.bitcast_convert_type(jnp.take_along_axis(part, ids, -1).astype(jnp.float32), jnp.int32)
+        pairs = jnp.stack([bits, ids + jax.lax.axis_index(MODEL) * part.shape[-1]], axis=-1)
+        # In the order of the devices, so that ties still go to the smallest id.
+        pairs = jax.lax.all_gather(pairs, MODEL, axis=pairs.ndim - 2, tiled=True)
+        best = rank(jax.lax.bitcast_convert_type(pairs[..., 0], jnp.float32), k)
+        return jnp.take_along_axis(pairs[..., 1], best, -1)
+
+    spec = PartitionSpec(*[None] * (logits.ndim - 1), MODEL)
+    return _over_model(of_part, (spec,), PartitionSpec())(logits)
+
+
+def take_divided(take: Callable, table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+    """Return ``take(table, index)``, rows of an embedding that may be divided over devices by its first axis.
+
+    Each device looks up the rows that it has, and one sum joins them.
+    """
+    if axis_over(MODEL, len(table)) is None:
+        return take(table, index)
+
+    def of_part(part, index):
+        index = jnp.clip(index, 0, len(table) - 1) - jax.lax.axis_index(MODEL) * len(part)
+        here = (index >= 0) & (index < len(part))
+        rows = jnp.where(here[..., None], take(part, index), 0)
+        # XLA's CPU compiler ends the process at this sum of 16-bit numbers (jaxlib 0.10).
+        summed = jnp.promote_types(rows.dtype, jnp.float32) if platforms.on_cpu() else rows.dtype
+        return jax.lax.psum(rows.astype(summed), MODEL).astype(rows.dtype)
+
+    return _over_model(of_part, (PartitionSpec(MODEL), PartitionSpec()), PartitionSpec())(table, index)
+
+
+def _over_model(work: Callable, specs: Sequence[PartitionSpec], out_spec: PartitionSpec) -> Callable:
+    """Divide over the model axis only; XLA divides sequences over the data axis as it likes."""
+    return jax.shard_map(work, in_specs=tuple(specs), out_specs=out_spec, axis_names={MODEL}, check_vma=False)

@@ -1,0 +1,56 @@
+"""Decode on a mesh and on one device with the kernels of GPUs and TPUs, interpreted on CPU devices.
+
+Argument: the folder for ``answer.json``, which has the tokens of both by platform and draft.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["HYDRAJAX_CUDA_GRAPHS"] = "0"
+
+import jax
+import numpy as np
+from jax.experimental import pallas as pl
+
+from helpers.described_programs import CONFIG
+from hydrajax.api import make_decode_fn
+from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models import platforms
+from hydrajax.models.base_model import abstract_base
+from hydrajax.sharding import make_mesh, tree_shardings
+
+PLATFORMS = {"gpu": platforms.Platform("gpu", 1, 9.0), "tpu": platforms.Platform("tpu", 1)}
+DRAFTS = {"lookup": "chain-3", "hydra++": "cartesian-3x2"}
+
+
+def main(folder: Path) -> None:
+    real = pl.pallas_call
+    pl.pallas_call = lambda *args, **settings: real(*args, **settings | {"interpret": True})
+    random = np.random.default_rng(0)
+    prompt, lengths = random.integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
+    model, base = random_base(CONFIG)
+    mesh = make_mesh(data=2, model=2)
+    found = {"devices": jax.device_count()}
+    for platform, described in PLATFORMS.items():
+        for kind, tree in DRAFTS.items():
+            drafter, params = random_draft(model, base, kind)
+            boxed = {} if kind == "lookup" else abstract_draft(drafter, model)
+            placed = type(params)(
+                jax.device_put(base, tree_shardings(mesh, abstract_base(model))),
+                jax.device_put(params.draft, tree_shardings(mesh, boxed)),
+            )
+            both = []
+            for devices, given in ((1, params), (4, placed)):
+                with platforms.traced_for(described._replace(devices=devices)):
+                    decode = make_decode_fn(model, drafter, tree, max_new_tokens=40)
+                    out = decode(given, prompt, lengths)
+                    both.append([out.tokens.tolist(), out.accept_lengths.tolist()])
+            found[f"{platform}, {kind}"] = both
+    (folder / "answer.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,143 @@
+"""Call the functions of `hydrajax.models.per_device` on a mesh, and describe the decode step compiled for it.
+
+Argument: the folder for ``answer.json``. Every comparison is with NumPy or with the same call without a mesh.
+"""
+
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hydrajax.decoding.decode import settled_inputs
+from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.measure.random_models import random_base, random_draft
+from hydrajax.models import backend
+from hydrajax.models.attention import Filled, KVSegment, attend
+from hydrajax.models.base_model import abstract_base
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.ranking import top_tokens
+from hydrajax.sharding import make_mesh, on_mesh, tree_shardings
+from hydrajax.trees import presets
+
+RANDOM = np.random.default_rng(5)
+COLLECTIVE = re.compile(r"= (?:\S+|\(.*?\)) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(.*")
+
+
+def ranked(mesh) -> list[list[bool]]:
+    """Compare the best tokens of few distinct logits, so that many are equal, with a stable sort."""
+    found = []
+    for size, k in ((96, 1), (96, 24), (96, 25), (97, 3)):
+        logits = RANDOM.integers(0, 6, (4, 3, size)).astype(np.float32)
+        with on_mesh(mesh):
+            ids = jax.jit(lambda x, k=k: top_tokens(x, k))(logits)
+        found.append(np.array_equal(ids, np.argsort(-logits, axis=-1, kind="stable")[..., :k]))
+    return found
+
+
+def looked_up(mesh) -> list[bool]:
+    """Look up rows of an embedding, also with ids outside it, which are clipped."""
+    found = []
+    for rows, dtype in ((96, "float32"), (96, "bfloat16"), (97, "float32")):
+        table = np.asarray(RANDOM.standard_normal((rows, 16)), jnp.dtype(dtype))
+        ids = RANDOM.integers(-2, rows + 2, (4, 5), dtype=np.int32)
+        with on_mesh(mesh):
+            found.append(np.array_equal(jax.jit(backend.take_rows)(table, ids), table[np.clip(ids, 0, rows - 1)]))
+    return found
+
+
+def attended(mesh) -> dict[str, float]:
+    """Return the largest difference of attention on the mesh from attention without one."""
+    found = {}
+    cases = [(4, 8, 4, "tree"), (4, 8, 4, "trees"), (4, 8, 2, "window"), (3, 4, 4, "trees")]
+    for batch, heads, n_kv, name in cases:
+        queries, tokens, slots = _normal(batch, heads, 6, 16), 6, 20
+        block, cache = (tuple(_normal(batch, n_kv, n, 16) for _ in range(2)) for n in (tokens, slots))
+        lengths = RANDOM.integers(1, slots, batch).astype(np.int32)
+        first_seen = np.maximum(0, lengths[:, None] - 3 + np.arange(tokens)).astype(np.int32)
+        mask = np.tril(np.ones((tokens, tokens), bool))
+        if name == "trees":
+            mask = jnp.asarray(np.tril(RANDOM.random((batch, 1, 1, tokens, tokens)) < 0.6) | np.eye(tokens, dtype=bool))
+
+        def run(queries, block, cache, lengths, mask=mask, window=first_seen if name == "window" else None):
+            return attend(queries, [KVSegment(*block, mask), KVSegment(*cache, Filled(lengths, window))])
+
+        want = run(queries, block, cache, lengths)
+        with on_mesh(mesh):
+            got = jax.jit(run)(queries, block, cache, lengths)
+        found[f"{name}, {n_kv} of {heads} heads, {batch} rows"] = float(np.abs(want - got).max())
+    return found
+
+
+def _normal(*shape: int) -> np.ndarray:
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def appended(mesh) -> list[bool]:
+    """Append some tokens of a block, or all, to caches."""
+    found = []
+    for batch, index in ((4, True), (3, True), (4, False)):
+        cache = _normal(batch, 4, 12, 16)
+        block = _normal(batch, 4, 5, 16)
+        chosen = RANDOM.integers(0, 5, (batch, 3), dtype=np.int32) if index else None
+        starts = RANDOM.integers(0, 7, batch, dtype=np.int32)
+        want = cache.copy()
+        for row, start in enumerate(starts):
+            rows = block[row] if chosen is None else block[row][:, chosen[row]]
+            want[row, :, start : start + rows.shape[1]] = rows
+        with on_mesh(mesh):
+            (got,) = jax.jit(lambda *x: backend.append_rows([x[0]], [x[1]], *x[2:]))(cache, block, chosen, starts)
+        found.append(np.array_equal(got, want))
+    return found
+
+
+def compiled_steps(mesh) -> dict[str, dict]:
+    """Count collectives, kernels and copies of caches in the loop of a compiled step, by kind of draft."""
+    config = LlamaConfig(64, 128, 96, 2, 8, 4, 16, max_positions=128)
+    model, base = random_base(config)
+    found = {}
+    placed = jax.device_put(base, tree_shardings(mesh, abstract_base(model)))
+    for kind in ("none", "medusa", "hydra++"):
+        drafter, params = NoDrafter(), Params(placed, {})
+        if kind != "none":
+            drafter, random = random_draft(model, base, kind)
+            homes = tree_shardings(mesh, abstract_draft(drafter, model))
+            params = Params(placed, jax.device_put(random.draft, homes))
+        tree = presets.root() if kind == "none" else presets.by_name("chain-3")
+        executor = FusedExecutor(model, params, DecodeSpec(drafter, tree, max_new_tokens=8), mesh=mesh)
+        prompt = RANDOM.integers(0, 64, (1, 6), dtype=np.int32)
+        state = executor.prefill(*settled_inputs(executor.spec, config, prompt))
+        text = executor._advance.lower(params, state, np.zeros(1, bool), np.int32(4)).compile().as_text()
+        loop = [line for line in text.splitlines() if "while/body" in line]
+        collectives = Counter(match[1] for match in map(COLLECTIVE.search, loop) if match)
+        shape = "x".join(map(str, state.target.cache.layers[0][0].addressable_shards[0].data.shape))
+        copies = [line for line in loop if re.search(rf"f32\[{shape.replace('x', ',')}\]\S* copy\(", line)]
+        kernels = Counter(re.findall(r'custom_call_target="hydrajax_(\w+)"', text))
+        found[kind] = {"collectives": collectives, "kernels": kernels, "copies": len(copies), "cache": shape}
+    return found
+
+
+def main(folder: Path) -> None:
+    mesh = make_mesh(data=2, model=4)
+    found = {
+        "devices": jax.device_count(),
+        "ranked": ranked(mesh),
+        "looked_up": looked_up(mesh),
+        "only_rows_divided": looked_up(make_mesh(data=2)),
+        "attended": attended(mesh),
+        "appended": appended(mesh),
+        "compiled": compiled_steps(make_mesh(model=4)),
+    }
+    (folder / "answer.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,65 @@
+"""Our kernels, ranks and lookups on each device of a mesh, and the collectives of a decode step compiled for it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, on_eight_devices) -> dict:
+    return on_eight_devices(tmp_path_factory.mktemp("each"), "each_device", flags="--xla_backend_optimization_level=0")
+
+
+def test_ranks_of_a_divided_vocabulary_are_those_of_a_stable_sort(found):
+    """Also if a device has fewer tokens than are wanted, and if the devices do not divide the vocabulary."""
+    assert found["ranked"] == [True] * 4
+
+
+def test_rows_of_a_divided_embedding(found):
+    assert found["looked_up"] == found["only_rows_divided"] == [True] * 3
+
+
+def test_attention_of_each_devices_heads(found):
+    """Masks of one tree and of one per row, windows; heads and rows that the mesh divides and that it does not."""
+    assert len(found["attended"]) == 4
+    assert max(found["attended"].values()) < 1e-5
+
+
+def test_each_device_appends_its_heads(found):
+    assert found["appended"] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduced", "gathered"),
+    [
+        # Two sums a layer; one for the embedding; the best token.
+        ("none", 2 * 2 + 1, 1),
+        # All blocks together, and the ranks of three heads.
+        ("medusa", 2 * 2 + 1, 1 + 1 + 3),
+        # A prefix layer, embeddings after each level, four blocks for each head.
+        ("hydra++", 2 * 2 + 1 + 2 + 3, 1 + 3 * (4 + 1)),
+    ],
+)
+def test_collectives_of_a_step(found, kind, reduced, gathered):
+    """No other ones: no weight, cache or logits travel."""
+    assert found["compiled"][kind]["collectives"] == {"all-reduce": reduced, "all-gather": gathered}
+    assert found["compiled"][kind]["copies"] == 0
+
+
+def test_cpu_kernels_run_on_each_device(found):
+    """Two layers, and the prefix layer, each with a quarter of four key-value heads."""
+    kernels = found["compiled"]["hydra++"]["kernels"]
+    if not kernels:
+        pytest.skip("built without the package's CPU kernels")
+    assert kernels == {"attend": 3, "append_rows": 2, "add_norm": 5 + 3}
+    assert found["compiled"]["hydra++"]["cache"].startswith("1x1x")
+
+
+@pytest.mark.slow
+def test_gpu_and_tpu_kernels_on_each_device(tmp_path, on_eight_devices):
+    """Interpreted, on a mesh of 2 x 2: the tokens and accepted lengths of one device."""
+    found = on_eight_devices(tmp_path, "device_kernels_on_a_mesh")
+    assert found.pop("devices") == 8
+    assert found.keys() == {f"{platform}, {draft}" for platform in ("gpu", "tpu") for draft in ("lookup", "hydra++")}
+    for name, (one, several) in found.items():
+        assert one == several, name
