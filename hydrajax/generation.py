@@ -21,6 +21,7 @@ from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encod
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import DecodeSpec, sampling_params
 from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.processes import agreed
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
@@ -81,7 +82,7 @@ def generate(
     if isinstance(seed, (Sequence, np.ndarray)):
         seed = [checked_seed(one) for one in seed]
     else:
-        seed = seed_for(specs[0].rule if specs else executor.spec.rule, seed)
+        seed = _drawn_seed(executor, specs[0].rule if specs else executor.spec.rule, seed)
     if not encoded:
         return iter(())
     return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
@@ -118,7 +119,7 @@ def stream(
     """
     _check(executor, [executor.spec], stop)
     ids = encode_prompt(prompt, "prompt", executor.tokenizer, executor.model.config)
-    return Stream(executor, ids, tuple(stop), seed_for(executor.spec.rule, seed), number, on_status)
+    return Stream(executor, ids, tuple(stop), _drawn_seed(executor, executor.spec.rule, seed), number, on_status)
 
 
 class Stream:
@@ -170,6 +171,11 @@ def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
     if not rule.draws:
         return None
     return secrets.randbits(SEED_BITS) if seed is None else seed
+
+
+def _drawn_seed(executor: Executor, rule: AcceptanceRule, seed: int | None) -> int | None:
+    """Return `seed_for`, the same for all processes that decode together."""
+    return seed_for(rule, seed) if seed is not None else agreed(executor.mesh, lambda: seed_for(rule, None))
 
 
 def checked_seed(seed: Any) -> int:

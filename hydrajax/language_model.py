@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax import processes
 from hydrajax.autotune.fastest import choose
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
@@ -134,7 +135,8 @@ class LanguageModel:
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
         """Return the tree that was searched for this draft and batch size, else the drafter's default."""
-        return presets.searched(self.draft_directory, batch_size) or presets.by_name(self.drafter.spec.default_tree)
+        found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
+        return found or presets.by_name(self.drafter.spec.default_tree)
 
     def spec(self, template: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
         """Return a `DecodeSpec` with this model's drafter and EOS ids.
@@ -469,6 +471,8 @@ def make_executor(
         )
     shared = {"tokenizer": m.tokenizer, "room": room, "mesh": m.placement.base}
     kind = FusedExecutor if spec.grammar is None else SteppedExecutor
+    if kind is SteppedExecutor and processes.spans(m.placement.base):
+        processes.refuse_several("grammar")
     return kind(m.model, params, spec, **shared)
 
 

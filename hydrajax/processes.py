@@ -6,7 +6,10 @@ nothing. All except `is_main` must be called by every process, in the same order
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +17,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed  # the only access to the store of the coordinator; orbax takes it too
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hydrajax.errors import HydrajaxError, one_line
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 # How long a process waits for the others at its end, which may be in the middle of a step.
 SHUTDOWN_SECONDS = 30
+WAIT_SECONDS = 1  # at a time, so that signals are handled
+_said = itertools.count()  # numbers the values of `from_main`
 
 
 def start() -> None:
@@ -114,3 +121,93 @@ def to_host(tree: Any) -> Any:
     if jax.process_count() == 1:
         return tree
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
+
+
+# --- generating ------------------------------------------------------------------------------------------------------
+
+
+def store() -> Any:
+    """Return the client of the coordinator's key-value store, which needs no devices."""
+    return distributed.global_state.client
+
+
+def spans(mesh: Mesh | None) -> bool:
+    """Return whether a mesh has devices of other processes."""
+    return mesh is not None and mesh.is_multi_process
+
+
+def from_main(find: Callable[[], Any]) -> Any:
+    """Return what ``find`` returns in the main process, in which alone it is called. It uses no devices.
+
+    Raises:
+        HydrajaxError: in every process, if ``find`` raises it.
+    """
+    if jax.process_count() == 1:
+        return find()
+    key = f"hydrajax/said/{next(_said)}"
+    if not is_main():
+        found, error = pickle.loads(_awaited(key))  # the processes of one run trust each other
+    else:
+        found = error = None
+        try:
+            found = find()
+        except HydrajaxError as raised:
+            error = raised
+        store().key_value_set_bytes(key, pickle.dumps((found, error)))
+    if error is not None:
+        raise error
+    return found
+
+
+def agreed(mesh: Mesh | None, find: Callable[[], Any]) -> Any:
+    """Return what ``find`` returns, in the main process if the mesh spans processes: for what differs between hosts,
+    such as times, random numbers and cached files.
+    """
+    return from_main(find) if spans(mesh) else find()
+
+
+def _awaited(key: str) -> bytes:
+    """Return a value of the store as soon as it is set: the main process may load a model from a slower disk."""
+    while True:
+        try:
+            return store().blocking_key_value_get_bytes(key, WAIT_SECONDS * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def check_same(what: str, *described: Any) -> None:
+    """Raise `HydrajaxError` if this process and the main one differ in ``what``, which the values describe.
+
+    Processes that compute different things would wait for each other.
+    """
+    text = hashlib.sha256(repr(described).encode()).hexdigest()
+    if from_main(lambda: text) != text:
+        raise HydrajaxError(f"{what}: got others than process 0, expected the same in all processes")
+
+
+def refuse_several(field: str) -> None:
+    """Raise `HydrajaxError` if there are several processes, which this argument does not support."""
+    if jax.process_count() > 1:
+        raise HydrajaxError(f"{field}: got {jax.process_count()} processes, expected 1")
+
+
+def fetch(tree: Any) -> Any:
+    """Fetch arrays from the devices, like `jax.device_get`. Arrays that are divided over processes are gathered, all in
+    one program.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    divided = {i: leaf for i, leaf in enumerate(leaves) if not _readable(leaf)}
+    if divided:
+        homes = {i: NamedSharding(leaf.sharding.mesh, PartitionSpec()) for i, leaf in divided.items()}
+        gathered = jax.jit(_same, out_shardings=homes)(divided)
+        leaves = [gathered.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return jax.device_get(jax.tree.unflatten(treedef, leaves))
+
+
+def _same(x: Any) -> Any:  # not a lambda, which would be compiled at every call
+    return x
+
+
+def _readable(leaf: Any) -> bool:
+    return not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated

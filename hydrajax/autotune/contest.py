@@ -17,6 +17,7 @@ import numpy as np
 
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
+from hydrajax.processes import fetch
 from hydrajax.trees.dynamic import CandidateTree
 
 AUTOREGRESSIVE = "autoregressive"  # the name of the baseline
@@ -85,7 +86,7 @@ def contest(
     outputs = {}
     for number, (name, executor) in enumerate(executors.items(), start=1):
         on_status(f"compiling {name}, {number} of {len(executors)}")
-        outputs[name] = [jax.device_get(executor.decode(prompt, lengths, key)) for prompt, lengths, _ in filled]
+        outputs[name] = [fetch(executor.decode(prompt, lengths, key)) for prompt, lengths, _ in filled]
     step_seconds: dict[str, list[float]] = {name: [] for name in executors}
     random, names = np.random.default_rng(seed), list(executors)
     for number in range(repeats):

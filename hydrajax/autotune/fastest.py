@@ -13,12 +13,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from hydrajax import processes
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.autotune.tree_search import name_of, usable
 from hydrajax.decoding.executor import Executor
@@ -84,16 +86,21 @@ def choose(
     Returns:
         None without a drafter or with ``HYDRAJAX_MEASURE_TREES=0``. Cache errors are ignored.
     """
-    if not executor.spec.drafter.spec.depth or os.environ.get(OFF) == "0":
+    if not executor.spec.drafter.spec.depth:
         return None
-    found = _searched_here(executor, draft_directory, batch_size)
+    # Times, files and variables may differ between hosts; all decode with the same tree.
+    agreed = partial(processes.agreed, executor.mesh)
+    if agreed(lambda: os.environ.get(OFF) == "0"):
+        return None
+    found = agreed(lambda: _searched_here(executor, draft_directory, batch_size))
     if found is not None and _fits(executor, found.tree):
         return found
-    trees = _candidates(executor, presets.searched(draft_directory, batch_size))
+    trees = _candidates(executor, agreed(lambda: presets.searched(draft_directory, batch_size)))
     path = cache_folder() / f"{_key(executor, trees, batch_size)}.json"
-    found = _read(path)
+    found = agreed(lambda: _read(path))
     if found is None:
-        found = _measure(executor, trees, prompts, batch_size, on_status)
+        measured = _measure(executor, trees, prompts, batch_size, on_status)
+        found = agreed(lambda: measured)
         _write(path, found)
     return found
 
@@ -196,7 +203,7 @@ def _key(executor: Executor, trees: Mapping[str, CandidateTree], batch_size: int
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)
     beginnings = jax.jit(lambda leaves: [leaf[(0,) * (leaf.ndim - 1)][:16] for leaf in leaves])(leaves)
-    for leaf, beginning in zip(leaves, jax.device_get(beginnings), strict=True):
+    for leaf, beginning in zip(leaves, processes.fetch(beginnings), strict=True):
         digest.update(repr((leaf.shape, leaf.dtype)).encode() + beginning.tobytes())
     return digest.hexdigest()[:32]
 

@@ -38,6 +38,9 @@ COMMANDS = {
     "roofline": "predict decode step times on a device, and compare them with measurements on this one",
     "report": "print the tables of the result files in a directory and write them as Markdown",
 }
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+IN_PROCESSES = frozenset({"generate", "evaluate"})  # train joins its processes itself
+IN_ONE_PROCESS = frozenset({"demo", "chat", "serve", "distill", "tree", "bench", "certify"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,32 +137,47 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it warns that torch is missing
         if isinstance(sys.stdout, io.TextIOWrapper):  # escape characters that the terminal's encoding lacks
             sys.stdout.reconfigure(errors="backslashreplace")
-        code = args.run(args)
+        code = _run(args)
         sys.stdout.flush()
-    except HydrajaxError as error:
-        print(f"hydrajax: {' '.join(error.as_flag(flags).split())}", file=sys.stderr)
-        return 2
-    except Terminated:
-        print("hydrajax: terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    except KeyboardInterrupt:
-        print("hydrajax: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # a reader such as `head` has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
-        return 128 + 13  # the shell's code for SIGPIPE
-    except OSError as error:
-        if error.filename is None:
+    except BaseException as error:
+        found = _outcome(error, flags)
+        if found is None:
             raise
-        print(f"hydrajax: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except Exception:
-        trouble = _platform_error()
-        if trouble is None:
-            raise
-        print(f"hydrajax: {trouble}", file=sys.stderr)
-        return 2
+        code, line = found
+        if line:
+            print(line, file=sys.stderr)
+        else:  # a broken pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
     return code or 0
+
+
+def _run(args: argparse.Namespace) -> int | None:
+    """Run the command, in the processes that the environment names."""
+    command = args.run.__module__.rpartition(".")[2]
+    if COORDINATOR in os.environ and command in IN_PROCESSES:
+        from hydrajax.cli.hosts import run_together
+
+        return run_together(lambda: args.run(args), lambda error: _outcome(error, args.flags))
+    if COORDINATOR in os.environ and command in IN_ONE_PROCESS and os.environ.get("JAX_NUM_PROCESSES") != "1":
+        raise HydrajaxError(f"{COORDINATOR}: {command} runs in one process; unset it")
+    return args.run(args)
+
+
+def _outcome(error: BaseException, flags: frozenset[str]) -> tuple[int, str] | None:
+    """Return the exit code and the line of an error with a known cause, None for other errors."""
+    if isinstance(error, HydrajaxError):
+        return 2, f"hydrajax: {' '.join(error.as_flag(flags).split())}"
+    if isinstance(error, Terminated):
+        return 128 + signal.SIGTERM, "hydrajax: terminated"
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "hydrajax: interrupted"
+    if isinstance(error, BrokenPipeError):  # a reader such as `head` has closed the pipe
+        return 128 + 13, ""  # the shell's code for SIGPIPE
+    if isinstance(error, OSError) and error.filename is not None:
+        return 2, f"hydrajax: cannot use {error.filename}: {error.strerror}"
+    if isinstance(error, Exception) and not isinstance(error, OSError) and (trouble := _platform_error()):
+        return 2, f"hydrajax: {trouble}"
+    return None
 
 
 def _platform_error() -> str | None:

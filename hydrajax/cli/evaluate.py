@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from hydrajax import api
+import jax
+
+from hydrajax import api, processes
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
@@ -20,7 +23,7 @@ from hydrajax.language_model import LanguageModel
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
 from hydrajax.questions import sets as question_sets
-from hydrajax.questions.answer_files import AnswerFiles, answer_directory
+from hydrajax.questions.answer_files import AnswerFiles, NoFiles, answer_directory
 from hydrajax.questions.asking import Prompter, evaluate
 from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.questions.sets import Question
@@ -84,12 +87,17 @@ def run(args: argparse.Namespace) -> None:
     made_for = None if args.force else base
     ways = contenders(model, args.base, drafts, trees, wanted, base_directory=made_for)
     baseline, same_outputs = ways[0].model_id, wanted.rule.same_output
+    check_same(args, model, questions, prompter, ways)
     settings = settings_of(args, base, everything, ways)
-    with in_use(answer_directory(args.output)):
-        files = AnswerFiles(args.output, [way.model_id for way in ways], settings)
+    with in_use(answer_directory(args.output)) if processes.is_main() else nullcontext():
+        written = AnswerFiles(args.output, [way.model_id for way in ways], settings) if processes.is_main() else None
+        done = processes.from_main(lambda: written.done)
+        files = written or NoFiles(done)
         ask(questions, ways, prompter, files, args)
-        results = summarise(files.answers, questions, baseline, same_outputs)
-        cut = files.cut_prompts(questions)
+        if written is None:
+            return
+        results = summarise(written.answers, questions, baseline, same_outputs)
+        cut = written.cut_prompts(questions)
         nodes = {way.model_id: way.executor.spec.verified_nodes for way in ways}
         write_summary(args, results, baseline, cut, nodes)
     show(results, baseline)
@@ -99,6 +107,21 @@ def run(args: argparse.Namespace) -> None:
     if not same_outputs:
         print(f"outputs not compared: --rule {args.rule} does not promise those of the base alone")
     print(f"answers and summary.json: {args.output}")
+
+
+def check_same(
+    args: argparse.Namespace,
+    model: LanguageModel,
+    questions: Sequence[Question],
+    prompter: Prompter,
+    ways: Sequence[Answerer],
+) -> None:
+    """Raise `HydrajaxError` if the processes of the run would decode different things."""
+    if jax.process_count() > 1:
+        decoded = [options.described(model, way.executor.spec) for way in ways]
+        first = prompter([{"role": "user", "content": questions[0].turns[0]}]) if questions else None
+        asked = question_sets.digest(questions), first, args.template, args.mesh, args.repeats, args.seed
+        processes.check_same("questions or arguments", decoded, asked)
 
 
 def make_prompter(model: LanguageModel, template: str, max_new_tokens: int) -> Prompter:
@@ -134,7 +157,7 @@ def ask(
     questions: Sequence[Question],
     ways: Sequence[Answerer],
     prompter: Prompter,
-    files: AnswerFiles,
+    files: AnswerFiles | NoFiles,
     args: argparse.Namespace,
 ) -> None:
     """Run `evaluate` with a progress bar; on Ctrl-C, print how many questions are kept."""

@@ -8,15 +8,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
+from hydrajax import processes
 from hydrajax.cli.options import (
     add_decoding_arguments,
     add_grammar_arguments,
     add_model_arguments,
     add_sampling_arguments,
     add_search_argument,
+    described,
     load_from,
     positive,
     spec_from,
@@ -24,8 +27,10 @@ from hydrajax.cli.options import (
 )
 from hydrajax.cli.screen import write_marked
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
+from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
@@ -62,14 +67,18 @@ def run(args: argparse.Namespace) -> None:
     if (args.logprobs or args.top_logprobs) and args.output is None:
         flag = "--logprobs" if args.logprobs else "--top-logprobs"
         raise HydrajaxError(f"{flag}: requires --output FILE.jsonl, where log-probabilities are written")
+    if spec.grammar is not None:
+        processes.refuse_several("grammar")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
     with ExitStack() as stack:
-        writer = None if args.output is None else stack.enter_context(AnswerWriter(args.output))
+        writes = args.output is not None and processes.is_main()
+        writer = stack.enter_context(AnswerWriter(args.output)) if writes else None
         progress = stack.enter_context(ProgressLine(len(prompts)))
         progress.status("loading")
         model = load_from(args, progress.status)
         spec = model.spec(spec, tree=model.default_tree(args.batch_size) if tree is None else tree)
+        check_same(args, model, spec, prompts)
         if tree is None and not args.no_tree_search:
             spec = model.fastest(model.ids_of_prompts(prompts), spec, args.batch_size, progress.status)
             progress.hide()
@@ -96,6 +105,14 @@ def run(args: argparse.Namespace) -> None:
     if totals.stuck:
         print(f"{totals.stuck} cut off: no token can continue them, or the grammar is too complex", file=sys.stderr)
     print(totals.summary(), file=sys.stderr)
+
+
+def check_same(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec, prompts: list[Prompt]) -> None:
+    """Raise `HydrajaxError` if the processes of the run would decode different things."""
+    if jax.process_count() > 1:
+        ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
+        chosen = args.mesh, args.tree, args.no_tree_search, args.batch_size, args.seed, args.stop, args.stream
+        processes.check_same("prompts or arguments", described(model, spec), ids, chosen)
 
 
 def print_streams(

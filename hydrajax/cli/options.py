@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -30,6 +31,7 @@ from hydrajax.text.jsonl import file_text
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.tree_json import content_of
 
 LARGEST = 2**31 - 1  # numbers of tokens, sequences and nodes are int32
 RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
@@ -344,9 +346,16 @@ def load_from(
 
 def placement_from(args: argparse.Namespace) -> Placement:
     """Return the placement of base and draft, over the mesh of ``--mesh``, separate with ``--draft-devices``."""
-    mesh = make_mesh(**args.mesh) if getattr(args, "mesh", None) else None
+    sizes = getattr(args, "mesh", {})
+    mesh = make_mesh(**sizes) if sizes or jax.process_count() > 1 else None  # several processes share one mesh
     devices = getattr(args, "draft_devices", None)
     return Placement(mesh, None if devices is None else last_devices(devices, mesh))
+
+
+def described(model: LanguageModel, spec: DecodeSpec) -> str:
+    """Describe a base, a draft and how to decode, for `hydrajax.processes.check_same`; files' names are left out."""
+    numbers = str(spec.rule), str(spec.processors), spec.max_new_tokens, spec.eos_ids, spec.logprobs
+    return repr((str(model.model), str(spec.drafter), content_of(spec.tree), *numbers))
 
 
 def prompts_from(path: str | None, model: LanguageModel, limit: int | None = None) -> list[np.ndarray]:

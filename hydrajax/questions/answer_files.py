@@ -92,6 +92,20 @@ class AnswerFiles:
         }
 
 
+class NoFiles:
+    """Stands for the `AnswerFiles` of the main process in the other processes of a run, which write nothing.
+
+    Attributes:
+        done: as in `AnswerFiles`.
+    """
+
+    def __init__(self, done: Iterable[int | str]):
+        self.done = set(done)
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        self.done |= {record["question_id"] for record in records}
+
+
 def _read(path: Path) -> list[dict]:
     """Read the complete lines of an answer file."""
     records: dict[int | str, dict] = {}

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.answer_files import AnswerFiles
+from hydrajax.questions.answer_files import AnswerFiles, NoFiles
 from hydrajax.questions.dialogue import Dialogue
 from hydrajax.questions.sets import Question
 from hydrajax.text.answers import Generation
@@ -68,7 +68,7 @@ def evaluate(
     questions: Sequence[Question],
     contenders: Sequence[Contender],
     prompter: Prompter,
-    files: AnswerFiles,
+    files: AnswerFiles | NoFiles,
     *,
     repeats: int = 1,
     seed: int = 0,

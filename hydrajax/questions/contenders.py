@@ -19,6 +19,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.formats.draft_registry import parse_lookup
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
+from hydrajax.processes import fetch
 from hydrajax.text.answers import Generation
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
@@ -93,5 +94,5 @@ def digest(params: Any) -> str:
     """Return a hash of one row of every array, which changes when heads are retrained under the same name."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
-        found.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)], np.float32).tobytes())
+        found.update(np.asarray(fetch(leaf[(0,) * (leaf.ndim - 1)]), np.float32).tobytes())
     return found.hexdigest()

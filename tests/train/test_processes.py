@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +12,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from helpers.hosts import GLOO, meeting
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 
 STEPS = 24
@@ -32,16 +31,9 @@ def launch(settings, tmp_path_factory):
         overrides = (*(f"mesh.{name}={value}" for name, value in mesh.items()), *overrides)
         if n_processes == 1:
             return [start(config, output, *overrides)]
-        meeting = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(n_processes)}
-        return [start(config, output, *overrides, **meeting, JAX_PROCESS_ID=str(i)) for i in range(n_processes)]
+        return [start(config, output, *overrides, **variables) for variables in meeting(n_processes)]
 
     return launch
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +41,7 @@ def two(launch, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("two")
     main, other = launch(output, 2)
     assert f"finished {STEPS} steps: --draft {output / 'heads'}" in finish(main)
-    gloo = re.compile(r"\[Gloo\]|connected peer ranks")  # XLA's own, of threads that write into each other's lines
-    lines = [line for line in finish(other).splitlines() if line and not gloo.search(line)]
+    lines = [line for line in finish(other).splitlines() if line and not GLOO.search(line)]
     assert lines == []  # only the main process prints
     return output
 
