@@ -101,15 +101,20 @@ def _pareto(rows: list[dict]) -> Table:
 
 
 def _program(rows: list[dict]) -> Table:
-    cells = []
+    cells, several = [], any("devices" in row for row in rows)
     for row in rows:
         line = [row[name] for name in ("what", "batch", "context", "nodes", "kernels")]
         line += [f"{row['kernels_per_layer']:g}", f"{row['gigabytes']:.2f}", f"{row['floor_gigabytes']:.2f}"]
         line += [f"{row['gigabytes'] / row['floor_gigabytes']:.3f}"]
         line += [f"{row['copies']} ({row['copied_megabytes']:.0f} MB)", f"{row['temporary_megabytes']:.0f}"]
-        cells.append([*line, "yes" if row["one_graph"] else "no"])
+        line.append("yes" if row["one_graph"] else "no")
+        if several:
+            exchanged = f"{row['collectives']} ({row['collective_megabytes']:.2f} MB)" if "devices" in row else ""
+            line += [row.get("devices", 1), exchanged]
+        cells.append(line)
     counts = ("batch", "context", "nodes", "kernels", "a layer", "GB", "floor (GB)", "ratio")
-    return ("program", *counts, "large copies", "temporary (MB)", "one CUDA graph"), cells
+    counts += ("large copies", "temporary (MB)", "one CUDA graph")
+    return ("program", *counts, *(("devices", "collectives") if several else ())), cells
 
 
 def _tpu_program(rows: list[dict]) -> Table:

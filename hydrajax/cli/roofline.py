@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import itertools
+from dataclasses import asdict, replace
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -26,7 +27,8 @@ from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.report.tables import print_table
 from hydrajax.roofline.best_chain import BestChain, best_chain
 from hydrajax.roofline.comparison import Comparison, compare
-from hydrajax.roofline.devices import DEVICES, Device
+from hydrajax.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
+from hydrajax.roofline.division import Division
 from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -49,6 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="H100",
         help="device to predict for; 'here' measures the rates of this one (default %(default)s)",
     )
+    parser.add_argument(
+        "--mesh",
+        metavar="[data=D,]model=M",
+        type=options.mesh_sizes,
+        default={},
+        help="divide base and draft heads over M such devices, and the sequences of a batch over D such groups "
+        "(default: one device)",
+    )
+    parser.add_argument(
+        "--collective-latency",
+        metavar="US",
+        type=_microseconds,
+        help=f"microseconds of a collective before its bytes (default {1e6 * COLLECTIVE_LATENCY:g}, assumed)",
+    )
+    parser.add_argument("--quantize", choices=["int8"], help="store the base's weights in 8 bits")
     parser.add_argument("--tree", metavar="NAME|FILE.json|JSON", help="tree (default: the drafter's)")
     parser.add_argument(
         "--tree-sizes",
@@ -96,6 +113,16 @@ def _numbers(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"got '{text}', expected numbers separated by commas") from None
 
 
+def _microseconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e6:
+        raise argparse.ArgumentTypeError(f"got '{text}', expected a number from 0 to 1000000")
+    return found
+
+
 def run(args: argparse.Namespace) -> None:
     compared = None
     with options.json_report(args.json) as write:
@@ -106,6 +133,7 @@ def run(args: argparse.Namespace) -> None:
         dtype = jnp.dtype(api.DTYPES[args.dtype])
         if args.device != HERE and args.dtype != "bfloat16":
             raise HydrajaxError(f"--dtype: got '{args.dtype}', expected bfloat16 for the peaks of {args.device}")
+        device, division = _device(args), _division(args, config)
         drafter = _drafter(args, config, dtype)
         trees = _trees(args, drafter, config)
         taus = _tokens_per_step(args, trees)
@@ -115,11 +143,12 @@ def run(args: argparse.Namespace) -> None:
                 compared = compare(executors, *grid, dtype.itemsize, taus, repeats=args.repeats)
             device, rows = compared.device, compared.predicted
         else:
-            device = DEVICES[args.device]
             grid = (trees, args.batch_sizes, args.context)
-            rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus))
+            rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus, args.quantize, division))
         chains = [
-            best_chain(device, config, drafter, args.acceptance, batch, context, dtype.itemsize)
+            best_chain(
+                device, config, drafter, args.acceptance, batch, context, dtype.itemsize, args.quantize, division
+            )
             for context in args.context
             for batch in args.batch_sizes
             if args.acceptance is not None
@@ -133,8 +162,32 @@ def run(args: argparse.Namespace) -> None:
     if compared:
         _print_comparison(compared)
     if args.operators:
-        work = Workload(config, drafter, args.batch_sizes[0], args.context[0], dtype.itemsize)
+        cell = (args.batch_sizes[0], args.context[0], dtype.itemsize, args.quantize, division)
+        work = Workload(config, drafter, *cell)
         _print_operators(device, work, list(trees.values())[-1])
+
+
+def _device(args: argparse.Namespace) -> Device | None:
+    """Return the device of the data sheets, None for this one."""
+    if args.device == HERE:
+        for flag in ("mesh", "collective_latency", "quantize"):
+            if getattr(args, flag):
+                raise HydrajaxError(
+                    f"{flag}: cannot be used with --device {HERE}, which measures one device in a dtype"
+                )
+        return None
+    device = DEVICES[args.device]
+    if args.mesh.get("model", 1) > 1 and device.link is None:
+        raise HydrajaxError(f"mesh: the bandwidth between several {device.name} is unknown; leave --mesh out")
+    if args.collective_latency is None:
+        return device
+    return replace(device, latency=args.collective_latency / 1e6)
+
+
+def _division(args: argparse.Namespace, config: LlamaConfig) -> Division:
+    division = Division(**args.mesh)
+    division.check(config)
+    return division
 
 
 def _config(args: argparse.Namespace) -> LlamaConfig:
@@ -213,8 +266,13 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     name = machine()["device"] if args.device == HERE else device.name
     size = f"{rows[0].draft_bytes / 1e9:.3g} GB"
     draft = f"a draft model of {size}" if args.draft_kind == "model" else f"{size} of {args.draft_kind} heads"
-    print(f"{args.shape or args.base} with {draft}, {args.dtype}, on {name}: predicted ms per step")
-    print(f"{device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s")
+    weights = args.dtype + (f" with {args.quantize} weights in the base" if args.quantize else "")
+    sizes = Division(**args.mesh)
+    count = sizes.data * sizes.model
+    devices = f"{count} {name} ({sizes.data} x {sizes.model})" if count > 1 else name
+    print(f"{args.shape or args.base} with {draft}, {weights}, on {devices}: predicted ms per step")
+    print(f"{device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s", end="")
+    print(f", {device.link / 1e9:.4g} GB/s between devices" if sizes.model > 1 and device.link else "")
     for kind, rates in (("weights", device.weight_rates), ("attention", device.attention_rates)):
         if rates:
             print(f"GFLOP/s by rows, {kind}: " + ", ".join(f"{n}: {rate / 1e9:.3g}" for n, rate in rates))
@@ -224,10 +282,35 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
         times = (row.autoregressive_step, row.step, row.verify, row.propose, row.observe, row.prefill)
         line = [row.batch, row.context, row.nodes, *times, f"{row.memory_bound:.0%}", f"{row.break_even:.2f}"]
         cells.append(line + ([f"{row.tokens_per_step:.2f}", f"{row.speedup:.2f}x"] if with_tau else []))
-    columns = ("AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even")
+    if sizes.model > 1:
+        for row, line in zip(rows, cells, strict=True):
+            line.insert(9, f"{row.collective_time:.3g} ({row.collectives})")
+    columns = ["AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even"]
+    columns[6:6] = ["exchange"] if sizes.model > 1 else []
     print_table(("batch", "context", "nodes", *columns, *(("τ", "speed-up") if with_tau else ())), cells)
     print("memory: share of the step's time in memory-bound operators. even: step / AR step; the tree is faster if")
     print("tokens_per_step (τ) is larger.")
+    if sizes.model > 1:
+        latency = f"{1e6 * device.latency:g} us"
+        print(
+            f"exchange: ms of the step's collectives (their number): {latency} each, and a ring's bytes over the links;"
+        )
+        print("nothing else runs meanwhile. A device multiplies with its part of the weights and with what is copied.")
+    if device.memory is not None:
+        _print_memory(device, rows)
+
+
+def _print_memory(device: Device, rows: list[Prediction]) -> None:
+    """Print what lies on a device, with the cache of the largest tree, and the trees that fit."""
+    cells = []
+    for (context, batch), found in itertools.groupby(rows, key=lambda row: (row.context, row.batch)):
+        trees = list(found)
+        last, fitting = trees[-1], [row.nodes for row in trees if row.fits]
+        sizes = (last.base_memory, last.draft_memory, last.cache_memory, last.memory)
+        fit = "all trees" if len(fitting) == len(trees) else f"{fitting[-1]} nodes" if fitting else "no"
+        cells.append([batch, context, *(f"{size / 1e9:.2f}" for size in sizes), fit])
+    print(f"GB on a device of {device.memory / 1e9:g} GB; activations, temporaries and the runtime take more:")
+    print_table(("batch", "context", "base", "draft", "KV cache", "together", "fits"), cells)
 
 
 def _print_chains(chains: list[BestChain]) -> None:
@@ -271,6 +354,7 @@ def _print_operators(device: Device, work: Workload, tree: CandidateTree) -> Non
         for operator in operators:
             figures = (operator.flops / 1e9, operator.bytes / 1e6, operator.intensity)
             bound = "memory" if device.memory_bound(operator) else "arithmetic"
+            bound = "links" if operator.kind == "collective" else bound
             ms = milliseconds(device, [operator])
             cells.append([operator.name, operator.count, *(f"{figure:.4g}" for figure in figures), ms, bound])
         columns = ("operator", "times", "GFLOP each", "MB each", "FLOP/byte", "ms", "bound by")

@@ -89,4 +89,6 @@ PRESETS: dict[str, LlamaConfig] = {
     "13b": LlamaConfig(32_000, 5120, 13_824, 40, 40, 40, 128, max_positions=8192),
     "33b": LlamaConfig(32_000, 6656, 17_920, 60, 52, 52, 128, max_positions=8192),
     "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 8B
+    "70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, max_positions=8192, norm_eps=1e-5),  # LLaMA 2 70B
+    "llama3-70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 70B
 }

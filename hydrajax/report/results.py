@@ -64,7 +64,9 @@ KINDS: dict[str, dict[str, str]] = {
     "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
     | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
     # A compiled step. gigabytes: moved per step. floor_gigabytes: weights, filled slots and draft. copies: kernels that
-    # only copy more than a megabyte, in the loop or around it. temporary_megabytes: memory.
+    # only copy more than a megabyte, in the loop or around it. temporary_megabytes: memory. Of several devices, each
+    # one's share, with devices, collectives (exchanges in the loop) and collective_megabytes (of their results); their
+    # program begins with the prompt, whose memory counts and whose copies do not.
     "program": {"what": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "kernels": WHOLE}
     | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
     | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},

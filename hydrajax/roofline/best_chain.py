@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline.devices import Device
+from hydrajax.roofline.division import ONE_DEVICE, Division
 from hydrajax.roofline.prediction import Workload, milliseconds
 from hydrajax.trees import presets
 from hydrajax.trees.speculation import ChainEstimate, estimate, expected_tokens
@@ -28,14 +29,22 @@ class BestChain(ChainEstimate):
 
 
 def best_chain(
-    device: Device, config: LlamaConfig, drafter, acceptance: float, batch: int, context: int, itemsize: int
+    device: Device,
+    config: LlamaConfig,
+    drafter,
+    acceptance: float,
+    batch: int,
+    context: int,
+    itemsize: int,
+    quantize: str | None = None,
+    division: Division = ONE_DEVICE,
 ) -> BestChain:
     """Return the fastest chain of 0 to ``drafter.spec.depth`` tokens, by the formula and by the roofline.
 
     Raises:
         HydrajaxError: ``acceptance`` is not a probability.
     """
-    work = Workload(config, drafter, batch, context, itemsize)
+    work = Workload(config, drafter, batch, context, itemsize, quantize, division)
     plain = milliseconds(device, work.autoregressive_step())
     one = milliseconds(device, work.step(presets.chain(1))["propose"])
     by_formula = estimate(acceptance, one / plain, drafter.spec.depth)

@@ -1,6 +1,7 @@
 """Count the passes of a decode step on abstract arrays: the base's over a tree, and the drafter's phases.
 
-The traced functions are those of decoding (`BaseModel`, `Drafter`). ``base`` gives only its shape and dtype.
+The traced functions are those of decoding (`BaseModel`, `Drafter`). ``base`` gives only its shape and dtypes. With a
+`Division` the counts are those of one device of a mesh, for its share of the batch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hydrajax.drafters.drafter import Drafter, Outcome
+from hydrajax.drafters.drafter import Drafter, Outcome, Trainable, abstract_draft
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.platforms import traced_for
+from hydrajax.roofline.division import ONE_DEVICE, Division
 from hydrajax.roofline.traced import PLAIN, Operator, at_depth, trace
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -28,7 +30,9 @@ cached = functools.lru_cache(maxsize=256)
 
 
 @cached
-def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | None = None) -> Operators:
+def forward(
+    base: Llama, batch: int, tokens: int, slots: int, logits_at: int | None = None, division: Division = ONE_DEVICE
+) -> Operators:
     """Count one pass of the base over ``tokens`` new tokens per sequence.
 
     Args:
@@ -37,7 +41,9 @@ def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | N
         tokens: new tokens per sequence.
         slots: Slots per sequence of the KV cache, which is then read with a given mask; 0 for a prefill.
         logits_at: number of last tokens whose logits are computed; None for all.
+        division: the mesh.
     """
+    batch = division.rows(batch)
 
     def operators_at(layers: int) -> Iterable[Operator]:
         model = with_layers(base, layers)
@@ -49,55 +55,88 @@ def forward(base: Llama, batch: int, tokens: int, slots: int, logits_at: int | N
             out = bound.forward(rows, rows, causal_mask(tokens) if mask is None else mask, cache)
             return bound.logits(out.hidden[:, -logits_at:] if logits_at else out.hidden), out.block
 
-        return trace(run, abstract_params(model), _integers(batch, tokens), mask, cache)[0]
+        boxed = boxed_base(model)
+        inputs = _integers(batch, tokens), mask, cache
+        return trace(run, nn.unbox(boxed), *inputs, boxed=boxed, division=division)[0]
 
     return tuple(at_depth(base.config.n_layers, operators_at))
 
 
 @cached
-def propose(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
+def propose(
+    drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int, division: Division = ONE_DEVICE
+) -> Operators:
     """Count proposing ``tree`` with caches of ``slots``."""
-    return _of_all_layers(drafter, lambda drafter: _proposed(drafter, base, tree, batch, slots)[0])
+    rows = division.rows(batch)
+    return _of_all_layers(drafter, lambda drafter: _proposed(drafter, base, tree, rows, slots, division)[0])
 
 
 @cached
-def observe(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> Operators:
+def observe(
+    drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int, division: Division = ONE_DEVICE
+) -> Operators:
     """Count observing the outcome of a proposal whose longest path was accepted."""
+    batch = division.rows(batch)
     path, nodes = drafter.spec.longest_path(tree) + 1, drafter.spec.verified_nodes(tree)
     row, along = _integers(batch), _integers(batch, path)
     outcome = Outcome(along, along, row, row, _aux_hidden_states(drafter, base, batch, nodes), _integers(batch, nodes))
 
     def observed(drafter: Drafter) -> Iterable[Operator]:
-        model, params, state = _drafting(drafter, base, batch, slots)
-        proposal = _proposed(drafter, base, tree, batch, slots)[1]
+        model, boxed, state = _drafting(drafter, base, batch, slots)
+        proposal = _proposed(drafter, base, tree, batch, slots, division)[1]
 
         def run(params, state, proposal, outcome):
             return drafter.observe(params[0], state, proposal, outcome, BoundBase(model, params[1]))
 
-        return trace(run, params, state, proposal, outcome)[0]
+        return trace(run, nn.unbox(boxed), state, proposal, outcome, boxed=boxed, division=division)[0]
 
     return _of_all_layers(drafter, observed)
 
 
 @cached
-def begin(drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int) -> Operators:
+def begin(
+    drafter: Drafter, base: Llama, batch: int, tokens: int, slots: int, division: Division = ONE_DEVICE
+) -> Operators:
     """Count the drafter's prefill of ``tokens`` tokens per sequence."""
+    batch = division.rows(batch)
     row, prompt = _integers(batch), _integers(batch, tokens)
 
     def begun(drafter: Drafter) -> Iterable[Operator]:
-        model, params, state = _drafting(drafter, base, batch, slots)
+        model, boxed, state = _drafting(drafter, base, batch, slots)
 
         def run(params, state, aux_hidden_states, prompt, counts, root):
             return drafter.begin(params[0], state, aux_hidden_states, prompt, counts, root, BoundBase(model, params[1]))
 
-        return trace(run, params, state, _aux_hidden_states(drafter, base, batch, tokens), prompt, row, row)[0]
+        inputs = state, _aux_hidden_states(drafter, base, batch, tokens), prompt, row, row
+        return trace(run, nn.unbox(boxed), *inputs, boxed=boxed, division=division)[0]
 
     return _of_all_layers(drafter, begun)
 
 
+def weight_bytes(base: Llama, division: Division = ONE_DEVICE) -> int:
+    """Return the bytes of the base's weights on a device."""
+    return division.nbytes(boxed_base(base))
+
+
+def draft_bytes(drafter: Drafter, base: Llama, division: Division = ONE_DEVICE) -> int:
+    """Return the bytes of the drafter's weights on a device."""
+    return division.nbytes(boxed_draft(drafter, with_layers(base, 1)))
+
+
+def cache_bytes(drafter: Drafter, base: Llama, batch: int, slots: int, division: Division = ONE_DEVICE) -> int:
+    """Return the bytes of the KV caches of base and drafter on a device, which divide key-value heads."""
+    batch = division.rows(batch)
+    heads = division.model if base.config.n_kv_heads % division.model == 0 else 1
+    of_base = _nbytes(_abstract(lambda: base.init_cache(batch, slots))) // heads
+    # A draft model is copied to every device, and so is its cache.
+    return of_base + _nbytes(_abstract(lambda: drafter.init_state(batch, slots))) // (
+        heads if isinstance(drafter, Trainable) else 1
+    )
+
+
 def draft_parameters(drafter: Drafter, base: Llama) -> int:
     """Return the number of a drafter's parameters."""
-    return sum(leaf.size for leaf in jax.tree.leaves(_draft_params(drafter, with_layers(base, 1))))
+    return sum(leaf.size for leaf in jax.tree.leaves(nn.unbox(boxed_draft(drafter, with_layers(base, 1)))))
 
 
 # --- abstract arrays --------------------------------------------------------------------------------------------------
@@ -133,38 +172,59 @@ def _shallow(drafter: Drafter, layers: int) -> Drafter:
 
 
 @cached
+def boxed_base(model: Llama) -> Any:
+    """Return the shapes, dtypes and logical axes of a model's parameters."""
+    with traced_for(PLAIN):  # int8 weights keep their shapes there
+        return abstract_base(model)
+
+
 def abstract_params(model: Llama) -> Any:
     """Return the shapes and dtypes of a model's parameters."""
-    return nn.unbox(abstract_base(model))
+    return nn.unbox(boxed_base(model))
 
 
 @cached
-def _draft_params(drafter: Drafter, model: Llama) -> Any:
-    return jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), abstract_params(model))
+def boxed_draft(drafter: Drafter, base: Llama) -> Any:
+    """Return the shapes and dtypes of a drafter's parameters, with the logical axes of those that devices divide."""
+    if isinstance(drafter, Trainable):
+        with traced_for(PLAIN):
+            return abstract_draft(drafter, base)
+    return jax.eval_shape(
+        lambda params: drafter.init(jax.random.key(0), BoundBase(base, params)), abstract_params(base)
+    )
 
 
 def _drafting(drafter: Drafter, base: Llama, batch: int, slots: int):
-    """Return ``(base, (draft params, base params), draft state)``; drafters read the base's embedding and lm head."""
+    """Return ``(base, (draft params, base params), draft state)``; drafters read the base's embedding and lm head.
+
+    The parameters are boxed with their logical axes.
+    """
     model = with_layers(base, 1)
-    params = _draft_params(drafter, model), abstract_params(model)
+    params = boxed_draft(drafter, model), boxed_base(model)
     return model, params, _abstract(lambda: drafter.init_state(batch, slots))
 
 
 @cached
-def _proposed(drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int) -> tuple[Operators, Any]:
+def _proposed(
+    drafter: Drafter, base: Llama, tree: CandidateTree, batch: int, slots: int, division: Division
+) -> tuple[Operators, Any]:
     """Return the operators of `Drafter.propose` and the abstract proposal."""
-    model, params, state = _drafting(drafter, base, batch, slots)
+    model, boxed, state = _drafting(drafter, base, batch, slots)
 
     def run(params, state, root):
         return drafter.propose(params[0], state, root, tree, BoundBase(model, params[1]))
 
-    operators, proposal = trace(run, params, state, _integers(batch))
+    operators, proposal = trace(run, nn.unbox(boxed), state, _integers(batch), boxed=boxed, division=division)
     return tuple(operators), proposal
 
 
 def _aux_hidden_states(drafter: Drafter, base: Llama, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
     shape = (batch, tokens, len(drafter.spec.aux_hidden_layers) * base.config.width)
     return jax.ShapeDtypeStruct(shape, base.dtype)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,15 @@ Functions are traced on abstract arrays: nothing is computed and a 7B model take
 - **operations between products** (norms, softmax, SiLU, rotations): XLA fuses them, so they are traffic only; they read
   the output of the product before them and write the input of the product after them. A table lookup is a copy.
 
-Not counted: dead code, and operations without products, such as writes to a cache.
+Not counted: dead code, operations without products, such as writes to a cache, and exchanges for log-probabilities of
+a divided vocabulary.
+
+On a mesh the counts are those of one device, with weights divided as `hydrajax.sharding` divides them:
+
+- a product whose outputs are divided reads its whole input; one whose inputs are divided ends in an **all-reduce**;
+- attention is divided if its queries are, that is by key-value heads;
+- a divided output that a product needs whole is joined by an **all-gather**; so are the best tokens of divided logits;
+- a lookup in a divided table ends in an all-reduce; a copied weight is multiplied on every device.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
 
 from hydrajax.models.platforms import Platform, traced_for
+from hydrajax.roofline.division import ONE_DEVICE, Division
 
 # Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
 PLAIN = Platform("none", 1)
@@ -42,15 +51,16 @@ class Operator:
     Attributes:
         flops, bytes: Floating-point operations and memory traffic of one operator.
         rows: Of the left matrix, per KV head in attention; the device's rate depends on it.
-        kind: ``weights`` is a product with a parameter, ``attention`` a product of two activations, ``elementwise``
-            everything else, counted as traffic only.
+        kind: ``weights`` is a product with a parameter, ``attention`` a product of two activations, ``collective`` an
+            exchange between devices, whose bytes are those that a device sends, ``elementwise`` everything else,
+            counted as traffic only.
     """
 
     name: str
     flops: float
     bytes: float
     rows: int
-    kind: Literal["weights", "attention", "elementwise"]
+    kind: Literal["weights", "attention", "elementwise", "collective"]
     count: int = 1
 
     @property
@@ -64,18 +74,32 @@ def elementwise(name: str, moved: float) -> Operator:
     return Operator(name, 0.0, moved, 1, "elementwise")
 
 
-def ranking(name: str, rows: int, vocab_size: int) -> Operator:
+def collective(name: str, sent: float) -> Operator:
+    """Return an exchange between devices in which each sends ``sent`` bytes."""
+    return Operator(name, 0.0, sent, 1, "collective")
+
+
+def ranking(name: str, rows: int, vocab_size: float) -> Operator:
     """Return an argmax or top-k, which reads the float32 logits once."""
     return elementwise(name, 4 * rows * vocab_size)
 
 
-def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operator], Any]:
+def joined_ranking(name: str, best: int, division: Division) -> Operator:
+    """Return the exchange of ``best`` logits and ids of each device, which rank their parts of a vocabulary."""
+    return collective(f"all-gather {name}", division.all_gather(8 * best * division.model))
+
+
+def trace(
+    function: Callable, params: Any, *arguments: Any, boxed: Any = None, division: Division = ONE_DEVICE
+) -> tuple[list[Operator], Any]:
     """Count the operators of ``function(params, *arguments)``.
 
     Args:
         function: any traceable function.
         params: pytree of (abstract) arrays: the weights. Their paths name the products.
         arguments: other pytrees of (abstract) arrays, such as caches.
+        boxed: ``params`` boxed with their logical axes; arrays without axes are copied to every device.
+        division: the mesh; counts are those of one of its devices.
 
     Returns:
         Distinct operators with counts, in program order, and the shapes of the function's result.
@@ -89,7 +113,10 @@ def trace(function: Callable, params: Any, *arguments: Any) -> tuple[list[Operat
     names = [jax.tree_util.keystr(path, simple=True, separator=" ") for path in paths]
     names += [None] * (len(closed.jaxpr.invars) - len(names))
     inputs = [_Value.of_input(variable, name) for variable, name in zip(closed.jaxpr.invars, names, strict=True)]
-    count = _Count()
+    if division.model > 1:
+        leaves = zip(inputs, jax.tree.leaves(params), division.axes(params if boxed is None else boxed), strict=False)
+        inputs[: len(paths)] = [one._replace(shape=x.shape, axis=axis) for one, x, axis in leaves]
+    count = _Count(division)
     outputs = count.walk(closed.jaxpr, inputs, 1)
     returned = {product for value in outputs for product in value.products if value.is_product}
     return merged(count.operators(returned)), shapes
@@ -124,6 +151,7 @@ class _Value(NamedTuple):
 
     Attributes:
         weight: Path of the parameter that it is a view of.
+        shape, axis: Of that parameter, and its axis that devices divide.
         itemsize: Bytes per number of the input that it is a view of, 0 for computed values.
         number: Of the computation that made it.
         is_real: Computed from floating-point inputs without integers in between, unlike masks.
@@ -137,6 +165,8 @@ class _Value(NamedTuple):
     is_real: bool = False
     products: frozenset[int] = frozenset()
     is_product: bool = False
+    shape: tuple[int, ...] = ()
+    axis: int | None = None
 
     @classmethod
     def of_input(cls, variable, weight: str | None) -> _Value:
@@ -145,20 +175,59 @@ class _Value(NamedTuple):
 
 @dataclass
 class _Product:
-    """A product whose readers are still unknown. made: bytes of computed inputs. output: bytes of the output."""
+    """A product whose readers are still unknown.
+
+    Attributes:
+        made: Bytes of computed inputs.
+        output: Bytes of the output.
+        is_divided, is_joined: Each device has a part of the output; the parts are also gathered.
+        exchanges: Collectives on its output.
+        best: Numbers that a ranking of the output returns.
+    """
 
     operator: Operator
     weight: str | None
-    made: int
-    output: int
+    made: float
+    output: float
     times: int
     is_ranked: bool = False
+    is_divided: bool = False
+    is_joined: bool = False
+    exchanges: list[Operator] = field(default_factory=list)
+    best: int = 0
+
+
+class _ProductDivision(NamedTuple):
+    """How devices divide a product: by its inputs, over which they sum, by its outputs, or not at all.
+
+    Attributes:
+        inputs, outputs: They are divided. Attention, by heads, divides both.
+    """
+
+    inputs: bool = False
+    outputs: bool = False
+
+    @property
+    def anything(self) -> bool:
+        return self.inputs or self.outputs
+
+    @classmethod
+    def of(cls, weight: _Value | None, terms: int, reads_divided: bool) -> _ProductDivision:
+        """Return the division of a product of this weight over ``terms`` terms, or of two activations."""
+        if weight is None:
+            return cls(reads_divided, reads_divided)
+        if weight.axis is None:
+            return cls()
+        # A kernel is [inputs, *outputs]. An embedding that is the lm head is multiplied the other way round.
+        inputs = (weight.axis == 0) == (terms == weight.shape[0])
+        return cls(inputs, not inputs)
 
 
 @dataclass
 class _Count:
     """The operators counted so far."""
 
+    division: Division = ONE_DEVICE
     products: list[_Product] = field(default_factory=list)
     lookups: list[Operator] = field(default_factory=list)
     made: set[int] = field(default_factory=set)  # numbers of the values that are counted as made
@@ -195,12 +264,18 @@ class _Count:
         if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter's jaxpr has other inputs
             return self.walk(jaxpr, read, times)
         if name == "gather" and read[0].weight:
-            self.lookups.append(replace(elementwise(_shown(read[0].weight), 2 * _bytes(eqn.outvars[0])), count=times))
+            table, rows = _shown(read[0].weight), _bytes(eqn.outvars[0])
+            self.lookups.append(replace(elementwise(table, 2 * rows), count=times))
+            if read[0].axis is not None:
+                summed = collective(f"all-reduce {table}", self.division.all_reduce(rows))
+                self.lookups.append(replace(summed, count=times))
             return [_Value(number=next(self.numbers), is_real=True)]
         products = frozenset().union(*(value.products for value in read))
         if name in _RANKINGS:
             for product in read[0].products:
                 self.products[product].is_ranked = True
+                if name != "reduce_max":
+                    self.products[product].best = eqn.outvars[0].aval.size
         if name in _VIEWS and (read[0].weight or _is_real(eqn.outvars[0])):
             return [read[0]._replace(products=products)]
         is_real = any(value.is_real for value in read)
@@ -227,31 +302,63 @@ class _Count:
         left, out = eqn.invars[0].aval, eqn.outvars[0].aval
         terms = math.prod(left.shape[i] for i in contracted)
         rows = left.size // terms // math.prod(left.shape[i] for i in batch)
-        sizes = [
+        sizes: list[float] = [
             atom.aval.size * (value.itemsize or atom.aval.dtype.itemsize)
             for atom, value in zip(eqn.invars, read, strict=True)
         ]
-        made = 0
+        output: float = _bytes(eqn.outvars[0])
+        operations = 2.0 * out.size * terms
+        weight = next((value for value in read if value.weight), None)
+        division = _ProductDivision.of(weight, terms, self._has_divided(read))
+        exchanges: list[Operator] = []
+        if division.anything:
+            devices = self.division.model
+            operations /= devices
+            divided = [value is weight or division.inputs for value in read]
+            sizes = [size / devices if part else size for size, part in zip(sizes, divided, strict=True)]
+            if division.outputs:
+                output /= devices
+            else:
+                exchanges.append(collective(f"all-reduce {_shown(weight.weight)}", self.division.all_reduce(output)))
+        if not division.inputs:
+            self._join(read)
+        made = 0.0
         for value, size in zip(read, sizes, strict=True):
             if not value.itemsize and value.number not in self.made:
                 self.made.add(value.number)
                 made += size
-        weight = next((value.weight for value in read if value.weight), None)
         if weight:
-            kind, name = "weights", _shown(weight)
+            kind, name = "weights", _shown(weight.weight)
             rows = rows if read[1].weight else out.size // rows
         else:
             softmax = any(self.products[i].operator.kind == "attention" for value in read for i in value.products)
             kind, name = "attention", "weighted sum" if softmax else "scores"
-        operator = Operator(name, 2.0 * out.size * terms, sum(sizes) + _bytes(eqn.outvars[0]), rows, kind)
+        path = weight and weight.weight
+        operator = Operator(name, operations, sum(sizes) + output, rows, kind)
         last = self.products[-1] if self.products else None
-        if weight and last and (last.weight, last.operator.rows, last.times) == (weight, rows, times):
+        if path and last and (last.weight, last.operator.rows, last.times) == (path, rows, times):
             # The same weight as in the product before (shared blocks): it is still in the device's cache.
             last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
+            last.exchanges, last.is_joined = last.exchanges + exchanges, False  # its new output is not gathered yet
         else:
-            self.products.append(_Product(operator, weight, made, _bytes(eqn.outvars[0]), times))
+            product = _Product(operator, path, made, output, times, is_divided=division.outputs, exchanges=exchanges)
+            self.products.append(product)
         made_by = frozenset({len(self.products) - 1})
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
+
+    def _has_divided(self, read: list[_Value]) -> bool:
+        """Return whether a value comes from a product of which each device has a part."""
+        return any(self.products[i].is_divided for value in read for i in value.products)
+
+    def _join(self, read: list[_Value]) -> None:
+        """Gather divided outputs, each once, for a product that needs its input whole."""
+        for product in (self.products[i] for value in read for i in sorted(value.products)):
+            if product.is_divided and not product.is_joined:
+                product.is_joined = True
+                whole = product.output * self.division.model
+                product.exchanges.append(
+                    collective(f"all-gather {product.operator.name}", self.division.all_gather(whole))
+                )
 
     def operators(self, outputs: set[int]) -> list[Operator]:
         """Return all operators. ``outputs`` are products that the traced function returns, to be read elsewhere."""
@@ -264,6 +371,10 @@ class _Count:
                 read = 0
             if moved := product.made + read:
                 found.append(replace(elementwise(f"around {name}", moved), count=product.times))
+            exchanges = list(product.exchanges)
+            if product.best and product.is_divided:
+                exchanges.append(joined_ranking(f"{name} ranking", product.best, self.division))
+            found += [replace(exchange, count=product.times) for exchange in exchanges]
         return found
 
 

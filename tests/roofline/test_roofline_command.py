@@ -97,6 +97,22 @@ def test_command_predicts_the_best_chain_length(program, tmp_path):
     assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: got 1.6, expected 0 to 1\n")
 
 
+def test_command_predicts_a_mesh_and_what_fits(program):
+    heads = ("--shape", "70b", "--draft-kind", "medusa", "--tree-sizes", "1,16", "--device", "TPUv5e")
+    shown = program(*heads, "--mesh", "model=8", "--quantize", "int8", "--batch-sizes", "1,256")
+    assert shown.code == 0, shown
+    for words in ("int8 weights in the base, on 8 TPUv5e (1 x 8)", "100 GB/s between devices", "10 us each"):
+        assert words in shown.out
+    assert [line.split()[-2:] for line in shown.out.splitlines()[-3:-1]] == [["all", "trees"], ["19.90", "no"]]
+    assert "…" not in shown.out
+    grid = ("--mesh", "data=2,model=4", "--batch-sizes", "2", "--collective-latency", "0", "--json")
+    (_, row) = json.loads(program(*heads, *grid).out)["rows"]
+    found = row["predicted"]
+    assert not found["fits"]
+    assert found["collectives"] == 2 * 80 + 1 + 1 + 8
+    assert found["collective_time"] == pytest.approx(1e3 * found["collective_bytes"] / 100e9)
+
+
 def test_command_reads_the_shape_of_a_base(program, tmp_path):
     config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
@@ -179,6 +195,13 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         "got 6.0 for 64 nodes, expected 1 to 5": ["--shape", "7b", "--tree-sizes", "64", "--tokens-per-step", "6"],
         "got '1;2', expected numbers separated by commas": ["--shape", "7b", "--tokens-per-step", "1;2"],
         "--json: cannot write": ["--shape", "7b", "--json", tmp_path / "no" / "such" / "file"],
+        "--mesh: got model=5, expected a divisor of the base's 32 heads": ["--shape", "7b", "--mesh", "model=5"],
+        "got 'rows=2', expected model=M or data=D,model=M": ["--shape", "7b", "--mesh", "rows=2"],
+        "--mesh: the bandwidth between several TPUv4i is unknown": [
+            *("--shape", "7b", "--device", "TPUv4i", "--mesh", "model=2")
+        ],
+        "--quantize: cannot be used with --device here": ["--shape", "7b", "--device", "here", "--quantize", "int8"],
+        "got '-1', expected a number from 0 to 1000000": ["--shape", "7b", "--collective-latency", "-1"],
         "--context: got 4096, expected at most the model's 1024": ["--shape", "tiny", "--context", "64,4096"],
     }
     for message, arguments in cases.items():

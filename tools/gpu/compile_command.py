@@ -38,8 +38,27 @@ def parser_of(doc: str, layers: int | None) -> argparse.ArgumentParser:
     parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--devices", type=integers, default=[1], help="1, or 8 that share all weights (default 1)")
+    parser.add_argument(
+        "--collectives", action="store_true", help="list the loop's collectives and the lines of code they come from"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
     return parser
+
+
+def devices_of(args: argparse.Namespace) -> list[int]:
+    """Return the numbers of devices.
+
+    Raises:
+        HydrajaxError: another number than 1 and 8, or several devices with a program that has no loop.
+    """
+    from hydrajax.errors import HydrajaxError
+
+    if unknown := set(args.devices) - {1, 8}:
+        raise HydrajaxError(f"--devices: got {unknown.pop()}, expected 1 or 8")
+    if max(args.devices) > 1 and (alone := sorted({"ar-step", "prefill"} & set(args.what))):
+        raise HydrajaxError(f"--what: got {alone[0]}, which has no loop; with --devices 8 use ar, verify or a drafter")
+    return args.devices
 
 
 def run(args: argparse.Namespace, make_cases: Callable[[], list], report: Callable[[Any, list], list[dict]], **result):

@@ -4,11 +4,13 @@
                                                  # nvidia-cuda-nvcc-cu12, and without dependencies jax-cuda12-plugin
                                                  # and jax-cuda12-pjrt of jax's own version
     python tools/gpu/compile_report.py --what ar,verify,medusa,hydra++ --batches 1,8 --contexts 512,2048,8192
+    python tools/gpu/compile_report.py --device h100 --devices 8 --shape 70b --layers 2 --collectives
     hydrajax report OUTPUT_FOLDER
 
 Nothing is allocated or run, so there are no timings. A program of a 7B compiles in 10 to 40 seconds. The floor is the
 bytes that a step must move: the base's weights, keys and values of the filled slots, and for a whole step the draft's
-weights. ``--what`` is any of
+weights. Several devices share the weights; bytes, kernels and floor are those of one, and a collective is a kernel that
+reads its operand and writes its result. ``--what`` is any of
 
     ar        the loop's body of decoding without a draft
     ar-step   the same as a single call
@@ -26,7 +28,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compile_command import parser_of, run
+from compile_command import devices_of, parser_of, run
 
 DUMPS = tempfile.TemporaryDirectory(prefix="hydrajax_hlo_")
 FLAGS = f"--xla_dump_to={DUMPS.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*hydrajax_.*"
@@ -56,8 +58,11 @@ def main(args: argparse.Namespace) -> int:
     def cases() -> list[Case]:
         names = ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
         shared = {name: getattr(args, name) for name in names}
-        cells = itertools.product(args.what, args.batches, args.contexts)
-        return [Case(what, batch=batch, context=context, **shared) for what, batch, context in cells]
+        cells = itertools.product(devices_of(args), args.what, args.batches, args.contexts)
+        return [
+            Case(what, batch=batch, context=context, devices=devices, **shared)
+            for devices, what, batch, context in cells
+        ]
 
     settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
     settings |= {"compiled for": args.device}
@@ -71,6 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace, cases: list) -> list[dict]:
     """Compile and print every case; return the rows of the result."""
+    from collectives import listed
     from compiled_step import kernels_of, row_of
 
     rows = []
@@ -84,15 +90,20 @@ def report(args: argparse.Namespace, cases: list) -> list[dict]:
         if args.show:
             for kernel in kernels_of(case, hlo)[0]:
                 print(line_of_kernel(kernel))
+        if args.collectives:
+            print("\n".join(listed(hlo)), flush=True)
     return rows
 
 
 def line_of(row: dict) -> str:
+    several = "devices" in row
+    devices = f"{row['devices']} devices " if several else ""
+    exchanged = f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, " if several else ""
     return (
-        f"{row['what']:8} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
+        f"{devices}{row['what']:8} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
         f" ({row['kernels_per_layer']:g} a layer), {row['gigabytes']:.2f} GB of {row['floor_gigabytes']:.2f}"
         f" = {row['gigabytes'] / row['floor_gigabytes']:.3f}, {row['copies']} large copies"
-        f" ({row['copied_megabytes']:.0f} MB), {row['temporary_megabytes']:.0f} MB temporary,"
+        f" ({row['copied_megabytes']:.0f} MB), {exchanged}{row['temporary_megabytes']:.0f} MB temporary,"
         f" {'one graph' if row['one_graph'] else 'no single graph'}, {row['compile_seconds']:.0f} s"
     )
 

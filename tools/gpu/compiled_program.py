@@ -23,6 +23,8 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(
 # No kernel: they name, group or reinterpret values, or end an operation that is counted already.
 _NO_KERNEL = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-done", "async-done"}
 _NO_KERNEL |= {"opt-barrier", "partition-id"}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
+_NO_KERNEL |= {f"{name}-done" for name in COLLECTIVES}
 _CALLS = {"call", "async-start"}
 _CONTROL = {"while", "conditional"}
 _MOVES = {"copy", "transpose", "reshape", "broadcast"}
@@ -51,9 +53,28 @@ class Instruction:
         return found and found[1]
 
     @property
+    def all_called(self) -> list[str]:
+        """All computations that it runs; a reduction's, which adds two numbers, is none."""
+        one = re.findall(r"(?:calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)", self.attributes)
+        branches = re.search(r"branch_computations=\{(.*?)\}", self.attributes)
+        one += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
+        return one + ([self.called] if self.opcode == "call" and self.called not in one else [])
+
+    @property
     def target(self) -> str:
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether devices exchange data in this instruction."""
+        return self.opcode.removesuffix("-start") in COLLECTIVES
+
+    @property
+    def result(self) -> str:
+        """The shape without the operands that the start of an asynchronous collective repeats."""
+        repeats = self.is_collective and self.opcode.endswith("-start") and self.opcode != "all-reduce-start"
+        return _parts(self.shape)[1] if repeats else self.shape
 
     @property
     def source(self) -> str:
@@ -66,8 +87,8 @@ class Instruction:
 class Kernel:
     """One launch on the device.
 
-    kind: "matmul", "custom call", "sort", "write" (in place into something larger), "copy" (also a transpose),
-    "reduce", "elementwise" or "control" (a loop or a branch, without its body). read, written: bytes.
+    kind: "matmul", "custom call", "collective", "sort", "write" (in place into something larger), "copy" (also a
+    transpose), "reduce", "elementwise" or "control" (a loop or a branch, without its body). read, written: bytes.
     operands: their shapes.
     """
 
@@ -115,6 +136,17 @@ class CompiledProgram:
         """Return the instructions of that loop's body."""
         return self._computations.get(self._loop_body(), [])
 
+    def loop_collectives(self) -> list[Instruction]:
+        """Return the collectives of one iteration of that loop, also those in fusions, branches and inner loops."""
+        body = self._loop_body()
+        return [one for one in self._everything(body) if one.is_collective] if body else []
+
+    def _everything(self, computation: str) -> Iterator[Instruction]:
+        for one in self._computations[computation]:
+            yield one
+            for called in [] if one.is_collective else one.all_called:
+                yield from self._everything(called)
+
     def _loop_body(self) -> str | None:
         loops = self._loops(self._entry)
         largest = max(loops, key=lambda found: array_bytes(found.shape), default=None)
@@ -145,6 +177,8 @@ class CompiledProgram:
     def _kind(self, one: Instruction) -> str:
         if one.opcode in _CONTROL:
             return "control"
+        if one.is_collective:
+            return "collective"
         if one.opcode == "custom-call":
             return "matmul" if "gemm" in one.target or "matmul" in one.target else "custom call"
         inside = {i.opcode for i in self._computations[one.called]} if one.opcode == "fusion" else {one.opcode}
@@ -171,7 +205,7 @@ class CompiledProgram:
             return array_bytes(operands[1]), array_bytes(operands[1])
         if one.opcode == "custom-call" and (found := moves(one, operands)):
             return found
-        shape = one.shape
+        shape = one.result
         if "cublas" in one.target:
             shape = re.sub(r", s8\[\d+\]\{0\}\)$", ")", shape)  # its workspace
         return sum(map(array_bytes, operands)), array_bytes(shape)
@@ -214,6 +248,17 @@ class CompiledProgram:
             return array_bytes(one.shape)
 
         return written(next(one.name for one in by_name.values() if one.is_root))
+
+
+def _parts(shape: str) -> list[str]:
+    """Return the elements of a tuple's shape, with tuples inside left whole."""
+    parts, depth, begun = [], 0, 1
+    for place, character in enumerate(shape):
+        depth += (character in "([{") - (character in ")]}")
+        if (character == "," and depth == 1) or depth == 0:
+            parts.append(shape[begun:place].strip())
+            begun = place + 1
+    return parts
 
 
 def _instruction(root: str | None, name: str, shape: str, opcode: str, rest: str) -> Instruction:

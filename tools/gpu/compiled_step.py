@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -9,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import described_gpu
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from collectives import counted
 from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from draft_lm_heads import drafter_for
 
@@ -98,7 +101,7 @@ class Compiled:
 def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
     """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
     platform = devices.PLATFORM._replace(devices=case.devices)
-    with platforms.traced_for(platform), devices.described(case.device):
+    with platforms.traced_for(platform), devices.described(case.device, case.devices):
         return _compile(case, devices.placed_on(case.device, case.devices))
 
 
@@ -125,10 +128,12 @@ def _compile(case: Case, place: Callable) -> Compiled:
     elif case.devices > 1:
         call, carry_of = _turn(case.what, engine)
         whole = _jitted(case, lambda params, *given: call(params, carry_of(prefill(params, *given))))
-        lowered = whole.lower(*place(boxed, *inputs))
+        with _without_cudnn():
+            lowered = whole.lower(*place(boxed, *inputs))
     else:
         call, carry_of = _turn(case.what, engine)
-        carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
+        with _without_cudnn():
+            carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
         lowered = _jitted(case, call, donate_argnums=1).lower(*place(boxed, carry))
     program = lowered.compile(compiler_options=backend.compiler_options())
     floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context)
@@ -172,6 +177,11 @@ def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
         )
 
     return turns, carry_of
+
+
+def _without_cudnn() -> contextlib.AbstractContextManager:
+    """Return a context in which a prompt's attention, which does not count, needs no cuDNN, a GB to install."""
+    return mock.patch.object(backend, "attends_text", return_value=False)
 
 
 def _jitted(case: Case, call: Callable, **settings):
@@ -231,8 +241,9 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
     step, outside = kernels_of(case, whole.hlo)
     # Kernels per layer: two more layers add twice as many.
     few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4)]
-    copies = [kernel for kernel in step + outside if kernel.kind == "copy" and kernel.moved > LARGE]
-    graphs = graphs_of(dumps, case)
+    graphs, alone = graphs_of(dumps, case), case.devices == 1
+    counted_kernels = step + outside if alone else step  # the program of several devices begins with the prompt
+    copies = [kernel for kernel in counted_kernels if kernel.kind == "copy" and kernel.moved > LARGE]
     row = {
         "what": case.what,
         "batch": case.batch,
@@ -241,14 +252,16 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
         "kernels": len(step),
         "kernels_per_layer": (few[1] - few[0]) / 2,
         "gigabytes": sum(kernel.moved for kernel in step) / 1e9,
-        "floor_gigabytes": whole.floor / 1e9,
+        "floor_gigabytes": whole.floor / case.devices / 1e9,
         "copies": len(copies),
         "copied_megabytes": sum(kernel.moved for kernel in copies) / 1e6,
         "temporary_megabytes": whole.temporary / 1e6,
-        "one_graph": graphs == ["kCommandBuffer"],
+        "one_graph": graphs == ["kCommandBuffer"] if alone else "kWhile" not in graphs,
         "graphs": graphs,
         "compile_seconds": whole.seconds,
     }
+    if not alone:
+        row |= {"devices": case.devices, **counted(whole.hlo)}
     return row, whole.hlo
 
 

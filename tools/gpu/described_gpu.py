@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh
-from placed_shapes import placed_shapes
+from placed_shapes import abstract_devices, placed_shapes
 
 from hydrajax.models.platforms import Platform
 
@@ -48,7 +46,6 @@ def placed_on(device: str, count: int) -> Callable:
     return placed_shapes(topology.devices)
 
 
-def described(device: str):
-    """Return a context that tells Pallas the device, which jax 0.11 requires."""
-    device = AbstractDevice(NAMES[device], 132, "gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+def described(device: str, count: int = 1):
+    """Return a context that tells Pallas the device, which jax 0.11 requires, and the package that several share."""
+    return abstract_devices(AbstractDevice(NAMES[device], 132, "gpu"), count)

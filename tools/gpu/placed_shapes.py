@@ -8,10 +8,22 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 from hydrajax.models import backend
 from hydrajax.sharding import sharding
+
+AXES = {"axis_names": ("data", "model"), "axis_types": (AxisType.Auto,) * 2}
+
+
+def abstract_devices(device, count: int):
+    """Return a context in which programs are traced for this `AbstractDevice`, or for a mesh of several
+    (`hydrajax.sharding.on_mesh`).
+    """
+    mesh = AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(
+        mesh if count == 1 else AbstractMesh((1, count), **AXES, abstract_device=device)
+    )
 
 
 def placed_shapes(devices: Sequence) -> Callable:
@@ -20,7 +32,7 @@ def placed_shapes(devices: Sequence) -> Callable:
     The first pytree are weights. Several devices share those that are boxed with their logical axes, and each weight
     lies in memory as the platform's products read it. Everything else lies on every device.
     """
-    mesh = Mesh(np.array(devices).reshape(1, -1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(np.array(devices).reshape(1, -1), **AXES)
 
     def home_of(shape, axes):
         return SingleDeviceSharding(devices[0]) if len(devices) == 1 else sharding(mesh, shape, axes)

@@ -27,10 +27,11 @@ TOOLS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
 
 import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
-from compile_command import integers, parser_of, run, words  # noqa: E402
+from collectives import counted, listed  # noqa: E402
+from compile_command import devices_of, parser_of, run, words  # noqa: E402
 from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
-from compiled_tpu import cycles_of, is_collective, is_large_copy, operands_of  # noqa: E402
+from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
@@ -40,7 +41,6 @@ from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, layers=2)
     parser.add_argument("--chips", type=words, default=["v5e"], help=f"of {', '.join(CHIPS)} (default v5e)")
-    parser.add_argument("--devices", type=integers, default=[1], help="1, or 8 that share all weights (default 1)")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="list the N longest kernels")
     return parser.parse_args()
 
@@ -53,9 +53,7 @@ def main(args: argparse.Namespace) -> int:
         for what in set(args.what) & {"ar-step", "prefill"}:
             raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
         shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
-        if unknown := set(args.devices) - {1, 8}:
-            raise HydrajaxError(f"--devices: got {unknown.pop()}, expected 1 or 8")
-        cells = itertools.product(args.chips, args.devices, args.what, args.batches, args.contexts)
+        cells = itertools.product(args.chips, devices_of(args), args.what, args.batches, args.contexts)
         return [
             Case(what, batch=batch, context=context, device=chip, devices=devices, lm_head="full", **shared)
             for chip, devices, what, batch, context in cells
@@ -73,16 +71,18 @@ def report(args: argparse.Namespace, cases: list[Case]) -> list[dict]:
     """Compile and print every case; return the rows of the result."""
     rows = []
     for case in cases:
-        row, step = row_of(case)
+        row, step, hlo = row_of(case)
         rows.append(row)
         print(line_of(row), flush=True)
         for one in sorted(step, key=cycles_of, reverse=True)[: args.show]:
             print(f"    {cycles_of(one):9d} {one.opcode} {one.name} {one.shape[:100]}")
+        if args.collectives and hlo:
+            print("\n".join(listed(hlo)), flush=True)
     return rows
 
 
-def row_of(case: Case) -> tuple[dict, list[Instruction]]:
-    """Return a row of a "tpu_program" result, and the instructions of a step."""
+def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
+    """Return a row of a "tpu_program" result, the instructions of a step, and the HLO."""
     chip = CHIPS[case.device]
     row = {
         "what": case.what,
@@ -107,7 +107,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction]]:
             "collectives",
             "temporary_megabytes",
         )
-        return row | {"fits": False} | dict.fromkeys(missing), []
+        return row | {"fits": False} | dict.fromkeys(missing), [], ""
     step = CompiledProgram(compiled.hlo).loop_instructions()
     own = own_cycles(step, case, chip)
     row |= {
@@ -117,11 +117,10 @@ def row_of(case: Case) -> tuple[dict, list[Instruction]]:
         "floor_cycles": floor_cycles(compiled, chip) / case.devices,
         "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz / case.devices,
         "copies": sum(map(is_large_copy, step)),
-        "collectives": sum(map(is_collective, step)),
         "temporary_megabytes": compiled.temporary / 1e6,
         "compile_seconds": compiled.seconds,
-    }
-    return row, step
+    } | counted(compiled.hlo)
+    return row, step, compiled.hlo
 
 
 def floor_cycles(compiled: Compiled, chip: Chip) -> float:
@@ -150,7 +149,7 @@ def line_of(row: dict) -> str:
     return (
         f"{name}: {row['cycles'] / 1e6:.2f}M cycles, {ratio:.2f} of the floor ({bytes_only:.2f} of the bytes), "
         f"own kernels {row['own_cycles'] / 1e6:.2f}M, {row['copies']} large copies, "
-        f"{row['collectives']} collectives, "
+        f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, "
         f"{row['temporary_megabytes']:.0f} MB temporary, compiled in {row['compile_seconds']:.0f} s"
     )
 

@@ -24,14 +24,6 @@ def is_large_copy(instruction: Instruction) -> bool:
     return instruction.opcode in ("copy", "convert", "transpose") and array_bytes(instruction.shape) > LARGE
 
 
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
-
-def is_collective(instruction: Instruction) -> bool:
-    """Return whether devices exchange data in this instruction."""
-    return instruction.opcode.removesuffix("-start") in COLLECTIVES
-
-
 def operands_of(instruction: Instruction) -> list[tuple[int, ...]]:
     """Return the shapes of a custom call's operands."""
     shapes = re.search(r"operand_layout_constraints=\{(.*?\})\}", instruction.attributes)[1]

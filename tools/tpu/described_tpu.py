@@ -17,11 +17,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device to share
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh
-from placed_shapes import placed_shapes
+from placed_shapes import abstract_devices, placed_shapes
 
 from hydrajax.models import platforms
 from hydrajax.roofline.devices import Device, device_of
@@ -63,7 +61,6 @@ def placed_on(chip: str, count: int) -> Callable:
     return placed_shapes(topologies.get_topology_desc(f"{chip}:{topology}", "tpu").devices[:count])
 
 
-def described(chip: str):
-    """Return a context that tells Pallas the device."""
-    device = AbstractDevice(CHIPS[chip].kind, 1, "tpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+def described(chip: str, count: int = 1):
+    """Return a context that tells Pallas the device, and the package that several share the model."""
+    return abstract_devices(AbstractDevice(CHIPS[chip].kind, 1, "tpu"), count)
