@@ -58,8 +58,8 @@ def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> An
         jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), tuple(specs), args, is_leaf=_is_spec),
         is_leaf=_is_spec,
     )
-    whole = PartitionSpec()
-    given = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, np.ndarray) or leaf_specs[i] != whole]
+    copied = PartitionSpec()
+    given = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, np.ndarray) or leaf_specs[i] != copied]
 
     def with_constants(*parts):
         found = list(leaves)
@@ -71,6 +71,10 @@ def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> An
         with_constants, in_specs=tuple(leaf_specs[i] for i in given), out_specs=out_specs, check_vma=False
     )
     return divided(*(leaves[i] for i in given))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def divided(array: Array, *axes: str | None) -> Array:
@@ -90,10 +94,6 @@ def whole(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     if mesh_in_use() is None:
         return x
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), None))
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:

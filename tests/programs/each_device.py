@@ -70,7 +70,7 @@ def attended(mesh) -> dict[str, float]:
         def run(queries, block, cache, lengths, mask=mask, window=first_seen if name == "window" else None):
             return attend(queries, [KVSegment(*block, mask), KVSegment(*cache, Filled(lengths, window))])
 
-        want = run(queries, block, cache, lengths)
+        want = jax.jit(run)(queries, block, cache, lengths)
         with on_mesh(mesh):
             got = jax.jit(run)(queries, block, cache, lengths)
         found[f"{name}, {n_kv} of {heads} heads, {batch} rows"] = float(np.abs(want - got).max())
@@ -101,7 +101,7 @@ def appended(mesh) -> list[bool]:
 
 def compiled_steps(mesh) -> dict[str, dict]:
     """Count collectives, kernels and copies of caches in the loop of a compiled step, by kind of draft."""
-    config = LlamaConfig(64, 128, 96, 2, 8, 4, 16, max_positions=128)
+    config = LlamaConfig(64, 128, 96, 1, 8, 4, 16, max_positions=128)
     model, base = random_base(config)
     found = {}
     placed = jax.device_put(base, tree_shardings(mesh, abstract_base(model)))
@@ -114,7 +114,7 @@ def compiled_steps(mesh) -> dict[str, dict]:
         tree = presets.root() if kind == "none" else presets.by_name("chain-3")
         executor = FusedExecutor(model, params, DecodeSpec(drafter, tree, max_new_tokens=8), mesh=mesh)
         prompt = RANDOM.integers(0, 64, (1, 6), dtype=np.int32)
-        state = executor.prefill(*settled_inputs(executor.spec, config, prompt))
+        state = executor.empty(1, 32, settled_inputs(executor.spec, config, prompt).sampling)
         text = executor._advance.lower(params, state, np.zeros(1, bool), np.int32(4)).compile().as_text()
         loop = [line for line in text.splitlines() if "while/body" in line]
         collectives = Counter(match[1] for match in map(COLLECTIVE.search, loop) if match)
