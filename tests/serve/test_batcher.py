@@ -127,8 +127,8 @@ def check_random_arrivals(served, batcher, count: int, pause: float) -> None:
 def test_random_arrivals_get_the_answers_of_generate(served, small, start):
     batcher = start(small)
     check_random_arrivals(served, batcher, 16, 0.01)
-    # It is chance whether a prompt arrives while the slot of another with its beginning is free, and whether a later end
-    # leaves the last one's slot as it is. Of two in a row, the second finds the first.
+    # It is chance whether a prompt arrives while the slot of another with its beginning is free, and whether the last
+    # one's slot is left as it is. Of two in a row, the second finds the first.
     last = prompts_and_limits(16, 3)[0][-1]
     for _ in range(2):
         batcher.submit([request(batcher, last, 2)])[0].wait(SECONDS)
