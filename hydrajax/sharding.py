@@ -195,15 +195,20 @@ def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
 
 
 def by_rows(mesh: Mesh, arrays: Any) -> Any:
-    """Divide a pytree of arrays over the mesh's ``data`` axis by their first axis; one that does not divide, or a
-    scalar, stays as it is.
+    """Divide a pytree of arrays over the mesh's ``data`` axis by their first axis; one that does not divide, a scalar,
+    or one that is divided already, such as a KV cache, stays as it is.
     """
     groups = mesh.shape.get("data", 1)
     if groups == 1:
         return arrays
     home = NamedSharding(mesh, PartitionSpec("data"))
-    place = _distribute_rows if mesh.is_multi_process else jax.device_put
-    return jax.tree.map(lambda x: place(x, home) if np.ndim(x) and len(x) % groups == 0 else x, arrays)
+    distributed = _distribute_rows if mesh.is_multi_process else jax.device_put
+
+    def place(x):
+        is_divided = isinstance(x, jax.Array) and not x.sharding.is_fully_replicated
+        return distributed(x, home) if np.ndim(x) and len(x) % groups == 0 and not is_divided else x
+
+    return jax.tree.map(place, arrays)
 
 
 def _distribute_rows(rows: Any, home: NamedSharding) -> jax.Array:

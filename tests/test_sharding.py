@@ -6,6 +6,7 @@ XLA fixes the number of CPU devices when it starts, so the work runs in one subp
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ MAX_NEW = 20
 PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4, 4, 71, 8, 12, 50, 29]]
 TREE = [[rank] for rank in range(24)] + [[rank, 0] for rank in range(12)]  # wide: random heads guess badly
 
-MESHES = {"single": None, "model4": {"model": 4}, "data2_model4": {"data": 2, "model": 4}}
+MESHES = {"single": None, "data2_model4": {"data": 2, "model": 4}, "model4": {"model": 4}}
+MODEL4 = pytest.param("model4", marks=pytest.mark.slow)  # its axis is one of the other's
 
 
 @pytest.fixture(scope="module")
-def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
+def found(request, llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
+    asked = "".join(item.name for item in request.session.items if item.path == request.path)
+    meshes = {name: sizes for name, sizes in MESHES.items() if name != "model4" or "[model4" in asked}
     folder = tmp_path_factory.mktemp("sharding")
     base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
     random = np.random.default_rng(11)
@@ -38,14 +42,14 @@ def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     save_file(heads, folder / "hydra_lm_head.safetensors")
     config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
     (folder / "config.json").write_text(json.dumps(config))
-    settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
+    settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": meshes}
     (folder / "settings.json").write_text(json.dumps(settings))
     flags = "--xla_backend_optimization_level=0"  # compiles faster
     return on_eight_devices(folder, "decode_on_meshes", base, flags=flags)
 
 
-@pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
-def test_parameters_are_sharded(found, mesh, n_devices):
+@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
+def test_parameters_are_sharded(found, mesh):
     """The matrices are split in 4 along the axis their rule names (columns, then rows: two all-reduces per layer)."""
     expected = {
         "embedding": [VOCAB // 4, WIDTH],
@@ -61,7 +65,7 @@ def test_parameters_are_sharded(found, mesh, n_devices):
             f"layers_{i}/attention_norm/scale": [WIDTH],
             f"layers_{i}/mlp_norm/scale": [WIDTH],
         }
-    leaves = found[mesh]["base"]
+    leaves, n_devices = found[mesh]["base"], math.prod(MESHES[mesh].values())
     assert leaves.keys() == expected.keys()
     for name, shard in expected.items():
         leaf = leaves[name]
@@ -70,10 +74,10 @@ def test_parameters_are_sharded(found, mesh, n_devices):
         assert leaf["distinct"] == (1 if leaf["shape"] == shard else 4), name
 
 
-@pytest.mark.parametrize(("mesh", "n_devices"), [("model4", 4), ("data2_model4", 8)])
-def test_draft_heads_are_sharded(found, mesh, n_devices):
+@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
+def test_draft_heads_are_sharded(found, mesh):
     """Blocks over their outputs and lm heads over the vocabulary."""
-    leaves, quarter = found[mesh]["draft"], WIDTH // 4
+    leaves, quarter, n_devices = found[mesh]["draft"], WIDTH // 4, math.prod(MESHES[mesh].values())
     block = {"bias": [2, quarter], "shared_kernel": [2 * WIDTH, 2, quarter]}
     expected = {f"head_{k}/conditioned/{name}": shape for k in range(2) for name, shape in block.items()}
     expected["head_1/conditioned/path_kernel"] = [WIDTH, 2, quarter]
@@ -85,7 +89,7 @@ def test_draft_heads_are_sharded(found, mesh, n_devices):
         assert leaves[name]["distinct"] == 4, name
 
 
-@pytest.mark.parametrize("mesh", ["model4", "data2_model4"])
+@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
 def test_sharded_run_equals_single_device(found, mesh):
     """The parameters put together again are the file's, and tree decoding gives the same ids and accepted lengths."""
     assert found["single"]["base"]["embedding"]["shards"] == [[VOCAB, WIDTH]]
@@ -99,7 +103,7 @@ def test_sharded_run_equals_single_device(found, mesh):
     np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
 
 
-@pytest.mark.parametrize("mesh", ["model4", "data2_model4"])
+@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
 def test_an_executor_divides_the_sequences_over_the_data_axis(found, mesh):
     """And key-value heads over the model axis; `generate` runs on it and gives the text of one device."""
     batch, kv_heads, slots, head_dim = found["single"]["keys"]["shape"]
@@ -107,6 +111,7 @@ def test_an_executor_divides_the_sequences_over_the_data_axis(found, mesh):
     keys = found[mesh]["keys"]
     assert keys["shards"] == [[batch // groups, kv_heads // 4, slots, head_dim]] * (4 * groups)
     assert keys["distinct"] == 4 * groups
+    assert found[mesh]["empty_keys"] == keys
     assert found[mesh]["generated"] == found["single"]["generated"]
     assert [len(ids) for ids in found["single"]["generated"]] == [MAX_NEW] * len(PROMPTS)
 

@@ -153,7 +153,8 @@ class Executor(abc.ABC):
 
     def abstract_state(self, batch: int, slots: int, sampling: SamplingParams) -> State:
         """Return the shapes of `empty` without allocating them."""
-        return jax.eval_shape(lambda: self.engine.empty(batch, slots, sampling))
+        with on_mesh(self.mesh):
+            return jax.eval_shape(lambda: self.engine.empty(batch, slots, sampling))
 
     def stay(self, state: State) -> State:
         """Rewind each sequence to its present length, which updates draft state that depends on the number of slots."""

@@ -46,12 +46,14 @@ def main(folder: Path, base: str) -> None:
         decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
         out = decode(m.params, prompt, lengths)
         gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
-        state = m.executor(m.spec(tree=tree, max_new_tokens=settings["max_new"])).prefill(
-            *settled_inputs(m.spec(), m.config, prompt, lengths)
-        )
+        executor = m.executor(m.spec(tree=tree, max_new_tokens=settings["max_new"]))
+        given = settled_inputs(m.spec(), m.config, prompt, lengths)
+        state = executor.prefill(*given)
+        empty = executor.empty(len(prompts), state.target.cache.layers[0][0].shape[2], given.sampling)
         answers = m.generate(prompts, tree=tree, max_new_tokens=settings["max_new"], batch_size=len(prompts))
         found[name] = {
             "keys": describe({"keys": state.target.cache.layers[0][0]})["keys"],
+            "empty_keys": describe({"keys": empty.target.cache.layers[0][0]})["keys"],
             "generated": [answer.output_ids for answer in answers],
             "tokens": out.tokens.tolist(),
             "accept_lengths": out.accept_lengths.tolist(),
