@@ -91,7 +91,8 @@ def main() -> None:
                 found["with_mapped_files_in_largest_shards"] = round(mapped / max(sizes), 3)
                 report["cases"].append({"case": name} | found)
                 print(
-                    f"{name}: beside the device copy {private / 1e6:,.0f} MB, {private / max(sizes):.3f} largest shards"
+                    f"{name}: {private / 1e6:,.0f} MB in addition to the device copy, "
+                    f"{private / max(sizes):.3f} largest shards"
                     f" ({mapped / max(sizes):.3f} with mapped files); {found['disk_bytes'] / 1e9:.2f} GB from disk; "
                     f"{found['seconds']:.1f} s",
                     "ok" if private < MAX_SHARDS * max(sizes) else "ABOVE THE LIMIT",

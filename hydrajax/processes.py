@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hydrajax.errors import HydrajaxError, one_line
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+LOST = "another process of this run has ended or cannot be reached"
 # How long a process waits for the others at its end, which may be in the middle of a step.
 SHUTDOWN_SECONDS = 30
 WAIT_SECONDS = 1  # at a time, so that signals are handled
@@ -78,7 +79,7 @@ def or_end() -> Iterator[None]:
         if jax.process_count() == 1:
             raise
         print(
-            f"hydrajax: another process of this run has ended or cannot be reached: {one_line(error)}; "
+            f"hydrajax: {LOST}: {one_line(error)}; "
             "repeat the command in all processes to resume from the last checkpoint",
             file=sys.stderr,
             flush=True,

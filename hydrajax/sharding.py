@@ -23,14 +23,19 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.layout import Parameter
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.per_device import DATA, MODEL
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
 # a layer needs two all-reduces. "width" is not sharded, except as in `sharding`.
 RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "width": None}
 
 
+# Of every mesh, for JAX's constructors: with Auto axes the compiler places collectives.
+AXES = {"axis_names": (DATA, MODEL), "axis_types": (AxisType.Auto,) * 2}
+
+
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
-    """Return a mesh over the first ``data * model`` devices, with Auto axes (the compiler places collectives)."""
+    """Return a mesh over the first ``data * model`` devices, with Auto axes."""
     wanted, present, n_processes = data * model, len(jax.devices()), jax.process_count()
     if n_processes > 1 and wanted != present:
         raise HydrajaxError(
@@ -40,7 +45,7 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
         raise HydrajaxError(f"mesh: got data={data} x model={model}, expected 1 to {present} devices")
     devices = jax.devices()[:wanted]
     keep_collectives_out(devices)
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+    return jax.make_mesh((data, model), **AXES, devices=devices)
 
 
 @dataclass(frozen=True)
@@ -123,12 +128,9 @@ def jit_on(mesh: Mesh | None, function: Callable, **settings: Any) -> Any:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that arrays are divided over; None for one device."""
-    for leaf in jax.tree.leaves(params):
-        home = getattr(leaf, "sharding", None)
-        if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) and home.mesh.size > 1:
-            return home.mesh
-    return None
+    """Return the mesh that arrays are divided over, which is that of the first one; None for one device."""
+    home = getattr(next(iter(jax.tree.leaves(params)), None), "sharding", None)
+    return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
 
 
 def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
@@ -150,7 +152,7 @@ def last_devices(count: int, mesh: Mesh | None = None) -> Mesh:
         used = f"the base uses {len(devices) - free} of {len(devices)} devices"
         raise HydrajaxError(f"draft_devices: got {count}, expected at most {free}: {used}")
     keep_collectives_out(devices[-count:])
-    return jax.make_mesh((1, count), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices[-count:])
+    return jax.make_mesh((1, count), **AXES, devices=devices[-count:])
 
 
 def sharding(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...] | None) -> NamedSharding:

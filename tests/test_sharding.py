@@ -10,11 +10,12 @@ import math
 
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 from safetensors.numpy import save_file
 
+from helpers.asked import asked_parameters
 from hydrajax.errors import HydrajaxError
-from hydrajax.sharding import make_mesh, sharding
+from hydrajax.sharding import AXES, make_mesh, sharding
 
 WIDTH, VOCAB, N_HEADS, N_KV_HEADS, HEAD_DIM, MLP = 32, 96, 8, 4, 8, 88
 MAX_NEW = 20
@@ -27,8 +28,8 @@ MODEL4 = pytest.param("model4", marks=pytest.mark.slow)  # its axis is one of th
 
 @pytest.fixture(scope="module")
 def found(request, llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
-    asked = "".join(item.name for item in request.session.items if item.path == request.path)
-    meshes = {name: sizes for name, sizes in MESHES.items() if name != "model4" or "[model4" in asked}
+    asked = asked_parameters(request, "mesh")
+    meshes = {name: sizes for name, sizes in MESHES.items() if name != "model4" or name in asked}
     folder = tmp_path_factory.mktemp("sharding")
     base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
     random = np.random.default_rng(11)
@@ -179,5 +180,5 @@ def test_sizes_below_one(sizes):
     ],
 )
 def test_an_axis_is_split_where_it_divides(shape, axes, model, expected):
-    mesh = AbstractMesh((2, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = AbstractMesh((2, model), **AXES)
     assert sharding(mesh, shape, axes).spec == PartitionSpec(*expected)

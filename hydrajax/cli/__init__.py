@@ -38,7 +38,7 @@ COMMANDS = {
     "roofline": "predict decode step times on a device, and compare them with measurements on this one",
     "report": "print the tables of the result files in a directory and write them as Markdown",
 }
-COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"  # `hydrajax.processes.ADDRESS`, which imports JAX
 IN_PROCESSES = frozenset({"generate", "evaluate"})  # train joins its processes itself
 IN_ONE_PROCESS = frozenset({"demo", "chat", "serve", "distill", "tree", "bench", "certify"})
 

@@ -18,13 +18,13 @@ import jax
 
 from hydrajax import processes
 from hydrajax.errors import one_line
+from hydrajax.processes import LOST
 
 FAILED, LEFT = "hydrajax/failed/", "hydrajax/left/"  # keys of the store, by process
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # for a process to find the same mistake by itself, and to clean up
 LEAVE_SECONDS = 10.0  # for another process to take notice
 PREFIX = "hydrajax: "
-LOST = "another process of this run has ended or cannot be reached"
 # Parts of JAX's errors that another process does not cause: memory, and what XLA cannot compile.
 OWN_ERRORS = ("RESOURCE_EXHAUSTED", "RET_CHECK", "INVALID_ARGUMENT", "UNIMPLEMENTED")
 

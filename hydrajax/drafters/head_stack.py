@@ -371,13 +371,13 @@ class AtOnce(HeadStack):
         """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
         of_base, n_levels = self.base_logits(params, base), len(guesses_of(tree))
         base_logits = [of_base] * len(hidden)
-        if n_levels:  # made whole by one collective on a mesh
-            levels = whole(jnp.concatenate(hidden[:n_levels], axis=1))
+        if n_levels:
+            levels = whole(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh
             hidden = jnp.split(levels, n_levels, axis=1)
-        if self.lm_head.shared and n_levels:
-            # One product for all levels, so that the base's lm head is read once.
-            shared = self.lm_head.of_base(levels, of_base)
-            base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(shared.shape[1])]
+            if self.lm_head.shared:
+                # One product for all levels, so that the base's lm head is read once.
+                shared = self.lm_head.of_base(levels, of_base)
+                base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(n_levels)]
 
         def guess(nothing, beam):
             k = beam.depth

@@ -1,4 +1,4 @@
-"""What each device of a mesh does by itself, in place of XLA's own division.
+"""Operations that each device of a mesh computes on its own part of the arrays.
 
 XLA cannot divide our kernels, gathers a divided vocabulary to rank it, and writes a divided embedding out whole to look
 tokens up in it. These functions run a function on each device's part of its arrays (`jax.shard_map`) if the program is

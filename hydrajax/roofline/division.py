@@ -8,10 +8,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.sharding import check_divides, sharding
+from hydrajax.sharding import AXES, check_divides, sharding
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Division:
 
     @property
     def mesh(self) -> AbstractMesh:
-        return AbstractMesh((self.data, self.model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        return AbstractMesh((self.data, self.model), **AXES)
 
     def check(self, config: LlamaConfig) -> None:
         """Raise `HydrajaxError` if the devices cannot share the base's attention heads evenly."""

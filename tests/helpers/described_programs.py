@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax._src.mesh import AbstractDevice
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
@@ -26,6 +26,7 @@ from hydrajax.models import platforms
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.sharding import AXES
 from hydrajax.trees import presets
 
 CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
@@ -39,10 +40,12 @@ def lowered_step(platform: platforms.Platform, target: str, dtype: str, kind: st
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
     # jax 0.11 needs the device of a Pallas kernel.
-    shape, names = ((), ()) if platform.devices == 1 else ((1, platform.devices), ("data", "model"))
-    types = (AxisType.Auto,) * len(names)
-    device = AbstractMesh(shape, names, axis_types=types, abstract_device=AbstractDevice(*DEVICES[target]))
-    with platforms.traced_for(platform), jax.sharding.use_abstract_mesh(device):
+    device = AbstractDevice(*DEVICES[target])
+    if platform.devices == 1:
+        mesh = AbstractMesh((), (), abstract_device=device)
+    else:
+        mesh = AbstractMesh((1, platform.devices), **AXES, abstract_device=device)
+    with platforms.traced_for(platform), jax.sharding.use_abstract_mesh(mesh):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
         return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=(target,)).as_text()

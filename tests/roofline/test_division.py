@@ -160,7 +160,7 @@ def test_a_step_on_eight_devices():
 
 
 def test_memory_of_a_device():
-    """The weights but for the norms, the heads and the cache are divided by eight."""
+    """Eight devices divide all weights except norms, the draft heads and the cache."""
     found = prediction(division=EIGHT)
     norms = (2 * 32 + 1) * 4096
     matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 2 * 4096 * 32_000

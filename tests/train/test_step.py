@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.asked import asked_parameters
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh
@@ -30,7 +31,7 @@ def found(request, tmp_path_factory, on_eight_devices) -> dict:
     # Nearly all the time is compilation, and half of that LLVM's optimisation.
     flags = "--xla_backend_optimization_level=0"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # eight devices on two busy cores
-    wanted = {item.callspec.params.get("mesh") for item in request.session.items if hasattr(item, "callspec")}
+    wanted = asked_parameters(request, "mesh")
     meshes = ["1x1", "4x2", *(mesh for mesh in OTHER_MESHES if mesh in wanted)]
     answer = on_eight_devices(folder, "train_step_on_meshes", *meshes, flags=flags)
     for name in (*meshes, "parts1", "parts4", "bfloat16"):

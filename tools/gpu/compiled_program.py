@@ -54,7 +54,7 @@ class Instruction:
 
     @property
     def all_called(self) -> list[str]:
-        """All computations that it runs; a reduction's, which adds two numbers, is none."""
+        """The computations that it runs, without those that a reduction applies to two numbers."""
         one = re.findall(r"(?:calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)", self.attributes)
         branches = re.search(r"branch_computations=\{(.*?)\}", self.attributes)
         one += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
@@ -67,7 +67,7 @@ class Instruction:
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices exchange data in this instruction."""
+        """True for a collective operation and for the start of an asynchronous one."""
         return self.opcode.removesuffix("-start") in COLLECTIVES
 
     @property

@@ -8,12 +8,10 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AbstractMesh, AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from hydrajax.models import backend
-from hydrajax.sharding import sharding
-
-AXES = {"axis_names": ("data", "model"), "axis_types": (AxisType.Auto,) * 2}
+from hydrajax.sharding import AXES, sharding
 
 
 def abstract_devices(device, count: int):
