@@ -32,40 +32,48 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width"),
+    ("numbers", "depth", "width"),
     [
-        *((rows, *shape) for rows in EVERY for shape in [(320, 2048), (1031, 270)]),
-        *((rows, *shape) for rows in SOME for shape in [(17, 31), (1, 32), (50, 65), (1024, 320), (96, 113)]),
+        *((EVERY, *shape) for shape in [(320, 2048), (1031, 270)]),
+        *((SOME, *shape) for shape in [(17, 31), (1, 32), (50, 65), (1024, 320), (96, 113)]),
     ],
 )
 @DTYPES
-def test_products_equal_numpy(rows, depth, width, dtype):
-    rng = np.random.default_rng(rows * depth + width)
-    x, weight = normal(rng, rows, depth, dtype=dtype), normal(rng, depth, width, dtype=dtype)
-    exact = x.astype(np.float64) @ weight.astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
-    found, rounded = jax.jit(lambda *x: (few_rows.matmul(*x), few_rows.matmul(*x, jnp.bfloat16)))(x, weight)
-    found = np.asarray(found)
-    assert found.dtype == jnp.float32
-    assert np.max(np.abs(found - exact) / size) < depth * 2**-24
-    np.testing.assert_array_equal(rounded, found.astype(jnp.bfloat16))
+def test_products_equal_numpy(numbers, depth, width, dtype):
+    rng = np.random.default_rng(depth + width)
+    weight = normal(rng, depth, width, dtype=dtype)
+    inputs = [normal(rng, rows, depth, dtype=dtype) for rows in numbers]
+
+    @jax.jit  # one compilation for all numbers of rows
+    def products(inputs, weight):
+        return [(few_rows.matmul(x, weight), few_rows.matmul(x, weight, jnp.bfloat16)) for x in inputs]
+
+    for x, (found, rounded) in zip(inputs, products(inputs, weight), strict=True):
+        exact = x.astype(np.float64) @ weight.astype(np.float64)
+        size = np.abs(x).astype(np.float64) @ np.abs(weight).astype(np.float64)
+        found = np.asarray(found)
+        assert found.dtype == jnp.float32
+        assert np.max(np.abs(found - exact) / size) < depth * 2**-24, len(x)
+        np.testing.assert_array_equal(rounded, found.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("rows", "depth", "width"),
+    ("numbers", "depth", "width"),
     [
-        *((rows, *shape) for rows in EVERY for shape in [(320, 2048), (96, 113)]),
-        *((rows, *shape) for rows in SOME for shape in [(17, 31), (1, 32), (50, 65)]),
+        *((EVERY, *shape) for shape in [(320, 2048), (96, 113)]),
+        *((SOME, *shape) for shape in [(17, 31), (1, 32), (50, 65)]),
     ],
 )
 @DTYPES
-def test_products_with_transposed_weights_equal_numpy(rows, depth, width, dtype):
-    rng = np.random.default_rng(rows * depth + width)
-    x, weight = normal(rng, rows, depth, dtype=dtype), normal(rng, width, depth, dtype=dtype)
-    exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    size = np.abs(x).astype(np.float64) @ np.abs(weight.T).astype(np.float64)
-    found = np.asarray(jax.jit(few_rows.matmul_transposed)(x, weight))
-    assert np.max(np.abs(found - exact) / size) < depth * 2**-24
+def test_products_with_transposed_weights_equal_numpy(numbers, depth, width, dtype):
+    rng = np.random.default_rng(depth + width)
+    weight = normal(rng, width, depth, dtype=dtype)
+    inputs = [normal(rng, rows, depth, dtype=dtype) for rows in numbers]
+    products = jax.jit(lambda inputs, weight: [few_rows.matmul_transposed(x, weight) for x in inputs])
+    for x, found in zip(inputs, products(inputs, weight), strict=True):
+        exact = x.astype(np.float64) @ weight.T.astype(np.float64)
+        size = np.abs(x).astype(np.float64) @ np.abs(weight.T).astype(np.float64)
+        assert np.max(np.abs(np.asarray(found) - exact) / size) < depth * 2**-24, len(x)
 
 
 @pytest.mark.parametrize(("x", "weight"), [("float32", "bfloat16"), ("bfloat16", "float32")])
