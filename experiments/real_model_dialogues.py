@@ -35,7 +35,8 @@ USER = 0  # the role that writes; 1 is the assistant
 ASKING = 0.95  # temperature of user turns: at 1 one in ten of them is not a question
 ANSWERING = (1e-4, 0.7)  # of answers, alternating by row; the first is greedy
 BLOCK = 256  # tokens; 49,152 are 192 blocks
-CHUNK = 64  # steps of one program; the cache grows by this between two, as attention reads all of its slots
+# Steps of one program. The cache grows by this between two, as attention reads all of its slots (on a CPU).
+CHUNK = 64
 
 
 class Turns(NamedTuple):
@@ -93,8 +94,8 @@ def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
     return block * BLOCK + index(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], points[1])
 
 
-def make_writer(model, turns: Turns, eos: int, batch: int):
-    """Return ``start(params, key)`` and ``advance(params, writing)``, which writes `CHUNK` tokens ``[CHUNK, B]``.
+def make_writer(model, turns: Turns, eos: int, batch: int, chunk: int = CHUNK):
+    """Return ``start(params, key)`` and ``advance(params, writing)``, which writes tokens ``[chunk, B]``.
 
     Raises `HydrajaxError` for a template whose messages do not end with EOS.
     """
@@ -119,7 +120,7 @@ def make_writer(model, turns: Turns, eos: int, batch: int):
         return Writing(cache, read.hidden[:, -1], jnp.zeros(batch, jnp.int32), jnp.full(batch, -1), key)
 
     def advance(params, writing: Writing) -> tuple[Writing, jax.Array]:
-        longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, CHUNK), (0, 0))), writing.cache.layers)
+        longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, chunk), (0, 0))), writing.cache.layers)
         answering = jnp.asarray(ANSWERING)[jnp.arange(batch) % len(ANSWERING)]
 
         def step(at, carry):
@@ -140,7 +141,7 @@ def make_writer(model, turns: Turns, eos: int, batch: int):
             return Writing(cache, read.hidden[:, 0], role, forced, key), written.at[at].set(token)
 
         writing = writing._replace(cache=writing.cache._replace(layers=longer))
-        return jax.lax.fori_loop(0, CHUNK, step, (writing, jnp.zeros((CHUNK, batch), jnp.int32)))
+        return jax.lax.fori_loop(0, chunk, step, (writing, jnp.zeros((chunk, batch), jnp.int32)))
 
     return jax.jit(start), jax.jit(advance)
 
@@ -154,7 +155,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL, for data.format: generations")
     parser.add_argument("--tokens", type=int, default=1_500_000, help="to write in all (default %(default)s)")
     parser.add_argument(
-        "--length", type=int, default=448, help=f"tokens of a conversation, a multiple of {CHUNK} (default %(default)s)"
+        "--length",
+        type=int,
+        default=448,
+        help="tokens of a conversation, a multiple of the chunk (default %(default)s)",
+    )
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        default=CHUNK,
+        help="tokens per program; on a GPU, --length compiles once (default %(default)s)",
     )
     parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
     parser.add_argument("--base", default="smollm2", help="default %(default)s")
@@ -163,14 +173,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.length < 1 or args.length % CHUNK:
-        raise HydrajaxError(f"length: got {args.length}, expected a multiple of {CHUNK}")
+    if args.chunk < 1:
+        raise HydrajaxError(f"chunk: got {args.chunk}, expected at least 1")
+    if args.length < 1 or args.length % args.chunk:
+        raise HydrajaxError(f"length: got {args.length}, expected a multiple of {args.chunk}")
     keep_freed_memory()
     loaded = hydrajax.load(args.base, dtype=args.dtype)
     if not getattr(loaded.tokenizer, "chat_template", None):
         raise HydrajaxError("base: got a base without a chat template, expected a chat model")
     turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id
-    start, advance = make_writer(loaded.model, turns, eos, args.batch_size)
+    start, advance = make_writer(loaded.model, turns, eos, args.batch_size, args.chunk)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(args.output)
     settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "dtype", "seed")}
@@ -188,7 +200,7 @@ def run(args: argparse.Namespace) -> None:
     batches = -(-args.tokens // (args.batch_size * args.length))
     for number in track(range(done, batches), description="write"):
         writing, written = start(loaded.params.base, jax.random.key(args.seed * 1_000_003 + number)), []
-        for _ in range(args.length // CHUNK):
+        for _ in range(args.length // args.chunk):
             writing, tokens = advance(loaded.params.base, writing)
             written.append(np.asarray(tokens))
         rows = np.concatenate(written).T

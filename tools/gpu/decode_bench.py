@@ -30,13 +30,14 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from draft_lm_heads import LM_HEADS, drafter_for
+from kernel_times import trace
 
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
-from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, room_for, step_timer
+from hydrajax.measure.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
 from hydrajax.measure.random_models import random_base, with_random_params
 from hydrajax.models import backend, platforms
@@ -69,6 +70,9 @@ def main() -> int:
         "--nodes", type=integers, default=[64, 16, 1, 8, 32], help="sizes of trees (default %(default)s)"
     )
     parser.add_argument("--steps-only", action="store_true", help="leave out the phases of the steps")
+    parser.add_argument(
+        "--trace", type=int, default=0, metavar="N", help="also trace each program, and list its N longest kernels"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; stop before the next measurement")
     parser.add_argument("--copy-megabytes", type=int, default=2048)
@@ -111,7 +115,7 @@ def main() -> int:
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HYDRAJAX", "XLA"))},
     }
     print(json.dumps(header), flush=True)
-    lines = [header]
+    lines, measured = [header], []
 
     def measurements(batch: int, context: int):
         """Yield name, nodes and a function that compiles the timer, most important first."""
@@ -141,13 +145,14 @@ def main() -> int:
             yield f"observe {kind}", largest.size, timed.observe
         yield "accept+commit", largest.size, timer(first.with_spec(tree=largest)).accept_commit
 
-    for context, batch in itertools.product(args.contexts, args.batches):
+    def times(context: int, batch: int):
+        """Time all measurements of a context and batch, until the time limit."""
         baseline = None
         floor = autoregressive_bytes(model, base, batch, context + 1) / bandwidth * 1e3
         for name, nodes, compiled in measurements(batch, context):
             if time.perf_counter() - began > args.time_limit:
                 print("time limit reached: the remaining cells are not measured")
-                return finish(lines, args.out)
+                return
             compiling = time.perf_counter()
             timed = compiled()
             compiling = time.perf_counter() - compiling
@@ -171,6 +176,8 @@ def main() -> int:
             if name == "step hydra++":
                 line[f"speedup_at_tau_{TAU:.2f}"] = TAU * autoregressive / milliseconds
             lines.append(line)
+            if args.trace:
+                measured.append((line, timed))
             finish(lines, args.out)
             print(
                 f"B={batch} S={context} {name:26s} N={nodes:3d} {milliseconds:8.3f} ms "
@@ -178,7 +185,26 @@ def main() -> int:
                 f"compiled in {compiling:.0f} s",
                 flush=True,
             )
+
+    for context, batch in itertools.product(args.contexts, args.batches):
+        times(context, batch)
+    for line, timed in measured:  # last: the profiler slows down what runs after it
+        rows, line["busy_share"] = trace(timed.once)
+        line["kernel_milliseconds"] = sum(row["milliseconds"] for row in rows) / TIMED_STEPS
+        line["kernels_per_step"] = sum(row["count"] for row in rows) / TIMED_STEPS
+        line["kernels"] = [per_step(row) for row in rows[: args.trace]]
+        print(line["what"], f"{line['kernel_milliseconds']:.3f} ms in {line['kernels_per_step']:.1f} kernels per step")
+        finish(lines, args.out)
     return finish(lines, args.out)
+
+
+def per_step(row: dict) -> dict:
+    """Return a row of `kernel_times.kernels` with the numbers of one step."""
+    return {
+        "name": row["name"][:120],
+        "milliseconds": row["milliseconds"] / TIMED_STEPS,
+        "count": row["count"] / TIMED_STEPS,
+    }
 
 
 def finish(lines: list[dict], out: Path) -> int:

@@ -39,7 +39,6 @@ class Part:
             "device_check": "--prompts 1 --new-tokens 4 --drafts medusa",
             "decode_bench": "--shape tiny --contexts 128 --batches 1 --nodes 8 --steps-only --copy-megabytes 16"
             " --repeats 1",
-            "trace_step": "--shape tiny --context 128 --nodes 8",
             "train_bench": "--shape tiny --length 64 --batches 2 --repeats 1 --dtype float32",
         }[self.script]
 
@@ -48,9 +47,7 @@ WITHOUT_KERNELS, WITHOUT_GRAPHS = {"HYDRAJAX_GPU_KERNELS": "0"}, {"HYDRAJAX_CUDA
 SHORT = "--contexts 2048 --nodes 64 --steps-only"
 PARTS = (
     Part("check", 4, "device_check", suffix="json"),
-    Part("steps", 6, "decode_bench", "--contexts 2048,512 --nodes 64,16 --steps-only"),
-    Part("trace_tree", 2, "trace_step", "--draft hydra++", suffix="json"),
-    Part("trace_one_token", 2, "trace_step", "--draft none", suffix="json"),
+    Part("steps", 6, "decode_bench", "--contexts 2048,512 --nodes 64,16 --steps-only --trace 40"),
     Part("without_kernels", 3, "decode_bench", SHORT, WITHOUT_KERNELS),
     Part("without_graphs", 3, "decode_bench", SHORT, WITHOUT_GRAPHS),
     Part("shared_lm_head", 3, "decode_bench", f"{SHORT} --lm-head shared"),

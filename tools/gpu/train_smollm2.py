@@ -62,6 +62,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         one.add_argument("overrides", nargs="*", metavar="key.sub=value", help="replace settings of the configs")
     distilling.add_argument("--new-tokens", type=int, default=256, help="limit of an answer (default %(default)s)")
     training.add_argument("--heads", nargs="+", default=["hydra_pp", "hydra", "medusa"], help="configs, in this order")
+    training.add_argument("--steps", type=int, help="train for this many, in place of what fits into --minutes")
     training.add_argument("--limit", type=float, default=8.5, help="minutes of this call (default %(default)s)")
     training.add_argument("--out", type=Path, required=True, help="write metrics and heads to this folder")
     return parser.parse_args(argv)
@@ -139,7 +140,7 @@ def train(args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.heads:
         output = args.work / name
-        if not (output / "heads").exists() and (steps := planned_steps(args, name, end)):
+        if not (output / "heads").exists() and (steps := args.steps or planned_steps(args, name, end)):
             run(train_command(args, name, output, steps), end)
         finished = (output / "heads").exists()
         lines = train_lines(output)
