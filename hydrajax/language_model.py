@@ -25,8 +25,8 @@ from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.head_stack import COPIED_LM_HEAD
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of

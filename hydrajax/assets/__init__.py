@@ -3,7 +3,7 @@
 Trained on Python source: the standard library and the packages that hydrajax is installed and tested with.
 ``ABOUT.json`` lists versions, licences and the held-out files. Load with `hydrajax.load("shipped", "hydra++")`.
 
-There are also Medusa heads for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose weights are not bundled.
+There are also drafts for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose weights are not bundled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ DRAFTS = (*HEADS, "draft_model")
 # Users' names, for ``base`` and for ``draft``; a draft's name means the one for the base.
 SHIPPED_BASE = {"shipped": "base"}
 SHIPPED_DRAFTS = {"medusa": "medusa", "hydra": "hydra", "hydra++": "hydra_pp", "draft-model": "draft_model"}
-SMOLLM2_DRAFTS = {"medusa": "smollm2_medusa", "hydra++": "smollm2_hydra_pp"}
+SMOLLM2_DRAFTS = {"medusa": "smollm2_medusa", "hydra++": "smollm2_hydra_pp", "dspark": "smollm2_dspark"}
 DRAFTS_OF = {"shipped": SHIPPED_DRAFTS, "smollm2": SMOLLM2_DRAFTS}
+DRAFT_NAMES = tuple(dict.fromkeys(name for drafts in DRAFTS_OF.values() for name in drafts))
 NAMES = ("base", *DRAFTS, *SMOLLM2_DRAFTS.values())
 
 
@@ -46,14 +47,13 @@ def draft(name: str, shapes: Mapping[str, int] | None) -> Path:
     """Return the directory of a bundled draft.
 
     Args:
-        name: one of ``SHIPPED_DRAFTS``.
-        shapes: the base's, as heads record them (`hydrajax.formats.fingerprint.shapes_of`). Without bundled heads for
-            such a base, or if None, the draft is that of the shipped base.
+        name: one of `DRAFT_NAMES`.
+        shapes: the base's, as heads record them (`hydrajax.formats.fingerprint.shapes_of`). Without a bundled draft for
+            such a base, or if None, the draft is the first of this name, that of the shipped base if there is one.
     """
-    for drafts in DRAFTS_OF.values():
-        if name in drafts and shapes is not None and _recorded_shapes(drafts[name]) == shapes:
-            return path(drafts[name])
-    return path(SHIPPED_DRAFTS[name])
+    folders = [drafts[name] for drafts in DRAFTS_OF.values() if name in drafts]
+    fitting = [folder for folder in folders if shapes is not None and _recorded_shapes(folder) == shapes]
+    return path([*fitting, *folders][0])
 
 
 def _recorded_shapes(folder: str) -> dict | None:

@@ -31,7 +31,7 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
             for command in action.choices.values():
                 add_completers(command)
         elif action.dest == "draft":
-            action.completer = _names_or([*WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS], directories)
+            action.completer = _names_or([*WITHOUT_WEIGHTS, *assets.DRAFT_NAMES], directories)
         elif action.dest == "base":
             names = [*assets.SHIPPED_BASE, *KNOWN_BASES]
             action.completer = _names_or(names, FilesCompleter("gguf"))  # directories too

@@ -193,7 +193,8 @@ class BlockDrafter(SeesAcceptedOnly):
         """
         n_levels = len(guesses_of(tree))
         hidden = self.slots(params, state, root, n_levels, base) if n_levels else None
-        logits = self._apply(params, hidden, base.logits, method="logits") if n_levels else None
+        base_logits = self.lm_head.base_logits(params, base)
+        logits = self._apply(params, hidden, base_logits, method="logits") if n_levels else None
         if isinstance(tree, BestFirstTree) and draw is None and self.markov is None:
             proposal = best_first(tree, root, logits, self.lm_head)
         else:
@@ -329,7 +330,7 @@ class BlockDrafter(SeesAcceptedOnly):
         self, params, hidden: Float[Array, "*rows K D"], before: Int[Array, "*rows K"], base
     ) -> Float[Array, "*rows K V_"]:
         """Return the float32 logits of whole blocks, given the tokens before each position."""
-        logits = self._apply(params, hidden, base.logits, method="logits")
+        logits = self._apply(params, hidden, self.lm_head.base_logits(params, base), method="logits")
         return logits if self.markov is None else logits + self._apply(params, before, hidden, method="corrections")
 
     def confidence_logits(self, params, hidden, before) -> Float[Array, "*rows K"]:

@@ -10,7 +10,6 @@ from functools import cached_property
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
@@ -194,9 +193,6 @@ class Trained(SeesAcceptedOnly):
         return self
 
 
-COPIED_LM_HEAD = "copied_lm_head"  # a parameter that decoding may add; no file holds it
-
-
 class HeadStack(Trained):
     """Base of Medusa, Hydra and Amphista: K heads with parameters ``{"head_0": ...}``, and their training.
 
@@ -205,8 +201,8 @@ class HeadStack(Trained):
     returns what its heads read in training, ``propose`` drafts.
 
     The state is the last hidden state ``[B, D]``, or with a prefix layer its `hydrajax.drafters.prefix.PrefixState`.
-    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``. In both cases `COPIED_LM_HEAD` may be among
-    them, see `with_copied_lm_head`.
+    The parameters are then ``{"prefix": ..., "heads": {"head_0": ...}}``. In both cases they may have a
+    copy of the base's lm head (`LmHead.with_copy`).
     """
 
     Settings = StackSettings
@@ -275,22 +271,6 @@ class HeadStack(Trained):
         # Whole where it is made and where it is read, or XLA divides it between two steps.
         return whole(state if self.prefix is None else state.hidden)
 
-    def with_copied_lm_head(self, params, base):
-        """Return the parameters with a copy of what a shared lm head reads of the base's, ``[D, V']`` on the host.
-
-        In fewer bits than the base's own it is read faster, and a draft need not be exact.
-        """
-        vocabulary = self.lm_head.vocabulary
-        if not self.lm_head.shared or vocabulary is None:
-            return params
-        return {**params, COPIED_LM_HEAD: np.asarray(base.head_kernel()[:, vocabulary.tokens])}
-
-    def base_logits(self, params, base) -> Callable:
-        """Return `BoundBase.logits`, or what computes it from the copy of `with_copied_lm_head`."""
-        if COPIED_LM_HEAD not in params:
-            return base.logits
-        return lambda hidden, tokens: project(hidden, params[COPIED_LM_HEAD], jnp.float32)
-
     # --- training -----------------------------------------------------------------------------------------------------
 
     def init_boxed(self, rng, base):
@@ -325,7 +305,7 @@ class HeadStack(Trained):
         )
 
     def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        return self.apply_head(params, k, whole(hidden), self.base_logits(params, base), rng, method="logits")
+        return self.apply_head(params, k, whole(hidden), self.lm_head.base_logits(params, base), rng, method="logits")
 
     def trained_on(self, found):
         """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""
@@ -369,7 +349,7 @@ class AtOnce(HeadStack):
         draw: Draw | None,
     ) -> Proposal:
         """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
-        of_base, n_levels = self.base_logits(params, base), len(guesses_of(tree))
+        of_base, n_levels = self.lm_head.base_logits(params, base), len(guesses_of(tree))
         base_logits = [of_base] * len(hidden)
         if n_levels:
             levels = whole(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh

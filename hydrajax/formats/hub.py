@@ -44,16 +44,16 @@ def resolve(name: str | Path, flag: str, base: LlamaConfig | None = None) -> Pat
 
     Args:
         name: a directory; a GGUF file, which is described by a directory in the cache (`hydrajax.formats.gguf`); the
-            name of a bundled model (``shipped`` for a base; ``medusa``, ``hydra``, ``hydra++`` or ``draft-model`` for a
-            draft); for a base one of `hydrajax.formats.known_bases`; or ``org/name`` or ``org/name@revision`` (branch,
-            tag or commit) on the Hub.
+            name of a bundled model (``shipped`` for a base; one of `hydrajax.assets.DRAFT_NAMES` for a draft); for a
+            base one of `hydrajax.formats.known_bases`; or ``org/name`` or ``org/name@revision`` (branch, tag or
+            commit) on the Hub.
         flag: ``base``, ``draft`` or ``adapter``; begins error messages.
         base: configuration of a draft's base, for which a bundled draft is chosen; by default the shipped base.
 
     Raises:
         HydrajaxError: no such directory or repository, a failed download, or no weights that hydrajax reads.
     """
-    if flag == "draft" and str(name) in assets.SHIPPED_DRAFTS and not os.path.isdir(name):
+    if flag == "draft" and str(name) in assets.DRAFT_NAMES and not os.path.isdir(name):
         return assets.draft(str(name), None if base is None else shapes_of(base))
     folder = downloaded(name, flag, READ)
     weights = any(folder.glob("*.safetensors")) or (folder / "params").is_dir() or (folder / GGUF_INDEX).is_file()
@@ -104,7 +104,7 @@ def _known_names(text: str, flag: str) -> str:
     if flag == "draft":
         from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS  # which imports drafters
 
-        names = dict.fromkeys([*WITHOUT_WEIGHTS, *(name for drafts in assets.DRAFTS_OF.values() for name in drafts)])
+        names = dict.fromkeys([*WITHOUT_WEIGHTS, *assets.DRAFT_NAMES])
     else:
         names = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES])
     return f"; known names: {', '.join(nearest_first(text, names))}"

@@ -318,6 +318,24 @@ def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     return (chunk * ARGMAX_CHUNK + jnp.argmax(inside, axis=-1)).astype(jnp.int32)
 
 
+def top_k(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
+    """Return the indices of the k largest numbers in descending order, int32; ties go to the smallest index.
+
+    XLA's selection for GPUs reads a row with one block of threads: 145 us for the 10 best of 32,000 logits (H200, jax
+    0.11), 7% of a Hydra++ step of a 7B in its three levels. Here it gets chunks' maxima, and then the k chunks with the
+    largest ones. All k best are in these: a number in any other chunk comes after the k maxima.
+    """
+    size = logits.shape[-1]
+    if platforms.platform().name != "gpu" or size % ARGMAX_CHUNK or size < 2 * k * ARGMAX_CHUNK:
+        return jax.lax.top_k(logits, k)[1].astype(jnp.int32)
+    chunks = logits.reshape(*logits.shape[:-1], size // ARGMAX_CHUNK, ARGMAX_CHUNK)
+    best = jnp.sort(jax.lax.top_k(jnp.max(chunks, axis=-1), k)[1], axis=-1)  # in order, for ties
+    within = jnp.take_along_axis(chunks, best[..., None], axis=-2)
+    places = jax.lax.top_k(within.reshape(*best.shape[:-1], -1), k)[1]
+    chunk = jnp.take_along_axis(best, places // ARGMAX_CHUNK, axis=-1)
+    return (chunk * ARGMAX_CHUNK + places % ARGMAX_CHUNK).astype(jnp.int32)
+
+
 FEW_TOKENS = 16  # at most as many as a step accepts
 
 

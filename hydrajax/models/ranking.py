@@ -25,7 +25,7 @@ def _top(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
         return backend.argmax(logits)[..., None]
     # The barrier keeps XLA from moving a caller's slice into the selection: its CPU compiler would then sort the whole
     # vocabulary, a hundred times slower.
-    return jax.lax.optimization_barrier(jax.lax.top_k(logits, k)[1]).astype(jnp.int32)
+    return jax.lax.optimization_barrier(backend.top_k(logits, k))
 
 
 def log_probability(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"]) -> Float[Array, "*rows"]:

@@ -48,7 +48,7 @@ def completions(*words: str) -> set[str]:
 @pytest.mark.usefixtures("folder")
 def test_completions_of_arguments():
     assert completions("generate", "--base", "") == {"llama/", "shipped", "smollm2"}
-    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, *assets.SHIPPED_DRAFTS}
+    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, *assets.DRAFT_NAMES}
     assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
     assert completions("convert", "export", "--output", "") == {"llama/"}
     assert completions("bench", "--tree", "o") == {"oak.json"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +14,9 @@ from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
-from hydrajax.drafters.head_stack import COPIED_LM_HEAD
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -102,22 +104,31 @@ def test_fresh_heads_approximate_the_base(base, kind, name):
     assert ("lm_bias" in params["head_0"]) == drafter.lm_head.bias
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def block(vocabulary: Vocabulary | None, base: BoundBase) -> DSpark:
+    """Return a draft of one pass, whose lm head is the base's."""
+    settings = DSparkSettings(block_size=3, target_layers=(0,), markov_rank=2, confidence_head=False)
+    return replace(DSpark.for_base(base.config, jnp.float32, settings), vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "dspark"])
 def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
-    drafter = with_lm_head(kind, "shared, reduced")
-    state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
+    if kind == "dspark":
+        drafter, other = block(Vocabulary(KNOWN), base), block(None, base)
+        state = drafter.init_state(3, 4)
+    else:
+        drafter, other = with_lm_head(kind, "shared, reduced"), with_lm_head(kind, "shared")
+        state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
     params = random_params(drafter, base)
-    copied = drafter.with_copied_lm_head(params, base)
+    copied = drafter.lm_head.with_copy(params, base)
     assert copied[COPIED_LM_HEAD].shape == (WIDTH, len(KNOWN))
 
     @quick_jit
     def proposed(params, state):
-        return drafter.propose(params, state, jnp.zeros(3, jnp.int32), presets.cartesian([3, 2]), base).tokens
+        return drafter.propose(params, state, jnp.arange(3), presets.cartesian([3, 2]), base).tokens
 
     tokens, blind = proposed(copied, state), proposed({**copied, COPIED_LM_HEAD: 0 * copied[COPIED_LM_HEAD]}, state)
     assert tokens.tolist() == proposed(params, state).tolist() != blind.tolist()
-    other = with_lm_head(kind, "shared")
-    assert other.with_copied_lm_head(params, base) is params
+    assert other.lm_head.with_copy(params, base) is params
 
 
 # For Medusa only the reduced vocabulary, whose token ids differ from indices: each case compiles.

@@ -61,7 +61,7 @@ def test_a_bundled_name_means_the_heads_for_the_base():
     assert resolve("hydra", "draft", SMOLLM2) == assets.path("hydra")  # none of these: refused when it is loaded
     own = assets.path("smollm2_medusa")
     assert resolve("medusa", "draft", SMOLLM2) == own
-    assert assets.drafts_of("smollm2") == ["medusa", "hydra++"]
+    assert assets.drafts_of("smollm2") == ["medusa", "hydra++", "dspark"]
     drafter, params = load_draft(own, SMOLLM2)
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.lm_head.shared) == (4, 8192, True)
     assert params.keys() == {f"head_{k}" for k in range(4)}
@@ -70,6 +70,15 @@ def test_a_bundled_name_means_the_heads_for_the_base():
         load_draft(own, read_config(assets.base()))
     drafter, _ = load_draft(resolve("hydra++", "draft", SMOLLM2), SMOLLM2)
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.prefix.window) == (3, 8192, 512)
+    drafter, _ = load_draft(resolve("dspark", "draft", SMOLLM2), SMOLLM2)
+    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.aux_hidden_layers) == (6, 8192, (20, 10, 0))
+
+
+def test_a_bundled_name_of_another_base_alone_is_refused():
+    assert resolve("dspark", "draft") == assets.path("smollm2_dspark")
+    shipped = read_config(assets.base())
+    with pytest.raises(HydrajaxError, match="draft"):
+        load_draft(resolve("dspark", "draft", shipped), shipped)
 
 
 in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from hydrajax.models import platforms
 from hydrajax.models.backend import ARGMAX_CHUNK
 from hydrajax.models.ranking import best_token, log_probability, sampled_tokens, top_tokens
 
@@ -21,6 +22,20 @@ def test_best_token_is_the_first_of_equal_maxima(size):
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, logits.argmax(axis=-1))
     np.testing.assert_array_equal(top_tokens(logits, 1)[..., 0], found)
+
+
+@pytest.mark.parametrize(("size", "k"), [(4096, 10), (4096, 16), (5000, 10), (32_000, 10), (32_000, 100)])
+def test_top_tokens_of_a_gpu_are_the_first_of_equal_ones(size, k):
+    """Chunk by chunk, as for GPUs, with many ties within and between chunks."""
+    logits = np.random.default_rng(size).integers(0, 40, (3, 2, size)).astype(np.float32)
+    logits[0, 0] = 1.0
+    logits[0, 1, :-k] = -np.inf
+    logits[1, 0, ::ARGMAX_CHUNK] = 50.0  # one in every chunk
+    logits[1, 1, 3 * ARGMAX_CHUNK : 3 * ARGMAX_CHUNK + k] = 50.0  # all in one chunk
+    with platforms.traced_for(platforms.Platform("gpu", 1, 9.0)):
+        found = np.asarray(jax.jit(lambda logits: top_tokens(logits, k))(logits))
+    assert found.dtype == np.int32
+    np.testing.assert_array_equal(found, np.argsort(-logits, axis=-1, kind="stable")[..., :k])
 
 
 def test_a_slice_of_the_best_tokens_does_not_sort_the_vocabulary():

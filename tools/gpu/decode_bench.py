@@ -71,7 +71,11 @@ def main() -> int:
     )
     parser.add_argument("--steps-only", action="store_true", help="leave out the phases of the steps")
     parser.add_argument(
-        "--trace", type=int, default=0, metavar="N", help="also trace each program, and list its N longest kernels"
+        "--trace",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also trace each program, and list its N longest kernels; of a CUDA graph only the first step is seen",
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; stop before the next measurement")

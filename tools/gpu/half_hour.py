@@ -47,9 +47,9 @@ WITHOUT_KERNELS, WITHOUT_GRAPHS = {"HYDRAJAX_GPU_KERNELS": "0"}, {"HYDRAJAX_CUDA
 SHORT = "--contexts 2048 --nodes 64 --steps-only"
 PARTS = (
     Part("check", 4, "device_check", suffix="json"),
-    Part("steps", 6, "decode_bench", "--contexts 2048,512 --nodes 64,16 --steps-only --trace 40"),
+    Part("steps", 6, "decode_bench", "--contexts 2048,512 --nodes 64,16 --steps-only"),
+    Part("without_graphs", 3, "decode_bench", f"{SHORT} --trace 60", WITHOUT_GRAPHS),
     Part("without_kernels", 3, "decode_bench", SHORT, WITHOUT_KERNELS),
-    Part("without_graphs", 3, "decode_bench", SHORT, WITHOUT_GRAPHS),
     Part("shared_lm_head", 3, "decode_bench", f"{SHORT} --lm-head shared"),
     Part("int8", 3, "decode_bench", f"{SHORT} --int8"),
     Part("batches", 6, "decode_bench", "--contexts 2048 --batches 8,4,2,16 --nodes 64,8,16,32 --steps-only"),

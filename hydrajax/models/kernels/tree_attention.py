@@ -108,9 +108,11 @@ def attend(
         name=NAME,
     )(*inputs)
     if splits > 1:
+        # Small tiles, for one program per multiprocessor: with 64 queries per program the sums of 32 heads took 7.1 us,
+        # longer than the bytes of all partial sums (H200).
         found = call(
-            functools.partial(_put_together, lines=lines, splits=splits),
-            grid=(tiles, batch * n_kv),
+            functools.partial(_put_together, lines=lines._replace(tile=LEAST), splits=splits),
+            grid=(pl.cdiv(rows, LEAST), batch * n_kv),
             out_shape=out,
             compiler_params=triton.CompilerParams(num_warps=4),
             name=SUM_NAME,
