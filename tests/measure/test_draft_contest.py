@@ -54,5 +54,6 @@ def test_bad_input_is_refused_before_anything_is_compiled(m, drafts, prompts, me
 
 
 def test_candidates_of_a_base():
-    assert candidate_drafts("smollm2") == ["lookup", "medusa", "hydra++", "lookup+medusa", "lookup+hydra++"]
+    own = ["medusa", "hydra++", "dspark"]
+    assert candidate_drafts("smollm2") == ["lookup", *own, *(f"lookup+{name}" for name in own)]
     assert candidate_drafts("some/directory") == ["lookup"]
