@@ -56,10 +56,10 @@ def test_the_licence_is_complete_and_packaged():
     assert "recipes/*.yaml" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax.train"]
 
 
-def test_the_wheel_is_below_60_mb():
+def test_the_wheel_is_below_67_mb():
     """The bundled models are all but 0.5 MB of it, and compression saves 5% of them."""
     files = [path for path in (ROOT / "hydrajax" / "assets").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert sum(path.stat().st_size for path in files) < 62e6
+    assert sum(path.stat().st_size for path in files) < 70e6
 
 
 def test_the_citation_names_this_version_and_the_authors_of_the_papers():
