@@ -258,8 +258,8 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shiped"), "base: no such directory: shiped; known names: shipped, smollm2")
-    message = "draft: no such directory: hydra+; known names: hydra++, hydra, "
-    refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}draft-model, medusa, dspark, lookahead, none, lookup")
+    message = "draft: no such directory: hydra+; known names: hydra++, hydra, draft-model, medusa, dspark, "
+    refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}lookahead, none, lookup")
     message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
     monkeypatch.setattr(m.tokenizer, "chat_template", None)
