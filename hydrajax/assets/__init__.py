@@ -52,8 +52,8 @@ def draft(name: str, shapes: Mapping[str, int] | None) -> Path:
             such a base, or if None, the draft is the first of this name, that of the shipped base if there is one.
     """
     folders = [drafts[name] for drafts in DRAFTS_OF.values() if name in drafts]
-    fitting = [folder for folder in folders if shapes is not None and _recorded_shapes(folder) == shapes]
-    return path([*fitting, *folders][0])
+    fitting = (folder for folder in folders if shapes is not None and _recorded_shapes(folder) == shapes)
+    return path(next(fitting, folders[0]))
 
 
 def _recorded_shapes(folder: str) -> dict | None:

@@ -205,7 +205,7 @@ class EagleDrafter(Trained):
         return base.embed(tokens).astype(self.dtype)
 
     def _logits(self, params, hidden: Float[Array, "*rows D"], base) -> Float[Array, "*rows V_"]:
-        return self._apply(params, hidden, base.logits, method="logits")
+        return self._apply(params, hidden, self.lm_head.base_logits(params, base), method="logits")
 
     def _apply(self, params, *inputs, method: str = "__call__"):
         return self.network.apply({"params": params}, *inputs, method=method)

@@ -17,6 +17,7 @@ from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
+from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -104,17 +105,18 @@ def test_fresh_heads_approximate_the_base(base, kind, name):
     assert ("lm_bias" in params["head_0"]) == drafter.lm_head.bias
 
 
-def block(vocabulary: Vocabulary | None, base: BoundBase) -> DSpark:
-    """Return a draft of one pass, whose lm head is the base's."""
-    settings = DSparkSettings(block_size=3, target_layers=(0,), markov_rank=2, confidence_head=False)
-    return replace(DSpark.for_base(base.config, jnp.float32, settings), vocabulary=vocabulary)
+LAYERS = {
+    "eagle": (Eagle, None),
+    "dspark": (DSpark, DSparkSettings(block_size=3, target_layers=(0,), markov_rank=2, confidence_head=False)),
+}  # their lm head is the base's
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "dspark"])
+@pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
 def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
-    if kind == "dspark":
-        drafter, other = block(Vocabulary(KNOWN), base), block(None, base)
-        state = drafter.init_state(3, 4)
+    if kind in LAYERS:
+        drafter_of, settings = LAYERS[kind]
+        other = drafter_of.for_base(base.config, jnp.float32, settings)
+        drafter, state = replace(other, vocabulary=Vocabulary(KNOWN)), other.init_state(3, 4)
     else:
         drafter, other = with_lm_head(kind, "shared, reduced"), with_lm_head(kind, "shared")
         state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from draft_lm_heads import LM_HEADS, drafter_for
-from kernel_times import trace
+from kernel_times import kernels_per_step
 
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
@@ -75,7 +75,7 @@ def main() -> int:
         type=int,
         default=0,
         metavar="N",
-        help="also trace each program, and list its N longest kernels; of a CUDA graph only the first step is seen",
+        help="also trace each program, and list its N longest kernels; needs HYDRAJAX_CUDA_GRAPHS=0",
     )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--time-limit", type=float, default=540.0, help="seconds; stop before the next measurement")
@@ -95,6 +95,8 @@ def main() -> int:
                 DecodeSpec(drafter, tree).check(config)
     except HydrajaxError as error:
         parser.error(error.as_flag(["--drafts", "--lm-head"]))
+    if args.trace and backend.compiler_options():
+        parser.error("--trace: got CUDA graphs, of which a trace shows one step: set HYDRAJAX_CUDA_GRAPHS=0")
 
     use_compilation_cache()
     began = time.perf_counter()
@@ -193,22 +195,10 @@ def main() -> int:
     for context, batch in itertools.product(args.contexts, args.batches):
         times(context, batch)
     for line, timed in measured:  # last: the profiler slows down what runs after it
-        rows, line["busy_share"] = trace(timed.once)
-        line["kernel_milliseconds"] = sum(row["milliseconds"] for row in rows) / TIMED_STEPS
-        line["kernels_per_step"] = sum(row["count"] for row in rows) / TIMED_STEPS
-        line["kernels"] = [per_step(row) for row in rows[: args.trace]]
+        line |= kernels_per_step(timed.once, TIMED_STEPS, args.trace)
         print(line["what"], f"{line['kernel_milliseconds']:.3f} ms in {line['kernels_per_step']:.1f} kernels per step")
         finish(lines, args.out)
     return finish(lines, args.out)
-
-
-def per_step(row: dict) -> dict:
-    """Return a row of `kernel_times.kernels` with the numbers of one step."""
-    return {
-        "name": row["name"][:120],
-        "milliseconds": row["milliseconds"] / TIMED_STEPS,
-        "count": row["count"] / TIMED_STEPS,
-    }
 
 
 def finish(lines: list[dict], out: Path) -> int:

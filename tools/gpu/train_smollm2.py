@@ -18,8 +18,11 @@ at the same time:
 
     PYTHONPATH=. python experiments/real_model_dialogues.py --base ~/smollm2/base.gguf --dtype bfloat16 \\
         --batch-size 2048 --length 512 --chunk 512 --tokens 9000000 --seed 11 --output ~/smollm2/answers-dialogues.jsonl
-    XLA_PYTHON_CLIENT_PREALLOCATE=false python tools/gpu/train_smollm2.py train --heads dspark --steps 1400 \\
-        --limit 4 --out FOLDER dtype=bfloat16 objective.chunk_tokens=8192
+    export XLA_PYTHON_CLIENT_PREALLOCATE=false
+    python tools/gpu/train_smollm2.py train --heads dspark --steps 1400 --limit 4 --out FOLDER dtype=bfloat16 \\
+        objective.chunk_tokens=8192 optimizer.warmup_steps=40
+    python tools/gpu/train_smollm2.py train --heads hydra_pp --steps 700 --limit 4 --out FOLDER dtype=bfloat16 \\
+        objective.chunk_tokens=8192 optimizer.lr=6.0e-3 draft.init=HEADS draft.num_draft_heads=3 tree=cartesian-4x4x3
 
 Everything is kept in --work, outside of the clone; a repeated command resumes. `train` splits --minutes evenly among
 the heads: 40 steps of each measure the times of a start and of a step, from which the run's steps follow. FOLDER gets
