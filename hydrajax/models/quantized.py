@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float16, Int
+from jaxtyping import Float, Float16, Int, UInt8
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend, platforms
@@ -25,10 +25,10 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
 
-ROWS = 256  # rows of a kernel quantised at once, a multiple of a group
+ROWS = 256  # rows of a kernel quantised at once, a multiple of every group
 TILE_AXES = 5  # more than any kernel has
 
-QUANTIZED = ("int8", "int4")  # by the user's name
+QUANTIZED = ("int8", "int4", "int4-64", "int4-128")  # by the user's name
 
 
 def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[Quantized]:
@@ -39,8 +39,8 @@ def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[
         kernel: The parameter's name.
         stored: Its first array if it exists: a program for an absent device is traced with the present one's.
     """
-    if name == "int4" and kernel not in ("lm_head", "embedding"):
-        return Int4Tiles
+    if name in FOUR_BITS and kernel not in ("lm_head", "embedding"):
+        return FOUR_BITS[name]
     return Int8Tiles if _in_tiles(stored) else Int8
 
 
@@ -197,11 +197,14 @@ class Tiles(Quantized):
 
     @classmethod
     def declare(cls, module, name, shape, axes):
+        """Declare the parameters; stored ones may have groups and dtypes of their own, as a file had them."""
         del axes
 
         def declared(field: str, size: tuple[int, ...], dtype: DType):
             ones = nn.with_logical_partitioning(lambda rng, size: jnp.ones(size, dtype), (None,) * len(size))
-            return module.param(name if field == "values" else f"{name}_{field}", ones, size)
+            key = name if field == "values" else f"{name}_{field}"
+            stored = module.get_variable("params", key)
+            return module.param(key, ones, size if stored is None else stored.shape)
 
         parameters = cls.parameters(shape[0], math.prod(shape[1:]))
         return cls(**{field: declared(field, *what) for field, what in parameters.items()}, shape_=shape)
@@ -242,7 +245,7 @@ class Int8Tiles(Tiles):
     @classmethod
     def parameters(cls, depth, width):
         tiles = few_bits.tile_shape(depth, width)
-        return {"values": (tiles, jnp.int8), "scale": ((*tiles[:2], few_bits.COLUMNS), jnp.float16)}
+        return {"values": (tiles, jnp.int8), "scale": (few_bits.scale_shape(depth, width), jnp.float16)}
 
     @classmethod
     def of(cls, kernel):
@@ -278,10 +281,15 @@ class Int8Tiles(Tiles):
 class Int4Tiles(Tiles):
     """``values * scale + offset`` with a scale and an offset for each 32 inputs of an output, like GGUF's Q4_1.
 
+    Layers of other programs' files (`of_numbers`) are ``(values - offset) * scale``, with groups of their own.
+
     Attributes:
         values: uint8, two numbers of 0 to 15 in a byte (`few_bits.tile_shape`).
-        scale, offset: float16 ``[tiles, groups, 64]`` (`few_bits.per_group`).
+        scale: float16 (`few_bits.scale_shape`), or float32 where a file's scales do not fit.
+        offset: float16 with the scale's shape, or uint8 zeros.
     """
+
+    group = few_bits.GROUP  # inputs that share a scale, where a float kernel is quantised
 
     values: Any
     scale: Any
@@ -291,19 +299,38 @@ class Int4Tiles(Tiles):
     @classmethod
     def parameters(cls, depth, width):
         tiles = few_bits.tile_shape(depth, width, per_byte=2)
-        numbers = ((*tiles[:2], few_bits.COLUMNS), jnp.float16)
+        numbers = (few_bits.scale_shape(depth, width, cls.group), jnp.float16)
         return {"values": (tiles, jnp.uint8), "scale": numbers, "offset": numbers}
 
     @classmethod
     def of(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
-        values, scale, offset = _in_groups(kernel, cls._of_groups)
-        tiles, half = few_bits.to_tiles(values), few_bits.STEPS // 2
-        packed = tiles[:, :, :half] | tiles[:, :, half:] << 4
-        return cls(packed, few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
+        values, scale, offset = _in_groups(kernel, cls._of_groups, cls.group)
+        return cls(_in_pairs(values), few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
+
+    @classmethod
+    def of_numbers(
+        cls,
+        numbers: UInt8[np.ndarray, "D F"],
+        scale: Float[np.ndarray, "groups F"],
+        zeros: UInt8[np.ndarray, "groups F"],
+        shape: tuple[int, ...],
+    ) -> Int4Tiles:
+        """Return the kernel ``(numbers - zeros) * scale`` without rounding.
+
+        Args:
+            numbers: 0 to 15.
+            scale: For 32, 64 or 128 inputs each, of any float type.
+            zeros: What is subtracted from the numbers.
+            shape: The kernel's, ``(D, *features)``.
+        """
+        with np.errstate(over="ignore"):
+            half = scale.astype(np.float16)
+        scale = half if np.array_equal(half.astype(np.float32), scale) else scale.astype(np.float32)
+        return cls(_in_pairs(numbers), few_bits.per_group(scale), few_bits.per_group(zeros), shape)
 
     @staticmethod
-    def _of_groups(groups: Float[np.ndarray, "n 32 F"]):
+    def _of_groups(groups: Float[np.ndarray, "n size F"]):
         least, largest = groups.min(axis=1), groups.max(axis=1)
         scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
         steps = _steps(groups - offset[:, None].astype(np.float32), scale)
@@ -312,28 +339,58 @@ class Int4Tiles(Tiles):
     @staticmethod
     def widened(depth, width, values, scale, offset):
         tiles = jnp.concatenate([values & 15, values >> 4], axis=2).astype(jnp.float32)
-        scale, offset = (x.astype(jnp.float32)[:, :, None, :, None] for x in (scale, offset))
-        return few_bits.from_tiles(tiles * scale + offset, depth, width)
+        has_zeros, repeats = offset.dtype == jnp.uint8, few_bits.tiles_per_scale(tiles.shape[1], scale.shape[1])
+
+        def of_tiles(numbers: Array) -> Array:
+            repeated = jnp.repeat(numbers.astype(jnp.float32), repeats, axis=1)[:, : tiles.shape[1]]
+            return repeated[:, :, None, :, None]
+
+        scale, offset = of_tiles(scale), of_tiles(offset)
+        wide = (tiles - offset) * scale if has_zeros else tiles * scale + offset
+        return few_bits.from_tiles(wide, depth, width)
 
 
-def _steps(groups: Float[np.ndarray, "n 32 F"], scale: Float16[np.ndarray, "n F"]) -> Float[np.ndarray, "n 32 F"]:
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+class Int4Tiles64(Int4Tiles):
+    """A scale and an offset for each 64 inputs."""
+
+    group = 64
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+class Int4Tiles128(Int4Tiles):
+    """A scale and an offset for each 128 inputs."""
+
+    group = 128
+
+
+FOUR_BITS = {"int4": Int4Tiles, "int4-64": Int4Tiles64, "int4-128": Int4Tiles128}
+
+
+def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
+    """Return numbers of 0 to 15 in tiles, two in a byte."""
+    tiles, half = few_bits.to_tiles(numbers), few_bits.STEPS // 2
+    return tiles[:, :, :half] | tiles[:, :, half:] << 4
+
+
+def _steps(groups: Float[np.ndarray, "n size F"], scale: Float16[np.ndarray, "n F"]) -> Float[np.ndarray, "n size F"]:
     """Return numbers in whole steps."""
     step = scale[:, None].astype(np.float32)
     return np.rint(groups / np.where(step > 0, step, 1))
 
 
-def _in_groups(kernel: np.ndarray, quantise: Callable) -> list[np.ndarray]:
+def _in_groups(kernel: np.ndarray, quantise: Callable, size: int = few_bits.GROUP) -> list[np.ndarray]:
     """Quantise a kernel's groups of inputs, in blocks: a float32 copy of a whole one would be the host's peak.
 
-    ``quantise`` takes ``[n, 32, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.
+    ``quantise`` takes ``[n, size, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.
     """
     flat, blocks = kernel.reshape(len(kernel), -1), []
     for at in range(0, len(flat), ROWS):
         rows = flat[at : at + ROWS].astype(np.float32)
         if not np.abs(rows).max() < np.finfo(np.float16).max:
             raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers within float16")
-        rows = np.pad(rows, [(0, -len(rows) % few_bits.GROUP), (0, 0)], mode="edge")
-        values, *numbers = quantise(rows.reshape(-1, few_bits.GROUP, rows.shape[1]))
+        rows = np.pad(rows, [(0, -len(rows) % size), (0, 0)], mode="edge")
+        values, *numbers = quantise(rows.reshape(-1, size, rows.shape[1]))
         blocks.append((values.reshape(rows.shape), *numbers))
     values, *numbers = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
     return [values[: len(kernel)], *numbers]

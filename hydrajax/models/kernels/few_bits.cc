@@ -26,21 +26,35 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 constexpr int kDepth = 32;    // numbers of a group
 constexpr int kColumns = 64;  // of a tile
 constexpr int kSteps = kDepth / 4;
+constexpr int kMostTilesPerScale = 4;
 constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
 constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
 
 // Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
 // numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
+//
+// A number w stands for w * scale + offset, or (w - zero) * scale. Scales and the like serve 1, 2 or 4 tiles of a column each.
 struct Weight {
   const uint8_t* tiles;
   int64_t groups, width;
   bool four_bits;
-  const uint16_t *scales, *offsets;  // float16 [columns / 64, groups, 64]; offsets may be null
+  int64_t scale_groups, tiles_per_scale;
+  // [columns / 64, scale_groups, 64]: float16 or float32 scales, float16 offsets, zeros. Other pointers are null.
+  const uint16_t* scales;
+  const float* wide_scales;
+  const uint16_t* offsets;
+  const uint8_t* zeros;
+};
+
+// Of a tile's columns, widened once for all rows.
+struct Scales {
+  float scales[kColumns], offsets[kColumns];
+  bool has_offsets;
 };
 
 struct Tile {
   const uint8_t* values;
-  const uint16_t *scales, *offsets;
+  const float *scales, *offsets;  // offsets may be null
 };
 
 // Rows of x in 8 bits, in groups of 32 that are padded with zeros. T is int8_t or float.
@@ -104,6 +118,28 @@ inline ALWAYS_INLINE Lanes FromHalves(const uint16_t* from) {
   return small * 0x1p112f;  // also right for denormal numbers
 }
 
+// Widens the scales from `at` on. A zero becomes -zero * scale, which float32 holds exactly if the scale is float16.
+FOR_EVERY_CPU
+void WidenScales(const Weight& weight, int64_t at, Scales& to) {
+  if (weight.scales == nullptr) {
+    std::memcpy(to.scales, weight.wide_scales + at, sizeof(to.scales));
+  } else {
+    for (int c = 0; c < kColumns; c += kLanes) {
+      const Lanes wide = FromHalves(weight.scales + at + c);
+      std::memcpy(to.scales + c, &wide, sizeof(wide));
+    }
+  }
+  to.has_offsets = weight.offsets != nullptr || weight.zeros != nullptr;
+  if (weight.offsets != nullptr) {
+    for (int c = 0; c < kColumns; c += kLanes) {
+      const Lanes wide = FromHalves(weight.offsets + at + c);
+      std::memcpy(to.offsets + c, &wide, sizeof(wide));
+    }
+  } else if (weight.zeros != nullptr) {
+    for (int c = 0; c < kColumns; ++c) to.offsets[c] = -static_cast<float>(weight.zeros[at + c]) * to.scales[c];
+  }
+}
+
 // Widens a tile to floats [32 numbers][64 columns].
 inline ALWAYS_INLINE void Widen(const uint8_t* tile, bool four_bits, float* wide) {
   for (int s = 0; s < (four_bits ? kSteps / 2 : kSteps); ++s) {
@@ -144,10 +180,14 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, cons
       const int64_t at = (row + r) * x.groups + group;
       for (int v = 0; v < 2; ++v) {
         float* place = sums + (row + r) * kColumns + c + v * kLanes;
-        Lanes sum = products[r][v], to;
+        Lanes sum = products[r][v], to, scale, offset;
         std::memcpy(&to, place, sizeof(to));
-        sum *= FromHalves(tile.scales + c + v * kLanes);
-        if (tile.offsets != nullptr) sum += x.sums[at] * FromHalves(tile.offsets + c + v * kLanes);
+        std::memcpy(&scale, tile.scales + c + v * kLanes, sizeof(scale));
+        sum *= scale;
+        if (tile.offsets != nullptr) {
+          std::memcpy(&offset, tile.offsets + c + v * kLanes, sizeof(offset));
+          sum += x.sums[at] * offset;
+        }
         to += x.scales[at] * sum;
         std::memcpy(place, &to, sizeof(to));
       }
@@ -218,12 +258,9 @@ inline void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t
     const __m512 scale = _mm512_set1_ps(x.scales[at]), sum = _mm512_set1_ps(x.sums[at]);
     for (int c = 0; c < kVectors; ++c) {
       float* to = sums + (row + r) * kColumns + c * 16;
-      auto wide_of = [&](const uint16_t* halves) ALWAYS_INLINE {
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves + c * 16)));
-      };
       __m512 wide = _mm512_cvtepi32_ps(products[r][c]);
-      wide = _mm512_mul_ps(wide, wide_of(tile.scales));
-      if (tile.offsets != nullptr) wide = _mm512_fmadd_ps(sum, wide_of(tile.offsets), wide);
+      wide = _mm512_mul_ps(wide, _mm512_loadu_ps(tile.scales + c * 16));
+      if (tile.offsets != nullptr) wide = _mm512_fmadd_ps(sum, _mm512_loadu_ps(tile.offsets + c * 16), wide);
       _mm512_storeu_ps(to, _mm512_fmadd_ps(scale, wide, _mm512_loadu_ps(to)));
     }
   }
@@ -276,17 +313,20 @@ void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weigh
   float* sums = Scratch(n_sums + value_floats + 2 * in_rows * groups);
   float* values = sums + n_sums;
   const Rows quantized = {values, values + value_floats, values + value_floats + in_rows * groups, groups};
+  alignas(64) Scales scales;
   for (int64_t row = 0; row < rows; row += kMostRows) {
     const int64_t n = std::min<int64_t>(kMostRows, rows - row);
     code.quantize(x + row * depth, depth, n, quantized);
     for (int64_t t = begin; t < end; ++t) {
       std::memset(sums, 0, sizeof(float) * n * kColumns);
-      for (int64_t i = t * groups; i < (t + 1) * groups; ++i) {
-        const uint8_t* packed = weight.tiles + i * tile_bytes;
+      for (int64_t g = 0; g < groups; ++g) {
+        const uint8_t* packed = weight.tiles + (t * groups + g) * tile_bytes;
         for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(packed + kTilesAhead * tile_bytes + b, 0, 2);
-        const Tile tile = {packed, weight.scales + i * kColumns,
-                           weight.offsets ? weight.offsets + i * kColumns : nullptr};
-        code.multiply(weight, tile, quantized, i - t * groups, n, sums);
+        if (g % weight.tiles_per_scale == 0) {
+          plain::WidenScales(weight, (t * weight.scale_groups + g / weight.tiles_per_scale) * kColumns, scales);
+        }
+        const Tile tile = {packed, scales.scales, scales.has_offsets ? scales.offsets : nullptr};
+        code.multiply(weight, tile, quantized, g, n, sums);
       }
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
@@ -298,7 +338,7 @@ void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weigh
   }
 }
 
-// `scales` may be followed by offsets.
+// `scales` are those of the weight, perhaps followed by float16 offsets or by zeros of 8 bits.
 ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
                          ffi::Result<Matrix> out) {
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
@@ -310,9 +350,27 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
   if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes) {
     return ffi::Error::InvalidArgument("few_bits: x and the weight do not fit");
   }
-  const Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits,
-                         static_cast<const uint16_t*>(scale->untyped_data()),
-                         offset ? static_cast<const uint16_t*>(offset->untyped_data()) : nullptr};
+  const auto n_scales = static_cast<int64_t>(scale->element_count());
+  const int64_t scale_groups = n_scales / std::max<int64_t>(1, units * kColumns);
+  int64_t tiles_per_scale = 1;
+  while (tiles_per_scale < kMostTilesPerScale && (groups + tiles_per_scale - 1) / tiles_per_scale > scale_groups) {
+    tiles_per_scale *= 2;
+  }
+  if ((groups + tiles_per_scale - 1) / tiles_per_scale * units * kColumns != n_scales ||
+      (offset && static_cast<int64_t>(offset->element_count()) != n_scales)) {
+    return ffi::Error::InvalidArgument("few_bits: the weight and its scales do not fit");
+  }
+  const auto halves = [](const ffi::AnyBuffer& buffer) {
+    return buffer.element_type() == ffi::F16 ? static_cast<const uint16_t*>(buffer.untyped_data()) : nullptr;
+  };
+  Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, scale_groups,
+                   tiles_per_scale};
+  weight.scales = halves(*scale);
+  if (weight.scales == nullptr) weight.wide_scales = static_cast<const float*>(scale->untyped_data());
+  if (offset) {
+    weight.offsets = halves(*offset);
+    if (weight.offsets == nullptr) weight.zeros = static_cast<const uint8_t*>(offset->untyped_data());
+  }
   const Code& code = BestCode();
   // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
   const int64_t shares = Shares(pool, units, rows * bytes);

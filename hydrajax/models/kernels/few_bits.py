@@ -4,7 +4,8 @@ Each row of x is rounded to 8 bits in groups of 32 numbers, of which the largest
 and summed within a group, by VNNI instructions where the CPU has them. A row's result does not depend on the number of
 rows, to the last bit.
 
-Weights lie in tiles of 64 columns and 32 rows, so that a kernel reads memory in order: `to_tiles`.
+Weights lie in tiles of 64 columns and 32 rows, so that a kernel reads memory in order: `to_tiles`. A scale serves one,
+two or four tiles of a column.
 
 HYDRAJAX_PLAIN_CPU_KERNELS=1 in the environment uses the code for CPUs without these instructions.
 
@@ -31,6 +32,7 @@ from hydrajax.models.arrays import Array
 GROUP = 32  # rows of a tile, whose part of x has a scale of its own
 COLUMNS = 64
 STEPS = GROUP // 4  # an instruction sums four products
+GROUPS = (32, 64, 128)  # inputs that may share a scale
 
 
 def tile_shape(depth: int, width: int, per_byte: int = 1) -> tuple[int, ...]:
@@ -39,6 +41,16 @@ def tile_shape(depth: int, width: int, per_byte: int = 1) -> tuple[int, ...]:
     With two numbers in a byte, the second half of the steps lies in the high bits of the first half.
     """
     return (-(-width // COLUMNS), -(-depth // GROUP), STEPS // per_byte, COLUMNS, 4)
+
+
+def scale_shape(depth: int, width: int, group: int = GROUP) -> tuple[int, ...]:
+    """Return the shape of the scales of a weight ``[depth, width]``: ``[tiles of columns, groups, 64]``."""
+    return (-(-width // COLUMNS), -(-depth // group), COLUMNS)
+
+
+def tiles_per_scale(n_tiles: int, n_scales: int) -> int:
+    """Return how many tiles share a scale, from the numbers of both along the inputs."""
+    return next(size // GROUP for size in GROUPS if -(-n_tiles // (size // GROUP)) == n_scales)
 
 
 def to_tiles(values: Shaped[np.ndarray, "D F"]) -> Shaped[np.ndarray, "tiles groups 8 64 4"]:
@@ -79,7 +91,7 @@ def matmul(
     x: Float[Array, "R D"],
     width: int,
     tiles: Shaped[Array, "tiles groups steps 64 4"],
-    *scales: Float16[Array, "tiles groups 64"],
+    *scales: Shaped[Array, "tiles scales 64"],
 ) -> Float[Array, "R F"]:
     """Return ``x @ weight`` in float32; without a gradient.
 
@@ -87,7 +99,8 @@ def matmul(
         x: float32.
         width: F.
         tiles: int8, or uint8 with two numbers of 0 to 15 in a byte.
-        scales: A scale of each group and column, perhaps followed by what is added to the scaled numbers.
+        scales: Float16 or float32, a scale of each group and column (`scale_shape`). Perhaps followed by float16
+            numbers that are added to the scaled ones, or by uint8 zeros that are subtracted before.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_few_bits", out, vmap_method="sequential")(x, tiles, *scales)
