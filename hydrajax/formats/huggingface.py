@@ -24,6 +24,7 @@ from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
+from hydrajax.formats.low_bit_files.four_bits import four_bit_kernel
 from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
 from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
@@ -34,7 +35,7 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Layout, Parameter, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import quantized_type, quantizes_embedding
+from hydrajax.models.quantized import Int4Tiles, quantized_type, quantizes_embedding
 from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -101,7 +102,8 @@ def load_llama(
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
-        quantize: one of `hydrajax.models.quantized.QUANTIZED`; quantises the weights of matrix products.
+        quantize: one of `hydrajax.models.quantized.QUANTIZED`; quantises the weights of matrix products. On a CPU
+            layers that a file has in 4 bits keep its numbers with every name of 4 bits.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
         on_progress: called after each parameter.
@@ -137,8 +139,22 @@ def load_llama(
         array = np.asarray(parameter)
         return Parameter((array.astype(np.float32) + low_rank(name, array, added, lora.adapter).delta(),))
 
-    def put(path, parameter):
+    def placed(path, parts, size):
         nonlocal done
+        found = {part: place(x, leaf(axes, (*path[:-1], part))) for part, x in parts.items()}
+        done += size
+        on_progress(done, total)
+        return found
+
+    def take(entry):
+        """Return a kernel of the file's own 4-bit numbers."""
+        name = entry.ours[0][-1]
+        if name not in KERNELS or not issubclass(quantized_type(quantize, name), Int4Tiles):
+            return None
+        kernel = four_bit_kernel(files, entry)
+        return kernel and placed(entry.ours[0], kernel.stored(name), math.prod(kernel.shape))
+
+    def put(path, parameter):
         *parents, name = path
         if lora and merge:
             parameter = merged(parameter, tuple(parents), name)
@@ -148,17 +164,15 @@ def load_llama(
             parts = quantized_type(quantize, name).of(np.asarray(parameter).T).stored(name)
         else:
             parts = {name: parameter.astype(dtype)}
-        placed = {part: place(x, leaf(axes, (*parents, part))) for part, x in parts.items()}
-        done += parameter.size
-        on_progress(done, total)
-        return placed
+        return placed(path, parts, parameter.size)
 
-    params = read(layout, files, put)
+    keeps = quantize and isinstance(files, LowBitFiles) and platforms.has_few_bits() and not (lora and merge)
+    params = read(layout, files, put, *[take] * bool(keeps))
     if lora and not merge:
-        placed = jax.tree.map_with_path(
+        added = jax.tree.map_with_path(
             lambda path, x: place(np.asarray(x, dtype), leaf(axes, tuple(key.key for key in path))), lora.params
         )
-        params = with_adapter(params, placed)
+        params = with_adapter(params, added)
     return model, params
 
 

@@ -131,19 +131,33 @@ def shapes(layout: Layout) -> dict[str, Shape]:
     return found
 
 
-def read(layout: Layout, files: Readable, put: Callable[[Path, Parameter], dict] | None = None) -> dict:
+def read(
+    layout: Layout,
+    files: Readable,
+    put: Callable[[Path, Parameter], dict] | None = None,
+    take: Callable[[Entry], dict | None] = lambda entry: None,
+) -> dict:
     """Read our nested parameters.
 
     Each is passed to ``put(path, parameter)`` in turn, which reads what it needs of it, so the host need not hold them
     all. ``put`` returns the values to keep by name; by default the whole array under the last name of its path.
+    ``take(entry)`` may return the values of an entry of one parameter itself; its tensors are then not viewed.
     """
     tree: dict = {}
+
+    def parent(path: Path) -> dict:
+        at = tree
+        for name in path[:-1]:
+            at = at.setdefault(name, {})
+        return at
+
     for entry in layout:
+        taken = take(entry)
+        if taken is not None:
+            parent(entry.ours[0]).update(taken)
+            continue
         for path, parameter in zip(entry.ours, entry.join(*map(files.view, entry.theirs)), strict=True):
-            at = tree
-            for name in path[:-1]:
-                at = at.setdefault(name, {})
-            at |= put(path, parameter) if put else {path[-1]: np.asarray(parameter)}
+            parent(path).update(put(path, parameter) if put else {path[-1]: np.asarray(parameter)})
     return tree
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 import shutil
@@ -26,8 +27,10 @@ from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config, stored_dtype
 from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.tensors import open_tensors, save_safetensors
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.quantized import Int4Tiles
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
 UP = "model.layers.0.mlp.up_proj"
@@ -164,10 +167,10 @@ def test_layers_left_in_float(plain, quantised, case, skip):
     np.testing.assert_allclose(logits_of(*load_llama(directory)), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_quantised_again(quantised, plain, tmp_path, quantize):
+@pytest.mark.parametrize(("case", "quantize"), [("awq", "int8"), ("gptq_8_bits", "int4")])
+def test_quantised_again(quantised, plain, tmp_path, case, quantize):
     """The same parameters as from a float file with the widened weights."""
-    directory, weights = quantised("awq")
+    directory, weights = quantised(case)
     floats = Path(shutil.copytree(plain, tmp_path / "floats"))
     save_safetensors(floats / "model.safetensors", weights)
     ours, theirs = (load_llama(each, jnp.float32, quantize=quantize) for each in (directory, floats))
@@ -175,10 +178,29 @@ def test_quantised_again(quantised, plain, tmp_path, quantize):
     assert fingerprint(directory) == fingerprint(floats)
 
 
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.parametrize(("case", "quantize"), [("awq", "int4"), ("packed_4", "int4-128")])
+def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
+    """In the layers that the file has in 4 bits; the others are rounded."""
+    directory, _ = quantised(case, ("lm_head", UP))
+    (_, plain), (_, low) = load_llama(directory), load_llama(directory, quantize=quantize)
+    for layer, name in itertools.product(("layers_0", "layers_1"), ("qkv", "out", "gate_up", "down")):
+        arrays = [low[layer][f"{name}{end}"] for end in ("", "_scale", "_offset")]
+        found, expected = Int4Tiles(*arrays, plain[layer][name].shape).dequantized(), plain[layer][name]
+        if (layer, name) == ("layers_0", "gate_up"):
+            assert arrays[2].dtype == jnp.float16
+            assert 0 < np.abs(found - expected).max() < 0.1
+        else:
+            assert arrays[2].dtype == jnp.uint8
+            identical(np.asarray(found), np.asarray(expected))
+
+
 @pytest.mark.slow
-def test_a_draft_does_not_change_the_text(quantised):
-    directory, _ = quantised("gptq_act_order")
-    alone, drafted = (hydrajax.load(directory, draft, dtype="float32") for draft in (None, "lookup"))
+@pytest.mark.parametrize(("case", "quantize"), [("gptq_act_order", None), ("packed_4_zeros", "int4-128")])
+def test_a_draft_does_not_change_the_text(quantised, case, quantize):
+    directory, _ = quantised(case)
+    how = {"dtype": "float32", "quantize": quantize}
+    alone, drafted = (hydrajax.load(directory, draft, **how) for draft in (None, "lookup"))
     expected = alone.generate([IDS], max_new_tokens=8)[0].output_ids
     assert drafted.generate([IDS], tree="chain-2", max_new_tokens=8)[0].output_ids == expected
 

@@ -16,13 +16,14 @@ from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import QUANTIZED, quantized_type
+from hydrajax.models.quantized import quantized_type
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
 )
 
 CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
+TYPES = (None, "int8", "int4")
 PROMPT = 5
 PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
@@ -39,9 +40,10 @@ def base_of(quantize: str | None, dtype) -> BoundBase:
     return BoundBase(Llama(CONFIG, dtype, quantize=quantize), jax.tree.map(jnp.asarray, params))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("quantize", [None, *QUANTIZED])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+CASES = [(dtype, name, batch) for dtype in (jnp.float32, jnp.bfloat16) for name in TYPES for batch in (1, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "quantize", "batch"), [*CASES, (jnp.float32, "int4-128", 3)])
 def test_a_tree_and_one_token_at_a_time(dtype, quantize, batch):
     base = base_of(quantize, dtype)
     tokens = np.random.default_rng(0).integers(0, 97, (batch, PROMPT + len(PARENTS))).astype(np.int32)

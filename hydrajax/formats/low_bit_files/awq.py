@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, Settings, StoredLinear, unpack, widen
+from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, Integers, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 BITS = 4
@@ -47,5 +47,8 @@ class Awq:
         return outputs, inputs
 
     def read(self, linear: StoredLinear) -> np.ndarray:
+        return self.integers(linear).widened()
+
+    def integers(self, linear: StoredLinear) -> Integers:
         numbers, zeros = (unpack(linear.read(part), BITS, 1, ORDER) for part in ("qweight", "qzeros"))
-        return widen(numbers, linear.scales("scales"), zeros).T
+        return Integers(BITS, numbers, linear.scales("scales"), zeros)

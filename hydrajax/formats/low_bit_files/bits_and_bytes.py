@@ -79,6 +79,9 @@ class BitsAndBytes:
             linear.check(NESTED_ABSMAX, FLOAT_TYPES, (math.ceil(n_blocks / state.nested_block),))
         return state.shape
 
+    def integers(self, linear: StoredLinear) -> None:
+        """Return None: numbers are floats, or indices of a table."""
+
     def read(self, linear: StoredLinear) -> np.ndarray:
         if self._has_8_bits(linear):
             scales = linear.scales(SCALE_8).reshape(1, -1)

@@ -25,11 +25,11 @@ from hydrajax.formats.low_bit_files.stored_linear import (
     FLOAT_TYPES,
     FP8,
     WORD,
+    Integers,
     Settings,
     StoredLinear,
     block_shape,
     unpack,
-    widen,
     widen_blocks,
 )
 from hydrajax.models.layout import Shape
@@ -114,17 +114,31 @@ class Compressed:
     def read(self, linear: StoredLinear) -> np.ndarray:
         outputs, inputs = self._shape(linear)
         scheme = self._scheme(linear, outputs, inputs)
-        scales, zeros = linear.scales(SCALE), self._zeros(linear, scheme, outputs)
-        if self._is_packed(linear):
-            numbers = unpack(linear.read(PACKED), scheme.bits, 1)[:, :inputs]
-            zeros = 1 << (scheme.bits - 1) if zeros is None else zeros
-        else:
-            numbers = linear.read("weight")
         if scheme.block is not None:
-            return widen_blocks(numbers, scales, scheme.block)
+            return widen_blocks(self._numbers(linear, scheme, inputs), linear.scales(SCALE), scheme.block)
+        return self._integers(linear, scheme, outputs, inputs).widened()
+
+    def integers(self, linear: StoredLinear) -> Integers | None:
+        outputs, inputs = self._shape(linear)
+        scheme = self._scheme(linear, outputs, inputs)
+        if scheme.dtype != "int8" or scheme.block is not None:
+            return None
+        return self._integers(linear, scheme, outputs, inputs)
+
+    def _integers(self, linear: StoredLinear, scheme: Scheme, outputs: int, inputs: int) -> Integers:
+        """Return the numbers and scales; those of float8 are floats."""
+        numbers, scales = self._numbers(linear, scheme, inputs), linear.scales(SCALE)
+        zeros = self._zeros(linear, scheme, outputs)
+        if zeros is None and self._is_packed(linear):
+            zeros = 1 << (scheme.bits - 1)
         scales = scales.reshape(-1, scales.shape[-1] if scheme.strategy == "group" else 1)
         zeros = zeros if zeros is None or isinstance(zeros, int) else zeros.reshape(scales.shape).T
-        return widen(numbers.T, scales.T, zeros, self._groups(linear, scales.shape[1])).T
+        return Integers(scheme.bits, numbers.T, scales.T, zeros, self._groups(linear, scales.shape[1]))
+
+    def _numbers(self, linear: StoredLinear, scheme: Scheme, inputs: int) -> np.ndarray:
+        if self._is_packed(linear):
+            return unpack(linear.read(PACKED), scheme.bits, 1)[:, :inputs]
+        return linear.read("weight")
 
     @staticmethod
     def _is_packed(linear: StoredLinear) -> bool:

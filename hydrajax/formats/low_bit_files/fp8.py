@@ -53,6 +53,9 @@ class Fp8:
         linear.check(self._scale(linear), FLOAT_TYPES, *shapes)
         return outputs, inputs
 
+    def integers(self, linear: StoredLinear) -> None:
+        """Return None: numbers are floats, or indices of a table."""
+
     def read(self, linear: StoredLinear) -> np.ndarray:
         numbers, scales = linear.read("weight"), linear.scales(self._scale(linear))
         if self.block is not None:

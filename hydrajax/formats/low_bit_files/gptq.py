@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, WORD, Settings, StoredLinear, unpack, widen
+from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, WORD, Integers, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 FORMATS = ("gptq", "gptq_v2")
@@ -64,10 +64,13 @@ class Gptq:
         return outputs, inputs
 
     def read(self, linear: StoredLinear) -> np.ndarray:
+        return self.integers(linear).widened()
+
+    def integers(self, linear: StoredLinear) -> Integers:
         scales, zeros = linear.scales("scales"), linear.read("qzeros").view(np.uint32)
         if self.minus_one:
             # Added to whole words, as writers subtract: a zero of 0 borrows from the next number.
             zeros = zeros + np.uint32(sum(1 << shift for shift in range(0, WORD, self.bits)))
         groups = linear.groups("g_idx", len(scales)) if "g_idx" in linear else None
         numbers = unpack(linear.read("qweight"), self.bits, 0)
-        return widen(numbers, scales, unpack(zeros, self.bits, 1), groups).T
+        return Integers(self.bits, numbers, scales, unpack(zeros, self.bits, 1), groups)

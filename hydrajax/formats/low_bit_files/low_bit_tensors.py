@@ -1,6 +1,7 @@
 """Bases quantised by other programs: the method of ``config.json``, and its tensors as float ones.
 
 A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is read. Everything else passes through.
+`hydrajax.formats.low_bit_files.four_bits` takes a layer's integers instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hydrajax.formats.low_bit_files.bits_and_bytes import BitsAndBytes
 from hydrajax.formats.low_bit_files.compressed import Compressed
 from hydrajax.formats.low_bit_files.fp8 import Fp8
 from hydrajax.formats.low_bit_files.gptq import Gptq
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, NAMES, Method, Settings, StoredLinear
+from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
 from hydrajax.formats.tensors import TensorFiles, open_tensors, read_json
 from hydrajax.models.layout import MODEL, Shape
 
@@ -132,6 +133,13 @@ class LowBitFiles(TensorFiles):
         self.shape(key)  # checks the tensors
         with np.errstate(over="ignore", invalid="ignore"):  # huge scales give infinite weights, as in a float file
             return self._method.read(linear)[:rows]
+
+    def integers(self, key: str) -> Integers | None:
+        """Return the integers of a layer's weights; None for float tensors and for layers of other numbers."""
+        if key not in self._linears:
+            return None
+        self.shape(key)  # checks the tensors
+        return self._method.integers(self._linears[key])
 
     def view(self, key):
         return self.read(key) if key in self._linears else self._files.view(key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,31 @@ class Method(Protocol):
 
     def read(self, linear: StoredLinear) -> np.ndarray:
         """Return the float32 weights ``[outputs, inputs]``."""
+
+    def integers(self, linear: StoredLinear) -> Integers | None:
+        """Return the layer's integers; None if it has none, or scales that are not those of groups of inputs."""
+
+
+class Integers(NamedTuple):
+    """A layer of integers, ``(numbers - zeros) * scales``.
+
+    Attributes:
+        bits: Of each number.
+        numbers: uint8 or int8 ``[inputs, outputs]``.
+        scales: float32 ``[groups, outputs or 1]``.
+        zeros: ``[groups, outputs or 1]``, or one number for all; None for 0.
+        groups: The group of each input; None for consecutive inputs in groups of equal size.
+    """
+
+    bits: int
+    numbers: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray | int | None = None
+    groups: np.ndarray | None = None
+
+    def widened(self) -> np.ndarray:
+        """Return the float32 weights ``[outputs, inputs]``."""
+        return widen(self.numbers, self.scales, self.zeros, self.groups).T
 
 
 class StoredLinear:

@@ -10,14 +10,15 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits
-from hydrajax.models.quantized import Int4Tiles, Int8Tiles
+from hydrajax.models.quantized import Int4Tiles, Int4Tiles64, Int4Tiles128, Int8Tiles
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
 )
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
-KINDS = [Int8Tiles, Int4Tiles]
+KINDS = [Int8Tiles, Int4Tiles, Int4Tiles64, Int4Tiles128]
+GROUPS = {Int8Tiles: 32, Int4Tiles: 32, Int4Tiles64: 64, Int4Tiles128: 128}
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -49,7 +50,7 @@ def test_products_equal_numpy(kind, shape, rows):
     kernel = np.asarray(weight.dequantized(), np.float64)
     size = np.abs(rounded(x)) @ np.abs(kernel)
     # An offset of 4 bits cancels against the numbers.
-    size += np.abs(rounded(x)) @ np.ones(shape) if kind is Int4Tiles else 0
+    size += np.abs(rounded(x)) @ np.ones(shape) if issubclass(kind, Int4Tiles) else 0
     assert np.max(np.abs(product(x, weight) - rounded(x) @ kernel) / (size + 1e-9)) < 2e-6
 
 
@@ -115,13 +116,15 @@ def test_numbers_from_gguf_stay_what_they_are(kind, name):
     np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(Int8Tiles, 127), (Int4Tiles, 7.5)])
+@pytest.mark.parametrize(("kind", "steps"), [(Int8Tiles, 127), *((kind, 7.5) for kind in KINDS[1:])])
 def test_weights_are_within_half_a_step(kind, steps):
     kernel = np.random.default_rng(3).standard_normal((300, 2, 35)).astype(np.float32)
     kernel[:, 1, 4] = 0
     found = kind.of(kernel)
     assert found.shape == kernel.shape
-    step = np.pad(np.abs(kernel), [(0, -300 % 32), (0, 0), (0, 0)]).reshape(-1, 32, 2, 35).max(axis=1).repeat(32, 0)
+    size = GROUPS[kind]
+    step = np.pad(np.abs(kernel), [(0, -300 % size), (0, 0), (0, 0)])
+    step = step.reshape(-1, size, 2, 35).max(axis=1).repeat(size, 0)
     assert (np.abs(found.dequantized() - kernel) <= 0.51 * step[:300] / steps + 1e-3 * step[:300]).all()
     np.testing.assert_array_equal(found.dequantized()[:, 1, 4], 0)
 
@@ -133,6 +136,19 @@ def test_weights_beyond_float16_are_refused(kind, bad):
     kernel[33, 1] = bad
     with pytest.raises(HydrajaxError, match="not finite, expected finite numbers within float16"):
         kind.of(kernel)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_bits_of_a_weight(kind):
+    weight = kind.of(np.ones((256, 64), np.float32))
+    assert sum(x.nbytes for x in weight.arrays().values()) * 8 / (256 * 64) == 4 + 32 / GROUPS[kind]
+
+
+def test_scales_that_do_not_fit_the_weight_are_refused():
+    weight, x = Int4Tiles128.of(np.ones((256, 64), np.float32)), np.ones((1, 256), np.float32)
+    for bad in (weight.scale[:, :1], np.ones((1, 5, 64), np.float16), np.ones((1, 16, 64), np.float16)):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="the weight and its scales do not fit"):
+            few_bits.matmul(x, 64, weight.values, bad, bad)
 
 
 def test_columns_of_an_embedding():

@@ -1,0 +1,78 @@
+"""Layers of 4-bit integers as our kernels store them: a file's own numbers, scales and zeros, without rounding."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles
+from hydrajax.formats.low_bit_files.stored_linear import Integers
+from hydrajax.models.kernels.few_bits import GROUPS
+from hydrajax.models.layout import Entry
+from hydrajax.models.quantized import Int4Tiles
+
+BITS = 4
+
+
+def four_bit_kernel(files: LowBitFiles, entry: Entry) -> Int4Tiles | None:
+    """Return a kernel that equals the widened layers of an entry bit by bit.
+
+    None if a layer is no 4-bit integers with groups of a multiple of 32 consecutive inputs, or has zeros beyond a byte.
+    A kernel of several layers has the largest groups that fit them all.
+    """
+    layers = []
+    for name in entry.theirs:
+        layer = files.integers(name)
+        if layer is None or (stored := _unsigned(layer)) is None:
+            return None
+        layers.append(stored)
+    if not layers:
+        return None
+    depth = len(layers[0].numbers)
+    sizes = [depth // len(layer.scales) for layer in layers if len(layer.scales) > 1]  # one group fits any size
+    group = next((size for size in reversed(GROUPS) if not any(each % size for each in sizes)), None)
+    if group is None:
+        return None
+    starts = np.cumsum([0] + [layer.numbers.shape[1] for layer in layers])
+    features = _features(entry, depth, starts)
+
+    def joined(parts: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts, axis=1)[:, features.reshape(-1)]
+
+    numbers = joined([layer.numbers for layer in layers])
+    scales = joined([_per_group(layer, layer.scales, group) for layer in layers])
+    zeros = joined([_per_group(layer, layer.zeros, group) for layer in layers])
+    return Int4Tiles.of_numbers(numbers, scales, zeros, (depth, *features.shape))
+
+
+def _unsigned(layer: Integers) -> Integers | None:
+    """Return a layer with numbers of 0 to 15 and an array of zeros of one byte, if it has such."""
+    inputs, n_groups = len(layer.numbers), len(layer.scales)
+    if layer.bits != BITS or inputs % n_groups:
+        return None
+    if layer.groups is not None and not np.array_equal(layer.groups, np.arange(inputs) * n_groups // inputs):
+        return None
+    shift = 0 if layer.numbers.dtype == np.uint8 else 1 << (BITS - 1)
+    if shift and not -shift <= layer.numbers.min(initial=0) <= layer.numbers.max(initial=0) < shift:
+        return None
+    zeros = np.asarray(0 if layer.zeros is None else layer.zeros, np.float32) + shift
+    if not np.array_equal(zeros, np.clip(np.rint(zeros), 0, 255)):
+        return None
+    numbers = (layer.numbers + np.int8(shift)).view(np.uint8) if shift else layer.numbers
+    zeros = np.broadcast_to(zeros.astype(np.uint8), layer.scales.shape)
+    return layer._replace(numbers=numbers, zeros=zeros)
+
+
+def _per_group(layer: Integers, values: np.ndarray, group: int) -> np.ndarray:
+    """Return values ``[groups of the layer, outputs or 1]`` for each group of this size and output."""
+    inputs, outputs = layer.numbers.shape
+    groups = np.arange(-(-inputs // group)) * group * len(values) // inputs
+    return np.broadcast_to(values[groups], (len(groups), outputs))
+
+
+def _features(entry: Entry, depth: int, starts: np.ndarray) -> np.ndarray:
+    """Return for each feature of the kernel the output of the layers, counted through, that it is."""
+    outputs = [np.arange(start, end) for start, end in itertools.pairwise(starts)]
+    (parameter,) = entry.join(*(np.broadcast_to(each[:, None], (len(each), depth)) for each in outputs))
+    return parameter[(slice(0, 1),)][0]
