@@ -138,8 +138,9 @@ def load(
             shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
             a batch over its ``data`` axis. None is the default device.
         quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
-            in one. Logits differ slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft
-            heads too; elsewhere they only take less memory.
+            in one. ``"int4-64"`` and ``"int4-128"`` have a scale for 64 and 128 inputs in place of 32. Logits differ
+            slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
+            they only take less memory.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
         merge: add the adapter to the base's weights, before quantisation. A step then costs what it costs without an
             adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
