@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "cpu_kernels.h"
+#include "few_bits_256.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_VNNI_CODE 1
@@ -284,6 +285,87 @@ void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t gro
 #pragma GCC pop_options
 #endif
 
+// ---- AVX2 and AVX-VNNI: few_bits_256.h -------------------------------------------------------------------------------------
+
+#ifdef HAS_256_BIT_CODE
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+
+namespace narrow {
+
+constexpr int kLanes = 8;    // columns of a vector
+constexpr int kVectors = 2;  // side by side: with four rows their sums take half of the registers
+
+void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<int8_t>(x, depth, rows, to); }
+
+template <typename Isa, bool FourBits, int R>
+inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t row, int column,
+                                       float* sums) {
+  const int8_t* a[R];
+  __m256i products[R][kVectors];
+  for (int r = 0; r < R; ++r) {
+    const int64_t at = (row + r) * x.groups + group;
+    a[r] = static_cast<const int8_t*>(x.values) + at * kDepth;
+    for (int v = 0; v < kVectors; ++v) products[r][v] = Isa::template Zero<FourBits>(x.sums[at]);
+  }
+  auto add = [&](int step, const __m256i* w) ALWAYS_INLINE {
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, a[r] + 4 * step, sizeof(four));
+      const __m256i numbers = _mm256_set1_epi32(four);
+      for (int v = 0; v < kVectors; ++v) Isa::template Add<FourBits>(products[r][v], w[v], numbers);
+    }
+  };
+#pragma GCC unroll 1  // sums stay in registers
+  for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
+    __m256i w[kVectors], high[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const uint8_t* from = tile.values + (s * kColumns + column + v * kLanes) * 4;
+      w[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      if constexpr (FourBits) {
+        high[v] = _mm256_and_si256(_mm256_srli_epi16(w[v], 4), _mm256_set1_epi8(15));
+        w[v] = _mm256_and_si256(w[v], _mm256_set1_epi8(15));
+      }
+    }
+    add(s, w);
+    if constexpr (FourBits) add(s + kSteps / 2, high);
+  }
+  for (int v = 0; v < kVectors; ++v, column += kLanes) {
+    auto wide_of = [&](const uint16_t* halves) ALWAYS_INLINE {
+      return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + column)));
+    };
+    for (int r = 0; r < R; ++r) {
+      const int64_t at = (row + r) * x.groups + group;
+      float* to = sums + (row + r) * kColumns + column;
+      __m256 wide = _mm256_cvtepi32_ps(Isa::template Total<FourBits>(products[r][v]));
+      wide = _mm256_mul_ps(wide, wide_of(tile.scales));
+      if (tile.offsets != nullptr) wide = _mm256_fmadd_ps(_mm256_set1_ps(x.sums[at]), wide_of(tile.offsets), wide);
+      _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_set1_ps(x.scales[at]), wide, _mm256_loadu_ps(to)));
+    }
+  }
+}
+
+template <typename Isa, bool FourBits>
+void MultiplyTile(const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+  for (int column = 0; column < kColumns; column += kVectors * kLanes) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) MultiplyRows<Isa, FourBits, 4>(tile, x, group, row, column, sums);
+    if (rows - row == 3) MultiplyRows<Isa, FourBits, 3>(tile, x, group, row, column, sums);
+    if (rows - row == 2) MultiplyRows<Isa, FourBits, 2>(tile, x, group, row, column, sums);
+    if (rows - row == 1) MultiplyRows<Isa, FourBits, 1>(tile, x, group, row, column, sums);
+  }
+}
+
+template <typename Isa>
+void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+  (weight.four_bits ? MultiplyTile<Isa, true> : MultiplyTile<Isa, false>)(tile, x, group, rows, sums);
+}
+
+}  // namespace narrow
+
+#pragma GCC pop_options
+#endif
+
 // ---- out[rows, width] = x[rows, depth] @ weight ----------------------------------------------------------------------------
 
 struct Code {
@@ -293,15 +375,25 @@ struct Code {
                    float* sums);  // adds to sums [rows, 64]
 };
 
+// The best code for this CPU. HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the one that it names, or plain code.
 const Code& BestCode() {
-  static constexpr Code kPlain = {sizeof(float), plain::Quantize, plain::Multiply};
+  static const Code best = [] {
+    const char* name = std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS");
+    auto chosen = [&](const char* code) { return name == nullptr || std::strcmp(name, code) == 0; };
 #ifdef HAS_VNNI_CODE
-  static constexpr Code kVnni = {sizeof(int8_t), vnni::Quantize, vnni::Multiply};
-  static const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                           __builtin_cpu_supports("avx512vnni") && std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS") == nullptr;
-  if (vnni) return kVnni;
+    const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vnni");
+    if (vnni && chosen("avx512vnni")) return Code{sizeof(int8_t), vnni::Quantize, vnni::Multiply};
 #endif
-  return kPlain;
+#ifdef HAS_256_BIT_CODE
+    auto code = [](auto isa) { return Code{sizeof(int8_t), narrow::Quantize, narrow::Multiply<decltype(isa)>}; };
+    if (AvxVnni::Available() && chosen(AvxVnni::kName)) return code(AvxVnni());
+    if (Avx2::Available() && chosen(Avx2::kName)) return code(Avx2());
+#endif
+    static_cast<void>(chosen);
+    return Code{sizeof(float), plain::Quantize, plain::Multiply};
+  }();
+  return best;
 }
 
 // Tiles `begin` to `end` of the columns.

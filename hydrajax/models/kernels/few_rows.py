@@ -84,18 +84,22 @@ TARGETS = (
 @functools.cache
 def available() -> bool:
     """Return whether the kernels can be called; loads and registers them the first time."""
-    suffixes = importlib.machinery.EXTENSION_SUFFIXES
-    paths = [Path(__file__).with_name("_few_rows" + suffix) for suffix in suffixes]
-    path = next((path for path in paths if path.is_file()), None)
+    path = library()
     if path is None:
         return False
     try:
-        library = ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
     except OSError:  # built for another machine
         return False
     for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     return True
+
+
+def library() -> Path | None:
+    """Return the compiled library's path, or None without one."""
+    paths = (Path(__file__).with_name("_few_rows" + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
-from hydrajax.models.kernels import few_bits
+from hydrajax.models.kernels import few_bits, few_rows
 from hydrajax.models.quantized import Int4Tiles, Int4Tiles64, Int4Tiles128, Int8Tiles
 
 pytestmark = pytest.mark.skipif(
@@ -90,6 +93,35 @@ def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
     x, weight = rng.standard_normal((3, 40)).astype(np.float32), kind.of(rng.standard_normal((40, 70), np.float32))
     monkeypatch.setattr(platforms, "has_few_bits", lambda: False)
     np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("code", ["avxvnni", "avx2", "1"])
+def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
+    """A library chooses its code once, so each code has a copy of it. Missing instructions make that plain code."""
+    copy = shutil.copy(few_rows.library(), tmp_path / f"{code}.so")
+    symbol = ctypes.CDLL(copy).hydrajax_matmul_few_bits
+    jax.ffi.register_ffi_target(f"few_bits_{code}", jax.ffi.pycapsule(symbol), platform="cpu")
+    rng = np.random.default_rng(7)
+
+    def check(x, weight):
+        out = jax.ShapeDtypeStruct((len(x), weight.shape[1]), jnp.float32)
+        found = jax.ffi.ffi_call(f"few_bits_{code}", out)(x, *weight.arrays().values())
+        np.testing.assert_array_equal(found, product(x, weight))
+        return found
+
+    monkeypatch.setenv("HYDRAJAX_PLAIN_CPU_KERNELS", code)  # read by the copy's first product
+    for kind in KINDS:
+        weight = kind.of(rng.standard_normal((100, 200)).astype(np.float32))
+        for rows in (1, 2, 3, 4, 9):
+            check(rng.standard_normal((rows, 100)).astype(np.float32), weight)
+    # The largest integers, which saturate where 16 bits do not hold their sums.
+    x = np.array([[127], [-127]], np.float32) * np.ones((1, 32), np.float32)
+    one = np.ones((1, 1, 64), np.float16)
+    for number in (-128, -127, 127):
+        weight = Int8Tiles(np.full((1, 1, 8, 64, 4), number, np.int8), one, (32, 64))
+        np.testing.assert_array_equal(check(x, weight)[:, 5], 32 * number * x[:, 0])
+    weight = Int4Tiles(np.full((1, 1, 4, 64, 4), 255, np.uint8), one, 0 * one, (32, 64))
+    np.testing.assert_array_equal(check(x, weight)[:, 5], 32 * 15 * x[:, 0])
 
 
 # --- weights ------------------------------------------------------------------------------------------------------
