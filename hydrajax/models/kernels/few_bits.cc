@@ -331,15 +331,14 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t 
     if constexpr (FourBits) add(s + kSteps / 2, high);
   }
   for (int v = 0; v < kVectors; ++v, column += kLanes) {
-    auto wide_of = [&](const uint16_t* halves) ALWAYS_INLINE {
-      return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + column)));
-    };
+    const __m256 scale = _mm256_loadu_ps(tile.scales + column);
+    const __m256 offset = tile.offsets != nullptr ? _mm256_loadu_ps(tile.offsets + column) : _mm256_setzero_ps();
     for (int r = 0; r < R; ++r) {
       const int64_t at = (row + r) * x.groups + group;
       float* to = sums + (row + r) * kColumns + column;
       __m256 wide = _mm256_cvtepi32_ps(Isa::template Total<FourBits>(products[r][v]));
-      wide = _mm256_mul_ps(wide, wide_of(tile.scales));
-      if (tile.offsets != nullptr) wide = _mm256_fmadd_ps(_mm256_set1_ps(x.sums[at]), wide_of(tile.offsets), wide);
+      wide = _mm256_mul_ps(wide, scale);
+      if (tile.offsets != nullptr) wide = _mm256_fmadd_ps(_mm256_set1_ps(x.sums[at]), offset, wide);
       _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm256_set1_ps(x.scales[at]), wide, _mm256_loadu_ps(to)));
     }
   }
