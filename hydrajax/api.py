@@ -24,6 +24,7 @@ from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_con
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.quantized import QUANTIZED
+from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
@@ -106,6 +107,7 @@ def load(
     dtype: Any = AUTO,
     placement: Placement | Mesh | None = None,
     quantize: str | None = None,
+    kv_cache: str | None = None,
     adapter: str | Path | None = None,
     merge: bool = False,
     force: bool = False,
@@ -141,6 +143,9 @@ def load(
             in one. ``"int4-64"`` and ``"int4-128"`` have a scale for 64 and 128 inputs in place of 32. Logits differ
             slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
             they only take less memory.
+        kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per token
+            and head. Logits differ slightly; a tree's tokens are those of decoding token by token
+            (docs/usage.md#kv-cache). A draft's own cache keeps ``dtype``.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
         merge: add the adapter to the base's weights, before quantisation. A step then costs what it costs without an
             adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
@@ -168,6 +173,8 @@ def load(
         raise not_allowed("dtype", name, (AUTO, *DTYPES))
     if quantize not in (None, *QUANTIZED):
         raise not_allowed("quantize", quantize, QUANTIZED)
+    if kv_cache not in (None, *KV_CACHES):
+        raise not_allowed("kv_cache", kv_cache, KV_CACHES)
     if merge and adapter is None:
         raise HydrajaxError("merge: requires an adapter")
     placement = placement if isinstance(placement, Placement) else Placement(placement)
@@ -193,7 +200,7 @@ def load(
         on_progress=on_progress,
     )
     m = LanguageModel(
-        model,
+        model.clone(kv_cache=kv_cache),
         NoDrafter(),
         Params(params, {}),
         load_tokenizer(base),

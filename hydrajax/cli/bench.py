@@ -172,7 +172,8 @@ def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, lis
         if args.dtype == api.AUTO:  # there is no checkpoint to take it from
             args.dtype = "float32"
         kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
-        return _with_own_tree(args, *random_model(args.random, kind, dtype, args.seed, args.quantize), spec), []
+        model, *drafted = random_model(args.random, kind, dtype, args.seed, args.quantize)
+        return _with_own_tree(args, model.clone(kv_cache=args.kv_cache), *drafted, spec), []
     model = options.load_from(args)
     if args.random_draft:
         drafter, params = random_draft(model.model, model.params.base, args.random_draft, args.seed)

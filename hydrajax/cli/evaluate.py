@@ -141,11 +141,13 @@ def settings_of(
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
     model = fingerprint(base, adapter=adapter)
     adapted = {"adapter": model["adapter"], "merge_adapter": args.merge_adapter} if "adapter" in model else {}
+    stored = {} if args.kv_cache is None else {"kv_cache": args.kv_cache}
     return {
         "set": args.set if args.set in question_sets.FILES else Path(args.set).name,
         "questions": question_sets.digest(questions),
         "base": model["sha256"],
         **adapted,
+        **stored,
         "contenders": {way.model_id: way.identity() for way in ways},
         "rule": options.spec_from(args).shown_rule(),
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},

@@ -26,6 +26,7 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.quantized import QUANTIZED
+from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
 from hydrajax.text.prompt import read_prompts
@@ -49,7 +50,9 @@ def add_model_arguments(
     several: bool = False,
     apart: bool = False,
 ) -> None:
-    """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --force``: see `load_from`, `tree_from`.
+    """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --kv-cache, --force``.
+
+    See `load_from` and `tree_from`.
 
     Args:
         parser: of the command.
@@ -109,6 +112,10 @@ def add_model_arguments(
             "--quantize", choices=QUANTIZED,
             help="store the weights in fewer bits, on a CPU 3 to 5 times as fast "
             "('hydrajax convert int8' measures the effect)",
+        )  # fmt: skip
+        group.add_argument(
+            "--kv-cache", choices=KV_CACHES,
+            help="store the base's KV cache in fewer bits (default: the dtype of the computation)",
         )  # fmt: skip
     group.add_argument("--force", action="store_true", help="load heads even if they record another base")
 
@@ -333,6 +340,7 @@ def load_from(
             dtype=changes.get("dtype", args.dtype),
             placement=placement_from(args),
             quantize=args.quantize,
+            kv_cache=args.kv_cache,
             adapter=args.adapter,
             merge=args.merge_adapter,
             force=args.force,

@@ -22,6 +22,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import DATA, MODEL, axis_over, on_each_device
+from hydrajax.models.rounded import Vectors, in_parts, widened
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
 # padding token) gives a harmless average and not NaN.
@@ -34,7 +35,7 @@ QUERY_CHUNK = 128
 # loop. 64 chunks written out took XLA over two minutes for two layers.
 UNROLLED_SECTIONS = 16
 
-KeyValue = tuple[Array, Array]  # keys and values of one layer, each [B, n_kv_heads, slots, head_dim]
+KeyValue = tuple[Vectors, Vectors]  # keys and values of one layer, each [B, n_kv_heads, slots, head_dim]
 
 
 @jax.tree_util.register_static
@@ -108,14 +109,14 @@ class KVSegment(NamedTuple):
     """Keys and values, and which of them each query attends to.
 
     Attributes:
-        keys, values: ``[B, n_kv_heads, S, head_dim]``.
+        keys, values: ``[B, n_kv_heads, S, head_dim]``, as the cache stores them (`hydrajax.models.rounded`).
         visible: bool, broadcastable to ``[B, 1, 1, T, S]``: whether query t of sequence b attends to slot s. A static
             ``[T, S]`` mask is a NumPy constant, folded into the program. `Causal` for a text, `Filled` for a cache,
             `SamePosition` for guesses about a text.
     """
 
-    keys: Float[Array, "B kv S H"]
-    values: Float[Array, "B kv S H"]
+    keys: Vectors
+    values: Vectors
     visible: Mask | Filled | SamePosition
 
     def with_mask(self) -> KVSegment:
@@ -199,13 +200,16 @@ def _attend(queries, segments: Sequence[KVSegment]):
     """Compute `attend` on one device."""
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
-    with_cache = len(segments) == 2 and isinstance(visible[1], Filled)
-    if with_cache and (kernel := backend.tree_kernel(queries, segments[0].keys.shape[1])):
+    keys = segments[0].keys
+    # The tree kernels read no vectors of fewer bits than the queries.
+    with_cache = len(segments) == 2 and isinstance(visible[1], Filled) and keys.dtype == queries.dtype
+    if with_cache and (kernel := backend.tree_kernel(queries, keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
         return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
     if is_long_text and len(segments) == 1 and backend.attends_text(queries):
-        return backend.attend_text(queries, segments[0].keys, segments[0].values, visible[0].window)
+        keys, values = (widened(vectors, queries.dtype) for vectors in segments[0][:2])
+        return backend.attend_text(queries, keys, values, visible[0].window)
     if not is_long_text:
         if backend.attends_few_rows(queries):
             # The oldest first, so that a token's sum has one order in a tree and in the cache.
@@ -222,7 +226,7 @@ def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice):
     (keys, values, causal), *caches = segments
     # The first queries of a long text see none of its last keys: with 4 sections two fifths of the work is left out.
     seen = slice(0 if causal.window is None else max(0, section.start - causal.window + 1), section.stop)
-    keys, values = keys[:, :, seen], values[:, :, seen]
+    keys, values = jax.tree.map(lambda x: x[:, :, seen], (keys, values))
 
     def attend_some(queries, positions):
         text = KVSegment(keys, values, causal.rows(positions)[:, seen])
@@ -253,7 +257,9 @@ def attend_plain(queries, segments: Sequence[KVSegment]):
         if isinstance(segment.visible, SamePosition):
             by_place = rows.reshape(batch, n_kv, -1, n_tokens, head_dim)
             return jnp.einsum("bkgtd,bktd->bkgt", by_place, segment.keys, preferred_element_type=jnp.float32)[..., None]
-        s = backend.contract("bkrd,bksd->bkrs", rows, segment.keys, jnp.float32)
+        keys, factors = in_parts(segment.keys, rows.dtype)
+        s = backend.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
+        s = s if factors is None else s * factors
         s = s.reshape(batch, n_kv, -1, n_tokens, segment.keys.shape[2])
         # Adding is cheaper than selecting, also in the gradient, and gives exactly MASKED for masked scores.
         return s + jnp.where(segment.visible, 0.0, MASKED)
@@ -261,8 +267,10 @@ def attend_plain(queries, segments: Sequence[KVSegment]):
     def weighted_sum(exps, segment: KVSegment):
         if isinstance(segment.visible, SamePosition):
             return (exps * segment.values[:, :, None].astype(jnp.float32)).reshape(batch, n_kv, -1, head_dim)
-        weights = exps.reshape(batch, n_kv, -1, segment.values.shape[2]).astype(segment.values.dtype)
-        return backend.contract("bkrs,bksd->bkrd", weights, segment.values, jnp.float32)
+        values, factors = in_parts(segment.values, rows.dtype)
+        weights = exps.reshape(batch, n_kv, -1, values.shape[2])
+        weights = weights if factors is None else weights * factors
+        return backend.contract("bkrs,bksd->bkrd", weights.astype(values.dtype), values, jnp.float32)
 
     # One softmax over all segments without concatenating them: a common maximum, separate sums, and one division at the
     # end on [T, H] and not on [T, S]. On a CPU this is 20% faster for a 64-node tree than softmax over the

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
@@ -340,11 +340,11 @@ FEW_TOKENS = 16  # at most as many as a step accepts
 
 
 def append_rows(
-    caches: Sequence[Float[Array, "B kv S H"]],
-    blocks: Sequence[Float[Array, "B kv T H"]],
+    caches: Sequence[Num[Array, "B kv S _"]],
+    blocks: Sequence[Num[Array, "B kv T _"]],
     index: Int[Array, "B R"] | None,
     starts: Int[Array, " B"],
-) -> Sequence[Float[Array, "B kv S H"]]:
+) -> Sequence[Num[Array, "B kv S _"]]:
     """Write the tokens ``index[b]`` of the blocks, or all of them, into ``caches`` from slot ``starts[b]`` on, in
     place.
 
@@ -375,8 +375,8 @@ def _append_rows(caches, blocks, index, starts):
 
 
 def _write_slots(
-    slots: Float[Array, "B kv S H"], rows: Float[Array, "B kv R H"], starts: Int[Array, " B"]
-) -> Float[Array, "B kv S H"]:
+    slots: Num[Array, "B kv S H"], rows: Num[Array, "B kv R H"], starts: Int[Array, " B"]
+) -> Num[Array, "B kv S H"]:
     """Write ``rows`` into ``slots`` from slot ``starts[b]`` of each sequence on.
 
     A batch of one is a plain slice update. The batched form becomes a scatter, which is slower on every backend.

@@ -19,6 +19,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.attention import Filled, KeyValue, KVSegment
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import DATA, MODEL, divided
+from hydrajax.models.rounded import Vectors, empty
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
 
@@ -64,15 +65,16 @@ class PendingKVCache(NamedTuple):
         return (KVSegment(*self.block[layer], sees[:, None, None]), *self.cache.segments(layer, first_seen))
 
 
-def init_cache(config: LlamaConfig, batch: int, slots: int, dtype) -> KVCache:
+def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str | None = None) -> KVCache:
     """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention.
 
-    The devices of a mesh divide its sequences and its key-value heads, as attention does.
+    The devices of a mesh divide its sequences and its key-value heads, as attention does. ``kv_cache`` names a type of
+    fewer bits (`hydrajax.models.rounded.KV_CACHES`).
     """
     shape = (batch, config.n_kv_heads, backend.whole_slots(slots), config.head_dim)
 
-    def slots_of_layer():
-        return divided(jnp.zeros(shape, dtype), DATA, MODEL)
+    def slots_of_layer() -> Vectors:
+        return jax.tree.map(lambda x: divided(x, DATA, MODEL), empty(shape, dtype, kv_cache))
 
     layers = tuple((slots_of_layer(), slots_of_layer()) for _ in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))

@@ -18,6 +18,7 @@ from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rounded import rounded
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 
 
@@ -47,12 +48,15 @@ class DecoderLayer(nn.Module):
     weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as its own axis so that
     it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
     separately: the next norm adds the two.
+
+    ``kv_cache`` names the type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig
     dtype: DType
     quantize: str | None = None
     adapter: Adapter | None = None
+    kv_cache: str | None = None
 
     @nn.compact
     def __call__(
@@ -103,6 +107,7 @@ class DecoderLayer(nn.Module):
             keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
+        keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
         if only_keys_values:
             return None, None, (keys, values)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past])

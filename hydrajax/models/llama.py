@@ -35,6 +35,7 @@ class Llama(nn.Module):
             it is the lm head too and `hydrajax.models.quantized.quantizes_embedding`.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
+        kv_cache: The type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig
@@ -42,6 +43,7 @@ class Llama(nn.Module):
     quantize: str | None = None
     adapter: Adapter | None = None
     remat: bool = False
+    kv_cache: str | None = None
 
     def setup(self):
         c = self.config
@@ -58,7 +60,7 @@ class Llama(nn.Module):
     @nn.nowrap
     def _layer(self, **settings) -> DecoderLayer:
         layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
-        return layer(self.config, self.dtype, self.quantize, self.adapter, **settings)
+        return layer(self.config, self.dtype, self.quantize, self.adapter, self.kv_cache, **settings)
 
     @nn.nowrap
     def _calls(self, x: Array) -> list[Callable]:
@@ -106,7 +108,7 @@ class Llama(nn.Module):
     @nn.nowrap
     def init_cache(self, batch: int, slots: int) -> KVCache:
         """Return an empty cache for this many sequences and tokens."""
-        return init_cache(self.config, batch, slots, self.dtype)
+        return init_cache(self.config, batch, slots, self.dtype, self.kv_cache)
 
     def __call__(
         self,

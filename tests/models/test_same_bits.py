@@ -29,15 +29,16 @@ PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 
-def base_of(quantize: str | None, dtype) -> BoundBase:
-    params = init_base(Llama(CONFIG, dtype), jax.random.key(0))
+def base_of(quantize: str | None, dtype, kv_cache: str | None = None, window: int | None = None) -> BoundBase:
+    config = CONFIG.replace(sliding_window=window)
+    params = init_base(Llama(config, dtype), jax.random.key(0))
     params["embedding"] = params["embedding"] * 20
     if quantize:
         params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")
         for layer in (value for name, value in params.items() if name.startswith("layers_")):
             for name in ("qkv", "out", "gate_up", "down"):
                 layer |= quantized_type(quantize, name).of(np.asarray(layer[name]) * 4).stored(name)
-    return BoundBase(Llama(CONFIG, dtype, quantize=quantize), jax.tree.map(jnp.asarray, params))
+    return BoundBase(Llama(config, dtype, quantize=quantize, kv_cache=kv_cache), jax.tree.map(jnp.asarray, params))
 
 
 CASES = [(dtype, name, batch) for dtype in (jnp.float32, jnp.bfloat16) for name in TYPES for batch in (1, 3)]
@@ -45,7 +46,21 @@ CASES = [(dtype, name, batch) for dtype in (jnp.float32, jnp.bfloat16) for name 
 
 @pytest.mark.parametrize(("dtype", "quantize", "batch"), [*CASES, (jnp.float32, "int4-128", 3)])
 def test_a_tree_and_one_token_at_a_time(dtype, quantize, batch):
-    base = base_of(quantize, dtype)
+    compare(base_of(quantize, dtype), batch)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache"), [(jnp.float32, "bfloat16"), (jnp.float32, "int8"), (jnp.bfloat16, "int8")]
+)
+def test_with_a_cache_of_fewer_bits(dtype, kv_cache, window):
+    base = base_of(None, dtype, kv_cache, window)
+    compare(base, batch=3)
+    stored = jax.tree.leaves(base.model.init_cache(1, 8).layers)[0]
+    assert stored.dtype == kv_cache
+
+
+def compare(base: BoundBase, batch: int) -> None:
     tokens = np.random.default_rng(0).integers(0, 97, (batch, PROMPT + len(PARENTS))).astype(np.int32)
     prompt, nodes = tokens[:, :PROMPT], tokens[:, PROMPT:]
 

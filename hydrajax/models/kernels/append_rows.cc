@@ -16,6 +16,7 @@ using Starts = ffi::Buffer<ffi::S32, 1>;
 struct Written {
   const char* block;  // [B, kv, T, H]
   char* cache;        // [B, kv, S, H]
+  int64_t row_bytes;  // of H numbers
 };
 
 // Token index[b, r] of each block goes to slot starts[b] + r of its cache. `rest` holds the n caches, which are the results,
@@ -26,7 +27,7 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
   if (n == 0 || rest.size() != 2 * n) return ffi::Error::InvalidArgument("append_rows: caches and blocks do not fit");
   std::vector<Written> arrays;
   ffi::AnyBuffer::Dimensions shape, fed;
-  int64_t row_bytes = 0;
+  int64_t rows_bytes = 0;  // of one row of each array
   for (size_t i = 0; i < n; ++i) {
     auto cache = results.get<ffi::AnyBuffer>(i);
     const auto old = rest.get<ffi::AnyBuffer>(i), block = rest.get<ffi::AnyBuffer>(n + i);
@@ -35,22 +36,25 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
     if ((*cache)->untyped_data() != old->untyped_data()) {
       return ffi::Error::Internal("append_rows: a result is not its cache, although it was declared so");
     }
-    arrays.push_back({static_cast<char*>(block->untyped_data()), static_cast<char*>((*cache)->untyped_data())});
-    row_bytes = static_cast<int64_t>(block->size_bytes() / block->element_count()) * fed[3];
+    const int64_t row_bytes = static_cast<int64_t>(block->size_bytes() / block->element_count()) * fed[3];
+    arrays.push_back(
+        {static_cast<char*>(block->untyped_data()), static_cast<char*>((*cache)->untyped_data()), row_bytes});
+    rows_bytes += row_bytes;
   }
   const int64_t batch = shape[0], heads = shape[1], slots = shape[2], tokens = fed[2], rows = index.dimensions()[1];
   if (rows > slots) return ffi::Error::InvalidArgument("append_rows: more rows than slots");
-  const int64_t bytes = batch * heads * rows * row_bytes, shares = Shares(pool, n, n * bytes);
+  const int64_t shares = Shares(pool, n, batch * heads * rows * rows_bytes);
   InParallel(pool, shares, [&](int64_t share) {
     for (size_t i = n * share / shares; i < n * (share + 1) / shares; ++i) {
+      const auto [block, cache, row_bytes] = arrays[i];
       for (int64_t b = 0; b < batch; ++b) {
         // As XLA does, move a write that does not fit.
         const int64_t start = std::max<int64_t>(0, std::min<int64_t>(starts.typed_data()[b], slots - rows));
         for (int64_t head = b * heads; head < (b + 1) * heads; ++head) {
           for (int64_t r = 0; r < rows; ++r) {
             const int64_t token = index.typed_data()[b * rows + r];
-            std::memcpy(arrays[i].cache + (head * slots + start + r) * row_bytes,
-                        arrays[i].block + (head * tokens + token) * row_bytes, row_bytes);
+            std::memcpy(cache + (head * slots + start + r) * row_bytes, block + (head * tokens + token) * row_bytes,
+                        row_bytes);
           }
         }
       }

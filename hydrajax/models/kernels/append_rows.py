@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Float, Int
+from jaxtyping import Int, Num
 
 from hydrajax.models.arrays import Array
 
@@ -20,13 +20,13 @@ NAME = "hydrajax_append_rows"
 
 
 def append_rows(
-    caches: Sequence[Float[Array, "B kv S H"]],
-    blocks: Sequence[Float[Array, "B kv T H"]],
+    caches: Sequence[Num[Array, "B kv S _"]],
+    blocks: Sequence[Num[Array, "B kv T _"]],
     index: Int[Array, "B R"],
     starts: Int[Array, " B"],
     *,
     interpret: bool = False,
-) -> Sequence[Float[Array, "B kv S H"]]:
+) -> Sequence[Num[Array, "B kv S _"]]:
     """Write token ``index[b, r]`` of each block into slot ``starts[b] + r`` of ``caches``; R slots must be free there.
 
     The caches are updated in place if XLA can donate them. H must be a power of two.

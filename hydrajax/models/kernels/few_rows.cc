@@ -26,6 +26,7 @@ typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alia
 typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
+typedef int8_t ByteLanes __attribute__((vector_size(kLanes), aligned(1)));
 
 struct BFloat16 {  // the upper half of a float32
   uint16_t bits;
@@ -56,6 +57,12 @@ inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
   std::memcpy(&halves, from, sizeof(halves));
   const BitLanes bits = __builtin_convertvector(halves, BitLanes) << 16;
   std::memcpy(&to, &bits, sizeof(to));
+}
+
+inline ALWAYS_INLINE void Load(Lanes& to, const int8_t* from) {
+  ByteLanes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  to = __builtin_convertvector(__builtin_convertvector(bytes, IntLanes), Lanes);
 }
 
 inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { *reinterpret_cast<Lanes*>(to) = from; }
@@ -465,10 +472,12 @@ inline ALWAYS_INLINE void Exp(Lanes& x) {
   x = tiny ? Lanes{} : p * power;
 }
 
-template <typename T>
+// Keys and values of type K: float, BFloat16, or int8_t with a factor for each vector.
+template <typename K>
 struct Part {
-  const T *keys, *values;      // [B, kv, slots, H]
-  const bool* visible;         // [B or 1, T or 1, slots]
+  const K *keys, *values;                    // [B, kv, slots, H]
+  const float *key_factors, *value_factors;  // [B, kv, slots], or null
+  const bool* visible;                       // [B or 1, T or 1, slots]
   int64_t slots, batch_stride, token_stride;
 };
 
@@ -476,9 +485,12 @@ struct Shape {
   int64_t batch, kv_heads, queries_per_kv, tokens, head_dim;
 };
 
+template <typename K>
+constexpr bool kHasFactors = std::is_same_v<K, int8_t>;
+
 // The slots from the first to the last visible one of a sequence.
-template <typename T>
-void SeenRange(const Part<T>& part, int64_t b, int64_t tokens, int64_t* first, int64_t* last) {
+template <typename K>
+void SeenRange(const Part<K>& part, int64_t b, int64_t tokens, int64_t* first, int64_t* last) {
   *first = part.slots;
   *last = 0;
   for (int64_t t = 0; t < (part.token_stride ? tokens : 1); ++t) {
@@ -492,9 +504,10 @@ void SeenRange(const Part<T>& part, int64_t b, int64_t tokens, int64_t* first, i
   }
 }
 
-// n numbers in float32; bfloat16 is copied to `room`, n a multiple of 16.
+// n numbers in float32; narrower ones are copied to `room`, n a multiple of 16.
 inline ALWAYS_INLINE const float* WideRows(const float* from, int64_t, float*) { return from; }
-inline ALWAYS_INLINE const float* WideRows(const BFloat16* from, int64_t n, float* room) {
+template <typename K>
+inline ALWAYS_INLINE const float* WideRows(const K* from, int64_t n, float* room) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Lanes numbers;
     Load(numbers, from + i);
@@ -504,9 +517,9 @@ inline ALWAYS_INLINE const float* WideRows(const BFloat16* from, int64_t n, floa
 }
 
 // Up to 16 queries that share a key-value head, over all segments. `scores` has room for 16 x all slots.
-template <typename T>
+template <typename T, typename K>
 FOR_EVERY_CPU
-void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs, int64_t n, const Part<T>* parts,
+void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs, int64_t n, const Part<K>* parts,
                  const int64_t* firsts, const int64_t* lasts, int64_t n_parts, int64_t b, int64_t head_row,
                  int64_t head_dim, float scale, float* scores) {
   alignas(64) float transposed[kLongestHead * kGroup];  // [H, 16]
@@ -517,8 +530,8 @@ void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs,
   Lanes peak = Lanes{} - 1e30f;
   float* at = scores;
   for (int64_t p = 0; p < n_parts; ++p) {
-    const Part<T>& part = parts[p];
-    const T* all_keys = part.keys + head_row * part.slots * head_dim;
+    const Part<K>& part = parts[p];
+    const K* all_keys = part.keys + head_row * part.slots * head_dim;
     for (int64_t s = firsts[p]; s < lasts[p]; s += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, lasts[p] - s);
       Lanes sums[kKeys] = {};
@@ -538,6 +551,7 @@ void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs,
         }
       }
       for (int64_t k = 0; k < count; ++k) {
+        if constexpr (kHasFactors<K>) sums[k] *= part.key_factors[head_row * part.slots + s + k];
         const bool* visible = part.visible + b * part.batch_stride + s + k;
         if (part.token_stride == 0) {
           if (!*visible) sums[k] = Lanes{} - 1e30f;
@@ -557,13 +571,17 @@ void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs,
     }
   }
   Lanes total = {};
-  for (float* x = scores; x < at; x += kGroup) {
-    Lanes s;
-    Load(s, x);
-    s -= peak;
-    Exp(s);
-    total += s;
-    Store(x, s);
+  float* x = scores;
+  for (int64_t p = 0; p < n_parts; ++p) {
+    for (int64_t s = firsts[p]; s < lasts[p]; ++s, x += kGroup) {
+      Lanes weights;
+      Load(weights, x);
+      weights -= peak;
+      Exp(weights);
+      total += weights;
+      if constexpr (kHasFactors<K>) weights *= parts[p].value_factors[head_row * parts[p].slots + s];
+      Store(x, weights);
+    }
   }
   total = total > 0.0f ? total : Lanes{} + 1.0f;  // a padding token without visible keys gives zeros, not NaN
   alignas(64) float totals[kGroup];
@@ -576,7 +594,7 @@ void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs,
       const bool both = h + 2 * kLanes <= head_dim;
       const float* weights = scores + first;
       for (int64_t p = 0; p < n_parts; ++p) {
-        const T* values = parts[p].values + head_row * parts[p].slots * head_dim + h;
+        const K* values = parts[p].values + head_row * parts[p].slots * head_dim + h;
         for (int64_t s = firsts[p]; s < lasts[p]; ++s, weights += kGroup) {
           Lanes v0, v1 = {};
           Prefetch(values + (s + 2 * kKeys) * head_dim, 2 * kLanes);
@@ -596,21 +614,30 @@ void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs,
   }
 }
 
-// queries [B, heads, T, H]; then keys, values and visible of each part. out [B, T, heads * H].
-template <ffi::DataType type, typename T>
+// queries [B, heads, T, H]; then keys, values and visible of each part, keys and values with their factors [B, kv, slots, 1]
+// if there are any. out [B, T, heads * H].
+template <typename T, ffi::DataType type, typename K>
 ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::RemainingArgs rest, ffi::AnyBuffer out) {
-  std::vector<Part<T>> parts;
+  constexpr size_t kWithFactors = kHasFactors<K> ? 2 : 1, kArrays = 2 * kWithFactors + 1;
+  std::vector<Part<K>> parts;
   int64_t kv_heads = 0, all_slots = 0;
   const auto q = queries.dimensions();
-  for (size_t i = 0; i + 2 < rest.size(); i += 3) {
-    auto keys = rest.get<ffi::Buffer<type, 4>>(i), values = rest.get<ffi::Buffer<type, 4>>(i + 1);
-    auto visible = rest.get<ffi::Buffer<ffi::PRED, 3>>(i + 2);
+  for (size_t i = 0; i + kArrays <= rest.size(); i += kArrays) {
+    auto keys = rest.get<ffi::Buffer<type, 4>>(i), values = rest.get<ffi::Buffer<type, 4>>(i + kWithFactors);
+    auto visible = rest.get<ffi::Buffer<ffi::PRED, 3>>(i + kArrays - 1);
     if (!keys || !values || !visible) return ffi::Error::InvalidArgument("few_rows: a part is not as declared");
+    const float* factors[2] = {};
+    if constexpr (kHasFactors<K>) {
+      auto of_keys = rest.get<ffi::Buffer<ffi::F32, 4>>(i + 1), of_values = rest.get<ffi::Buffer<ffi::F32, 4>>(i + 3);
+      if (!of_keys || !of_values) return ffi::Error::InvalidArgument("few_rows: a part's factors are not as declared");
+      factors[0] = of_keys->typed_data(), factors[1] = of_values->typed_data();
+    }
     const auto m = visible->dimensions();
     kv_heads = keys->dimensions()[1];
     const int64_t slots = keys->dimensions()[2];
-    parts.push_back({static_cast<const T*>(keys->untyped_data()), static_cast<const T*>(values->untyped_data()),
-                     visible->typed_data(), slots, m[0] == 1 ? 0 : m[1] * m[2], m[1] == 1 ? 0 : m[2]});
+    parts.push_back({static_cast<const K*>(keys->untyped_data()), static_cast<const K*>(values->untyped_data()),
+                     factors[0], factors[1], visible->typed_data(), slots, m[0] == 1 ? 0 : m[1] * m[2],
+                     m[1] == 1 ? 0 : m[2]});
     all_slots += slots;
   }
   const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3], per_kv = heads / kv_heads;
@@ -640,14 +667,22 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Queries, keys, values and the result have one dtype.
+// Keys and values may have fewer bits than the queries, whose dtype the result has.
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::RemainingArgs rest,
                   ffi::Result<ffi::AnyBuffer> out) {
   if (!IsNumbers(queries, 4) || !IsNumbers(*out, 3) || out->element_type() != queries.element_type()) {
     return ffi::Error::InvalidArgument("few_rows: the queries are not as declared");
   }
-  if (queries.element_type() == ffi::F32) return AttendIn<ffi::F32, float>(pool, queries, rest, *out);
-  return AttendIn<ffi::BF16, BFloat16>(pool, queries, rest, *out);
+  const auto keys = rest.get<ffi::AnyBuffer>(0);
+  if (!keys) return ffi::Error::InvalidArgument("few_rows: a part is not as declared");
+  const ffi::DataType stored = keys->element_type();
+  if (queries.element_type() == ffi::BF16) {
+    if (stored == ffi::S8) return AttendIn<BFloat16, ffi::S8, int8_t>(pool, queries, rest, *out);
+    return AttendIn<BFloat16, ffi::BF16, BFloat16>(pool, queries, rest, *out);
+  }
+  if (stored == ffi::S8) return AttendIn<float, ffi::S8, int8_t>(pool, queries, rest, *out);
+  if (stored == ffi::BF16) return AttendIn<float, ffi::BF16, BFloat16>(pool, queries, rest, *out);
+  return AttendIn<float, ffi::F32, float>(pool, queries, rest, *out);
 }
 
 // ---- total = x + added; out = total / rms(total) * scale -------------------------------------------------------------------

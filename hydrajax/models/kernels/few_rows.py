@@ -63,7 +63,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from hydrajax.models.arrays import Array, DType
 
@@ -160,25 +160,26 @@ def attend(
 ) -> Float[Array, "B T width"]:
     """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
 
-    Queries, keys and values have one dtype. Slots before the first and after the last visible one are not read.
+    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.rounded.Int8Vectors`, the
+    same in all parts. Slots before the first and after the last visible one are not read.
     """
 
     @with_gradient_of(plain)
     def kernel(queries, parts):
         batch, heads, tokens, head_dim = queries.shape
         out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), queries.dtype)
-        arrays = [x for keys, values, visible in parts for x in (keys, values, _without_heads(visible))]
+        arrays = jax.tree.leaves([(keys, values, _without_heads(visible)) for keys, values, visible in parts])
         return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
 
     return kernel(queries, parts)
 
 
 def append_rows(
-    caches: Sequence[Float[Array, "B kv S H"]],
-    blocks: Sequence[Float[Array, "B kv T H"]],
+    caches: Sequence[Num[Array, "B kv S _"]],
+    blocks: Sequence[Num[Array, "B kv T _"]],
     index: Int[Array, "B R"],
     starts: Int[Array, " B"],
-) -> Sequence[Float[Array, "B kv S H"]]:
+) -> Sequence[Num[Array, "B kv S _"]]:
     """Write token ``index[b, r]`` of each block into slot ``starts[b] + r`` of ``caches``, in place."""
     call = jax.ffi.ffi_call(
         "hydrajax_append_rows",
