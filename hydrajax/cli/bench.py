@@ -173,7 +173,8 @@ def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, lis
             args.dtype = "float32"
         kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
         model, *drafted = random_model(args.random, kind, dtype, args.seed, args.quantize)
-        return _with_own_tree(args, model.clone(kv_cache=args.kv_cache), *drafted, spec), []
+        model = model.clone(kv_cache=args.kv_cache) if args.kv_cache else model
+        return _with_own_tree(args, model, *drafted, spec), []
     model = options.load_from(args)
     if args.random_draft:
         drafter, params = random_draft(model.model, model.params.base, args.random_draft, args.seed)

@@ -1,4 +1,4 @@
-"""``hydrajax convert``: export, fetch and push draft heads, merge adapters, measure quantisation."""
+"""``hydrajax convert``: export, fetch and push draft heads, merge adapters, measure types of fewer bits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 
 from hydrajax.cli import options
@@ -19,9 +20,13 @@ from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft
 from hydrajax.formats.tensors import read_json
+from hydrajax.measure.quantization import LogitEffect, logit_effect
+from hydrajax.models.base_model import BaseModel
 from hydrajax.models.quantized import QUANTIZED
+from hydrajax.models.rounded import KV_CACHES
 from hydrajax.text.prompt import PROMPT_FORMATS
 
+KV_CACHE = "kv-cache"
 STORED = options.api.DTYPES | {"int8": jnp.int8}  # dtypes of exported heads
 
 
@@ -32,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("merge", "write a base with an adapter added to its weights", _merge_arguments),
         ("fetch", "convert heads from a .pt file on the Hub to safetensors", _fetch_arguments),
         ("push", "upload an exported directory to the Hugging Face Hub", _push_arguments),
-        *(
-            (name, f"compare the logits of a base and of its {name} version", _quantized_arguments)
-            for name in QUANTIZED
-        ),
+        *((name, f"compare the logits of a base and of its {name} version", _compared_arguments) for name in QUANTIZED),
+        (KV_CACHE, "compare the logits of a base with each type of its KV cache", _compared_arguments),
     ):
         add(verbs.add_parser(name, help=text, description=text, allow_abbrev=False))
 
@@ -83,8 +86,8 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", metavar="TEXT", help="set the commit message")
 
 
-def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="quantise this model")
+def _compared_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="compare versions of this model")
     text = f"compare on the prompts of FILE: {PROMPT_FORMATS} (default: 4 built-in prompts)"
     parser.add_argument("--prompts", metavar="FILE", help=text)
     parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="use N prompts (default 16)")
@@ -93,8 +96,8 @@ def _quantized_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    verbs = {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push} | dict.fromkeys(QUANTIZED, _quantized)
-    verbs[args.verb](args)
+    verbs = {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push, KV_CACHE: _kv_caches}
+    (verbs | dict.fromkeys(QUANTIZED, _quantized))[args.verb](args)
 
 
 def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
@@ -158,10 +161,6 @@ def _push(args: argparse.Namespace) -> None:
 
 
 def _quantized(args: argparse.Namespace) -> None:
-    import jax
-
-    from hydrajax.measure.quantization import logit_effect
-
     with options.json_report(args.json, indent=1) as write:
         plain = options.api.load(args.base, dtype=args.dtype)
         ids = options.prompts_from(args.prompts, plain, args.limit)
@@ -170,9 +169,35 @@ def _quantized(args: argparse.Namespace) -> None:
         sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
         dtype = plain.model.dtype.name
         print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with {args.verb} weights")
-        print(
-            f"logits at {effect.positions} positions of {len(ids)} prompts: mean difference {effect.mean:.3g}, "
-            f"largest {effect.largest:.3g}, KL {effect.kl:.3g} nats, same most likely token at {effect.agreement:.1%}"
-        )
+        print(_described(effect, len(ids)))
         report = {"base": str(args.base), "dtype": dtype, "bytes": sizes[0], f"bytes_{args.verb}": sizes[1]}
         write(report | dataclasses.asdict(effect))
+
+
+def _kv_caches(args: argparse.Namespace) -> None:
+    with options.json_report(args.json, indent=1) as write:
+        plain = options.api.load(args.base, dtype=args.dtype)
+        ids = options.prompts_from(args.prompts, plain, args.limit)
+        dtype, params = plain.model.dtype.name, plain.params.base
+        report = {"base": str(args.base), "dtype": dtype, "bytes_per_token": _token_bytes(plain.model)}
+        print(f"{args.base}: {report['bytes_per_token']:,} bytes of KV cache per token in {dtype}")
+        for name in KV_CACHES:
+            model = plain.model.clone(kv_cache=name)
+            effect = logit_effect((plain.model, params), (model, params), ids)
+            report[name] = {"bytes_per_token": _token_bytes(model)} | dataclasses.asdict(effect)
+            print(f"{name}: {_token_bytes(model):,} bytes per token; {_described(effect, len(ids))}")
+        write(report)
+
+
+def _token_bytes(model: BaseModel) -> int:
+    """Return the bytes of a base's KV cache per token."""
+    slots = 64  # a whole number of every backend's blocks
+    layers = jax.eval_shape(lambda: model.init_cache(1, slots)).layers
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers)) // slots
+
+
+def _described(effect: LogitEffect, prompts: int) -> str:
+    return (
+        f"logits at {effect.positions} positions of {prompts} prompts: mean difference {effect.mean:.3g}, "
+        f"largest {effect.largest:.3g}, KL {effect.kl:.3g} nats, same most likely token at {effect.agreement:.1%}"
+    )

@@ -1,4 +1,4 @@
-"""`hydrajax convert int8`: what it prints and writes, and its refusals."""
+"""`hydrajax convert int8` and `kv-cache`: what they print and write, and their refusals."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.measure.quantization import logit_effect
 from hydrajax.models import platforms
+from hydrajax.models.rounded import KV_CACHES
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
 KERNELS = [(32, 32 + 16 + 16), (32, 32), (32, 2 * 88), (88, 32), (32, 320)]
@@ -55,6 +56,22 @@ def test_figures_are_printed_and_written(program, base, prompts, tmp_path):
     for name in ("mean", "largest", "kl"):
         assert f"{report[name]:.3g}" in figures
     assert f"{report['agreement']:.1%}" in figures
+
+
+def test_types_of_the_cache_are_compared(program, base, prompts, tmp_path):
+    result = program("convert", "kv-cache", "--base", base, "--prompts", prompts, "--json", tmp_path / "effect.json")
+    assert result.code == 0, result
+    report = json.loads((tmp_path / "effect.json").read_text())
+    assert report["bytes_per_token"] == 2 * 2 * 8 * 4  # keys and values of 2 heads
+    assert [report[name]["bytes_per_token"] for name in KV_CACHES] == [2 * 2 * 8 * 2, 2 * 2 * (8 + 4)]
+    model, params = load_llama(base)
+    ids = [AutoTokenizer.from_pretrained(base).encode(text) for text in TEXTS]
+    for name, line in zip(KV_CACHES, result.out.splitlines()[1:], strict=True):
+        effect = dataclasses.asdict(logit_effect((model, params), (model.clone(kv_cache=name), params), ids))
+        assert {key: report[name][key] for key in effect} == pytest.approx(effect, rel=1e-5)
+        assert 0 < effect["mean"] < effect["largest"] < 1
+        assert line.startswith(f"{name}: {report[name]['bytes_per_token']} bytes per token; logits at ")
+        assert f"at {effect['positions']} positions of 2 prompts: mean" in line
 
 
 def test_limit_and_token_ids_without_a_tokenizer(program, wordless, tmp_path):

@@ -26,6 +26,7 @@ typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alia
 typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
+typedef int16_t ShortLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
 typedef int8_t ByteLanes __attribute__((vector_size(kLanes), aligned(1)));
 
 struct BFloat16 {  // the upper half of a float32
@@ -62,7 +63,8 @@ inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
 inline ALWAYS_INLINE void Load(Lanes& to, const int8_t* from) {
   ByteLanes bytes;
   std::memcpy(&bytes, from, sizeof(bytes));
-  to = __builtin_convertvector(__builtin_convertvector(bytes, IntLanes), Lanes);
+  const ShortLanes shorts = __builtin_convertvector(bytes, ShortLanes);  // GCC 12 would take bytes to int32 one by one
+  to = __builtin_convertvector(__builtin_convertvector(shorts, IntLanes), Lanes);
 }
 
 inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { *reinterpret_cast<Lanes*>(to) = from; }
