@@ -1,33 +1,39 @@
-"""Decode with OpenVINO GenAI for peers.py, in a separate process, so that its threads do not meet those of torch.
+"""Decode with OpenVINO GenAI for cpu_peers.py (see `peer_answering`).
 
-    python experiments/openvino_peer.py FILE.gguf THREADS NEW_TOKENS [lookup]
-
-Each line of standard input is a JSON list of prompt ids, and each line of standard output one of continuation ids.
-OpenVINO reads the GGUF file itself and keeps its low-bit types; all other settings are its defaults on this CPU.
+OpenVINO reads a GGUF file itself and keeps its low-bit types. It computes in float32 where the type is float32; all
+other settings are its defaults on this CPU.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-
 import numpy as np
 import openvino
 import openvino_genai
+from peer_answering import answer_requests, random_ids
 
 
-def main() -> None:
-    path, threads, new_tokens, *lookup = sys.argv[1:]
-    settings = {"prompt_lookup": True} if lookup else {}
-    pipeline = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=int(threads), **settings)
+def load(settings):
+    lookup = settings["draft"] == "prompt lookup"
+    more = {"prompt_lookup": True} if lookup else {}
+    if settings["float32"]:
+        more |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+    pipeline = openvino_genai.LLMPipeline(settings["model"], "CPU", INFERENCE_NUM_THREADS=settings["threads"], **more)
     wanted = openvino_genai.GenerationConfig()
-    wanted.max_new_tokens, wanted.ignore_eos, wanted.do_sample = int(new_tokens), True, False
+    wanted.ignore_eos, wanted.do_sample = True, False
     if lookup:
         wanted.num_assistant_tokens, wanted.max_ngram_size = 5, 3  # the numbers of OpenVINO's own example
-    for line in sys.stdin:
-        ids = openvino.Tensor(np.array([json.loads(line)]))
-        print(json.dumps(list(pipeline.generate(ids, wanted).tokens[0])), flush=True)
+
+    def generate(prompt, new_tokens):
+        wanted.max_new_tokens = new_tokens
+        return pipeline.generate(openvino.Tensor(np.array([prompt])), wanted)
+
+    def time_rows(rows, context, steps):
+        if rows > 1:
+            return None  # its pipeline decodes single sequences token by token
+        return generate(random_ids(context - steps, settings["vocabulary"]), steps).perf_metrics.get_tpot().mean
+
+    return lambda prompt, new_tokens: generate(prompt, new_tokens).tokens[0], time_rows
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests(load)
