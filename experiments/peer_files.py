@@ -11,16 +11,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.families.family_layout import base_layout
+from hydrajax.families.family_registry import from_llama_config
 from hydrajax.files import whole_directory
 from hydrajax.formats.gguf import LAYER_TENSORS, TENSORS, check_installed
-from hydrajax.formats.huggingface import eos_ids, export_llama, read_config
+from hydrajax.formats.huggingface import eos_ids, read_config
 from hydrajax.formats.tensors import open_tensors
-from hydrajax.measure.random_models import random_base
 from hydrajax.models.layout import MODEL, shapes
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -32,12 +32,19 @@ NORMAL, CONTROL = 1, 3  # llama.cpp's kinds of tokens
 def random_directory(folder: Path, config: LlamaConfig) -> Path:
     """Return a Hugging Face directory of random weights, with a tokenizer that other programs accept.
 
-    The weights are rounded to float16, so that programs that read no float32 have the same ones.
+    The weights are rounded to float16, so that programs that read no float32 have the same ones. They are drawn one
+    tensor at a time: memory holds the file twice.
     """
     if not folder.is_dir():
-        model, params = random_base(config)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        export_llama(folder, model, params, dtype=jnp.float16, tokenizer=made_up_tokenizer(config.vocab_size))
+        random, tensors = np.random.default_rng(0), {}
+        for name, shape in shapes(base_layout(config)).items():
+            numbers = 0.02 * random.standard_normal(shape, np.float32) if len(shape) > 1 else np.ones(shape)
+            tensors[name] = numbers.astype(np.float16)
+        fields = from_llama_config(config, WHAT) | {"torch_dtype": "float16", "bos_token_id": None, "eos_token_id": 0}
+        with whole_directory(folder, WHAT) as partial:
+            save_file(tensors, partial / f"{MODEL}.safetensors", metadata={"format": "pt"})
+            made_up_tokenizer(config.vocab_size).save_pretrained(partial)
+            (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return folder
 
 
@@ -74,7 +81,7 @@ def gguf_file(source: Path, folder: Path, kind: str) -> Path:
     config, names = read_config(source), official_to_gguf(read_config(source).n_layers)
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
-    writer = GGUFWriter(partial, "llama")
+    writer = GGUFWriter(partial, "llama", use_temp_file=True)  # else all tensors stay in memory
     add_fields(writer, source, config)
     writer.add_file_type(LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     files = open_tensors(source, MODEL, WHAT)
