@@ -160,8 +160,8 @@ def test_ways_to_draft(base, tmp_path):
 def test_forward_passes(base):
     """Our own timers, medians of rounds, the table and the picture; None for what a program cannot time."""
     m = hydrajax.load(base, "lookup")
-    timers = cpu_peers.own_timers(m, [1, 2], 48)
-    turns = {"hydrajax": lambda: cpu_peers.own_turn(timers), "other": lambda: {1: 2.0, 2: None}}
+    timers = cpu_peers.own_timers(m, [2], 40)
+    turns = {"hydrajax": lambda: {1: 1.0} | cpu_peers.own_turn(timers), "other": lambda: {1: 2.0, 2: None}}
     rows = cpu_peers.medians(turns, [1, 2], 2)
     assert [row["name"] for row in rows] == ["hydrajax", "other"]
     assert all(ms > 0 for ms in rows[0]["ms"].values())
