@@ -347,6 +347,7 @@ def time_rows(args: argparse.Namespace, base: Path, others: Sequence[Variant]) -
         peer = Peer(variant, None, args.threads, args.context + 2 * max(args.rows) + STEPS, vocabulary)
         try:
             tokens = peer.decode(prompt, CHECKED)
+            peer.time_rows(args.rows[0], args.context, 1)  # a program that fails is left out before the first round
         except HydrajaxError as error:
             print(f"left out: {error}", flush=True)
             continue
