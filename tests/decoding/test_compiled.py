@@ -340,6 +340,7 @@ def test_separate_prefill_and_donated_loop(lab, small_run):
 
 
 @pytest.mark.parametrize("name", ["medusa", "model"])
+@pytest.mark.quick("medusa")
 def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatch):
     """Layers after the first one are one function of the program, which XLA inlines."""
     config = CONFIG.replace(n_layers=4)

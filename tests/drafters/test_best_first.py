@@ -60,7 +60,7 @@ def by_expansions(logits: np.ndarray, n: int, k: int) -> list[tuple[int, ...]]:
 
 def paths_of(proposal, row: int) -> list[tuple[int, ...]]:
     """The tokens from below the root to each node that exists."""
-    found = []
+    proposal, found = jax.device_get(proposal), []
     for node in range(1, proposal.tokens.shape[1]):
         if proposal.tokens[row, node] >= 0:
             path = proposal.tree.paths[row, node][1 : proposal.tree.depths[row, node] + 1]
@@ -99,7 +99,7 @@ def test_growing_level_by_level_finds_the_same_nodes():
 def test_a_reduced_vocabulary_gives_token_ids():
     known = Vocabulary(range(100, 111))
     tree = presets.by_name("best-9").reaching(5)
-    proposal = best_first(tree, jnp.full(3, 7), jnp.asarray(LOGITS), LmHead(vocabulary=known))
+    proposal = jax.jit(lambda x: best_first(tree, jnp.full(3, 7), x, LmHead(vocabulary=known)))(LOGITS)
     for row in range(3):
         assert paths_of(proposal, row) == [tuple(x + 100 for x in path) for path in by_heap(LOGITS[row], 8)]
 

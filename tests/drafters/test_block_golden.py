@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from helpers.block_golden import loaded_draft
 from helpers.how import sampling
@@ -149,7 +150,8 @@ def test_tree_builders(parallel, name):
             continue  # the root alone is no grown tree
         width = int(record[f"case{i}_width"]) if with_root else 0
         tree = BestFirstTree(size, top_k=width).reaching(len(logits))
-        made = jax.jit(lambda x, tree=tree: best_first(tree, jnp.full(2, 77), x, LmHead()))(np.stack([logits] * 2))
+        build = jax.jit(lambda x, tree=tree: best_first(tree, jnp.full(2, 77), x, LmHead()))
+        made = jax.device_get(build(np.stack([logits] * 2)))
         n = len(wanted["parents"])
         for row in range(2):
             np.testing.assert_array_equal(made.tree.parents[row, :n], wanted["parents"], err_msg=f"case {i}")
@@ -158,7 +160,7 @@ def test_tree_builders(parallel, name):
             np.testing.assert_array_equal(made.tree.depths[row, first:n], wanted["depths"], err_msg=f"case {i}")
             assert (made.tokens[row, n:] == -1).all()
             # A path's score is the sum of its tokens' log-probabilities.
-            log_p = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+            log_p = log_softmax(logits, axis=-1)
             paths = [made.tree.paths[row, node][: made.tree.depths[row, node] + 1][1:] for node in range(n)]
             ours = [sum(log_p[d, made.tokens[row, node]] for d, node in enumerate(path)) for path in paths]
             np.testing.assert_allclose(ours[first:], wanted["scores"], atol=TOLERANCE)

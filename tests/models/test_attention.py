@@ -27,6 +27,9 @@ def text_of(n_tokens, window, *, slots=None):
     return queries, parts, [part.with_mask() for part in parts]
 
 
+plain_attention = jax.jit(lambda *args: attend_plain(*args))
+
+
 def test_causal_mask_equals_numpy():
     np.testing.assert_array_equal(np.asarray(Causal(5)), np.tri(5, dtype=bool))
     np.testing.assert_array_equal(np.asarray(Causal(5, 2)), np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
@@ -40,7 +43,7 @@ def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
     monkeypatch.setattr(attention, "UNROLLED_SECTIONS", 3 if n_tokens == 300 else 2)
     queries, parts, with_masks = text_of(n_tokens, window, slots=slots)
     found = jax.jit(lambda *args: attend(*args))(queries, parts)
-    np.testing.assert_allclose(found, attend_plain(queries, with_masks), atol=2e-5)
+    np.testing.assert_allclose(found, plain_attention(queries, with_masks), atol=2e-5)
 
 
 def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):
@@ -48,7 +51,7 @@ def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):
     queries, (part,), (with_mask,) = text_of(700, None)
 
     def total(how, mask):
-        return jax.grad(lambda q, k, v: jnp.sum(how(q, [KVSegment(k, v, mask)]) ** 2), argnums=(0, 1, 2))
+        return jax.jit(jax.grad(lambda q, k, v: jnp.sum(how(q, [KVSegment(k, v, mask)]) ** 2), argnums=(0, 1, 2)))
 
     found = total(attend, part.visible)(queries, part.keys, part.values)
     want = total(attend_plain, with_mask.visible)(queries, part.keys, part.values)
@@ -64,7 +67,7 @@ def test_segments_visible_at_their_own_position_only(n_tokens):
     own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePosition()) for _ in range(2)]
     found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
     by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
-    np.testing.assert_allclose(found, attend_plain(queries, [masked_text, *by_mask]), atol=2e-5)
+    np.testing.assert_allclose(found, plain_attention(queries, [masked_text, *by_mask]), atol=2e-5)
 
 
 def test_a_long_prompt_does_not_materialise_all_scores():

@@ -31,7 +31,7 @@ PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 def base_of(quantize: str | None, dtype, kv_cache: str | None = None, window: int | None = None) -> BoundBase:
     config = CONFIG.replace(sliding_window=window)
-    params = init_base(Llama(config, dtype), jax.random.key(0))
+    params = jax.jit(lambda: init_base(Llama(config, dtype), jax.random.key(0)))()
     params["embedding"] = params["embedding"] * 20
     if quantize:
         params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")

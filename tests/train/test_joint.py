@@ -74,13 +74,18 @@ def log_softmax(logits):
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(model, weights, tokens):
+    return BoundBase(model, weights).logits(run_base(model, weights, tokens).hidden)
+
+
 @pytest.mark.parametrize("distill", [False, True])
 def test_loss_equals_numpy(example, distill):
     """The base's loss is the cross entropy of next tokens, or with distill KL(original || adapted)."""
     loss, params, frozen, batch = example(distill=distill, base_weight=0.7, heads_weight=0.3)
     value, parts = value_of(loss, frozen, batch)(params)
     adapted, original = (
-        log_softmax(BoundBase(model, weights).logits(run_base(model, weights, batch["tokens"]).hidden))
+        log_softmax(np.asarray(all_logits(model, weights, batch["tokens"])))
         for model, weights in ((loss.heads.model, with_adapter(frozen, params["adapter"])), (loss.original, frozen))
     )
     labels = np.asarray(batch["labels"])[:, 1:]

@@ -178,11 +178,13 @@ def test_heads_that_know_some_tokens_learn_their_share(base, example):
     params = random_params(drafter, base)
 
     def both(weights):
-        return draft_loss(Objective(**weights, chunk_tokens=8), drafter, params, aux_hidden_states, hidden, batch, base)
+        objective = Objective(**weights, chunk_tokens=8)
+        return jax.jit(lambda x: draft_loss(objective, drafter, x, aux_hidden_states, hidden, batch, base))(params)
 
     teacher, metrics = both({"teacher_weight": 1.0})
     lm, _ = both({"teacher_weight": 0.0, "lm_weight": 1.0})
-    logits = np.asarray(forced_logits(drafter, params, aux_hidden_states, batch["tokens"], base))[0]
+    forced = jax.jit(lambda x: forced_logits(drafter, x, aux_hidden_states, batch["tokens"], base))
+    logits = np.asarray(forced(params))[0]
     log_p = np.log(np.exp(logits[..., known]) / np.exp(logits[..., known]).sum(-1, keepdims=True))
     teacher_logits = np.asarray(base.logits(hidden))
     expected, n_targets = {"teacher": 0.0, "lm": 0.0, "agreement": 0, "top1": 0}, 0
@@ -274,13 +276,13 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
     """A teacher of another width: only the vocabulary must be equal."""
     _, hidden, batch = example
     config = base.model.config.replace(width=24, n_layers=1)
-    params = jax.tree.map(lambda x: 30 * x, init_base(Llama(config), jax.random.key(4)))  # sure of some tokens
-    teacher = BoundBase(Llama(config), params)
+    params = jax.jit(lambda: init_base(Llama(config), jax.random.key(4)))()
+    teacher = BoundBase(Llama(config), jax.tree.map(lambda x: 30 * x, params))  # sure of some tokens
     theirs = jax.random.normal(jax.random.key(6), (*batch["tokens"].shape, 24))
     counts = torch.from_numpy(batch["labels"][:, 1:] != IGNORED)
     rows = torch.from_numpy(np.array(hidden)).requires_grad_()
     log_q = torch.log_softmax(rows @ torch.from_numpy(np.array(base.params["lm_head"])), -1)[:, :-1][counts]
-    log_p = torch.log_softmax(torch.from_numpy(np.array(teacher.logits(theirs))), -1)[:, :-1][counts]
+    log_p = torch.log_softmax(torch.from_numpy(np.array(jax.jit(teacher.logits)(theirs))), -1)[:, :-1][counts]
     kl = torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="sum")
 
     def loss(hidden):

@@ -47,17 +47,17 @@ FREQUENT = np.random.default_rng(1).permutation(97)[:60]
 )
 def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
-    base = BoundBase(model, init_base(model, jax.random.key(0)))
+    base = BoundBase(model, jax.jit(lambda: init_base(model, jax.random.key(0)))())
     counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
     drafter = make_drafter(draft_of(heads=heads, num_draft_heads=2, **lm_head), SHAPE, jnp.float32, counts)
     known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
     assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
-    params = drafter.init(jax.random.key(1), base)
+    params = jax.jit(lambda: drafter.init(jax.random.key(1), base))()
     assert {name for name in params["head_0"] if name.startswith("lm_")} == names
     # Every token determines the next two.
     tokens = (np.arange(16) * 5 + np.random.default_rng(0).integers(0, 97, (8, 1))) % 97
     batch = {"tokens": jnp.asarray(tokens, jnp.int32), "labels": jnp.asarray(tokens, jnp.int32)}
-    out = run_base(model, base.params, batch["tokens"])
+    out = jax.jit(lambda params: run_base(model, params, batch["tokens"]))(base.params)
     objective, optimizer = Objective(lm_weight=1.0, teacher_weight=0.0), optax.adam(3e-2)
 
     @jax.jit
