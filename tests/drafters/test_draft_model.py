@@ -300,9 +300,8 @@ def test_titles(lab):
 def test_ranks_equal_those_of_full_passes(lab):
     drafter, params = lab.drafters["model"], lab.draft("model", 0)
     texts = np.random.default_rng(3).integers(0, 17, (2, 11), dtype=np.int32)
-    found = np.asarray(
-        drafter.ranks(params, None, {"tokens": jnp.asarray(texts)}, BoundBase(lab.model, lab.base(0)), 8, 3)
-    )
+    base = BoundBase(lab.model, lab.base(0))
+    found = np.asarray(quick_jit(lambda x: drafter.ranks(x, None, {"tokens": jnp.asarray(texts)}, base, 8, 3))(params))
     for row, text in enumerate(texts):
         logits = whole_pass(drafter.model, params, text.tolist())[1]
         for k in range(3):

@@ -42,7 +42,7 @@ def test_the_template_follows_every_message_and_greedy_rows_repeat():
     """A model with random weights ends messages by chance, so its EOS is made likely."""
     config = PRESETS["tiny"]
     model = Llama(config)
-    params = init_base(model, jax.random.key(0))
+    params = jax.jit(lambda: init_base(model, jax.random.key(0)))()
     start, advance = script.make_writer(model, TURNS, EOS, batch=6)
     params["lm_head"] = params["lm_head"].at[:, EOS].multiply(40)
     writing, rows = start(params, jax.random.key(1)), []
@@ -64,8 +64,13 @@ def test_the_template_follows_every_message_and_greedy_rows_repeat():
     row = next(row for row in rows[::2].tolist() if EOS in row[:60])
     answer = row.index(EOS) + len(TURNS.after_user)
     text = jnp.array([[*TURNS.opening, *row]])
-    read = model.apply({"params": params}, text, jnp.arange(text.shape[1])[None], np.tri(text.shape[1], dtype=bool))
-    best = np.argmax(model.apply({"params": params}, read.hidden[0], method="logits"), axis=-1)
+
+    @jax.jit
+    def logits(params):
+        read = model.apply({"params": params}, text, jnp.arange(text.shape[1])[None], np.tri(text.shape[1], dtype=bool))
+        return model.apply({"params": params}, read.hidden[0], method="logits")
+
+    best = np.argmax(logits(params), axis=-1)
     end = row.index(EOS, answer) if EOS in row[answer:] else len(row) - 1
     offset = len(TURNS.opening)
     assert row[answer : end + 1] == best[answer + offset - 1 : end + offset].tolist()
