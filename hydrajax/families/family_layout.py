@@ -7,6 +7,19 @@ import numpy as np
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
+# By `LlamaConfig.norms`: our names of a layer's norms and transformers'.
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_out_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_out_norm": "post_feedforward_layernorm",
+    },
+    "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
+}
+HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+
 
 def base_layout(c: LlamaConfig) -> Layout:
     """Return the key map of a whole base."""
@@ -31,28 +44,45 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
             has no attention norm.
     """
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    norm = same((*path, "attention_norm", "scale"), f"{prefix}input_layernorm.weight", c.width)
+    norms = [
+        same((*path, ours, "scale"), f"{prefix}{theirs}.weight", c.width)
+        for ours, theirs in NORMS[c.norms].items()
+        if attention_width is None or ours != "attention_norm"
+    ]
     biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
+    sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)
     head_norms = [
-        same((*path, ours, "scale"), f"{attention}{theirs}.weight", c.head_dim)
-        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm"))
-        if c.qk_norm
+        same((*path, ours, "scale"), f"{attention}{theirs}.weight", size * c.head_dim)
+        for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
+        if c.qk_norm or c.qk_norm_all_heads
     ]
     return [
-        *([norm] if attention_width is None else []),
+        *norms,
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
         transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
-        same((*path, "mlp_norm", "scale"), f"{prefix}post_attention_layernorm.weight", c.width),
-        Entry(
-            ((*path, "gate_up"),),
-            {f"{mlp}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
-            lambda gate, up: (Parameter((gate[None], up[None]), order=(2, 0, 1)),),
-            lambda both: (both[:, 0].T, both[:, 1].T),
-        ),
+        _gate_up((*path, "gate_up"), mlp, c),
         transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
         *biases,
         *head_norms,
     ]
+
+
+def _gate_up(path: Path, prefix: str, c: LlamaConfig) -> Entry:
+    """Fuse the gate and up projections: ours are ``[inputs, (gate, up), feature]``, theirs ``[feature, inputs]``."""
+    if c.fused_projections:
+        shape = (2, c.mlp_width, c.width)
+        return Entry(
+            (path,),
+            {f"{prefix}gate_up_proj.weight": (2 * c.mlp_width, c.width)},
+            lambda both: (Parameter((both.reshape(shape),), order=(2, 0, 1)),),
+            lambda both: (both.transpose(1, 2, 0).reshape(-1, c.width),),
+        )
+    return Entry(
+        (path,),
+        {f"{prefix}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
+        lambda gate, up: (Parameter((gate[None], up[None]), order=(2, 0, 1)),),
+        lambda both: (both[:, 0].T, both[:, 1].T),
+    )
 
 
 def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> Entry:
@@ -64,12 +94,16 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
     rows = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
 
     def join(*parts):
+        if c.fused_projections:
+            parts = np.split(parts[0], [rows["q"], rows["q"] + rows["k"]])
         by_head = tuple(part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts)
         return (Parameter(by_head, axis=1, order=(3, 0, 1, 2) if inputs else None),)
 
     def split(fused):
         fused = np.moveaxis(fused, 0, -1) if inputs else fused
-        return tuple(part.reshape(-1, *inputs) for part in (fused[:, :-2], fused[:, -2], fused[:, -1]))
+        parts = tuple(part.reshape(-1, *inputs) for part in (fused[:, :-2], fused[:, -2], fused[:, -1]))
+        return (np.concatenate(parts),) if c.fused_projections else parts
 
-    theirs = {f"{prefix}{part}_proj.{kind}": (size, *inputs) for part, size in rows.items()}
+    sizes = {"qkv": sum(rows.values())} if c.fused_projections else rows
+    theirs = {f"{prefix}{part}_proj.{kind}": (size, *inputs) for part, size in sizes.items()}
     return Entry((path,), theirs, join, split)

@@ -1,57 +1,54 @@
 """The supported model families, and translation between their ``config.json`` and `LlamaConfig`.
 
-A family that differs from LLaMA only in these fields is one entry of `FAMILIES`. The fields are parsed here rather than
-by transformers' configuration classes, which the tests compare with: those list every layer, so that a slip in a number
-takes all memory, and accept fields that we do not implement.
+A family is one entry of `FAMILIES`. The fields are parsed here rather than by transformers' configuration classes,
+which the tests compare with: those list every layer, so that a slip in a number takes all memory, and accept fields
+that we do not implement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.families.config_fields import (
+    FULL,
+    SLIDING,
+    activation,
+    hidden_act,
+    integer,
+    rope_fields,
+    rope_scaling,
+    unsupported,
+)
+from hydrajax.families.dense_families import DENSE_FAMILIES
+from hydrajax.families.llama_families import LLAMA_FAMILIES
+from hydrajax.models.llama_config import LlamaConfig
 
+__all__ = ["FAMILIES", "SUPPORTED", "from_llama_config", "to_llama_config", "unsupported"]
 
-@dataclass(frozen=True)
-class Family:
-    """One family of models.
-
-    Attributes:
-        architecture: its class in transformers.
-        models: well-known models of the family, for messages.
-        defaults: transformers' defaults for missing fields, where they differ from LLaMA's.
-        qkv_bias: the query, key and value projections have biases.
-        qk_norm: each head's queries and keys are normed.
-        window: layers with ``sliding_window``: ``""`` none; ``"all"``; ``"switched"`` if ``use_sliding_window``, those
-            from ``max_window_layers`` on.
-    """
-
-    architecture: str
-    models: str
-    defaults: dict[str, Any] = field(default_factory=dict)
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    window: str = ""
-
-
-_QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096}
-_MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
-# By model_type. A configuration is written as the first family that fits.
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LLaMA 1, 2, 3, 3.1, 3.2, Vicuna, TinyLlama, CodeLlama"),
-    "mistral": Family("MistralForCausalLM", "Mistral", _MISTRAL, window="all"),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen 2, 2.5", _QWEN, qkv_bias=True, window="switched"),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen 3", _QWEN | {"head_dim": 128}, qk_norm=True, window="switched"),
-}
+FAMILIES = LLAMA_FAMILIES | DENSE_FAMILIES  # by model_type; a configuration is written as the first one that fits
 SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
-
-
-def unsupported(name: str, found: Any, expected: str) -> HydrajaxError:
-    """Return the error for a field whose value is not implemented; the caller adds the file."""
-    found = repr(found)
-    return HydrajaxError(f"{name}: got {found if len(found) <= 200 else found[:200] + '...'}, expected {expected}")
+# Parts of other families that are not implemented.
+_VISION, _EXPERTS = "its vision tower", "its mixture of experts"
+NOT_IMPLEMENTED = {
+    "gemma3": f"{_VISION}; save its language model alone, as 'gemma3_text'",
+    "gemma3n": _VISION,
+    "llama4": f"{_EXPERTS} and {_VISION}",
+    "mllama": _VISION,
+    "qwen2_vl": _VISION,
+    "qwen2_5_vl": _VISION,
+    "qwen3_vl": _VISION,
+    "mixtral": _EXPERTS,
+    "qwen2_moe": _EXPERTS,
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "gpt_oss": _EXPERTS,
+    "granitemoe": _EXPERTS,
+    "phimoe": _EXPERTS,
+    "deepseek_v2": f"{_EXPERTS} and its latent attention",
+    "deepseek_v3": f"{_EXPERTS} and its latent attention",
+    "qwen3_next": "its linear attention",
+}
 
 
 def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
@@ -67,11 +64,14 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
     kind = raw.get("model_type")
     try:
         if not isinstance(kind, str) or kind not in FAMILIES:
-            raise unsupported("model_type", kind, SUPPORTED)
+            lacks = NOT_IMPLEMENTED.get(kind) if isinstance(kind, str) else None
+            more = f"; '{kind}' is not supported because of {lacks}" if lacks else ""
+            raise unsupported("model_type", kind, SUPPORTED + more)
         family = FAMILIES[kind]
         raw = family.defaults | raw
         _check_supported(raw)
-        return _translate(raw, family)
+        raw = family.prepare(raw)
+        return family.read(raw, _shared(raw, family.partial_rotary))
     except KeyError as missing:
         raise HydrajaxError(f"{what}: field {missing} is missing") from None
     except HydrajaxError as error:
@@ -83,22 +83,32 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
 def from_llama_config(c: LlamaConfig, what: str) -> dict:
     """Return the fields of ``config.json``, as transformers 4 and 5 both read them.
 
+    They are those of the first family whose fields mean this configuration.
+
     Raises:
         HydrajaxError: begins with ``what``; no family has these settings.
     """
-    extras = (c.qkv_bias, c.qk_norm)
-    fitting = (
-        (name, family)
-        for name, family in FAMILIES.items()
-        if (family.qkv_bias, family.qk_norm) == extras and (family.window or c.sliding_window is None)
-    )
-    name, family = next(fitting, (None, None))
-    if family is None:
-        raise HydrajaxError(f"{what}: no family has both qkv_bias and qk_norm")
-    config = {
-        "architectures": [family.architecture],
-        "model_type": name,
-        "hidden_act": "silu",
+    for name, family in FAMILIES.items():
+        fields = {"architectures": [family.architecture], "model_type": name} | _shared_fields(c)
+        try:
+            fields |= family.write(c)
+            if to_llama_config(fields) == c:
+                return fields
+        except (HydrajaxError, ArithmeticError):
+            continue
+    plain = c.plain_layer.replace(n_layers=c.n_layers, rope_theta=c.rope_theta, rope_scaling=c.rope_scaling)
+    extras = [name for name, value in vars(c).items() if value != getattr(plain, name)]
+    listed = " and ".join(extras) if len(extras) < 3 else ", ".join(extras[:-1]) + f" and {extras[-1]}"
+    raise HydrajaxError(f"{what}: no family has {'both ' if len(extras) == 2 else ''}{listed}")
+
+
+def _shared_fields(c: LlamaConfig) -> dict[str, Any]:
+    """Return the fields that all families share."""
+    scaling, context = c.rope_scaling, c.max_positions
+    if scaling is not None and scaling.kind == "longrope":
+        context = round(scaling.factor * scaling.original_max_position)
+    return {
+        "hidden_act": hidden_act(c),
         "attention_bias": False,
         "mlp_bias": False,
         "vocab_size": c.vocab_size,
@@ -108,107 +118,54 @@ def from_llama_config(c: LlamaConfig, what: str) -> dict:
         "num_attention_heads": c.n_heads,
         "num_key_value_heads": c.n_kv_heads,
         "head_dim": c.head_dim,
-        "max_position_embeddings": c.max_positions,
+        "max_position_embeddings": context,
         "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_scaling": None,
+        "rope_theta": LlamaConfig.rope_theta if c.rope_theta is None else c.rope_theta,
+        "rope_scaling": rope_fields(scaling),
         "tie_word_embeddings": c.tied_lm_head,
     }
-    if (rope := c.rope_scaling) is not None:
-        scaling = config["rope_scaling"] = {"rope_type": rope.kind, "factor": rope.factor}
-        if rope.kind == "llama3":
-            scaling["low_freq_factor"] = rope.low_freq_factor
-            scaling["high_freq_factor"] = rope.high_freq_factor
-            scaling["original_max_position_embeddings"] = rope.original_max_position
-    if family.window == "all":
-        config["sliding_window"] = c.sliding_window
-    elif family.window == "switched":
-        config["use_sliding_window"] = c.sliding_window is not None
-        config["sliding_window"] = c.sliding_window
-        config["max_window_layers"] = 0 if c.sliding_window else c.n_layers
-    return config
 
 
-def _translate(raw: dict, family: Family) -> LlamaConfig:
-    n_heads = _integer(raw["num_attention_heads"])
+def _shared(raw: dict, partial_rotary: bool) -> LlamaConfig:
+    """Return the settings that all families share."""
+    n_heads = integer(raw["num_attention_heads"])
     if n_heads < 1:
         raise unsupported("num_attention_heads", n_heads, "1 or more")
-    width, n_layers = _integer(raw["hidden_size"]), _integer(raw["num_hidden_layers"])
+    width = integer(raw["hidden_size"])
     rope = raw.get("rope_parameters") or {}
+    if FULL in rope or SLIDING in rope:  # by type of layer
+        rope = rope.get(FULL) or {}
     # The first LLaMA conversions call it max_sequence_length.
-    max_positions = _integer(raw.get("max_position_embeddings") or raw.get("max_sequence_length") or 2048)
+    max_positions = integer(raw.get("max_position_embeddings") or raw.get("max_sequence_length") or 2048)
+    scaling = rope_scaling(raw.get("rope_scaling") or rope, raw)
+    if scaling is not None and scaling.kind == "longrope":
+        # A cache that is filled before this context and read beyond it would mix two rotations.
+        max_positions = min(max_positions, scaling.original_max_position)
+    head_dim = integer(raw.get("head_dim") or width // n_heads)
+    part = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) if partial_rotary else 1
+    rotary_dim = int(head_dim * float(part))
     return LlamaConfig(
-        vocab_size=_integer(raw["vocab_size"]),
+        vocab_size=integer(raw["vocab_size"]),
         width=width,
-        mlp_width=_integer(raw["intermediate_size"]),
-        n_layers=n_layers,
+        mlp_width=integer(raw["intermediate_size"]),
+        n_layers=integer(raw["num_hidden_layers"]),
         n_heads=n_heads,
-        n_kv_heads=_integer(raw.get("num_key_value_heads") or n_heads),
-        head_dim=_integer(raw.get("head_dim") or width // n_heads),
+        n_kv_heads=integer(raw.get("num_key_value_heads") or n_heads),
+        head_dim=head_dim,
         max_positions=max_positions,
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        rope_scaling=_rope_scaling(raw.get("rope_scaling") or rope, raw),
+        rope_scaling=scaling,
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         tied_lm_head=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
-        sliding_window=_sliding_window(raw, family, n_layers, max_positions),
+        activation=activation(raw),
     )
 
 
-def _sliding_window(raw: dict, family: Family, n_layers: int, max_positions: int) -> int | None:
-    """The window of every layer; None if there is none, or none shorter than the context."""
-    window = raw.get("sliding_window")
-    enabled = family.window == "all" or (family.window == "switched" and raw.get("use_sliding_window"))
-    if not enabled or window is None or (window := _integer(window)) >= max_positions:
-        return None
-    types = raw.get("layer_types")  # in newer files, where it overrides the other fields
-    if types is not None:
-        n_full, n_sliding = (list(types).count(f"{name}_attention") for name in ("full", "sliding"))
-    else:  # transformers' default of max_window_layers is 28
-        n_full = 0 if family.window == "all" else min(_integer(raw.get("max_window_layers", 28)), n_layers)
-        n_sliding = n_layers - n_full
-    if n_full == n_layers:
-        return None
-    if n_sliding != n_layers:
-        raise HydrajaxError(
-            f"layer_types: got {n_full} full and {n_sliding} sliding of {n_layers} layers, expected one kind for all "
-            "layers"
-        )
-    return window
-
-
 def _check_supported(raw: dict) -> None:
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise unsupported("hidden_act", raw["hidden_act"], "'silu'")
     for name in ("attention_bias", "mlp_bias"):
         if raw.get(name):
             raise unsupported(name, raw[name], "false")
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(name) or {}, dict):
             raise unsupported(name, raw[name], "an object")
-
-
-def _rope_scaling(scaling: dict, raw: dict) -> RopeScaling | None:
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", float(scaling["factor"]))
-    if kind != "llama3":
-        raise unsupported("rope scaling", kind, "'linear' or 'llama3'")
-    return RopeScaling(
-        "llama3",
-        float(scaling["factor"]),
-        float(scaling["low_freq_factor"]),
-        float(scaling["high_freq_factor"]),
-        _integer(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]),
-    )
-
-
-def _integer(value: Any) -> int:
-    """A number of ``config.json``; a larger one would overflow or take all memory."""
-    found = int(value)
-    if abs(found) >= 2**31:
-        raise ValueError("an integer beyond 32 bits")
-    return found

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family_layout import NORMS
 from hydrajax.formats.huggingface import MERGED, read_config
 from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.peft import load_adapter
@@ -35,9 +36,10 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
     """
     config = read_config(directory, what)
     files, digest = open_base_tensors(Path(directory), what), hashlib.sha256()
+    first_norm = next(iter(NORMS[config.norms].values()))
     wanted = {
         "model.embed_tokens.weight": (config.vocab_size, config.width),
-        "model.layers.0.input_layernorm.weight": (config.width,),
+        f"model.layers.0.{first_norm}.weight": (config.width,),
         f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
         "model.norm.weight": (config.width,),
     }

@@ -7,6 +7,7 @@ segments: the keys and values of the tokens fed now, and those in caches (`hydra
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.models.per_device import DATA, MODEL, axis_over, on_each_device
 from hydrajax.models.rounded import Vectors, in_parts, widened
 
@@ -139,39 +140,73 @@ class KVSegment(NamedTuple):
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Return rotary angular frequencies, float32 ``[head_dim / 2]`` (radians per position), after any scaling."""
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
+    """Return rotary angular frequencies, float32 ``[rotated features / 2]`` (radians per position), after any
+    scaling.
+    """
+    n_features = config.rotary_dim or config.head_dim
+    exponents = np.arange(0, n_features, 2, dtype=np.float32) / n_features
     freqs = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
     scaling = config.rope_scaling
     if scaling is None:
         return freqs
     if scaling.kind == "linear":
         return freqs / np.float32(scaling.factor)
-    # LLaMA 3.1: wavelengths beyond the original context are sectioned by `factor`, short ones are kept.
-    wavelengths = 2 * np.pi / freqs
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = (scaling.original_max_position / wavelengths - low) / (high - low)
-    smooth = np.clip(smooth, 0.0, 1.0)
+    if scaling.kind == "longrope":
+        return freqs / np.asarray(scaling.short_factors, np.float32)
+    if scaling.kind == "yarn":
+        smooth = _yarn_smooth(config, scaling)
+    else:  # LLaMA 3.1: wavelengths beyond the original context are divided by `factor`, short ones are kept.
+        wavelengths = 2 * np.pi / freqs
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0.0, 1.0)
     return ((1 - smooth) * freqs / scaling.factor + smooth * freqs).astype(np.float32)
+
+
+def _yarn_smooth(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
+    """Return the share of each frequency that YaRN keeps, between 1 for the first ones and 0 for the last ones."""
+    n_features = config.rotary_dim or config.head_dim
+
+    def place(turns: float) -> float:  # of the frequency that turns so often in the original context
+        wavelength = scaling.original_max_position / turns
+        return n_features * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, n_features - 1)
+    width = np.float32(last - first or 0.001)
+    return 1 - np.clip((np.arange(n_features // 2, dtype=np.float32) - np.float32(first)) / width, 0.0, 1.0)
 
 
 def rope_table(
     config: LlamaConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"]]:
+) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"]] | None:
     """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first sines are
-    negative.
+    negative. Return None for a config without rotary embedding.
     """
+    if config.rope_theta is None:
+        return None
     angles = positions[:, None, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    sin = jnp.sin(angles)
-    return jnp.cos(angles), jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if config.rope_scaling is not None and config.rope_scaling.attention_factor != 1.0:
+        cos, sin = cos * config.rope_scaling.attention_factor, sin * config.rope_scaling.attention_factor
+    return cos, jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
 
 
 def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
-    """Rotate feature pairs (i, i + H/2) by the angle of their position, in float32."""
+    """Rotate feature pairs (i, i + R/2) by the angle of their position, in float32.
+
+    R is twice the number of ``rope``'s angles: all features of a head, or its first ones.
+    """
+    n_features = 2 * rope[0].shape[-1]
+    if n_features < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :n_features], rope), x[..., n_features:]], axis=-1)
     return backend.rotate_halves(x.astype(jnp.float32), *rope).astype(x.dtype)
 
 
-def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]) -> Float[Array, "B T width"]:
+def attend(
+    queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment], softcap: float | None = None
+) -> Float[Array, "B T width"]:
     """Attend from T queries per sequence to all segments together, as if they were concatenated.
 
     Softmax is in float32, and the segments are not copied. The candidate tree stays out of the cache until it is
@@ -180,13 +215,16 @@ def attend(queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment]
     Args:
         queries: ``[B, n_heads, T, H]``.
         segments: Keys, values and masks.
+        softcap: Scores are ``softcap * tanh(score / softcap)``, in XLA's own operations on every backend; None for no
+            cap.
 
     Returns:
         The heads side by side, ``[B, T, n_heads * H]``.
     """
     rows, heads = axis_over(DATA, queries.shape[0]), axis_over(MODEL, segments[0].keys.shape[1])
     specs = P(rows, heads), [_division(segment, rows, heads) for segment in segments]
-    return on_each_device(_attend, specs, P(rows, None, heads), queries, list(segments))
+    work = _attend if softcap is None else functools.partial(_attend, softcap=softcap)
+    return on_each_device(work, specs, P(rows, None, heads), queries, list(segments))
 
 
 def _division(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegment:
@@ -196,32 +234,33 @@ def _division(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegm
     return KVSegment(P(rows, heads), P(rows, heads), P(rows) if of_rows else P())
 
 
-def _attend(queries, segments: Sequence[KVSegment]):
+def _attend(queries, segments: Sequence[KVSegment], softcap: float | None = None):
     """Compute `attend` on one device."""
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
     keys = segments[0].keys
-    # The tree kernels read no vectors of fewer bits than the queries.
-    with_cache = len(segments) == 2 and isinstance(visible[1], Filled) and keys.dtype == queries.dtype
-    if with_cache and (kernel := backend.tree_kernel(queries, keys.shape[1])):
+    with_cache = len(segments) == 2 and isinstance(visible[1], Filled)
+    # The tree kernels read no vectors of fewer bits than the queries, and cap no scores.
+    by_kernel = with_cache and keys.dtype == queries.dtype and softcap is None
+    if by_kernel and (kernel := backend.tree_kernel(queries, keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
         return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
-    if is_long_text and len(segments) == 1 and backend.attends_text(queries):
+    if is_long_text and len(segments) == 1 and softcap is None and backend.attends_text(queries):
         keys, values = (widened(vectors, queries.dtype) for vectors in segments[0][:2])
         return backend.attend_text(queries, keys, values, visible[0].window)
     if not is_long_text:
-        if backend.attends_few_rows(queries):
+        if softcap is None and backend.attends_few_rows(queries):
             # The oldest first, so that a token's sum has one order in a tree and in the cache.
             return few_rows.attend(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
-        return attend_plain(queries, segments)
+        return attend_plain(queries, segments, softcap)
     chunks = -(-n_tokens // QUERY_CHUNK)
     width = -(-chunks // UNROLLED_SECTIONS) * QUERY_CHUNK
     sections = [slice(at, min(at + width, n_tokens)) for at in range(0, n_tokens, width)]
-    return jnp.concatenate([_attend_in_chunks(queries, segments, section) for section in sections], axis=1)
+    return jnp.concatenate([_attend_in_chunks(queries, segments, section, softcap) for section in sections], axis=1)
 
 
-def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice):
+def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice, softcap: float | None):
     """Attend from one section of a text's queries, `QUERY_CHUNK` queries at a time."""
     (keys, values, causal), *caches = segments
     # The first queries of a long text see none of its last keys: with 4 sections two fifths of the work is left out.
@@ -230,7 +269,7 @@ def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice):
 
     def attend_some(queries, positions):
         text = KVSegment(keys, values, causal.rows(positions)[:, seen])
-        return attend_plain(queries, [text, *(segment.seen_by(positions) for segment in caches)])
+        return attend_plain(queries, [text, *(segment.seen_by(positions) for segment in caches)], softcap)
 
     positions = np.arange(section.start, section.stop)
     if len(positions) <= QUERY_CHUNK:
@@ -244,7 +283,7 @@ def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice):
     return jnp.moveaxis(done, 0, 1).reshape(queries.shape[0], n_chunks * QUERY_CHUNK, -1)[:, : len(positions)]
 
 
-def attend_plain(queries, segments: Sequence[KVSegment]):
+def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None = None):
     """Compute `attend` in XLA's own operations."""
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv = segments[0].keys.shape[1]
@@ -256,11 +295,13 @@ def attend_plain(queries, segments: Sequence[KVSegment]):
     def scores(segment: KVSegment):
         if isinstance(segment.visible, SamePosition):
             by_place = rows.reshape(batch, n_kv, -1, n_tokens, head_dim)
-            return jnp.einsum("bkgtd,bktd->bkgt", by_place, segment.keys, preferred_element_type=jnp.float32)[..., None]
+            s = jnp.einsum("bkgtd,bktd->bkgt", by_place, segment.keys, preferred_element_type=jnp.float32)
+            return capped(s, softcap)[..., None]
         keys, factors = in_parts(segment.keys, rows.dtype)
         s = backend.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
         s = s if factors is None else s * factors
         s = s.reshape(batch, n_kv, -1, n_tokens, segment.keys.shape[2])
+        s = capped(s, softcap)
         # Adding is cheaper than selecting, also in the gradient, and gives exactly MASKED for masked scores.
         return s + jnp.where(segment.visible, 0.0, MASKED)
 
@@ -283,6 +324,11 @@ def attend_plain(queries, segments: Sequence[KVSegment]):
     out = sum(weighted_sum(e, segment) for e, segment in zip(exps, segments, strict=True)) / total
     out = out.reshape(batch, n_heads, n_tokens, head_dim).astype(queries.dtype)
     return out.swapaxes(1, 2).reshape(batch, n_tokens, n_heads * head_dim)
+
+
+def capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Return ``cap * tanh(scores / cap)``, or the scores without a cap."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def causal_mask(n_tokens: int) -> Causal:

@@ -163,6 +163,8 @@ def _add_norm(x, added, scale, eps: float):
         total = sum(added, x)
         wide = total.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        if scale.dtype != x.dtype:  # Gemma's: multiplied in float32
+            return total, (normed * scale).astype(x.dtype)
         return total, normed.astype(x.dtype) * scale
 
     summands = (x,) if added is None else (x, added)

@@ -7,6 +7,7 @@ keys and values of the tokens fed now (the block), and the decode step writes on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -21,12 +22,15 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.rounded import rounded
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, with statistics in float32."""
+    """x / rms(x) * scale, with statistics in float32; with ``offset`` times 1 + scale, in float32."""
 
     eps: float
     dtype: DType
+    offset: bool = False
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self.of_sum(x, None)[1]
@@ -36,18 +40,21 @@ class RMSNorm(nn.Module):
         self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None
     ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
         """Return ``x + added``, or ``x`` without a summand, and its norm."""
-        scale = declare(self, "scale", (x.shape[-1],), ("width",), nn.initializers.ones)
+        start = nn.initializers.zeros if self.offset else nn.initializers.ones
+        scale = declare(self, "scale", (x.shape[-1],), ("width",), start)
+        if self.offset:
+            scale = 1 + scale.astype(jnp.float32)
         return backend.add_norm(x, added, scale, self.eps)
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm LLaMA layer over T tokens, which attend to each other through ``block_mask`` and to ``past``
+    """One LLaMA layer over T tokens, which attend to each other through ``block_mask`` and to ``past``
     segments.
 
     Query, key and value projections are one product, and so are gate and up: a decode step is bound by the bytes of the
     weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as its own axis so that
     it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
-    separately: the next norm adds the two.
+    separately: the next norm adds the two. Norms, scales and the activation are those of the config.
 
     ``kv_cache`` names the type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.
     """
@@ -91,10 +98,12 @@ class DecoderLayer(nn.Module):
         gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
         down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
-        if attends_from is None:
-            x, attends_from = RMSNorm(c.norm_eps, self.dtype, name="attention_norm").of_sum(x, added)
-        elif added is not None:
-            x = x + added
+        norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
+        if attends_from is None and c.norms != "after":
+            x, attends_from = norm(name="attention_norm").of_sum(x, added)
+        else:
+            x = x if added is None else x + added
+            attends_from = x if attends_from is None else attends_from
         qkv = project_parts(attends_from, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
@@ -103,16 +112,42 @@ class DecoderLayer(nn.Module):
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:
-            queries = RMSNorm(c.norm_eps, self.dtype, name="query_norm")(queries)
-            keys = RMSNorm(c.norm_eps, self.dtype, name="key_norm")(keys)
+            queries, keys = norm(name="query_norm")(queries), norm(name="key_norm")(keys)
+        elif c.qk_norm_all_heads:
+            queries, keys = (
+                _norm_all_heads(norm(name=name), x) for name, x in (("query_norm", queries), ("key_norm", keys))
+            )
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
         keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
         if only_keys_values:
             return None, None, (keys, values)
-        attended = attend(queries, [KVSegment(keys, values, block_mask), *past])
+        if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
+            queries = _scaled(queries, c.attention_scale * c.head_dim**0.5)
+        attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap)
         attended = project(attended, out_kernel)
+        if c.norms != "before":
+            attended = norm(name="attention_out_norm")(attended)
+        attended = _scaled(attended, c.residual_scale)
 
-        x, normed = RMSNorm(c.norm_eps, self.dtype, name="mlp_norm").of_sum(x, attended)
+        if c.norms == "after":
+            x = normed = x + attended
+        else:
+            x, normed = norm(name="mlp_norm").of_sum(x, attended)
         gate, up = project_parts(normed, gate_up_kernel)
-        return x, project(jax.nn.silu(gate) * up, down_kernel), (keys, values)
+        out = project(ACTIVATIONS[c.activation](gate) * up, down_kernel)
+        if c.norms != "before":
+            out = norm(name="mlp_out_norm")(out)
+        return x, _scaled(out, c.residual_scale), (keys, values)
+
+
+def _scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """Return ``x * scale`` in x's dtype."""
+    return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
+
+
+def _norm_all_heads(norm: RMSNorm, x: Float[Array, "B h T H"]) -> Float[Array, "B h T H"]:
+    """Norm the features of all heads together."""
+    batch, n_heads, n_tokens, head_dim = x.shape
+    rows = x.swapaxes(1, 2).reshape(batch, n_tokens, n_heads * head_dim)
+    return norm(rows).reshape(batch, n_tokens, n_heads, head_dim).swapaxes(1, 2)

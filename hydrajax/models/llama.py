@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import Mask, rope_table, windowed
+from hydrajax.models.attention import Mask, capped, rope_table, windowed
 from hydrajax.models.base_model import Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
@@ -24,7 +24,7 @@ from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
 
 class Llama(nn.Module):
-    """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head.
+    """LLaMA: RMSNorm, rotary grouped-query attention, SwiGLU, tied or untied lm head, and variants (`LlamaConfig`).
 
     Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32.
 
@@ -53,7 +53,7 @@ class Llama(nn.Module):
             normal = nn.initializers.normal(0.02)
             self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
         self.layers = [self._layer() for _ in range(c.n_layers)]
-        self.norm = RMSNorm(c.norm_eps, self.dtype)
+        self.norm = RMSNorm(c.norm_eps, self.dtype, c.norm_offset)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
@@ -76,26 +76,42 @@ class Llama(nn.Module):
         return [partial(decoder_layer, params[f"layers_{i}"]) for i in range(self.config.n_layers)]
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return raw input embeddings E(x), which Hydra heads read (hydra section 3)."""
+        """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them."""
         if isinstance(self.embedding, Int8Tiles):
-            return self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
-        return backend.take_rows(self.embedding, tokens)
+            rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
+        else:
+            rows = backend.take_rows(self.embedding, tokens)
+        scale = self.config.embedding_scale
+        return rows if scale == 1.0 else rows * jnp.asarray(scale, self.dtype)
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
+        logits = self._products(hidden, tokens)
+        if self.config.logits_divisor != 1.0:
+            logits = logits / self.config.logits_divisor
+        return capped(logits, self.config.logits_softcap)
+
+    @nn.nowrap
+    def _products(self, hidden: Array, tokens: np.ndarray | None) -> Array:
+        """Return the products with the lm head, float32."""
         head = self.embedding if self.config.tied_lm_head else self.lm_head
         if isinstance(head, Int8Tiles):
             return project(hidden, head if tokens is None else head.select(tokens), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
             return backend.matmul_transposed(hidden, rows, jnp.float32)
-        kernel = head if tokens is None else self.head_kernel()[:, tokens]
+        kernel = head if tokens is None else self._head_kernel()[:, tokens]
         return project(hidden, kernel, jnp.float32)
 
     def head_kernel(self) -> Float[Array, "D V"]:
-        """Return the lm head as one float array."""
+        """Return the lm head as one float array, divided as logits are; without their cap."""
+        kernel = self._head_kernel()
+        return kernel if self.config.logits_divisor == 1.0 else kernel / self.config.logits_divisor
+
+    @nn.nowrap
+    def _head_kernel(self) -> Array:
         if self.config.tied_lm_head:
             tiles = isinstance(self.embedding, Int8Tiles)
             return self.embedding.dequantized().astype(self.dtype) if tiles else self.embedding.T
@@ -120,13 +136,19 @@ class Llama(nn.Module):
     ) -> Forward:
         """Run T tokens per sequence through the model; see `hydrajax.models.base_model.BaseModel`."""
         x = self.embed(tokens)
-        rope = rope_table(self.config, positions)
-        block_mask, first_seen = windowed(block_mask, positions, self.config.sliding_window)
+        kinds = {
+            kind: (
+                rope_table(self.config.of_kind(kind), positions),
+                *windowed(block_mask, positions, kind.sliding_window),
+            )
+            for kind in dict.fromkeys(self.config.kinds)
+        }
         inputs, block, added = [], [], None
-        for i, layer in enumerate(self._calls(x)):
+        for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
+            rope, mask, first_seen = kinds[kind]
             inputs.append(x if added is None else x + added)
             past = () if cache is None else cache.segments(i, first_seen)
-            x, added, key_value = layer(x, added, rope, block_mask, past)
+            x, added, key_value = layer(x, added, rope, mask, past)
             block.append(key_value)
         _, hidden = self.norm.of_sum(x, added)
         wanted = [hidden if place == 0 else inputs[-place] for place in aux_hidden_layers]

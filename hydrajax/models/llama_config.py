@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
+
+# Kinds of `RopeScaling`, of `LlamaConfig.norms` and of `LlamaConfig.activation`.
+ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
+NORMS = ("before", "both", "after")
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """A scaling of the rotary frequencies for longer contexts.
 
-    ``kind`` is ``"linear"`` (every frequency divided by ``factor``) or ``"llama3"`` (only low frequencies, with a
-    smooth transition between ``low_freq_factor`` and ``high_freq_factor``, as in LLaMA 3.1).
+    Attributes:
+        kind: ``"linear"``: every frequency is divided by ``factor``. ``"llama3"``: only low frequencies, with a smooth
+            transition between ``low_freq_factor`` and ``high_freq_factor`` (LLaMA 3.1). ``"yarn"``: those that turn
+            less than ``beta_slow`` times in the original context; those that turn more than ``beta_fast`` times stay
+            (YaRN, 2309.00071). ``"longrope"``: each frequency has a divisor of its own (LongRoPE, 2402.13753).
+        factor: The divisor; for longrope the context of ``long_factors`` over the original one.
+        original_max_position: Length of the texts before the extension.
+        attention_factor: Multiplies cosines and sines (yarn, longrope).
+        truncate: Round the ends of yarn's transition to whole features.
+        short_factors: The divisors of longrope, one per frequency, for texts of up to ``original_max_position`` tokens.
+        long_factors: Those for longer texts. They are kept for exports and not used.
     """
 
     kind: str
@@ -21,22 +36,69 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected 'linear' or 'llama3'")
-        if self.factor <= 0:
-            raise HydrajaxError(f"rope scaling: factor: got {self.factor}, expected a positive number")
+        if self.kind not in ROPE_KINDS:
+            expected = " or ".join(", ".join(map(repr, ROPE_KINDS)).rsplit(", ", 1))
+            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected {expected}")
+        for name in ("factor", "attention_factor", "original_max_position", "beta_fast", "beta_slow"):
+            if not getattr(self, name) > 0:
+                raise HydrajaxError(f"rope scaling: {name}: got {getattr(self, name)}, expected a positive number")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise HydrajaxError(
                 f"rope scaling: low_freq_factor: got {self.low_freq_factor}, expected less than high_freq_factor, "
                 f"{self.high_freq_factor}"
             )
+        if self.kind == "longrope" and not all(x > 0 for x in self.short_factors + self.long_factors):
+            raise HydrajaxError("rope scaling: short_factor and long_factor: expected positive numbers")
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """The settings by which the layers of one model differ.
+
+    Attributes:
+        sliding_window: As in `LlamaConfig`.
+        rope_theta: As in `LlamaConfig`; None for layers without rotary embedding.
+        rope_scaling: As in `LlamaConfig`.
+    """
+
+    sliding_window: int | None = None
+    rope_theta: float | None = 10_000.0
+    rope_scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Shapes and constants of a LLaMA-family model, named as in docs/design.md 2."""
+    """Shapes and constants of a LLaMA-family model, named as in docs/design.md 2.
+
+    Attributes:
+        rope_theta: Base of the rotary frequencies; None for no rotary embedding.
+        rotary_dim: Features of a head that are rotated, its first ones (Phi-4-mini); None for all.
+        qkv_bias: Query, key and value projections have biases (Qwen 2).
+        qk_norm: RMSNorm over each head's query and key features, before rotation (Qwen 3, Gemma 3).
+        qk_norm_all_heads: RMSNorm over the query and key features of all heads together (OLMo 2, OLMo 3).
+        sliding_window: Number of tokens attended to, itself included (Mistral); None for all.
+        layer_kinds: The window and the rotary embedding of each layer, where layers differ. Empty: all layers have
+            those of the config.
+        norms: Norms of attention and MLP: ``"before"`` each (LLaMA), ``"both"`` before and after (Gemma 2, Gemma 3) or
+            ``"after"`` (OLMo 2, OLMo 3).
+        norm_offset: Norms multiply by 1 + scale, in float32 (Gemma).
+        activation: Of the MLP's gate.
+        embedding_scale: Multiplies the embeddings (Gemma, Granite).
+        residual_scale: Multiplies what attention and MLP add to the residual stream (Granite).
+        attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
+        attention_softcap: Scores are ``cap * tanh(score / cap)`` (Gemma 2); None for no cap.
+        logits_divisor: Divides the logits (Granite).
+        logits_softcap: The same cap on logits (Gemma 2).
+        fused_projections: Files hold query, key and value projections as one tensor, and gate and up as one (Phi 3).
+    """
 
     vocab_size: int
     width: int
@@ -47,12 +109,25 @@ class LlamaConfig:
     head_dim: int
     max_positions: int = 2048
     norm_eps: float = 1e-6
-    rope_theta: float = 10_000.0
+    rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | None = None
     tied_lm_head: bool = False
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3: RMSNorm over each head's query and key features, before rotation
-    sliding_window: int | None = None  # Mistral: tokens attended to, itself included; None for all
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    qk_norm_all_heads: bool = False
+    rotary_dim: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    norms: str = "before"
+    norm_offset: bool = False
+    activation: str = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logits_divisor: float = 1.0
+    logits_softcap: float | None = None
+    fused_projections: bool = False
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
@@ -60,10 +135,27 @@ class LlamaConfig:
                 raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.n_heads % self.n_kv_heads:
             raise HydrajaxError(f"n_kv_heads: got {self.n_kv_heads} for {self.n_heads} heads, expected a divisor")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise HydrajaxError(f"sliding_window: got {self.sliding_window}, expected at least 1")
+        for window in (self.sliding_window, *(kind.sliding_window for kind in self.layer_kinds)):
+            if window is not None and window < 1:
+                raise HydrajaxError(f"sliding_window: got {window}, expected at least 1")
         if self.head_dim % 2:
             raise HydrajaxError(f"head_dim: got {self.head_dim}, expected an even number for rotary embeddings")
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
+            raise HydrajaxError(
+                f"rotary_dim: got {self.rotary_dim}, expected an even number up to head_dim, {self.head_dim}"
+            )
+        if self.layer_kinds and len(self.layer_kinds) != self.n_layers:
+            raise HydrajaxError(f"layer_kinds: got {len(self.layer_kinds)}, expected one for each of {self.n_layers}")
+        for name, allowed in (("norms", NORMS), ("activation", ACTIVATIONS)):
+            if getattr(self, name) not in allowed:
+                raise not_allowed(name, getattr(self, name), allowed)
+        for name in ("attention_scale", "attention_softcap", "logits_divisor", "logits_softcap"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected a positive number")
+        scaling, pairs = self.rope_scaling, (self.rotary_dim or self.head_dim) // 2
+        for name in ("short_factors", "long_factors"):
+            if scaling is not None and scaling.kind == "longrope" and len(getattr(scaling, name)) != pairs:
+                raise HydrajaxError(f"rope scaling: {name}: got {len(getattr(scaling, name))}, expected {pairs}")
 
     @property
     def queries_per_kv(self) -> int:
@@ -71,11 +163,44 @@ class LlamaConfig:
         return self.n_heads // self.n_kv_heads
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of every layer."""
+        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
+        return self.layer_kinds or (own,) * self.n_layers
+
+    def of_kind(self, kind: LayerKind) -> LlamaConfig:
+        """Return the configuration with the settings of one kind of layer for all layers."""
+        return dataclasses.replace(self, layer_kinds=(), **vars(kind))
+
+    def of_layer(self, layer: int) -> LlamaConfig:
+        """Return the configuration with the settings of this layer for all layers."""
+        return self.of_kind(self.layer_kinds[layer]) if self.layer_kinds else self
+
+    @property
     def plain_layer(self) -> LlamaConfig:
-        """One LLaMA layer of this shape without a family's extras, such as a prefix layer (hydra 3.1)."""
-        return self.replace(n_layers=1, qkv_bias=False, qk_norm=False, sliding_window=None)
+        """One LLaMA layer of this shape without a family's extras, such as a prefix layer (hydra 3.1).
+
+        It has the base's rotary embedding, except for longrope's, whose divisors belong to the base's features.
+        """
+        scaling = self.rope_scaling
+        return LlamaConfig(
+            *(getattr(self, name) for name in ("vocab_size", "width", "mlp_width")),
+            n_layers=1,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            max_positions=self.max_positions,
+            norm_eps=self.norm_eps,
+            rope_theta=self.rope_theta or LlamaConfig.rope_theta,
+            rope_scaling=None if scaling is not None and scaling.kind == "longrope" else scaling,
+            tied_lm_head=self.tied_lm_head,
+        )
 
     def replace(self, **changes) -> LlamaConfig:
+        """Return the configuration with some fields changed. With another number of layers, their kinds repeat."""
+        if self.layer_kinds and "n_layers" in changes and "layer_kinds" not in changes:
+            kinds = itertools.islice(itertools.cycle(self.layer_kinds), changes["n_layers"])
+            changes["layer_kinds"] = tuple(kinds)
         return dataclasses.replace(self, **changes)
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
+
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def written(folder: Path, raw: dict) -> Path:
@@ -22,18 +26,44 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     A window of at least the context counts as no window.
     """
     hf = AutoConfig.from_pretrained(folder)
-    rope = dict(hf.rope_parameters)
-    scaling = None
-    if rope["rope_type"] == "linear":
-        scaling = RopeScaling("linear", float(rope["factor"]))
-    elif rope["rope_type"] == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling("llama3", *(float(rope[name]) for name in names[:3]), rope[names[3]])
+    kind, head_dim = hf.model_type, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    ropes = hf.rope_parameters
+    ropes = {name: _rope(ropes[name] if kind in ("gemma3_text", "olmo3") else ropes, hf) for name in (FULL, SLIDING)}
+    theta, scaling = ropes[FULL]
+    context = hf.max_position_embeddings
+    if scaling is not None and scaling.kind == "longrope":
+        context = min(context, scaling.original_max_position)
     window = getattr(hf, "sliding_window", None)
-    if hf.model_type.startswith("qwen"):
-        kinds = set(hf.layer_types)
-        assert len(kinds) == 1
-        window = window if kinds == {"sliding_attention"} else None
+    window = window if window is not None and window < context else None
+    types = getattr(hf, "layer_types", None) or [SLIDING] * hf.num_hidden_layers
+    layers = [LayerKind(window if name == SLIDING else None, *ropes[name]) for name in types]
+    if kind == "smollm3":
+        rotated = zip(layers, hf.no_rope_layers, strict=False)
+        layers = [k if rotates else LayerKind(k.sliding_window, None, None) for k, rotates in rotated]
+    if len(set(layers)) == 1:
+        own, layers = layers[0], ()
+    else:
+        own = LayerKind(None, theta, scaling)
+    part = hf.rope_parameters.get("partial_rotary_factor", 1) if kind == "phi3" else 1
+    settings = {}
+    if kind in ("gemma2", "gemma3_text"):
+        settings = {
+            "norms": "both",
+            "norm_offset": True,
+            "embedding_scale": hf.hidden_size**0.5,
+            "attention_scale": None if hf.query_pre_attn_scalar == head_dim else hf.query_pre_attn_scalar**-0.5,
+            "logits_softcap": hf.final_logit_softcapping,
+            "attention_softcap": hf.attn_logit_softcapping if kind == "gemma2" else None,  # Gemma 3 has no use for it
+        }
+    if kind == "granite":
+        scale = float(hf.attention_multiplier)
+        settings = {
+            "embedding_scale": float(hf.embedding_multiplier),
+            "residual_scale": float(hf.residual_multiplier),
+            "attention_scale": None if math.isclose(scale, head_dim**-0.5) else scale,
+            "logits_divisor": float(hf.logits_scaling),
+        }
+    activation = hf.hidden_activation if kind.startswith("gemma") else hf.hidden_act
     return LlamaConfig(
         vocab_size=hf.vocab_size,
         width=hf.hidden_size,
@@ -41,16 +71,44 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         n_layers=hf.num_hidden_layers,
         n_heads=hf.num_attention_heads,
         n_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        max_positions=hf.max_position_embeddings,
+        head_dim=head_dim,
+        max_positions=context,
         norm_eps=hf.rms_norm_eps,
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=scaling,
+        rope_theta=own.rope_theta,
+        rope_scaling=own.rope_scaling,
         tied_lm_head=hf.tie_word_embeddings,
-        qkv_bias=hf.model_type == "qwen2",
-        qk_norm=hf.model_type == "qwen3",
-        sliding_window=window if window is not None and window < hf.max_position_embeddings else None,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind in ("qwen3", "gemma3_text"),
+        sliding_window=own.sliding_window,
+        qk_norm_all_heads=kind in ("olmo2", "olmo3"),
+        rotary_dim=None if part == 1 else int(head_dim * part),
+        layer_kinds=tuple(layers),
+        activation="silu" if activation == "silu" else "gelu_tanh",
+        fused_projections=kind == "phi3",
+        **({"norms": "after"} if kind in ("olmo2", "olmo3") else settings),
     )
+
+
+def _rope(rope: dict, hf) -> tuple[float, RopeScaling | None]:
+    kind = rope["rope_type"]
+    theta, context = float(rope["rope_theta"]), rope.get("original_max_position_embeddings")
+    if kind == "linear":
+        return theta, RopeScaling("linear", float(rope["factor"]))
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        return theta, RopeScaling("llama3", *(float(rope[name]) for name in names), context)
+    if kind == "default":
+        return theta, None
+    layer_type = None if rope is hf.rope_parameters else FULL
+    settings = {
+        "original_max_position": context,
+        "attention_factor": ROPE_INIT_FUNCTIONS[kind](hf, layer_type=layer_type)[1],
+    }
+    if kind == "longrope":
+        lists = {f"{name}_factors": tuple(rope[f"{name}_factor"]) for name in ("short", "long")}
+        return theta, RopeScaling(kind, hf.max_position_embeddings / context, **settings, **lists)
+    settings |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+    return theta, RopeScaling(kind, float(rope["factor"]), **settings, truncate=rope.get("truncate", True))
 
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, vocab: int) -> dict:

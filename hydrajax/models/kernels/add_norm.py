@@ -48,7 +48,11 @@ def _kernel(x, scale, *rest, eps: float):
         rest[1][place] = row
     wide = row.astype(jnp.float32)
     mean = jnp.sum(jnp.where(inside, wide * wide, 0.0)) / size
-    rest[-1][place] = (wide * jax.lax.rsqrt(mean + eps)).astype(row.dtype) * scale[place]
+    normed = wide * jax.lax.rsqrt(mean + eps)
+    if scale.dtype != row.dtype:  # as in `hydrajax.models.backend.add_norm`
+        rest[-1][place] = (normed * scale[place]).astype(row.dtype)
+    else:
+        rest[-1][place] = normed.astype(row.dtype) * scale[place]
 
 
 _kernel.__name__ = NAME  # jax 0.11 uses this name, jax 0.10 the argument
