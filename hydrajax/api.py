@@ -144,7 +144,7 @@ def load(
             slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
             they only take less memory.
         kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per
-            token and head. Logits differ slightly (docs/performance.md#kv-cache). A draft's own cache keeps ``dtype``.
+            token and head. Logits differ slightly (docs/usage.md#kv-cache). A draft's own cache keeps ``dtype``.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
         merge: add the adapter to the base's weights, before quantisation. A step then costs what it costs without an
             adapter; the sums are rounded to ``dtype``, so logits are not bit-identical. By default the low-rank weights
