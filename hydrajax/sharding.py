@@ -252,7 +252,7 @@ def _place_slices(array: np.ndarray | Parameter, home: NamedSharding) -> jax.Arr
 
 
 def _in_stored_order(array: jax.Array) -> jax.Array:
-    order = backend.stored_order(array.shape)
+    order = backend.stored_order(array.shape, array.dtype)
     return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
 
 

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int, Int8, Num
 
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
@@ -191,13 +191,15 @@ def whole_slots(slots: int) -> int:
 TPU_TILE_ROWS = 16  # of bfloat16; a multiple of those of float32
 
 
-def stored_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
+def stored_order(shape: tuple[int, ...], dtype) -> tuple[int, ...] | None:
     """Return the order of a weight's axes in memory, outermost first, for `jax.experimental.layout`; None: JAX's own.
 
     A TPU stores the last two axes in tiles of 8 by 128, and a fused kernel ``[D, 2, F]`` as it is declared would be
     laid out anew in every step: 180 MB per layer of a 7B, three times the cycles of its product. With D next to F, it
-    is read in place.
+    is read in place. cuBLAS multiplies int8 where both factors have D as their last axis.
     """
+    if platforms.on_turing() and dtype == jnp.int8 and len(shape) > 1:
+        return (*range(1, len(shape)), 0)
     if not platforms.on_tpu() or len(shape) < 3:
         return None
     last = len(shape) - 1
@@ -302,6 +304,75 @@ def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, s
         twice = contract(spec, jnp.concatenate([x, x]), weight, dtype)
         return jax.lax.slice_in_dim(twice, 0, 1, axis=spec.partition("->")[2].index("r"))
     return contract(spec, x, weight, dtype)
+
+
+DIGIT = 254  # steps of the second digit in one of the first
+
+
+def digits(x: Float[Array, "rows D"]) -> tuple[Int8[Array, "two_rows D"], Float[Array, "rows 1"]]:
+    """Return each row as two rows of int8 and a scale: ``x = (first + second / 254) * scale``, to 1 / 64,516 of its
+    largest number. All first digits lie before the second ones.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.where(largest > 0, largest, 1) / 127
+    first = jnp.rint(x / scale)
+    second = jnp.rint((x / scale - first) * DIGIT)
+    return jnp.concatenate([first, second]).astype(jnp.int8), scale
+
+
+def multiplies_digits(rows: int) -> bool:
+    """Return whether int8 weights are multiplied as integers, by `digits` of x: nothing is widened.
+
+    A GPU of compute capability 7.5 has no Triton, and cuBLAS multiplies equal types only: XLA would write the weights
+    out in 16 bits in every step, 5.1 times their bytes (T4, 7B, 64 nodes). A TPU widens them on its vector unit, which
+    takes 1.51 times the cycles of the bytes for one token of a 7B, digits 1.31 (v5e, by the compiler's estimate); of
+    many rows the sums of digits cost more than that.
+    """
+    return platforms.on_turing() or (platforms.on_tpu() and rows == 1)
+
+
+def matmul_int8_parts(x: Float[Array, "*rows D"], values: Int8[Array, " D *parts F"]) -> Float[Array, "*parts *rows F"]:
+    """Return `matmul_parts` of an int8 kernel in float32."""
+    rows, (depth, *parts, width) = x.shape[:-1], values.shape
+    flat = x.reshape(-1, depth)
+
+    def plain(flat, values):
+        product = matmul_parts(flat, values.astype(x.dtype), jnp.float32, stored=False)
+        return product.reshape(*parts, *rows, width)
+
+    @kernels.with_gradient_of(plain)
+    def as_integers(flat, values):
+        pairs, scale = digits(flat)
+        names = "pqs"[: len(parts)]
+        sums = jnp.einsum(f"rd,d{names}f->{names}rf", pairs, values, preferred_element_type=jnp.int32)
+        first, second = jnp.split(sums.astype(jnp.float32), 2, axis=-2)
+        return ((first + second / DIGIT) * scale).reshape(*parts, *rows, width)
+
+    return (as_integers if multiplies_digits(len(flat)) else plain)(flat, values)
+
+
+def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Callable | None:
+    """Return the function that multiplies rows of x with int4 weights ``[groups, 16, *features]`` as they lie in
+    memory, and returns the given dtype; None: they are widened as a whole.
+    """
+    groups, width = shape[0], math.prod(shape[2:])
+    if platforms.has_triton():
+        from hydrajax.models.kernels import few_bits_gpu
+
+        return few_bits_gpu.matmul if few_bits_gpu.fits(rows, groups, width, dtype) else None
+    if rows == 1 and platforms.on_turing() and mesh_in_use() is None:
+        return _int4_row
+    return None
+
+
+def _int4_row(x, values, scale, offset, dtype) -> Float[Array, "1 F"]:
+    """Multiply a single row in one fusion of XLA."""
+    groups, half, _ = values.shape
+    low, high = jnp.split(x.astype(jnp.float32).reshape(groups, 2 * half, 1), 2, axis=1)
+    scale, offset = (numbers.astype(jnp.float32)[:, None] for numbers in (scale, offset))
+    first, second = ((numbers.astype(jnp.float32) * scale + offset) for numbers in (values & 15, values >> 4))
+    return jnp.sum(low * first + high * second, axis=(0, 1))[None].astype(dtype)
 
 
 # XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then

@@ -100,6 +100,11 @@ def on_ampere() -> bool:
     return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
 
 
+def on_turing() -> bool:
+    """Return whether an NVIDIA GPU is older than Triton supports, such as a T4."""
+    return 0 < platform().capability < AMPERE
+
+
 def has_triton() -> bool:
     """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
     return on_ampere() and on_one_device() and (_described is not None or _kernels_agree("GPU"))

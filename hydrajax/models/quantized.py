@@ -24,9 +24,10 @@ from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
+from hydrajax.models.per_device import mesh_in_use
 
 ROWS = 256  # rows of a kernel quantised at once, a multiple of every group
-TILE_AXES = 5  # more than any kernel has
+TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
 
 QUANTIZED = ("int8", "int4", "int4-64", "int4-128")  # by the user's name
 
@@ -40,7 +41,8 @@ def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[
         stored: Its first array if it exists: a program for an absent device is traced with the present one's.
     """
     if name in FOUR_BITS and kernel not in ("lm_head", "embedding"):
-        return FOUR_BITS[name]
+        tiles, elsewhere = FOUR_BITS[name]
+        return tiles if _in_tiles(stored) else elsewhere
     return Int8Tiles if _in_tiles(stored) else Int8
 
 
@@ -50,7 +52,9 @@ def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
 
 
 def _in_tiles(stored: Array | None) -> bool:
-    return platforms.has_few_bits() if stored is None else stored.ndim == TILE_AXES
+    if stored is None:
+        return platforms.has_few_bits()
+    return stored.ndim == TILE_AXES and stored.shape[-2:] == TILE
 
 
 # Kernels of drafts that only products read.
@@ -163,14 +167,88 @@ class Int8(Quantized):
         return self.values.astype(jnp.float32) * self.scale
 
     def project(self, x, dtype):
-        values = self.values.reshape(x.shape[-1], -1).astype(x.dtype)
-        product = backend.matmul(x, values, jnp.float32, stored=False)
-        return (product * self.scale.reshape(-1)).astype(dtype)
+        values = self.values.reshape(x.shape[-1], -1)
+        return (backend.matmul_int8_parts(x, values) * self.scale.reshape(-1)).astype(dtype)
 
     def project_parts(self, x):
-        product = backend.matmul_parts(x, self.values.astype(x.dtype), jnp.float32, stored=False)
+        product = backend.matmul_int8_parts(x, self.values)
         scale = jnp.expand_dims(self.scale, range(self.scale.ndim - 1, product.ndim - 1))
         return (product * scale).astype(x.dtype)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+@dataclasses.dataclass(frozen=True)
+class Int4(Quantized):
+    """The numbers of `Int4Tiles` away from a CPU, in the kernel's own order, so that its axes can be sharded.
+
+    Attributes:
+        values: uint8 ``[groups, 16, *features]``: two numbers of 0 to 15 in a byte. The first 16 inputs of a group lie
+            in the low bits.
+        scale, offset: float16 ``[groups, *features]``.
+    """
+
+    values: Any
+    scale: Any
+    offset: Any
+    shape_: tuple[int, ...]
+
+    @property
+    def shape(self):
+        return self.shape_
+
+    @classmethod
+    def declare(cls, module, name, shape, axes):
+        depth, *features = shape
+        groups, (first, *others) = -(-depth // few_bits.GROUP), axes
+
+        def declared(part: str, size: tuple[int, ...], axes: tuple[str | None, ...], dtype: DType):
+            ones = nn.with_logical_partitioning(lambda rng, size: jnp.ones(size, dtype), axes)
+            return module.param(part, ones, size)
+
+        half = few_bits.GROUP // 2
+        values = declared(name, (groups, half, *features), (first, None, *others), jnp.uint8)
+        numbers = (declared(f"{name}_{part}", (groups, *features), axes, jnp.float16) for part in ("scale", "offset"))
+        return cls(values, *numbers, shape)
+
+    @classmethod
+    def of(cls, kernel):
+        """Return the kernel of `Int4Tiles.of`."""
+        depth, *features = kernel.shape
+        values, scale, offset = _in_groups(kernel, Int4Tiles._of_groups)
+        values = np.pad(values, [(0, -depth % few_bits.GROUP), (0, 0)])
+        low, high = np.split(values.reshape(-1, few_bits.GROUP, values.shape[1]), 2, axis=1)
+        pairs = (low | high << 4).reshape(*low.shape[:2], *features)
+        return cls(pairs, *(x.reshape(-1, *features) for x in (scale, offset)), kernel.shape)
+
+    def dequantized(self):
+        numbers = jnp.concatenate([self.values & 15, self.values >> 4], axis=1).astype(jnp.float32)
+        scale, offset = (x.astype(jnp.float32)[:, None] for x in (self.scale, self.offset))
+        return (numbers * scale + offset).reshape(-1, *self.shape_[1:])[: self.shape_[0]]
+
+    def project(self, x, dtype):
+        flat = x.reshape(-1, x.shape[-1])
+
+        def plain(flat, *arrays):
+            kernel = type(self)(*arrays, self.shape_).dequantized().astype(x.dtype)
+            return backend.matmul(flat, kernel.reshape(len(kernel), -1), dtype, stored=False)
+
+        product = plain
+        if kernel := backend.int4_kernel(len(flat), self.values.shape, x.dtype):
+
+            @with_gradient_of(plain)
+            def product(flat, *arrays):
+                padded = jnp.pad(flat, [(0, 0), (0, -flat.shape[1] % few_bits.GROUP)])
+                columns = (array.reshape(*array.shape[: array.ndim - features], -1) for array in arrays)
+                return kernel(padded, *columns, dtype)
+
+            features = len(self.shape_) - 1
+        return product(flat, *self.arrays().values()).reshape(*x.shape[:-1], -1)
+
+    def project_parts(self, x):
+        if mesh_in_use() is None:
+            return super().project_parts(x)
+        kernel = self.dequantized().astype(x.dtype)
+        return backend.matmul_parts(x, kernel, x.dtype, stored=False)
 
 
 class Tiles(Quantized):

@@ -36,8 +36,10 @@ def parser_of(doc: str, layers: int | None) -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=integers, default=[1])
     parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
     parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument(
+        "--weights", type=words, default=["float"], help="of the base: float (in --dtype), int8, int4 (default float)"
+    )
     parser.add_argument("--devices", type=integers, default=[1], help="1, or 8 that share all weights (default 1)")
     parser.add_argument(
         "--collectives", action="store_true", help="list the loop's collectives and the lines of code they come from"

@@ -42,7 +42,7 @@ def arguments() -> argparse.Namespace:
         default="full",
         help="lm heads of the draft heads",
     )
-    parser.add_argument("--device", default="h200", choices=["h200", "h100"])
+    parser.add_argument("--device", default="h200", choices=["h200", "h100", "a100", "t4"])
     parser.add_argument(
         "--gemm", default="triton", choices=["triton", "cublas"], help="XLA's kernels of products (default %(default)s)"
     )
@@ -56,20 +56,20 @@ def main(args: argparse.Namespace) -> int:
     from compiled_step import Case  # after XLA_FLAGS are set
 
     def cases() -> list[Case]:
-        names = ("shape", "nodes", "dtype", "int8", "lm_head", "device", "layers")
+        names = ("shape", "nodes", "dtype", "lm_head", "device", "layers")
         shared = {name: getattr(args, name) for name in names}
-        cells = itertools.product(devices_of(args), args.what, args.batches, args.contexts)
+        cells = itertools.product(devices_of(args), args.weights, args.what, args.batches, args.contexts)
         return [
-            Case(what, batch=batch, context=context, devices=devices, **shared)
-            for devices, what, batch, context in cells
+            Case(what, batch=batch, context=context, devices=devices, weights=weights, **shared)
+            for devices, weights, what, batch, context in cells
         ]
 
-    settings = {name: getattr(args, name) for name in ("shape", "dtype", "int8", "lm_head", "gemm")}
+    settings = {name: getattr(args, name) for name in ("shape", "dtype", "lm_head", "gemm")}
     settings |= {"compiled for": args.device}
     settings |= {name: found for name in ("layers", "flags") if (found := getattr(args, name))}
     return run(
         args, cases, report, kind="program", settings=settings,
-        title=f"the program of a decode step, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}",
+        title=f"the program of a decode step, {args.shape}, {args.dtype}",
         remarks=["compiled for a described device, not run: no autotuning, no timings"],
     )  # fmt: skip
 
@@ -100,7 +100,7 @@ def line_of(row: dict) -> str:
     devices = f"{row['devices']} devices " if several else ""
     exchanged = f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, " if several else ""
     return (
-        f"{devices}{row['what']:8} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
+        f"{devices}{row['what']:8} {row['weights']} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
         f" ({row['kernels_per_layer']:g} a layer), {row['gigabytes']:.2f} GB of {row['floor_gigabytes']:.2f}"
         f" = {row['gigabytes'] / row['floor_gigabytes']:.3f}, {row['copies']} large copies"
         f" ({row['copied_megabytes']:.0f} MB), {exchanged}{row['temporary_megabytes']:.0f} MB temporary,"

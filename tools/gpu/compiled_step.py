@@ -36,6 +36,7 @@ from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, tree_attention
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.models.quantized import QUANTIZED
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -49,6 +50,7 @@ class Case:
     """One program.
 
     Attributes:
+        weights: Of the base: "float" or a name of `hydrajax.models.quantized.QUANTIZED`.
         lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
         layers: Layers of the base (None: the shape's).
         devices: One, or several that share the weights. The program of several begins with the prompt, as XLA finds
@@ -61,7 +63,7 @@ class Case:
     context: int
     nodes: int
     dtype: str
-    int8: bool
+    weights: str
     lm_head: str
     device: str
     layers: int | None = None
@@ -69,6 +71,7 @@ class Case:
 
     def __post_init__(self):
         known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
+        known["--weights"] = (self.weights, ("float", *QUANTIZED))
         for flag, (found, names) in known.items():
             if found not in names:
                 raise HydrajaxError(f"{flag}: got {found}, expected one of {', '.join(names)}")
@@ -81,10 +84,20 @@ class Case:
             raise HydrajaxError(f"--layers: got {self.layers}, expected at least 1")
 
     @property
+    def quantize(self) -> str | None:
+        """The type of the base's low-bit weights, if it has any."""
+        return None if self.weights == "float" else self.weights
+
+    @property
+    def stored_as(self) -> str:
+        """The type of the base's weights."""
+        return self.quantize or self.dtype
+
+    @property
     def name(self) -> str:
         """A Python identifier under which XLA dumps the program."""
         words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
-        return "_".join(["hydrajax", *words, f"l{self.layers or 0}", f"d{self.devices}"])
+        return "_".join(["hydrajax", *words, self.weights, f"l{self.layers or 0}", f"d{self.devices}"])
 
 
 @dataclass(frozen=True)
@@ -100,8 +113,10 @@ class Compiled:
 
 def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
     """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
-    platform = devices.PLATFORM._replace(devices=case.devices)
-    with platforms.traced_for(platform), devices.described(case.device, case.devices):
+    with (
+        platforms.traced_for(devices.platform(case.device, case.devices)),
+        devices.described(case.device, case.devices),
+    ):
         return _compile(case, devices.placed_on(case.device, case.devices))
 
 
@@ -110,7 +125,7 @@ def _compile(case: Case, place: Callable) -> Compiled:
     config = config.replace(
         n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
     )
-    model = Llama(config, jnp.dtype(case.dtype), "int8" if case.int8 else None)
+    model = Llama(config, jnp.dtype(case.dtype), case.quantize)
     drafter, tree = _drafter_and_tree(case, model)
     boxed = Params(abstract_base(model), _weights_of(drafter, model))
     engine, params = Engine(model, drafter, tree, MAX_NEW), nn.unbox(boxed)
@@ -249,6 +264,7 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
         "batch": case.batch,
         "context": case.context,
         "nodes": 1 if case.what in ("ar", "ar-step", "prefill") else case.nodes,
+        "weights": case.stored_as,
         "kernels": len(step),
         "kernels_per_layer": (few[1] - few[0]) / 2,
         "gigabytes": sum(kernel.moved for kernel in step) / 1e9,

@@ -52,17 +52,20 @@ def main(args: argparse.Namespace) -> int:
                 raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
         for what in set(args.what) & {"ar-step", "prefill"}:
             raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
-        shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "int8", "layers")}
-        cells = itertools.product(args.chips, devices_of(args), args.what, args.batches, args.contexts)
+        shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "layers")}
+        cells = itertools.product(args.chips, devices_of(args), args.weights, args.what, args.batches, args.contexts)
         return [
-            Case(what, batch=batch, context=context, device=chip, devices=devices, lm_head="full", **shared)
-            for chip, devices, what, batch, context in cells
-        ]
+            Case(
+                what, batch=batch, context=context, device=chip, devices=devices, lm_head="full", weights=weights,
+                **shared,
+            )
+            for chip, devices, weights, what, batch, context in cells
+        ]  # fmt: skip
 
     return run(
         args, cases, report, kind="tpu_program",
-        settings={name: getattr(args, name) for name in ("shape", "dtype", "int8", "layers")},
-        title=f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}{', int8 base' if args.int8 else ''}",
+        settings={name: getattr(args, name) for name in ("shape", "dtype", "layers")},
+        title=f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}",
         remarks=["compiled for described TPUs, not run: cycles are the compiler's estimates, not timings"],
     )  # fmt: skip
 
@@ -90,7 +93,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         "batch": case.batch,
         "context": case.context,
         "nodes": 1 if case.what == "ar" else case.nodes,
-        "weights": "int8" if case.int8 else case.dtype,
+        "weights": case.stored_as,
         "devices": case.devices,
     }
     try:

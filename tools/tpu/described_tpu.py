@@ -24,8 +24,6 @@ from placed_shapes import abstract_devices, placed_shapes
 from hydrajax.models import platforms
 from hydrajax.roofline.devices import Device, device_of
 
-PLATFORM = platforms.Platform("tpu", 1)
-
 
 class Chip(NamedTuple):
     """A TPU.
@@ -53,6 +51,11 @@ CHIPS = {
     "v5p": Chip("TPU v5p", "2x2x1", "2x2x2", 1.75e9),
     "v6e": Chip("TPU v6 lite", "2x2", "2x4", 1.75e9),
 }
+
+
+def platform(chip: str, count: int) -> platforms.Platform:
+    """Return the platform that programs for this many chips are traced for."""
+    return platforms.Platform("tpu", count)
 
 
 def placed_on(chip: str, count: int) -> Callable:
