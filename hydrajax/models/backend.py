@@ -327,42 +327,92 @@ def multiplies_digits(rows: int) -> bool:
     A GPU of compute capability 7.5 has no Triton, and cuBLAS multiplies equal types only: XLA would write the weights
     out in 16 bits in every step, 5.1 times their bytes (T4, 7B, 64 nodes). A TPU widens them on its vector unit, which
     takes 1.51 times the cycles of the bytes for one token of a 7B, digits 1.31 (v5e, by the compiler's estimate); of
-    many rows the sums of digits cost more than that.
+    many rows the sums of digits cost more than that. Our kernel of a TPU multiplies digits too.
     """
-    return platforms.on_turing() or (platforms.on_tpu() and rows == 1)
+    return platforms.on_turing() or (platforms.on_tpu() and rows == 1 and mesh_in_use() is None)
 
 
-def matmul_int8_parts(x: Float[Array, "*rows D"], values: Int8[Array, " D *parts F"]) -> Float[Array, "*parts *rows F"]:
-    """Return `matmul_parts` of an int8 kernel in float32."""
-    rows, (depth, *parts, width) = x.shape[:-1], values.shape
-    flat = x.reshape(-1, depth)
+def matmul_int8(
+    x: Float[Array, "rows D"], values: Int8[Array, "D *parts F"], scale: Float[Array, "*parts F"], dtype
+) -> Float[Array, "*parts rows F"]:
+    """Return ``x @ (values * scale)`` in this dtype, with the parts of a fused kernel as leading axes."""
+    depth, *parts, width = values.shape
 
-    def plain(flat, values):
-        product = matmul_parts(flat, values.astype(x.dtype), jnp.float32, stored=False)
-        return product.reshape(*parts, *rows, width)
+    def scaled(product, scale):
+        return (product * jnp.expand_dims(scale, -2)).astype(dtype)
+
+    def plain(x, values, scale):
+        return scaled(matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
 
     @kernels.with_gradient_of(plain)
-    def as_integers(flat, values):
-        pairs, scale = digits(flat)
+    def as_integers(x, values, scale):
+        pairs, step = digits(x)
         names = "pqs"[: len(parts)]
         sums = jnp.einsum(f"rd,d{names}f->{names}rf", pairs, values, preferred_element_type=jnp.int32)
         first, second = jnp.split(sums.astype(jnp.float32), 2, axis=-2)
-        return ((first + second / DIGIT) * scale).reshape(*parts, *rows, width)
+        return scaled((first + second / DIGIT) * step, scale)
 
-    return (as_integers if multiplies_digits(len(flat)) else plain)(flat, values)
+    @kernels.with_gradient_of(plain)
+    def on_chip(x, values, scale):
+        arrays = as_stored(values).reshape(-1, depth, width), as_stored(scale).reshape(-1, width)
+        return from_stored(few_bits_tpu.matmul_int8(x, *arrays, dtype), tuple(parts))
+
+    if platforms.has_mosaic():
+        from hydrajax.models.kernels import few_bits_tpu
+
+        if few_bits_tpu.fits(len(x), depth, width, x.dtype):
+            return on_chip(x, values, scale)
+    return (as_integers if multiplies_digits(len(x)) else plain)(x, values, scale)
 
 
-def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Callable | None:
-    """Return the function that multiplies rows of x with int4 weights ``[groups, 16, *features]`` as they lie in
-    memory, and returns the given dtype; None: they are widened as a whole.
+def as_stored(array: Array) -> Array:
+    """Return a fused kernel with its axes as `stored_order` lays them on a TPU, which moves nothing there."""
+    last = array.ndim - 1
+    return array.transpose(*reversed(range(last)), last)
+
+
+def from_stored(product: Float[Array, "P rows F"], parts: tuple[int, ...]) -> Float[Array, "*parts rows F"]:
+    """Return the product with a kernel `as_stored`, whose parts are one axis, with all parts in their order."""
+    axes = len(parts)
+    split = product.reshape(*reversed(parts), *product.shape[1:])
+    return split.transpose(*reversed(range(axes)), axes, axes + 1)
+
+
+Int4Parts = Callable[..., Float[Array, "*parts rows F"]]
+
+
+def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
+    """Return a function of rows of x, int4 weights ``[groups, 16, *parts, F]`` with scale and offset, and a dtype. It
+    returns the product, with the parts as leading axes, and does not write wider weights to memory. None: there is no
+    such function.
     """
-    groups, width = shape[0], math.prod(shape[2:])
+    groups, parts, width = shape[0], shape[2:-1], shape[-1]
+
+    def flattened(product: Callable) -> Int4Parts:
+        def call(x, values, scale, offset, dtype):
+            columns = (a.reshape(*a.shape[: a.ndim - len(parts) - 1], -1) for a in (values, scale, offset))
+            return parts_first(product(x, *columns, dtype), (*parts, width))
+
+        return call
+
     if platforms.has_triton():
         from hydrajax.models.kernels import few_bits_gpu
 
-        return few_bits_gpu.matmul if few_bits_gpu.fits(rows, groups, width, dtype) else None
+        fits = few_bits_gpu.fits(rows, groups, math.prod(shape[2:]), dtype)
+        return flattened(few_bits_gpu.matmul) if fits else None
+    if platforms.has_mosaic():
+        from hydrajax.models.kernels import few_bits_tpu
+
+        def call(x, values, scale, offset, dtype):
+            arrays = (
+                as_stored(a).reshape(-1, *a.shape[1 : a.ndim - len(parts) - 1][::-1], groups, width)
+                for a in (values, scale, offset)
+            )
+            return from_stored(few_bits_tpu.matmul_int4(x, *arrays, dtype), parts)
+
+        return call if few_bits_tpu.fits(rows, groups * 32, width, dtype) else None
     if rows == 1 and platforms.on_turing() and mesh_in_use() is None:
-        return _int4_row
+        return flattened(_int4_row)
     return None
 
 

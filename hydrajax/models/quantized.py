@@ -24,7 +24,6 @@ from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
-from hydrajax.models.per_device import mesh_in_use
 
 ROWS = 256  # rows of a kernel quantised at once, a multiple of every group
 TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
@@ -168,12 +167,12 @@ class Int8(Quantized):
 
     def project(self, x, dtype):
         values = self.values.reshape(x.shape[-1], -1)
-        return (backend.matmul_int8_parts(x, values) * self.scale.reshape(-1)).astype(dtype)
+        product = backend.matmul_int8(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
+        return product.reshape(*x.shape[:-1], -1)
 
     def project_parts(self, x):
-        product = backend.matmul_int8_parts(x, self.values)
-        scale = jnp.expand_dims(self.scale, range(self.scale.ndim - 1, product.ndim - 1))
-        return (product * scale).astype(x.dtype)
+        product = backend.matmul_int8(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
+        return product.reshape(*self.shape[1:-1], *x.shape[:-1], self.shape[-1])
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
@@ -226,29 +225,29 @@ class Int4(Quantized):
         return (numbers * scale + offset).reshape(-1, *self.shape_[1:])[: self.shape_[0]]
 
     def project(self, x, dtype):
-        flat = x.reshape(-1, x.shape[-1])
-
-        def plain(flat, *arrays):
-            kernel = type(self)(*arrays, self.shape_).dequantized().astype(x.dtype)
-            return backend.matmul(flat, kernel.reshape(len(kernel), -1), dtype, stored=False)
-
-        product = plain
-        if kernel := backend.int4_kernel(len(flat), self.values.shape, x.dtype):
-
-            @with_gradient_of(plain)
-            def product(flat, *arrays):
-                padded = jnp.pad(flat, [(0, 0), (0, -flat.shape[1] % few_bits.GROUP)])
-                columns = (array.reshape(*array.shape[: array.ndim - features], -1) for array in arrays)
-                return kernel(padded, *columns, dtype)
-
-            features = len(self.shape_) - 1
-        return product(flat, *self.arrays().values()).reshape(*x.shape[:-1], -1)
+        parts = len(self.shape_) - 2
+        product = self._parts(x.reshape(-1, x.shape[-1]), dtype)
+        return jnp.moveaxis(product, parts, 0).reshape(*x.shape[:-1], -1)
 
     def project_parts(self, x):
-        if mesh_in_use() is None:
-            return super().project_parts(x)
-        kernel = self.dequantized().astype(x.dtype)
-        return backend.matmul_parts(x, kernel, x.dtype, stored=False)
+        product = self._parts(x.reshape(-1, x.shape[-1]), x.dtype)
+        return product.reshape(*self.shape_[1:-1], *x.shape[:-1], self.shape_[-1])
+
+    def _parts(self, rows: Float[Array, "rows D"], dtype) -> Float[Array, "*parts rows f"]:
+        def plain(rows, *arrays):
+            kernel = type(self)(*arrays, self.shape_).dequantized().astype(rows.dtype)
+            return backend.matmul_parts(rows, kernel, dtype, stored=False)
+
+        kernel = backend.int4_kernel(len(rows), self.values.shape, rows.dtype)
+        if kernel is None:
+            return plain(rows, *self.arrays().values())
+
+        @with_gradient_of(plain)
+        def product(rows, *arrays):
+            padded = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % few_bits.GROUP)])
+            return kernel(padded, *arrays, dtype)
+
+        return product(rows, *self.arrays().values())
 
 
 class Tiles(Quantized):

@@ -100,7 +100,8 @@ def line_of(row: dict) -> str:
     devices = f"{row['devices']} devices " if several else ""
     exchanged = f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, " if several else ""
     return (
-        f"{devices}{row['what']:8} {row['weights']} batch {row['batch']} context {row['context']:5}: {row['kernels']:4} kernels"
+        f"{devices}{row['what']:8} {row['weights']} batch {row['batch']} context {row['context']:5}:"
+        f" {row['kernels']:4} kernels"
         f" ({row['kernels_per_layer']:g} a layer), {row['gigabytes']:.2f} GB of {row['floor_gigabytes']:.2f}"
         f" = {row['gigabytes'] / row['floor_gigabytes']:.3f}, {row['copies']} large copies"
         f" ({row['copied_megabytes']:.0f} MB), {exchanged}{row['temporary_megabytes']:.0f} MB temporary,"

@@ -6,8 +6,8 @@
     hydrajax report OUTPUT_FOLDER
 
 Nothing is allocated or run, so there are no timings. XLA's TPU compiler estimates the cycles of each of its kernels,
-and the report adds them up over one turn of the decode loop. It adds the package's own attention by its bytes and
-operations, as the compiler has no estimate of it. The floor is the larger of two times: that of the bytes that a step
+and the report adds them up over one turn of the decode loop. It adds the package's own kernels by their bytes and
+operations, as the compiler has no estimate of them. The floor is the larger of two times: that of the bytes that a step
 must move (weights, keys and values of the filled slots, for a whole step the draft's weights), and that of the
 operations of the base's products. ``--what`` is any of
 
@@ -35,7 +35,10 @@ from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
-from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
+from hydrajax.models.kernels import few_bits_tpu, tree_attention_tpu  # noqa: E402
+
+VECTOR_OPERATIONS = 4 * 8 * 128  # of a cycle
+INT4_OPERATIONS = 6  # for a number: take it from its byte, widen, convert, multiply, round, pack
 
 
 def arguments() -> argparse.Namespace:
@@ -131,7 +134,7 @@ def floor_cycles(compiled: Compiled, chip: Chip) -> float:
 
 
 def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
-    """Cycles of the package's attention: the larger of its bytes' and its products'."""
+    """Cycles of the package's kernels: the largest of those of bytes, of products and, for int4, of the vector unit."""
     seconds = 0.0
     for one in step:
         if one.opcode == "custom-call" and tree_attention_tpu.NAME in one.name:
@@ -140,6 +143,17 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
             filled = cache[0] * case.context * cache[2]
             size = 4 if case.dtype == "float32" else 2
             seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[1] / chip.device.flops)
+        elif one.opcode == "custom-call" and few_bits_tpu.NAMES["int8"] in one.name:
+            (rows, depth), (parts, _, width), *_ = operands_of(one)
+            numbers = parts * depth * width
+            moved = numbers + rows * depth + rows * parts * width  # half as many sums, in 16 bits
+            seconds += max(moved / chip.device.bandwidth, 2 * rows * numbers / (2 * chip.device.flops))
+        elif one.opcode == "custom-call" and few_bits_tpu.NAMES["int4"] in one.name:
+            (_, rows, _), _, (parts, _, groups, width), *_ = operands_of(one)
+            numbers = 32 * parts * groups * width
+            moved = numbers * 5 / 8 + rows * (64 * groups + 2 * parts * width)
+            widened = INT4_OPERATIONS * numbers / (VECTOR_OPERATIONS * chip.hertz)
+            seconds += max(moved / chip.device.bandwidth, 2 * rows * numbers / chip.device.flops, widened)
     return seconds * chip.hertz
 
 

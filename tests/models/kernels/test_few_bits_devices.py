@@ -1,0 +1,92 @@
+"""Products with weights of 8 and 4 bits on GPUs and TPUs: kernels interpreted on a CPU against NumPy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.described_programs import interpreted
+from hydrajax.models import backend, platforms
+from hydrajax.models.kernels import few_bits_gpu, few_bits_tpu
+from hydrajax.models.quantized import Int4, Int4Tiles, Int8, quantized_type
+
+PLATFORMS = {
+    "t4": platforms.Platform("gpu", 1, 7.5),
+    "h100": platforms.Platform("gpu", 1, 9.0),
+    "tpu": platforms.Platform("tpu", 1),
+}
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> np.ndarray:
+    return RANDOM.normal(size=shape).astype(jnp.bfloat16)
+
+
+def test_int4_means_the_same_on_every_device():
+    """Also with a last group that is not whole."""
+    kernel = RANDOM.normal(size=(72, 3, 64)).astype(np.float32)
+    found, tiles = Int4.of(kernel), Int4Tiles.of(kernel)
+    assert found.shape == tiles.shape == kernel.shape
+    assert found.values.shape == (3, 16, 3, 64)
+    np.testing.assert_array_equal(found.dequantized(), tiles.dequantized())
+    assert quantized_type("int4", "down", found.values) is Int4
+    assert quantized_type("int4", "down", tiles.values) is Int4Tiles
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
+    kernel = kind.of(RANDOM.normal(size=(128, 2, 128)).astype(np.float32) * np.linspace(0.1, 3, 128, dtype=np.float32))
+    wide = np.asarray(kernel.dequantized(), np.float64)
+    for rows in (1, 5):
+        x = normal(rows, 1, 128)
+        with interpreted(PLATFORMS[platform], monkeypatch):
+            parts = jax.jit(lambda x, kernel: kernel.project_parts(x))(x, kernel)
+            flat = jax.jit(lambda x, kernel: kernel.project(x, jnp.float32))(x, kernel)
+        want = np.einsum("rtd,dpf->prtf", x.astype(np.float64), wide)
+        # Weights of 4 bits are rounded to bfloat16 (on a TPU without their offset); 8-bit weights are exact, x nearly.
+        largest = np.abs(wide) + (np.abs(kernel.offset).astype(np.float64).repeat(32, axis=0) if kind is Int4 else 0)
+        size = np.einsum("rtd,dpf->prtf", np.abs(x).astype(np.float64), largest)
+        assert (np.abs(np.asarray(parts, np.float64) - want) <= 2**-7 * np.abs(want) + 2**-10 * size).all()
+        exact = np.moveaxis(want, 0, 2).reshape(flat.shape)
+        bound = np.moveaxis(size, 0, 2).reshape(flat.shape) * (2**-9 if kind is Int4 else 2**-13)
+        assert (np.abs(flat - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_products_have_the_gradient_of_the_widened_weight(platform, kind, monkeypatch):
+    kernel, x = kind.of(RANDOM.normal(size=(128, 128)).astype(np.float32)), normal(1, 128)
+    with interpreted(PLATFORMS[platform], monkeypatch):
+        _, gradient = jax.vjp(lambda x: kernel.project(x, jnp.float32), x)
+        (found,) = gradient(jnp.ones((1, 128), jnp.float32))
+    want = np.asarray(kernel.dequantized()).sum(axis=1)
+    np.testing.assert_allclose(found[0].astype(np.float32), want, atol=0.02 * np.abs(want).max())
+
+
+def test_two_digits_of_a_row():
+    x = normal(6, 40).astype(np.float32) * 10.0 ** np.arange(-3, 3)[:, None].astype(np.float32)
+    x[2] = 0
+    pairs, scale = backend.digits(jnp.asarray(x))
+    first, second = np.split(np.asarray(pairs, np.float64), 2)
+    error = np.abs((first + second / backend.DIGIT) * scale - x)
+    assert (error <= 0.51 / 127 / backend.DIGIT * np.abs(x).max(axis=1, keepdims=True)).all()
+
+
+def test_float16_scales_are_exact_on_a_tpu():
+    bits = np.arange(0, 2**16, 7).astype(np.uint16)
+    numbers = bits.view(np.float16)
+    finite = np.isfinite(numbers)
+    found = few_bits_tpu._of_float16(jnp.asarray(bits[finite].view(np.int16)))
+    np.testing.assert_array_equal(found, numbers[finite].astype(np.float32))
+
+
+def test_rows_in_several_tiles_and_groups_in_several_shares():
+    x, values = normal(70, 384), RANDOM.integers(0, 256, (12, 16, 64), np.uint8)
+    scale, offset = (RANDOM.random((12, 64)).astype(np.float16) for _ in range(2))
+    numbers = np.concatenate([values & 15, values >> 4], axis=1).astype(np.float32)
+    weight = (numbers * scale[:, None] + offset[:, None]).astype(jnp.bfloat16).astype(np.float64)
+    found = jax.jit(lambda *args: few_bits_gpu.matmul(*args, interpret=True))(x, values, scale, offset)
+    np.testing.assert_allclose(found, x.astype(np.float64) @ weight.reshape(384, 64), rtol=1e-4, atol=1e-3)
