@@ -183,8 +183,10 @@ class Int4(Quantized):
     Attributes:
         values: uint8 ``[groups, 16, *features]``: two numbers of 0 to 15 in a byte. The first 16 inputs of a group lie
             in the low bits.
-        scale, offset: float16 ``[groups, *features]``.
+        scale, offset: float16 ``[groups, *features]``. Larger groups of inputs repeat theirs.
     """
+
+    group = few_bits.GROUP  # inputs that share a scale
 
     values: Any
     scale: Any
@@ -213,10 +215,11 @@ class Int4(Quantized):
     def of(cls, kernel):
         """Return the kernel of `Int4Tiles.of`."""
         depth, *features = kernel.shape
-        values, scale, offset = _in_groups(kernel, Int4Tiles._of_groups)
+        values, *numbers = _in_groups(kernel, _four_bits, cls.group)
         values = np.pad(values, [(0, -depth % few_bits.GROUP), (0, 0)])
         low, high = np.split(values.reshape(-1, few_bits.GROUP, values.shape[1]), 2, axis=1)
         pairs = (low | high << 4).reshape(*low.shape[:2], *features)
+        scale, offset = (np.repeat(x, cls.group // few_bits.GROUP, axis=0)[: len(pairs)] for x in numbers)
         return cls(pairs, *(x.reshape(-1, *features) for x in (scale, offset)), kernel.shape)
 
     def dequantized(self):
@@ -383,7 +386,7 @@ class Int4Tiles(Tiles):
     @classmethod
     def of(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
-        values, scale, offset = _in_groups(kernel, cls._of_groups, cls.group)
+        values, scale, offset = _in_groups(kernel, _four_bits, cls.group)
         return cls(_in_pairs(values), few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
 
     @classmethod
@@ -406,13 +409,6 @@ class Int4Tiles(Tiles):
             half = scale.astype(np.float16)
         scale = half if np.array_equal(half.astype(np.float32), scale) else scale.astype(np.float32)
         return cls(_in_pairs(numbers), few_bits.per_group(scale), few_bits.per_group(zeros), shape)
-
-    @staticmethod
-    def _of_groups(groups: Float[np.ndarray, "n size F"]):
-        least, largest = groups.min(axis=1), groups.max(axis=1)
-        scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
-        steps = _steps(groups - offset[:, None].astype(np.float32), scale)
-        return np.clip(steps, 0, 15).astype(np.uint8), scale, offset
 
     @staticmethod
     def widened(depth, width, values, scale, offset):
@@ -442,7 +438,30 @@ class Int4Tiles128(Int4Tiles):
     group = 128
 
 
-FOUR_BITS = {"int4": Int4Tiles, "int4-64": Int4Tiles64, "int4-128": Int4Tiles128}
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+class Int4By64(Int4):
+    """A scale and an offset for each 64 inputs."""
+
+    group = 64
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+class Int4By128(Int4):
+    """A scale and an offset for each 128 inputs."""
+
+    group = 128
+
+
+# In tiles, and elsewhere.
+FOUR_BITS = {"int4": (Int4Tiles, Int4), "int4-64": (Int4Tiles64, Int4By64), "int4-128": (Int4Tiles128, Int4By128)}
+
+
+def _four_bits(groups: Float[np.ndarray, "n size F"]):
+    """Return numbers of 0 to 15 with a scale and an offset that keep the least and the largest of each group."""
+    least, largest = groups.min(axis=1), groups.max(axis=1)
+    scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
+    steps = _steps(groups - offset[:, None].astype(np.float32), scale)
+    return np.clip(steps, 0, 15).astype(np.uint8), scale, offset
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
