@@ -361,8 +361,8 @@ class Int8Tiles(Tiles):
 class Int4Tiles(Tiles):
     """``values * scale + offset`` with a scale and an offset for each 32 inputs of an output, like GGUF's Q4_1.
 
-    Layers of other programs' files (`of_numbers`) are ``(values - offset) * scale``, with groups of their own. They keep
-    their zeros, a byte each: float16 cannot hold ``-zero * scale``, and float32 offsets would take four.
+    Layers of other programs' files (`of_numbers`) are ``(values - offset) * scale``, with groups of their own. They
+    keep their zeros, a byte each: float16 cannot hold ``-zero * scale``, and float32 offsets would take four.
 
     Attributes:
         values: uint8, two numbers of 0 to 15 in a byte (`few_bits.tile_shape`).
