@@ -433,7 +433,8 @@ def show(args: argparse.Namespace, content: Mapping[str, Any], differing: Sequen
 
 
 def described(args: argparse.Namespace, content: Mapping[str, Any]) -> str:
-    here = f"{args.threads} core{'s' * (args.threads > 1)} of {content['machine']['device']}, median of {args.repeats} rounds"
+    cores = "1 core" if args.threads == 1 else f"{args.threads} cores"
+    here = f"{cores} of {content['machine']['device']}, median of {args.repeats} rounds"
     if args.rows:
         return f"{args.model}: forward passes at context {args.context}, {here}"
     count = content["results"][0]["prompts"]

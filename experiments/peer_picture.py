@@ -17,7 +17,13 @@ def speed_table(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[
     """Return the columns and cells of decoders."""
     columns = ("decoder", "tokens per second", "relative to hydrajax", "same ids", "as")
     return columns, [
-        (row["name"], row["tokens_per_second"], row["ratio"], f"{row['same']} of {row['prompts']}", row["same_as"])
+        (
+            row["name"],
+            digits(row["tokens_per_second"]),
+            row["ratio"],
+            f"{row['same']} of {row['prompts']}",
+            row["same_as"],
+        )
         for row in rows
     ]
 
@@ -34,8 +40,13 @@ def rows_table(rows: Sequence[Mapping[str, Any]]) -> tuple[Sequence[str], list[S
     for row in rows:
         times = [row["ms"][str(size)] for size in sizes]
         share = None if None in (times[0], times[-1]) else times[-1] / times[0]
-        found.append((row["name"], *times, share))
+        found.append((row["name"], *map(digits, times), share))
     return columns, found
+
+
+def digits(value: float | None) -> str | None:
+    """Format a number with three significant digits, or all before the point."""
+    return value if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def sizes_of(rows: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -82,7 +93,7 @@ def rows_picture(content: Mapping[str, Any]) -> Any:
             colour = (LIGHT_GREEN if ours else LIGHT) if i else (GREEN if ours else GREY)
             y = at + (i - (len(sizes) - 1) / 2) * height
             axes.barh(y, ms, height, color=colour)
-            axes.text(ms + most / 150, y, f"{ms:.3g}", va="center", fontsize=8)
+            axes.text(ms + most / 150, y, digits(ms), va="center", fontsize=8)
     _finish(axes, [row["name"] for row in rows])
     texts = " and ".join(rows_text(size) for size in sizes)
     axes.set_xlabel(

@@ -161,14 +161,14 @@ def test_forward_passes(base):
     """Our own timers, medians of rounds, the table and the picture; None for what a program cannot time."""
     m = hydrajax.load(base, "lookup")
     timers = cpu_peers.own_timers(m, [2], 40)
-    turns = {"hydrajax": lambda: {1: 1.0} | cpu_peers.own_turn(timers), "other": lambda: {1: 2.0, 2: None}}
+    turns = {"hydrajax": lambda: {1: 1.0} | cpu_peers.own_turn(timers), "other": lambda: {1: 1234.5, 2: None}}
     rows = cpu_peers.medians(turns, [1, 2], 2)
     assert [row["name"] for row in rows] == ["hydrajax", "other"]
     assert all(ms > 0 for ms in rows[0]["ms"].values())
-    assert rows[1]["ms"] == {"1": 2.0, "2": None}
+    assert rows[1]["ms"] == {"1": 1234.5, "2": None}
     columns, cells = rows_table(rows)
     assert columns == ("program", "1 row, ms", "2 rows, ms", "2 rows / 1 row")
-    assert cells[1] == ("other", 2.0, None, None)
+    assert cells[1] == ("other", "1234", None, None)
     arguments = {"model": "tiny", "context": 48, "threads": 1}
     assert png(rows_picture({"results": rows, "arguments": arguments, "machine": {"device": "CPU"}}))
 
