@@ -29,8 +29,7 @@ WHAT = "adapter"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."  # PEFT's, of transformers' names
 COPY = f"{PREFIX}lm_head.base_layer.weight"  # the base's lm head, which PEFT saves with an adapter of it
-BLOCKS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn")
-BLOCKS |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+BLOCKS = {"qkv": "self_attn", "out": "self_attn", "gate_up": "mlp", "down": "mlp"}
 
 # The supported values of fields that declare other methods.
 _FALSE = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out", "use_bdlora")
@@ -49,28 +48,43 @@ CHANGES_BASE = ("pissa", "loftq", "olora", "corda", "lora_ga")
 
 
 class LinearLayer(NamedTuple):
-    """A linear layer as the part ``target`` of our parameter ``kernel`` under ``path``."""
+    """A linear layer as the parts of our parameter ``kernel`` under ``path``: one, or several that files fuse (Phi 3).
+
+    Attributes:
+        features: The output features of each part, by its name in `TARGETS`.
+    """
 
     path: tuple[str, ...]
     kernel: str
-    target: str
     inputs: int
-    features: tuple[int, ...]
+    features: dict[str, tuple[int, ...]]
+
+    @property
+    def n_outputs(self) -> int:
+        """Number of output features."""
+        return sum(map(math.prod, self.features.values()))
 
 
 def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     """Return all linear layers of a base of this shape, by transformers' names."""
     shapes = abstract_base(Llama(base))
 
-    def layer(path, kernel, target):
+    def layer(path, kernel, *targets):
         shape = leaf(shapes, (*path, kernel)).value.shape
-        return LinearLayer(path, kernel, target, shape[0], part_shapes(kernel, shape)[target])
+        parts = part_shapes(kernel, shape)
+        return LinearLayer(path, kernel, shape[0], {target: parts[target] for target in targets})
 
     found = {}
     for i in range(base.n_layers):
-        for target, block in BLOCKS.items():
-            kernel = next(kernel for kernel, targets in KERNELS.items() if target in targets)
-            found[f"model.layers.{i}.{block}.{target}"] = layer((f"layers_{i}",), kernel, target)
+        for kernel, block in BLOCKS.items():
+            targets = KERNELS[kernel]
+            named = (
+                {f"{kernel}_proj": targets}
+                if base.fused_projections and len(targets) > 1
+                else {t: (t,) for t in targets}
+            )
+            for name, parts in named.items():
+                found[f"model.layers.{i}.{block}.{name}"] = layer((f"layers_{i}",), kernel, *parts)
     if not base.tied_lm_head:
         found["lm_head"] = layer((), "lm_head", "lm_head")
     return found
@@ -84,30 +98,46 @@ def save_adapter(
     Args:
         params: As returned by `hydrajax.models.adapter.split_adapter`.
     """
-    tensors = {}
+    tensors, modules, fused = {}, {}, {}
     for name, layer in linear_layers(base).items():
-        if layer.target in adapter.targets:
-            own = leaf(params, layer.path)
-            a = own[f"{layer.kernel}_lora_a"][:, adapter.of(layer.kernel).index(layer.target)]
-            b = own[f"{layer.kernel}_lora_b_{layer.target}"].reshape(adapter.rank, -1)
-            for letter, matrix in (("A", a), ("B", b)):
-                tensors[f"{PREFIX}{name}.lora_{letter}.weight"] = np.asarray(matrix, np.float32).T
+        adapted = [target for target in layer.features if target in adapter.targets]
+        if not adapted:
+            continue
+        own = leaf(params, layer.path)
+        every = adapter.of(layer.kernel)
+        a = [np.asarray(own[f"{layer.kernel}_lora_a"][:, every.index(target)], np.float32) for target in adapted]
+        b = np.zeros((adapter.rank * len(adapted), layer.n_outputs), np.float32)
+        at = 0
+        for target, features in layer.features.items():
+            end = at + math.prod(features)
+            if target in adapted:  # each part has its own A, and so its own rows
+                rows = adapter.rank * adapted.index(target)
+                part = np.asarray(own[f"{layer.kernel}_lora_b_{target}"], np.float32)
+                b[rows : rows + adapter.rank, at:end] = part.reshape(adapter.rank, -1)
+            at = end
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = np.concatenate(a, axis=1).T
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b.T
+        module = name.rpartition(".")[2]
+        modules[module] = None
+        if len(adapted) > 1:
+            fused[module] = len(adapted)
+    alpha = int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
-        "lora_alpha": int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
+        "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": [target for target in TARGETS if target in adapter.targets],
+        "target_modules": list(modules),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
         "modules_to_save": None,
         "use_rslora": False,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        "rank_pattern": {module: adapter.rank * parts for module, parts in fused.items()},
+        "alpha_pattern": {module: alpha * parts for module, parts in fused.items()},
     }
     with whole_directory(directory, "export") as folder:
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
@@ -150,7 +180,7 @@ def load_adapter(directory: str | Path, base: LlamaConfig) -> StoredAdapter:
     wanted = {}
     for name, rank in ranks.items():
         wanted[f"{PREFIX}{name}.lora_A.weight"] = (rank, known[name].inputs)
-        wanted[f"{PREFIX}{name}.lora_B.weight"] = (math.prod(known[name].features), rank)
+        wanted[f"{PREFIX}{name}.lora_B.weight"] = (known[name].n_outputs, rank)
     if COPY in files:
         wanted[COPY] = (base.vocab_size, base.width)
     expect_tensors(files, wanted, f"{WHAT}: {directory}")
@@ -159,28 +189,33 @@ def load_adapter(directory: str | Path, base: LlamaConfig) -> StoredAdapter:
     scales = {name: alphas[name] / (math.sqrt(ranks[name]) if root else ranks[name]) for name in adapted}
     largest, common = max(ranks.values()), set(scales.values())
     scale = common.pop() if len(common) == 1 else 1.0
-    targets = tuple(target for target in TARGETS if target in {known[name].target for name in adapted})
+    targets = tuple(target for target in TARGETS if any(target in known[name].features for name in adapted))
     adapter = Adapter(largest, scale * largest, float(raw.get("lora_dropout") or 0.0), targets)
     check_adapter(adapter, base)
 
     params: dict[str, Any] = {}
     digest = hashlib.sha256()
     for name, layer in known.items():
-        if layer.target not in targets:
+        if not layer.features.keys() & set(targets):
             continue
         own = params
         for step in layer.path:
             own = own.setdefault(step, {})
         among = adapter.of(layer.kernel)
         inputs = own.setdefault(f"{layer.kernel}_lora_a", np.zeros((layer.inputs, len(among), largest), np.float32))
-        outputs = own[f"{layer.kernel}_lora_b_{layer.target}"] = np.zeros((largest, *layer.features), np.float32)
+        outputs = {
+            target: own.setdefault(f"{layer.kernel}_lora_b_{target}", np.zeros((largest, *features), np.float32))
+            for target, features in layer.features.items()
+        }
         if name not in adapted:
             continue
         a, b = (np.asarray(files.read(f"{PREFIX}{name}.lora_{letter}.weight"), np.float32) for letter in "AB")
         digest.update(f"{name} {scales[name]!r} {ranks[name]}".encode() + a.tobytes() + b.tobytes())
-        inputs[:, among.index(layer.target), : ranks[name]] = a.T
         b = b if scales[name] == scale else b * np.float32(scales[name] / scale)
-        outputs[: ranks[name]] = b.T.reshape(-1, *layer.features)
+        ends = np.cumsum([math.prod(features) for features in layer.features.values()])
+        for (target, features), part in zip(layer.features.items(), np.split(b, ends[:-1]), strict=True):
+            inputs[:, among.index(target), : ranks[name]] = a.T
+            outputs[target][: ranks[name]] = part.T.reshape(-1, *features)
     return StoredAdapter(adapter, params, digest.hexdigest())
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,8 +46,7 @@ def forward(
     """
     batch = division.rows(batch)
 
-    def operators_at(layers: int) -> Iterable[Operator]:
-        model = with_layers(base, layers)
+    def operators_of(model: Llama) -> Iterable[Operator]:
         cache = _abstract(lambda: model.init_cache(batch, slots)) if slots else None
         mask = jax.ShapeDtypeStruct((tokens, tokens), bool) if slots else None
 
@@ -59,7 +59,7 @@ def forward(
         inputs = _integers(batch, tokens), mask, cache
         return trace(run, nn.unbox(boxed), *inputs, boxed=boxed, division=division)[0]
 
-    return tuple(at_depth(base.config.n_layers, operators_at))
+    return tuple(of_all_kinds(base, operators_of))
 
 
 @cached
@@ -145,6 +145,18 @@ def draft_parameters(drafter: Drafter, base: Llama) -> int:
 def with_layers(model: Llama, layers: int) -> Llama:
     """Return the same model with another number of layers."""
     return model.clone(config=model.config.replace(n_layers=layers))
+
+
+def of_all_kinds(model: Llama, operators_of: Callable[[Llama], Iterable[Operator]]) -> list[Operator]:
+    """Extrapolate the operators of a model from those of one and of two layers of each kind (`at_depth`)."""
+    total: Counter[Operator] = Counter()
+    for i, (kind, n_layers) in enumerate(Counter(model.config.kinds).items()):
+        alike = model.clone(config=model.config.of_kind(kind))
+        # What is not in a layer is counted with the first kind.
+        for depth, sign in ((n_layers, 1),) if i == 0 else ((n_layers + 1, 1), (1, -1)):
+            for op in at_depth(depth, lambda layers, alike=alike: operators_of(with_layers(alike, layers))):
+                total[dataclasses.replace(op, count=1)] += sign * op.count
+    return [dataclasses.replace(op, count=count) for op, count in total.items() if count]
 
 
 def _of_all_layers(drafter: Drafter, count: Callable[[Drafter], Iterable[Operator]]) -> Operators:

@@ -17,8 +17,8 @@ from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
-from hydrajax.roofline.passes import abstract_params, with_layers
-from hydrajax.roofline.traced import at_depth, flops, trace
+from hydrajax.roofline.passes import abstract_params, of_all_kinds, with_layers
+from hydrajax.roofline.traced import flops, trace
 
 # Lengths of the traced sequences: so short that attention is one product over the whole square.
 SHORT, LONG = 64, 128
@@ -45,8 +45,7 @@ def forward_flops(model: Llama, length: int, logits: bool = True) -> PerToken:
 
         return trace(forward, abstract_params(model), tokens)[0]
 
-    n_layers = model.config.n_layers
-    return _per_token(lambda ids: at_depth(n_layers, lambda n: operators(with_layers(model, n), ids)), length)
+    return _per_token(lambda ids: of_all_kinds(model, lambda model: operators(model, ids)), length)
 
 
 def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> float:

@@ -194,8 +194,55 @@ FAMILIES = {
 }
 
 
-def compared(pair: Pair) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return our and transformers' logits of a text, of a tree over its first tokens, and of single cached tokens."""
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LOCAL = {"rope_type": "default", "rope_theta": 1e3}
+BOTH = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"sliding_window": WINDOW, "layer_types": BOTH, "head_dim": 16, "query_pre_attn_scalar": 24}
+# Every setting differs from its default.
+EXAMPLES = {
+    "llama": {"rope_parameters": YARN | {"truncate": False}},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": BOTH, "rope_parameters": YARN},
+    "gemma2": GEMMA | {"tie_word_embeddings": False, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA
+    | {
+        "rope_parameters": {
+            "sliding_attention": LOCAL,
+            "full_attention": LOCAL | {"rope_type": "linear", "factor": 4.0},
+        }
+    },
+    "olmo2": {"rms_norm_eps": 1e-3},
+    "olmo3": {
+        "sliding_window": WINDOW,
+        "layer_types": BOTH,
+        "rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN},
+    },
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.35,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW},
+    "phi3": {
+        "sliding_window": WINDOW,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 3.0],
+            "long_factor": [1.0, 4.0, 9.0],
+        },
+    },
+}
+
+
+def compared(pair: Pair, single: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return our and transformers' logits of a text, and of a tree over its first tokens, which are in the cache.
+
+    single: also of one token instead of the tree.
+    """
     model, params = pair.model, pair.params
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, N_TOKENS)).astype(np.int32)
     positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
@@ -227,10 +274,9 @@ def compared(pair: Pair) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         for path in (text, paths[-1]):
             whole = np.concatenate([tokens[row, :count], nodes[row, path]])
             by_node[row, path] = pair.logits(whole[None])[0, count:]
-    step = jitted(partial(run, mask=causal_mask(1)))
-    single = [step(params, tokens[:, :1] * 0 + tokens[[0, 1], counts][:, None], counts[:, None], cache)[1]]
-    return {
-        "prefill": (np.asarray(prefill), expected),
-        "tree": (np.asarray(tree), by_node),
-        "cached": (np.concatenate(single, 1)[:, 0], expected[[0, 1], counts]),
-    }
+    found = {"prefill": (np.asarray(prefill), expected), "tree": (np.asarray(tree), by_node)}
+    if single:
+        step = jitted(partial(run, mask=causal_mask(1)))
+        logits = step(params, tokens[[0, 1], counts][:, None], counts[:, None], cache)[1]
+        found["one token"] = np.asarray(logits[:, 0]), expected[[0, 1], counts]
+    return found
