@@ -24,8 +24,9 @@ from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
 from hydrajax.models import platforms
-from hydrajax.models.adapter import TARGETS
-from hydrajax.models.base_model import BoundBase
+from hydrajax.models.adapter import TARGETS, Adapter, split_adapter, with_adapter
+from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
 TOKENS = np.random.default_rng(4).integers(0, 96, (2, 9)).astype(np.int32)
@@ -36,7 +37,9 @@ FAMILIES = {
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    **{kind: {"model_type": kind, "pad_token_id": 0} for kind in ("gemma2", "gemma3_text", "olmo3", "granite", "phi3")},
 }
+FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of Phi 3
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -65,7 +68,8 @@ def lora(tiny_checkpoint, tmp_path):
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
     """Separate from the base and merged, with all linear layers except a tied lm head adapted."""
     base = llama_checkpoint(**FAMILIES[family])
-    targets = LAYERS if family == "tied" else TARGETS
+    targets = LAYERS if family == "tied" or family.startswith("gemma") else TARGETS
+    targets = (*FUSED, "lm_head") if family == "phi3" else targets
     folder = write_lora(tmp_path / "lora", open_model(base), targets)
     expected = expected_logits(apply_lora(open_model(base), folder))
     assert np.abs(expected - expected_logits(open_model(base))).max() > 1
@@ -166,6 +170,25 @@ def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
     written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "some/base"
     assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 6, ["k_proj", "up_proj", "lm_head"])
+
+
+@pytest.mark.parametrize(
+    "targets", [pytest.param(TARGETS, marks=pytest.mark.slow), ("k_proj", "o_proj", "up_proj")], ids=["all", "some"]
+)
+def test_an_adapter_of_parts_of_fused_layers_is_written_as_one_of_higher_rank(llama_checkpoint, tmp_path, targets):
+    """Each part has an A of its own here, and one A serves all parts in Phi 3's files."""
+    base = llama_checkpoint(**FAMILIES["phi3"])
+    adapter, random = Adapter(rank=2, alpha=3.0, targets=targets), np.random.default_rng(0)
+    model = Llama(read_config(base), adapter=adapter)
+    added = split_adapter(init_base(model, jax.random.key(0)))[1]
+    added = jax.tree.map(lambda x: 0.2 * random.standard_normal(x.shape).astype(np.float32), added)
+    save_adapter(tmp_path / "lora", adapter, added, model.config)
+    expected = expected_logits(apply_lora(open_model(base), tmp_path / "lora"))
+    assert np.abs(expected - expected_logits(open_model(base))).max() > 0.1
+    ours = logits_of(model, with_adapter(load_llama(base)[1], added))
+    np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=2e-4)
+    again, params = load_llama(base, adapter=tmp_path / "lora")
+    np.testing.assert_allclose(logits_of(again, params), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_merged_model_loads_in_transformers(tiny_checkpoint, lora, tmp_path):
