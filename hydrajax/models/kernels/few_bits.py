@@ -1,13 +1,14 @@
 """CPU kernels for products with weights of 8 and 4 bits (`few_bits.cc`).
 
 Each row of x is rounded to 8 bits in groups of 32 numbers, of which the largest becomes 127; integers are multiplied
-and summed within a group, by VNNI instructions where the CPU has them. A row's result does not depend on the number of
-rows, to the last bit.
+and summed within a group, by AVX-512 with VNNI, AVX-VNNI or AVX2 where the CPU has them (`few_bits_256.h`). A row's
+result does not depend on the number of rows or on these instructions, to the last bit.
 
 Weights lie in tiles of 64 columns and 32 rows, so that a kernel reads memory in order: `to_tiles`. A scale serves one,
 two or four tiles of a column.
 
-HYDRAJAX_PLAIN_CPU_KERNELS=1 in the environment uses the code for CPUs without these instructions.
+HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the code: ``avx512vnni``, ``avxvnni``, ``avx2``, or ``1`` for that
+of CPUs without these instructions. With any value AMX is not used.
 
 Measured on 2 cores of an AMD EPYC (Zen 5), jax 0.10.2, all products of SmolLM2-135M, in ms:
 
@@ -16,10 +17,8 @@ Measured on 2 cores of an AMD EPYC (Zen 5), jax 0.10.2, all products of SmolLM2-
 | float32 (`few_rows`)    | 13.7 | 14.7 | 14.9 | 13.7 | 64   |
 | int8                    | 4.2  | 4.9  | 5.4  | 5.0  | 28   |
 | int4                    | 2.5  | 2.9  | 3.2  | 3.5  | 24   |
-| int8, plain code        | 5.7  |      |      | 10.8 |      |
-| int4, plain code        | 5.1  |      |      | 11.8 |      |
 
-Groups of other sizes, on the same cores while other programs used them, the least of four interleaved runs, in ms.
+Groups of other sizes, on 2 cores of a Zen 4 while other programs used them, the least of four interleaved runs, in ms.
 *Zeros* is the storage of other programs' files, a float16 scale and a zero of a byte. At one row the bytes decide:
 
 | products of            | bits | SmolLM2, 1 row | 8 rows | 1.1B shape, 1 row | 8 rows |
@@ -29,6 +28,21 @@ Groups of other sizes, on the same cores while other programs used them, the lea
 | groups of 128          | 4.25 | 2.9            | 6.4    | 24.4              | 62     |
 | groups of 32, zeros    | 4.75 | 3.1            | 7.8    |                   |        |
 | groups of 128, zeros   | 4.19 | 2.7            | 7.6    | 23.4              | 56     |
+
+One layer of SmolLM2, 3.5M weights, on one core of a Zen 4 that other programs used too, the least of 1500 times, in
+turn, in ms. The weights stay in the cache, so that instructions and not memory are measured. AVX-VNNI's code ran with
+the same instruction in AVX-512's encoding, as the CPU has no other:
+
+| rows             | 1    | 2    | 4    | 8    | 64   |
+|------------------|------|------|------|------|------|
+| int8             | 0.08 | 0.10 | 0.15 | 0.25 | 1.96 |
+| int8, AVX-VNNI   | 0.10 | 0.15 | 0.26 | 0.54 | 3.59 |
+| int8, AVX2       | 0.13 | 0.19 | 0.32 | 0.59 | 4.59 |
+| int8, plain code | 0.30 | 0.38 | 0.52 | 0.83 | 5.43 |
+| int4             | 0.06 | 0.08 | 0.13 | 0.24 |      |
+| int4, AVX-VNNI   | 0.10 | 0.13 | 0.22 | 0.39 |      |
+| int4, AVX2       | 0.11 | 0.15 | 0.25 | 0.45 |      |
+| int4, plain code | 0.29 | 0.37 | 0.54 | 0.89 |      |
 """
 
 from __future__ import annotations
