@@ -165,8 +165,8 @@ def in_processes(directory: Path, case: dict) -> list[dict]:
     return found
 
 
-def drop_from_cache(directory: Path) -> None:
-    for path in directory.glob("*.safetensors"):
+def drop_from_cache(directory: Path, *more: Path) -> None:
+    for path in (*directory.glob("*.safetensors"), *more):
         with path.open("rb") as file:
             os.fsync(file.fileno())  # pages that are not written yet cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -167,7 +167,9 @@ def load_llama(
         return placed(path, parts, parameter.size)
 
     keeps = quantize and isinstance(files, LowBitFiles) and platforms.has_few_bits() and not (lora and merge)
-    params = read(layout, files, put, *[take] * bool(keeps))
+    # The largest first: a parameter's copies on the host are then no peak in addition to nearly the whole model.
+    largest_first = sorted(layout, key=lambda entry: -sum(map(math.prod, entry.theirs.values())))
+    params = read(largest_first, files, put, *[take] * bool(keeps))
     if lora and not merge:
         added = jax.tree.map_with_path(
             lambda path, x: place(np.asarray(x, dtype), leaf(axes, tuple(key.key for key in path))), lora.params
