@@ -1,11 +1,11 @@
-"""``hydrajax certify``: check that a draft, a tree and a rule do not change the base's output."""
+"""``hydrajax certify``: check that a draft, a tree and a rule do not change the base's output, here or on a server."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from hydrajax.cli import options
+from hydrajax.cli import certify_server, options
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
 from hydrajax.machine import machine
@@ -14,7 +14,7 @@ from hydrajax.text.prompt import PROMPT_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser, apart=True)
+    options.add_model_arguments(parser, base_required=False, apart=True)
     parser.add_argument("--prompts", metavar="FILE", help=f"prompts (default: four built in): {PROMPT_FORMATS}")
     parser.add_argument(
         "--limit", metavar="N", type=options.positive, default=16, help="number of prompts (default %(default)s)"
@@ -37,9 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the certificate to this file")
     options.add_sampling_arguments(parser)
     options.add_grammar_arguments(parser)
+    certify_server.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.server is not None:
+        return certify_server.run(args, _defaults())
+    certify_server.refuse_without_server(args)
     tree, wanted = options.tree_from(args), options.spec_from(args)
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: got none, expected a draft to certify")
@@ -67,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
         report = {"certified": holds, "machine": machine(), "arguments": options.recorded(args)}
         write(report | {"rule": spec.shown_rule(), "checks": [vars(check) for check in checks]})
     return 0 if holds else 1
+
+
+def _defaults() -> dict[str, object]:
+    """Return the defaults of all flags."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return {action.dest: action.default for action in parser._actions}
 
 
 def show(check: Check) -> None:

@@ -1,0 +1,171 @@
+"""Answers of an OpenAI-compatible server: whole responses and streams, of completions and chats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# Servers that separate a reasoning text name it differently. It is part of the compared text.
+TEXT_FIELDS = ("reasoning_content", "reasoning", "content")
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token of an answer.
+
+    Attributes:
+        text: the token as text.
+        logprob: natural log-probability, None if the server gives none.
+        top: log-probabilities of the most likely tokens at this position by text.
+        start: offset in the answer's text, in characters.
+    """
+
+    text: str
+    logprob: float | None
+    top: dict[str, float]
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice of a response.
+
+    Attributes:
+        text: a reasoning text, then the answer.
+        finish_reason: as the server names it, None if it is missing.
+        tokens: with log-probabilities, None without.
+        calls: pairs of name and arguments of the tool calls.
+        ended: False for a stream without ``[DONE]``.
+        index: number of the choice.
+    """
+
+    text: str
+    finish_reason: str | None = None
+    tokens: tuple[Token, ...] | None = None
+    calls: tuple[tuple[str, str], ...] = ()
+    ended: bool = True
+    index: int = 0
+
+
+class Malformed(ValueError):
+    """The response is not in OpenAI's format."""
+
+
+def whole_answers(response: Any) -> tuple[Answer, ...]:
+    """Return the choices of a response, in the order of their index. Raises `Malformed`."""
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, dict) for choice in choices):
+        raise Malformed("no choices")
+    found = [_choice(choice) for choice in choices]
+    return tuple(sorted(found, key=lambda answer: answer.index))
+
+
+def streamed_answers(events: Iterable[Any], ended: bool) -> tuple[Answer, ...]:
+    """Return the choices of a stream, given its events and whether ``[DONE]`` followed them. Raises `Malformed`."""
+    growing: dict[int, _Growing] = {}
+    for event in events:
+        if not isinstance(event, dict):
+            raise Malformed("an event that is no object")
+        if "error" in event:
+            raise Malformed(f"an error in the stream: {event['error']}")
+        for choice in event.get("choices") or ():
+            growing.setdefault(choice.get("index", 0), _Growing()).add(choice)
+    if not growing:
+        raise Malformed("a stream without choices")
+    return tuple(growing[index].answer(index, ended) for index in sorted(growing))
+
+
+@dataclass
+class _Growing:
+    """A choice of which a part has arrived."""
+
+    texts: list[str] = field(default_factory=list)
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, choice: dict[str, Any]) -> None:
+        delta = choice.get("delta") or {}
+        self.texts.append(_text(delta) if "delta" in choice else choice.get("text") or "")
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.tokens += _tokens(choice.get("logprobs")) or ()
+        for number, call in enumerate(delta.get("tool_calls") or ()):
+            function, parts = call.get("function") or {}, self.calls.setdefault(call.get("index", number), ["", ""])
+            parts[0] += function.get("name") or ""
+            parts[1] += function.get("arguments") or ""
+
+    def answer(self, index: int, ended: bool) -> Answer:
+        calls = tuple((name, arguments) for _, (name, arguments) in sorted(self.calls.items()))
+        text = "".join(self.texts)
+        return Answer(text, self.finish_reason, placed(text, self.tokens) or None, calls, ended, index)
+
+
+def _choice(choice: dict[str, Any]) -> Answer:
+    message = choice.get("message")
+    if message is None and not isinstance(choice.get("text"), str):
+        raise Malformed("a choice without text and message")
+    text = _text(message) if isinstance(message, dict) else choice.get("text") or ""
+    calls = ((message or {}).get("tool_calls") or ()) if isinstance(message, dict) else ()
+    functions = [call.get("function") or {} for call in calls]
+    named = tuple((each.get("name") or "", each.get("arguments") or "") for each in functions)
+    tokens = _tokens(choice.get("logprobs"))
+    tokens = None if tokens is None else placed(text, tokens)
+    return Answer(text, choice.get("finish_reason"), tokens, named, index=choice.get("index", 0))
+
+
+def _text(message: dict[str, Any]) -> str:
+    return "".join(message.get(name) or "" for name in TEXT_FIELDS)
+
+
+def _tokens(logprobs: Any) -> list[Token] | None:
+    """Return the tokens of either format of log-probabilities: chats' list, or completions' parallel lists."""
+    if not isinstance(logprobs, dict):
+        return None
+    if isinstance(content := logprobs.get("content"), list):
+        return [Token(_piece(each), each.get("logprob"), _top(each.get("top_logprobs"))) for each in content]
+    texts, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    if not isinstance(texts, list) or not isinstance(values, list):
+        return None
+    tops = logprobs.get("top_logprobs") or [None] * len(texts)
+    return [Token(text, value, _top(top)) for text, value, top in zip(texts, values, tops, strict=False)]
+
+
+def _top(top: Any) -> dict[str, float]:
+    if isinstance(top, dict):
+        return dict(top)
+    found: dict[str, float] = {}
+    for each in top or ():
+        found.setdefault(_piece(each), each["logprob"])  # of equal texts the likeliest
+    return found
+
+
+def _piece(token: dict[str, Any]) -> str:
+    return token.get("token") or ""
+
+
+def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:
+    """Return tokens with their offsets in the text, which may lack the first token's leading space.
+
+    A character of several tokens belongs to the last of them; a server writes the others as replacement characters.
+    """
+    if tokens and not text.startswith(" ") and (stripped := tokens[0].text.lstrip(" ")) != tokens[0].text:
+        tokens = [Token(stripped, tokens[0].logprob, _stripped(tokens[0].top)), *tokens[1:]]
+    found, start = [], 0
+    for token in tokens:
+        found.append(Token(token.text, token.logprob, token.top, start))
+        if text.startswith(token.text, start):
+            start += len(token.text)
+        elif set(token.text) <= {"\ufffd"} or not token.text:
+            continue
+        else:  # cut by a stop string, or the rest of a character of several tokens
+            at = text.find(token.text, start, start + len(token.text) + 4)
+            start = min(len(text), start + len(token.text)) if at < 0 else at + len(token.text)
+    return tuple(found)
+
+
+def _stripped(top: dict[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text, logprob in top.items():
+        found.setdefault(text.lstrip(" ") or text, logprob)
+    return found

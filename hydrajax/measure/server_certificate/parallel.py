@@ -1,0 +1,68 @@
+"""Several requests at once, on threads that do not delay the end of the program."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def in_parallel(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    workers: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[Result]:
+    """Return ``function(item)`` of all items, at most ``workers`` at once; raise the first error.
+
+    The threads are daemons: after an error or Ctrl-C the program ends without waiting for open requests.
+
+    Args:
+        function: called on threads, with one worker on the calling thread.
+        items: its arguments.
+        workers: number of threads.
+        on_done: called on the calling thread after each result.
+    """
+    if workers == 1:
+        found = []
+        for item in items:
+            found.append(function(item))
+            on_done()
+        return found
+    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, Result | None, BaseException | None]] = queue.SimpleQueue()
+    for number in range(len(items)):
+        waiting.put(number)
+
+    def work() -> None:
+        while True:
+            try:
+                number = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((number, function(items[number]), None))
+            except BaseException as error:  # raised on the calling thread
+                done.put((number, None, error))
+                return
+
+    for _ in range(min(workers, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    results: dict[int, Result] = {}
+    try:
+        while len(results) < len(items):
+            number, result, error = done.get()
+            if error is not None:
+                raise error
+            results[number] = result  # type: ignore[assignment]
+            on_done()
+    finally:
+        while not waiting.empty():  # after an error nothing further is asked
+            try:
+                waiting.get_nowait()
+            except queue.Empty:
+                break
+    return [results[number] for number in range(len(items))]

@@ -1,0 +1,214 @@
+"""`hydrajax certify --server`: planted faults of a fake server are found by name, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from helpers.fake_openai import fake_server
+
+QUICK = ["--requests", 8, "--concurrency", "1,4", "--max-new-tokens", 24]
+CHECKS = {
+    "greedy text, 1 at once", "greedy text, 4 at once", "log-probabilities", "streams", "stop strings", "prefix cache",
+    "seeds", "several choices", "structured output", "tool calls",
+}  # fmt: skip
+# Of each planted fault: the check that finds it, and the kind of its finding.
+FAULTS = {
+    "accepts a wrong token": ("greedy text, 1 at once", "text"),
+    "ends early": ("greedy text, 1 at once", "text ends early"),
+    "exceeds the limit": ("greedy text, 1 at once", "text runs past the limit"),
+    "wrong finish reason": ("greedy text, 1 at once", "finish reason"),
+    "mixes requests": ("greedy text, 4 at once", "another request's text"),
+    "draft's log-probabilities": ("log-probabilities", "log-probability"),
+    "stream drops the last token": ("streams", "text ends early"),
+    "stream without an end": ("streams", "stream"),
+    "stop string leaks": ("stop strings", "stop string"),
+    "prefix cache": ("prefix cache", "text"),
+    "ignores seeds": ("seeds", "seed"),
+    "copies": ("several choices", "choices"),
+    "invalid JSON": ("structured output", "structured output"),
+    "invalid JSON under load": ("structured output", "structured output"),
+    "JSON beside the schema": ("structured output", "structured output"),
+    "crashes on JSON": ("structured output", "no answer"),
+    "loses tool calls": ("tool calls", "tool call"),
+    "streamed arguments": ("tool calls", "tool call"),
+}
+# These faults show in one check only.
+ALONE = set(FAULTS) - {
+    "accepts a wrong token", "ends early", "exceeds the limit", "wrong finish reason", "mixes requests", "prefix cache",
+    "stream drops the last token", "stream without an end",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference():
+    with fake_server() as url:
+        yield url
+
+
+@pytest.fixture
+def certify(program, reference, tmp_path):
+    """``certify(url, *flags)``: the program's result, with the JSON report as ``report``."""
+
+    def run(url, *flags, against=reference):
+        path = tmp_path / "certificate.json"
+        found = program("certify", "--server", url, "--reference", against, *QUICK, "--json", path, *flags)
+        if path.exists():
+            found.report = json.loads(path.read_text())
+            found.outcomes = {check["name"]: check["outcome"] for check in found.report["checks"]}
+        return found
+
+    return run
+
+
+def faults_of(report) -> set[tuple[str, str]]:
+    return {
+        (check["name"], finding["kind"])
+        for check in report["checks"]
+        for finding in check["findings"]
+        if finding["verdict"] == "fault"
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(certify, fault):
+    with fake_server(fault) as url:
+        found = certify(url)
+    assert found.code == 1, found.out + found.err
+    assert found.out.endswith("NOT CERTIFIED\n")
+    name, kind = FAULTS[fault]
+    faults = faults_of(found.report)
+    assert (name, kind) in faults
+    assert f"FAILS: {name}\n" in found.out
+    assert f"  fault: {kind}: " in found.out
+    if fault in ALONE:
+        assert {check for check, _ in faults} == {name}
+
+
+def test_a_server_without_a_fault_is_certified(certify):
+    with fake_server() as url:
+        found = certify(url)
+    assert (found.code, found.err) == (0, "")
+    assert found.out.endswith("requests\ncertified\n")
+    assert found.outcomes == dict.fromkeys(CHECKS, "holds")
+    assert [finding for check in found.report["checks"] for finding in check["findings"]] == []
+    assert found.report["requests"] > 100
+
+
+def test_a_tie_is_no_fault(certify):
+    with fake_server("tie") as url:
+        found = certify(url)
+        strict = certify(url, "--tolerance", 0.001)
+    assert found.code == 0, found.out
+    assert faults_of(found.report) == set()
+    ties = [finding for check in found.report["checks"] for finding in check["findings"]]
+    assert {tie["verdict"] for tie in ties} == {"tie"}
+    assert {round(tie["gap"], 6) for tie in ties} == {0.01}
+    assert strict.code == 1
+
+
+def test_the_report_lets_a_maintainer_act(certify):
+    with fake_server("accepts a wrong token") as url:
+        found = certify(url)
+    finding = found.report["checks"][0]["findings"][0]
+    assert finding["gap"] == pytest.approx(2.7)
+    assert finding["at_least"] is False
+    assert finding["judged_by"] == "the reference"
+    assert finding["position"] == len(finding["context"])
+    chosen, other = finding["tokens"]["chosen"], finding["tokens"]["other"]
+    assert finding["expected"].startswith(chosen[1:]) or finding["expected"].startswith(chosen)
+    assert chosen != other
+    assert finding["path"] in ("/v1/completions", "/v1/chat/completions")
+    assert {"max_tokens", "temperature"} < set(finding["request"])
+    assert f"character {finding['position']}: expected" in found.out
+    assert "gap 2.7 nats" in found.out
+
+
+def test_what_a_server_does_not_offer_is_skipped(certify):
+    refused = ["response_format", "tools", "logprobs", "n"]
+    with fake_server(refuses=refused) as url, fake_server("accepts a wrong token", refuses=refused) as wrong:
+        found = certify(url)
+        unjudged = certify(wrong, against=url)
+    assert found.code == 0, found.out
+    skipped = {name for name, outcome in found.outcomes.items() if outcome == "skipped"}
+    assert skipped == {"structured output", "tool calls", "log-probabilities", "several choices"}
+    assert "skipped (400: response_format: this field is not supported)" in found.out
+    assert unjudged.code == 1
+    assert "gap unknown" in unjudged.out
+
+
+def test_completions_alone(certify):
+    with fake_server(refuses=["messages"]) as url:
+        found = certify(url)
+    assert found.code == 0, found.out
+    assert set(found.outcomes) == CHECKS - {"structured output", "tool calls"}
+
+
+def test_prompts_of_a_file(certify, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "one"}, {"turns": ["two", "three"]}, {"prompt_ids": [4, 5, 6]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with fake_server("accepts a wrong token") as url:
+        found = certify(url, "--prompts", prompts)
+    findings = found.report["checks"][0]["findings"]
+    asked = [finding["request"].get("prompt") or finding["request"]["messages"] for finding in findings]
+    assert "one" in asked
+    assert [4, 5, 6] in asked
+    assert [{"role": "user", "content": "two"}] in asked
+
+
+def free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return each.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "said"),
+    [
+        ({"key": "k"}, [], "--server: URL/v1 refuses the API key (401: no such key); give --api-key or set"),
+        ({"models": []}, [], "--server: URL/v1 lists no models; load one"),
+        ({"models": ["a", "b"]}, ["--model", "c"], "--model: got 'c', expected one of: a, b"),
+        (
+            {"html": True},
+            [],
+            "--server: URL/v1/models answered with status 200 and no list of models",
+        ),
+        ({"status": 503}, [], "--server: URL/v1 is busy (503: internal error); let it queue more requests"),
+        ({"refuses": ["max_tokens"]}, [], "--server: fake at URL/v1 answers neither completions nor chats: 400: max"),
+        ({}, ["--tolerance", "-1"], "--tolerance: got -1, expected at least 0"),
+        ({}, ["--draft", "lookup"], "--draft: does not apply to --server, which decodes by its own settings"),
+        ({}, ["--base", "B"], "--reference: got both of --reference and --base, expected one of them"),
+    ],
+)
+def test_mistakes_of_the_user(certify, monkeypatch, options, flags, said):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with fake_server(**options) as url:
+        found = certify(url, *flags)
+    assert (found.code, found.out.startswith("greedy")) == (2, False)
+    assert found.err.startswith(f"hydrajax: {said.replace('URL', url)}")
+    assert found.err.count("\n") == 1
+
+
+def test_more_mistakes(program, certify, reference):
+    port = free_port()
+    found = certify(f"127.0.0.1:{port}")
+    assert (found.code, found.err) == (
+        2, f"hydrajax: --server: cannot reach http://127.0.0.1:{port}/v1: Connection refused\n"
+    )  # fmt: skip
+    assert "--server: got 'ftp://x', expected a URL such as http://" in certify("ftp://x").err
+    assert certify(reference).err == "hydrajax: --reference: got the server itself, expected one without speculation\n"
+    assert program("certify", "--reference", "u", "--base", "B").err == "hydrajax: --reference: requires --server\n"
+    assert "--base: is missing" in program("certify").err
+    assert "--reference: got neither of --reference and --base" in program("certify", "--server", reference).err
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_the_key(certify, monkeypatch, by):
+    monkeypatch.setenv("OPENAI_API_KEY", "k" if by == "environment" else "wrong")
+    with fake_server(key="k") as url:
+        found = certify(url, *(["--api-key", "k"] if by == "flag" else []), "--requests", 2)
+    assert found.code == 0, found.out + found.err
+    assert '"k"' not in json.dumps(found.report)
