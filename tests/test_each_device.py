@@ -29,6 +29,11 @@ def test_each_device_appends_its_heads(found):
     assert found["appended"] == [True] * 3
 
 
+def test_products_with_divided_low_bit_weights(found):
+    assert len(found["multiplied"]) == 4
+    assert all(found["multiplied"].values()), found["multiplied"]
+
+
 @pytest.mark.parametrize(
     ("kind", "reduced", "gathered"),
     [

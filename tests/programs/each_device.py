@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +25,7 @@ from hydrajax.models import backend
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.quantized import Int4, Int8
 from hydrajax.models.ranking import top_tokens
 from hydrajax.sharding import make_mesh, on_mesh, tree_shardings
 from hydrajax.trees import presets
@@ -99,6 +101,37 @@ def appended(mesh) -> list[bool]:
     return found
 
 
+def multiplied(mesh) -> dict[str, bool]:
+    """Multiply with weights of 8 and 4 bits that are divided by their logical axes, over outputs and over inputs."""
+    found = {}
+    x = _normal(4, 1, 256).astype(np.float32)
+    for kind in (Int8, Int4):
+        for shape, axes in (((256, 2, 64), ("width", None, "mlp")), ((256, 64), ("mlp", "width"))):
+            kernel = kind.of(_normal(*shape).astype(np.float32))
+            declared = Declared(kind, shape, axes)
+            homes = tree_shardings(mesh, jax.eval_shape(declared.init, jax.random.key(0), x)["params"])
+            placed = jax.device_put(kernel.stored("kernel"), homes)
+            with on_mesh(mesh):
+                got = jax.jit(lambda stored, x, module=declared: module.apply({"params": stored}, x))(placed, x)
+            want = np.moveaxis(np.tensordot(x, np.asarray(kernel.dequantized()), 1), [0, 1], [-3, -2])
+            parts = {str(shard.index) for shard in placed["kernel"].addressable_shards}
+            close = np.allclose(got, want, atol=1e-4 * np.abs(want).max())
+            found[f"{kind.__name__} {axes}"] = bool(close and len(parts) == 4)
+    return found
+
+
+class Declared(nn.Module):
+    """One product with a quantised kernel."""
+
+    kind: type
+    kernel_shape: tuple[int, ...]
+    axes: tuple
+
+    @nn.compact
+    def __call__(self, x):
+        return self.kind.declare(self, "kernel", self.kernel_shape, self.axes).project_parts(x)
+
+
 def compiled_steps(mesh) -> dict[str, dict]:
     """Count collectives, kernels and copies of caches in the loop of a compiled step, by kind of draft."""
     config = LlamaConfig(64, 128, 96, 1, 8, 4, 16, max_positions=128)
@@ -134,6 +167,7 @@ def main(folder: Path) -> None:
         "only_rows_divided": looked_up(make_mesh(data=2)),
         "attended": attended(mesh),
         "appended": appended(mesh),
+        "multiplied": multiplied(mesh),
         "compiled": compiled_steps(make_mesh(model=4)),
     }
     (folder / "answer.json").write_text(json.dumps(found))

@@ -135,3 +135,45 @@ def test_compiled_program_of_a_gpu(tmp_path):
         assert row["copies"] == 0, row
         assert row["kernels_per_layer"] <= 13, row
         assert row["gigabytes"] / row["floor_gigabytes"] < (1.01 if row["nodes"] == 1 else 1.2), row
+
+
+# At most; what a T4's attention moves in addition is XLA's, of all slots and in float32.
+LOW_BIT_RATIOS = {
+    ("h100", "ar"): {"int8": 1.1, "int4": 1.1},
+    ("h100", "verify"): {"int8": 1.25, "int4": 1.25},
+    ("t4", "ar"): {"int8": 1.1, "int4": 1.1},
+    ("t4", "verify"): {"int8": 1.8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "what"), LOW_BIT_RATIOS)
+def test_low_bit_weights_cost_their_own_bytes_on_a_gpu(device, what, tmp_path):
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        pytest.skip("XLA's CUDA compiler is not installed: pip install 'jax[cuda12]'")
+    bounds = LOW_BIT_RATIOS[device, what]
+    argv = ["--layers", "2", "--device", device, "--what", what, "--weights", ",".join(bounds)]
+    argv += ["--dtype", "float16" if device == "t4" else "bfloat16"]
+    argv += ["--flags= --xla_gpu_experimental_force_split_k=1"]  # a device would choose between this and split-K
+    done = script("compile_report", *argv, "--json", str(tmp_path / "p.json"))
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path)
+    assert len(result.rows) == len(bounds)
+    for row in result.rows:
+        assert row["gigabytes"] / row["floor_gigabytes"] < bounds[row["weights"]], row
+        assert row["temporary_megabytes"] < 50, row  # no weight is laid out anew before the loop
+
+
+@pytest.mark.slow
+def test_low_bit_weights_cost_their_own_bytes_on_a_tpu(tmp_path):
+    if not importlib.util.find_spec("libtpu"):
+        pytest.skip("XLA's TPU compiler is not installed: pip install 'jax[tpu]'")
+    argv = ["--what", "ar,verify", "--weights", "int8,int4", "--json", str(tmp_path / "p.json")]
+    report = [sys.executable, str(TOOLS / "tpu" / "compile_report.py"), *argv]
+    done = subprocess.run(report, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(tmp_path)
+    bounds = {("ar", "int8"): 1.3, ("verify", "int8"): 1.4, ("ar", "int4"): 1.5, ("verify", "int4"): 1.6}
+    for row in result.rows:
+        assert row["cycles"] / row["floor_cycles"] < bounds[row["what"], row["weights"]], row
+        assert row["temporary_megabytes"] < 50, row

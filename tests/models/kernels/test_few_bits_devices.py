@@ -55,8 +55,10 @@ def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
         assert (np.abs(flat - exact) <= bound).all()
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("kind", [Int8, Int4])
+ON_TPU = [pytest.param("tpu", kind, marks=pytest.mark.slow) for kind in (Int8, Int4)]
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("t4", Int8), ("h100", Int4), *ON_TPU])
 def test_products_have_the_gradient_of_the_widened_weight(platform, kind, monkeypatch):
     kernel, x = kind.of(RANDOM.normal(size=(128, 128)).astype(np.float32)), normal(1, 128)
     with interpreted(PLATFORMS[platform], monkeypatch):
