@@ -187,9 +187,9 @@ def rope_table(
     if config.rope_theta is None:
         return None
     angles = positions[:, None, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
     if config.rope_scaling is not None and config.rope_scaling.attention_factor != 1.0:
-        cos, sin = cos * config.rope_scaling.attention_factor, sin * config.rope_scaling.attention_factor
+        sin, cos = sin * config.rope_scaling.attention_factor, cos * config.rope_scaling.attention_factor
     return cos, jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
 
 
