@@ -6,6 +6,7 @@ tensors, in the right shapes. Quantised files are widened (`hydrajax.formats.low
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -35,7 +36,7 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Layout, Parameter, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import Int4Tiles, quantized_type, quantizes_embedding
+from hydrajax.models.quantized import Int4Tiles, Quantized, Tiles, quantized_type, quantizes_embedding
 from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -44,6 +45,7 @@ WHAT = "base"
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 KERNELS = ("qkv", "out", "gate_up", "down", "lm_head")  # weights of matrix products, which are quantised
+COLUMNS_AT_ONCE = 8192  # whole tiles
 Progress = Callable[[int, int], None]  # called with the numbers of parameters loaded and in total
 
 
@@ -159,9 +161,10 @@ def load_llama(
         if lora and merge:
             parameter = merged(parameter, tuple(parents), name)
         if quantize and name in KERNELS:
-            parts = quantized_type(quantize, name).of(np.asarray(parameter)).stored(name)
+            parts = _quantised(quantized_type(quantize, name), parameter).stored(name)
         elif name == "embedding" and config.tied_lm_head and quantizes_embedding(quantize):
-            parts = quantized_type(quantize, name).of(np.asarray(parameter).T).stored(name)
+            transposed = dataclasses.replace(parameter, order=(1, 0))
+            parts = _quantised(quantized_type(quantize, name), transposed).stored(name)
         else:
             parts = {name: parameter.astype(dtype)}
         return placed(path, parts, parameter.size)
@@ -176,6 +179,16 @@ def load_llama(
         )
         params = with_adapter(params, added)
     return model, params
+
+
+def _quantised(kind: type[Quantized], parameter: Parameter) -> Quantized:
+    """Quantise a parameter. Tiles are made of some columns at a time: copies of a whole lm head would be the peak."""
+    if not issubclass(kind, Tiles) or len(parameter.shape) > 2:
+        return kind.of(np.asarray(parameter))
+    width = parameter.shape[1]
+    parts = [kind.of(parameter[:, at : at + COLUMNS_AT_ONCE]) for at in range(0, width, COLUMNS_AT_ONCE)]
+    arrays = {name: np.concatenate([part.arrays()[name] for part in parts]) for name in parts[0].arrays()}
+    return dataclasses.replace(parts[0], **arrays, shape_=parameter.shape)
 
 
 def eos_ids(directory: str | Path) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 t
 GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.formats.gguf`: the file and its tensors
 GGUF_VERSION = 1  # of these directories
 GGUF_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # llama.cpp's types that are not quantised
+GGUF_ROWS = 1024  # dequantised at once
 TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # names of transformers and PEFT
 
 
@@ -267,10 +268,15 @@ class GgufFiles(TensorFiles):
         if kind in GGUF_FLOATS:
             return blocks.view(GGUF_FLOATS[kind])
         try:
-            from gguf import GGMLQuantizationType, quants
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
         except ImportError:
             raise HydrajaxError(f"{self._what}: {needs('gguf')}") from None
-        return quants.dequantize(blocks, GGMLQuantizationType[kind])
+        kind = GGMLQuantizationType[kind]
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        array = np.empty((len(blocks), blocks.shape[1] // block_bytes * block_size), np.float32)
+        for at in range(0, len(blocks), GGUF_ROWS):  # gguf makes a second copy of what it returns
+            array[at : at + GGUF_ROWS] = quants.dequantize(blocks[at : at + GGUF_ROWS], kind)
+        return array
 
 
 def gguf_directory(file: str | Path) -> Path:

@@ -158,6 +158,7 @@ def read(
             continue
         for path, parameter in zip(entry.ours, entry.join(*map(files.view, entry.theirs)), strict=True):
             parent(path).update(put(path, parameter) if put else {path[-1]: np.asarray(parameter)})
+        del parameter  # before the next one is read
     return tree
 
 

@@ -19,9 +19,12 @@ from transformers import LlamaForCausalLM
 from helpers.draft_heads import VOCAB, identical
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import huggingface
 from hydrajax.formats.huggingface import eos_ids, export_llama, load_llama
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.layout import Parameter
 from hydrajax.models.llama_config import RopeScaling
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -103,6 +106,20 @@ def test_bfloat16_file(tiny_checkpoint, tmp_path, dtype):
 def test_float32_file_as_bfloat16(tiny_checkpoint):
     model = LlamaForCausalLM.from_pretrained(tiny_checkpoint).to(torch.bfloat16)  # torch rounds to nearest even
     same_weights(tiny_checkpoint, model.state_dict(), dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_lm_head_is_quantised_some_columns_at_a_time(llama_checkpoint, monkeypatch, tied):
+    directory = llama_checkpoint(tie_word_embeddings=tied)
+    monkeypatch.setattr(platforms, "has_few_bits", lambda: True)
+    whole = load_llama(directory, quantize="int4")[1]
+    assert whole["embedding" if tied else "lm_head"].shape[0] > 1  # tiles
+    read, slices = Parameter.__getitem__, []
+    monkeypatch.setattr(Parameter, "__getitem__", lambda self, index: slices.append(index) or read(self, index))
+    monkeypatch.setattr(huggingface, "COLUMNS_AT_ONCE", 64)
+    parts = load_llama(directory, quantize="int4")[1]
+    assert (slice(None), slice(64, 128)) in slices
+    jax.tree.map(np.testing.assert_array_equal, whole, parts)
 
 
 def test_tied_file_with_and_without_the_copy(llama_checkpoint, tmp_path):
