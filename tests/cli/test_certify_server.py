@@ -176,7 +176,7 @@ def free_port() -> int:
             [],
             "--server: URL/v1/models answered with status 200 and no list of models",
         ),
-        ({"status": 503}, [], "--server: URL/v1 is busy (503: internal error); let it queue more requests"),
+        ({"status": 503}, [], "--server: URL/v1 is busy or not ready (503: internal error); wait, let it"),
         ({"refuses": ["max_tokens"]}, [], "--server: fake at URL/v1 answers neither completions nor chats: 400: max"),
         ({}, ["--tolerance", "-1"], "--tolerance: got -1, expected at least 0"),
         ({}, ["--draft", "lookup"], "--draft: does not apply to --server, which decodes by its own settings"),

@@ -154,13 +154,9 @@ def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:
     found, start = [], 0
     for token in tokens:
         found.append(Token(token.text, token.logprob, token.top, start))
-        if text.startswith(token.text, start):
-            start += len(token.text)
-        elif set(token.text) <= {"\ufffd"} or not token.text:
-            continue
-        else:  # cut by a stop string, or the rest of a character of several tokens
-            at = text.find(token.text, start, start + len(token.text) + 4)
-            start = min(len(text), start + len(token.text)) if at < 0 else at + len(token.text)
+        whole = token.text.strip("\ufffd")
+        at = text.find(whole, start, start + len(whole) + 4)  # after the rest of a character
+        start = min(len(text), start + len(whole)) if at < 0 else at + len(whole)  # or cut by a stop string
     return tuple(found)
 
 

@@ -133,8 +133,8 @@ class Client:
             )
         if status in (429, 503):
             raise HydrajaxError(
-                f"{self.field}: {self.url} is busy ({status}: {said}); let it queue more requests, or lower "
-                "--concurrency"
+                f"{self.field}: {self.url} is busy or not ready ({status}: {said}); wait, let it queue more requests, "
+                "or lower --concurrency"
             )
         if status in NOT_OFFERED:
             raise Refused(f"{status}: {said}")

@@ -35,7 +35,7 @@ class LocalReference:
         """Use a model that has a tokenizer. Raises `HydrajaxError` for one without."""
         if model.tokenizer is None:
             raise HydrajaxError("base: has no tokenizer, which the texts of a server need")
-        self._model, self._name = model, name
+        self._model, self._name = model.with_draft("none"), name
         self._generations: dict[tuple[Any, ...], Generation] = {}
 
     def __str__(self) -> str:
