@@ -13,7 +13,7 @@ from helpers.serving import running, serving  # noqa: E402
 from hydrajax.cli import main  # noqa: E402
 from hydrajax.measure.server_certificate.answers import Answer, Token, placed, streamed_answers  # noqa: E402
 from hydrajax.measure.server_certificate.client import Client  # noqa: E402
-from hydrajax.measure.server_certificate.comparison import gap_of  # noqa: E402
+from hydrajax.measure.server_certificate.comparison import gap_of, gap_of_chosen  # noqa: E402
 from hydrajax.measure.server_certificate.local_reference import LocalReference  # noqa: E402
 from hydrajax.measure.server_certificate.questions import Question  # noqa: E402
 from hydrajax.measure.server_certificate.sides import Settings, Sides  # noqa: E402
@@ -66,6 +66,17 @@ def test_a_first_token_whose_space_the_text_lacks():
     found = placed("one two", [Token(" one", -1.0, {" one": -1.0, " to": -1.1}), Token(" two", -1.0, {})])
     assert [(token.text, token.start) for token in found] == [("one", 0), (" two", 3)]
     assert gap_of(found, Answer("to", "stop"), 0).value == pytest.approx(0.1)
+
+
+def test_a_tie_under_a_grammar():
+    """The grammar forbids the most likely tokens, which therefore bound no gap; the chosen tokens decide."""
+    likely = {"<": -0.2, "The": -1.0}
+    one = placed('{"a"', [Token("\n", -4.0, likely), Token("{", -5.0, likely), Token('"a"', -6.0, likely)])
+    other = placed("{\n", [Token("{", -5.0, likely), Token("\n", -6.01, likely)])
+    assert [token.start for token in one] == [0, 1]
+    assert gap_of(one, Answer("{\n", "stop"), 1).value is None
+    assert gap_of_chosen(one, other, 1).value == pytest.approx(0.01)
+    assert gap_of_chosen(one, other[:1], 1).value is None
 
 
 @pytest.mark.parametrize("end", ["</s>", "", "<|im_end|>", "[EOS]"])

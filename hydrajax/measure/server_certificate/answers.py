@@ -145,10 +145,12 @@ def _piece(token: dict[str, Any]) -> str:
 
 
 def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:
-    """Return tokens with their offsets in the text, which may lack the first token's leading space.
+    """Return tokens with their offsets in the text, which may lack leading white space of the tokens.
 
     A character of several tokens belongs to the last of them; a server writes the others as replacement characters.
     """
+    while tokens and not text[:1].isspace() and tokens[0].text.isspace():
+        tokens = tokens[1:]
     if tokens and not text.startswith(" ") and (stripped := tokens[0].text.lstrip(" ")) != tokens[0].text:
         tokens = [Token(stripped, tokens[0].logprob, _stripped(tokens[0].top)), *tokens[1:]]
     found, start = [], 0

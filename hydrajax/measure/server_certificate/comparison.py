@@ -16,6 +16,7 @@ INCOMPLETE = "\ufffd"  # a part of a character
 END = re.compile(r"<[^\s<>]*>|\[[A-Z]+\]|")  # tokens that end a text: servers write them as nothing or as such names
 # Two tokenisations of one text differ before the texts do.
 NEAR_TOKENS = 3
+MASKED = 1e-3  # nats
 CONTEXT = 60  # characters
 
 
@@ -82,6 +83,9 @@ def gap_of(tokens: Sequence[Token], other: Answer, common: int) -> Gap:
     if found:
         return min(found, key=lambda gap: gap.value)
     last = near[-1]
+    masked = last.logprob is not None and last.logprob + MASKED < max(last.top.values(), default=-math.inf)
+    if masked:  # a grammar forbids the most likely tokens, so they bound nothing
+        return Gap(None, False, last.text, other.text[last.start : last.start + len(last.text) + 8])
     rest = other.text[last.start : last.start + len(last.text) + 8]
     if last.logprob is None or not last.top:
         return Gap(None, False, last.text, rest)
@@ -105,6 +109,17 @@ def _gap_at(token: Token, other: Answer) -> Gap | None:
         return None
     logprob, text = max(candidates)
     return Gap(max(0.0, token.logprob - logprob), False, token.text, text)
+
+
+def gap_of_chosen(tokens: Sequence[Token], others: Sequence[Token], common: int) -> Gap:
+    """Return the gap between the tokens that the two sides chose after the same text, each by its own side.
+
+    It needs no most likely tokens, but trusts both sides.
+    """
+    one, other = (next((t for t in reversed(side) if t.start <= common), None) for side in (tokens, others))
+    if one is None or other is None or one.start != other.start or one.logprob is None or other.logprob is None:
+        return Gap(None, False, "", "")
+    return Gap(abs(one.logprob - other.logprob), False, one.text, other.text)
 
 
 def _continues(rest: str, token: str) -> bool:

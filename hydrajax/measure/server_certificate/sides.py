@@ -15,6 +15,7 @@ from hydrajax.measure.server_certificate.comparison import (
     Gap,
     common_length,
     gap_of,
+    gap_of_chosen,
     shown,
     text_finding,
 )
@@ -160,10 +161,12 @@ class Sides:
 
     def _own_gap(self, question: Question, answer: Answer, expected: Answer, at: int) -> Gap:
         """Ask the server again with log-probabilities, which are of use if its text is the same."""
-        if question.temperature == 0 and (most := self.server.most_logprobs(question)):
+        most = self.server.most_logprobs(question.but(more={}))
+        if question.temperature == 0 and most is not None:
             again = _outcome(self.server.ask, question.but(logprobs=most))
             if isinstance(again, tuple) and again[0].text == answer.text:
-                return gap_of(again[0].tokens or (), expected, at)
+                gap = gap_of(again[0].tokens or (), expected, at)
+                return gap if gap.value is not None else gap_of_chosen(expected.tokens or (), again[0].tokens or (), at)
         return Gap(None, False, "", "")
 
 
@@ -204,7 +207,12 @@ class Compared:
 
 def _mixed(finding: Finding, answer: Answer, wanted: Answer, expected: Sequence[Outcome]) -> Finding:
     """Name a text that is another request's."""
-    if finding.verdict != FAULT or "position" not in finding.details or len(answer.text) < LEAST_MIXED:
+    if (
+        finding.question.more
+        or finding.verdict != FAULT
+        or "position" not in finding.details
+        or len(answer.text) < LEAST_MIXED
+    ):
         return finding
     rest = answer.text[finding.details["position"] :]
     others = [outcome[0].text for outcome in expected if isinstance(outcome, tuple) and outcome[0].text != wanted.text]

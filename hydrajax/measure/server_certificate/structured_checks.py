@@ -91,11 +91,11 @@ def _add(
     elif isinstance(served, Refused):
         found.refusals.append(str(served))
     elif message := wrong(served[0]):
-        found.compared += 1
         wanted = expected[number]
         if isinstance(wanted, tuple) and wrong(wanted[0]):
             found.refusals.append(f"not valid on either side: {message}")
             return
+        found.compared += 1
         found.findings.append(Finding(kind, FAULT, setting, question, message))
     elif isinstance(expected[number], tuple):
         found.add(sides, question, served, expected, number, setting)
