@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.families.config_fields import rope_fields
 from hydrajax.families.family_layout import base_layout
-from hydrajax.families.family_registry import from_llama_config, unsupported
+from hydrajax.families.family_registry import from_llama_config, to_llama_config, unsupported
 from hydrajax.files import check_file, whole_directory
 from hydrajax.formats.tensors import GGUF_FLOATS, GGUF_INDEX, GgufFiles, expect_tensors, gguf_directory
 from hydrajax.locking import one_at_a_time
@@ -26,7 +27,7 @@ from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.optional_deps import needs
 
 SUFFIX = ".gguf"
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 TYPES = (*GGUF_FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_QUANTS)
 TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -43,6 +44,12 @@ LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_TENSORS = LAYER_TENSORS | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+GEMMA_27B_LAYERS = 62  # the one size of Gemma 3 whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
 # Values of tokenizer.ggml.pre of byte-level vocabularies. llama.cpp splits these at every digit first, which
 # transformers' conversion leaves out.
@@ -153,7 +160,9 @@ class _GgufFile:
             raise unsupported("attention.causal", False, "true")
         if "token_embd.weight" not in self._found:
             raise HydrajaxError("missing tensor 'token_embd.weight'")
-        theta = self._own("rope.freq_base", float, 10_000.0)
+        theta = self._own("rope.freq_base", float, 1e6 if self._architecture == "gemma3" else 10_000.0)
+        if self._architecture == "gemma3":
+            return self._gemma3(width, n_heads, head_dim, theta)
         return LlamaConfig(
             vocab_size=int(self._found["token_embd.weight"].shape[-1]),
             width=width,
@@ -171,6 +180,28 @@ class _GgufFile:
             qk_norm=self._architecture == "qwen3",
         )
 
+    def _gemma3(self, width: int, n_heads: int, head_dim: int, theta: float) -> LlamaConfig:
+        """Translate the fields of Gemma 3; llama.cpp has constants for those that the file lacks."""
+        n_layers = self._own("block_count", int)
+        fields = {
+            "model_type": "gemma3_text",
+            "vocab_size": int(self._found["token_embd.weight"].shape[-1]),
+            "hidden_size": width,
+            "intermediate_size": self._own("feed_forward_length", int),
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": self._own("attention.head_count_kv", int, n_heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._own("context_length", int),
+            "rms_norm_eps": self._own("attention.layer_norm_rms_epsilon", float),
+            "rope_theta": theta,
+            "rope_scaling": rope_fields(self._rope_scaling(head_dim, theta)),
+            "sliding_window": self._own("attention.sliding_window", int),
+            "tie_word_embeddings": "output.weight" not in self._found,
+            "query_pre_attn_scalar": width // n_heads if n_layers == GEMMA_27B_LAYERS else head_dim,
+        }
+        return to_llama_config(fields, "the file")
+
     def tensors(self, head_dim: int) -> dict[str, dict[str, Any]]:
         """Return the index for `GgufFiles`."""
         found = {}
@@ -180,7 +211,7 @@ class _GgufFile:
             kind = tensor.tensor_type.name
             if kind not in TYPES:
                 raise unsupported(f"tensor '{name}'", kind, ", ".join(TYPES))
-            official = official_name(name)
+            official = official_name(name, GEMMA_TENSORS if self._architecture == "gemma3" else LAYER_TENSORS)
             if official is None:
                 raise HydrajaxError(f"unexpected tensor '{name}'")
             found[official] = {
@@ -192,6 +223,8 @@ class _GgufFile:
             # llama.cpp's converter interleaves the two halves of each head's rotary features, for llama only.
             if self._architecture == "llama" and ("attn_q." in name or "attn_k." in name):
                 found[official]["head_dim"] = head_dim
+            if self._architecture == "gemma3" and name.endswith("_norm.weight"):
+                found[official]["offset_norm"] = True  # the converter adds 1
         return found
 
     def token_ids(self) -> dict[str, Any]:
@@ -285,15 +318,15 @@ class _GgufFile:
         return self._reader.get_field(name)
 
 
-def official_name(name: str) -> str | None:
-    """Return transformers' name of a tensor; None if the supported architectures have no such tensor."""
+def official_name(name: str, layer_tensors: dict[str, str] = LAYER_TENSORS) -> str | None:
+    """Return transformers' name of a tensor; None if the architecture has no such tensor."""
     *parents, part, kind = name.split(".")
     if kind not in ("weight", "bias"):
         return None
     if not parents and part in TENSORS:
         return f"{TENSORS[part]}.{kind}"
-    if len(parents) == 2 and parents[0] == "blk" and parents[1].isdecimal() and part in LAYER_TENSORS:
-        return f"model.layers.{int(parents[1])}.{LAYER_TENSORS[part]}.{kind}"
+    if len(parents) == 2 and parents[0] == "blk" and parents[1].isdecimal() and part in layer_tensors:
+        return f"model.layers.{int(parents[1])}.{layer_tensors[part]}.{kind}"
     return None
 
 

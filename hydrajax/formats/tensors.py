@@ -226,7 +226,7 @@ class GgufFiles(TensorFiles):
     Args:
         path: the file.
         tensors: by transformers' name: ``type`` (llama.cpp's name), ``shape`` (row-major), ``offset`` and ``bytes`` in
-            the file, and ``head_dim`` if the rows of each head are interleaved.
+            the file, ``head_dim`` if the rows of each head are interleaved, and ``offset_norm`` if 1 was added.
         what: begins error messages.
     """
 
@@ -260,6 +260,8 @@ class GgufFiles(TensorFiles):
         if content.size < size:
             raise HydrajaxError(f"{self._what}: {path} ends within tensor '{key}'")
         array = self._dequantise(content.reshape(wanted, -1), tensor["type"])
+        if tensor.get("offset_norm"):
+            array = array.astype(np.float32) - np.float32(1)
         if head_dim:
             array = array.reshape(-1, head_dim // 2, 2, array.shape[-1]).swapaxes(1, 2)
         return array.reshape(-1, *shape[1:])[:rows]

@@ -322,7 +322,7 @@ def native(small, tmp_path_factory) -> Path:
         ("config.qk_norm", True, ("plain layer",)),
         ("config.width", True, ("width of config: got True",)),
         ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
-        ("config.rope_scaling", {"kind": "yarn", "factor": 2.0}, ("rope scaling", "'yarn'")),
+        ("config.rope_scaling", {"kind": "dynamic", "factor": 2.0}, ("rope scaling", "'dynamic'")),
         ("config.rope_scaling", 7, ("drafter",)),
         ("config.extra", 1, ("config: got unknown fields extra",)),
         ("unknown", 1, ("drafter",)),

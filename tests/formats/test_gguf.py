@@ -165,6 +165,34 @@ def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path
     assert m.generate([ids], max_new_tokens=16)[0].output_ids == answer[len(ids) :].tolist()
 
 
+@pytest.mark.parametrize("kind", ["F32", pytest.param("Q8_0", marks=pytest.mark.slow)])
+def test_gemma_3_whose_norms_have_one_added(models, tokenizer, tmp_path, kind):
+    """Seven layers: the sixth has no window. The logits are those of the model that was written, and rounded for Q8_0.
+
+    The scores' scale is that of the head size, as in all but one released file.
+    """
+    local, full = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    model = models(
+        "gemma3_text", num_hidden_layers=7, head_dim=16, query_pre_attn_scalar=16, sliding_window=5, pad_token_id=0,
+        rope_parameters={"sliding_attention": local, "full_attention": full},
+    )  # fmt: skip
+    scaling = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0}
+    directory = resolve(write_gguf(tmp_path / "tiny.gguf", model, None, kind, fields=scaling), "base")
+    ids = tokenizer(TEXTS[0]).input_ids
+    assert len(ids) > 5
+    ours, params = load_llama(directory)
+    assert [layer.sliding_window for layer in ours.config.kinds] == [5] * 5 + [None, 5]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].numpy()
+    if kind == "F32":
+        np.testing.assert_allclose(logits_of(ours, params, ids), expected, atol=1e-4)
+    else:
+        assert np.corrcoef(logits_of(ours, params, ids).ravel(), expected.ravel())[0, 1] > 0.99
+    names = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("layernorm.weight")}
+    for name, tensor in names.items():
+        np.testing.assert_allclose(open_tensors(directory, MODEL, "base").read(name), tensor.numpy(), atol=1e-6)
+
+
 def test_llama3_scaling_is_recognised_by_its_factors(models, tokenizer, tmp_path):
     scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
@@ -333,7 +361,7 @@ def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"general.architecture": "gemma3"}, "general.architecture: got 'gemma3', expected 'llama' or 'qwen2' or"),
+        ({"general.architecture": "gemma2"}, "general.architecture: got 'gemma2', expected 'llama' or 'qwen2' or"),
         ({"llama.block_count": None}, "field 'llama.block_count' is missing"),
         ({"llama.block_count": "two"}, "llama.block_count: got 'two', expected an integer"),
         ({"llama.block_count": 2_000_000_000}, "block_count: got 2000000000 layers with 21 tensors"),

@@ -46,13 +46,15 @@ def write_gguf(
     """Write a file and return its path.
 
     Args:
-        model: of transformers: LLaMA, Qwen2 or Qwen3.
+        model: of transformers: LLaMA, Qwen2, Qwen3 or Gemma 3, text.
         tokenizer: a byte-level one.
         kind: llama.cpp's name of the type of the matrices; vectors are float32.
         fields: changes: values by key. None leaves a field out.
         extra: further tensors.
     """
-    config, name = model.config, model.config.model_type
+    config, name = model.config, model.config.model_type.removesuffix("_text")
+    gemma3 = name == "gemma3"
+    rope = config.rope_parameters["full_attention"] if gemma3 else config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         f"{name}.block_count": config.num_hidden_layers,
@@ -63,13 +65,15 @@ def write_gguf(
         f"{name}.attention.head_count_kv": config.num_key_value_heads,
         f"{name}.attention.key_length": head_dim,
         f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{name}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{name}.rope.freq_base": float(rope["rope_theta"]),
         f"{name}.rope.dimension_count": head_dim,
         f"{name}.vocab_size": config.vocab_size,
         "general.name": "tiny",
     }
     if tokenizer is not None:
         values |= tokenizer_fields(tokenizer)
+    if gemma3:
+        values[f"{name}.attention.sliding_window"] = config.sliding_window
     values |= fields or {}
     writer = gguf.GGUFWriter(path, values.pop("general.architecture", name), endianess=endian)
     for key, value in values.items():
@@ -84,6 +88,8 @@ def write_gguf(
         if name == "llama" and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             array = interleaved(array, heads)
+        if gemma3 and key.endswith("norm.weight"):
+            array = array + 1
         tensors[names.get_name(key, try_suffixes=(".weight", ".bias"))] = np.ascontiguousarray(array)
     for key, array in (tensors | (extra or {})).items():
         stored = Type[kind] if array.ndim > 1 else Type.F32
