@@ -31,6 +31,7 @@ FAULTS = {
     "invalid JSON": ("structured output", "structured output"),
     "invalid JSON under load": ("structured output", "structured output"),
     "JSON beside the schema": ("structured output", "structured output"),
+    "other JSON": ("structured output", "text"),
     "crashes on JSON": ("structured output", "no answer"),
     "loses tool calls": ("tool calls", "tool call"),
     "streamed arguments": ("tool calls", "tool call"),
@@ -107,6 +108,16 @@ def test_a_tie_is_no_fault(certify):
     assert {tie["verdict"] for tie in ties} == {"tie"}
     assert {round(tie["gap"], 6) for tie in ties} == {0.01}
     assert strict.code == 1
+
+
+def test_valid_json_that_differs_under_load_only_is_reported(certify):
+    """Its gap is unknown here, and asked alone the server gives the reference's text."""
+    with fake_server("spaced JSON under load") as url:
+        found = certify(url)
+    assert found.code == 0, found.out
+    verdicts = {finding["verdict"] for check in found.report["checks"] for finding in check["findings"]}
+    assert verdicts == {"unjudged"}
+    assert " unjudged\n" in found.out
 
 
 def test_the_report_lets_a_maintainer_act(certify):

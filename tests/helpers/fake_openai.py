@@ -53,7 +53,7 @@ class FakeModel:
         with self.lock:
             self.running += 1
         try:
-            if self.fault in ("mixes requests", "invalid JSON under load"):
+            if self.fault in ("mixes requests", "invalid JSON under load", "spaced JSON under load"):
                 time.sleep(0.004)
             n, found = body.get("n", 1), []
             for index in range(n):
@@ -123,6 +123,8 @@ class FakeModel:
         text = json.dumps(VALID)
         if self.fault == "invalid JSON" or (self.fault == "invalid JSON under load" and self.running > 1):
             return text.replace("{", "{{")
+        if self.fault == "other JSON" or (self.fault == "spaced JSON under load" and self.running > 1):
+            return json.dumps(VALID, indent=1)
         return json.dumps(VALID | {"degrees": 7}) if self.fault == "JSON beside the schema" else text
 
     def _call(self, body: dict) -> dict:

@@ -9,7 +9,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.measure.server_certificate.answers import Answer, Token
 from hydrajax.measure.server_certificate.cases import long_texts, questions_of
 from hydrajax.measure.server_certificate.client import NoAnswer, Refused
-from hydrajax.measure.server_certificate.comparison import FAULT, Finding, shown
+from hydrajax.measure.server_certificate.comparison import FAULT, TIE, Finding, shown
 from hydrajax.measure.server_certificate.questions import Content, Question
 from hydrajax.measure.server_certificate.sampling_checks import seeds, several_choices
 from hydrajax.measure.server_certificate.sides import Compared, Sides
@@ -102,8 +102,10 @@ def _offered(sides: Sides, contents: Sequence[tuple[Content, bool]]) -> tuple[bo
 def _check(name: str, found: Compared) -> ServerCheck:
     """Return the outcome; without any answer that could be compared the check is skipped."""
     faults = [each for each in found.findings if each.verdict == FAULT]
-    ties = len(found.findings) - len(faults)
+    ties = sum(each.verdict == TIE for each in found.findings)
     parts = [f"{found.compared} compared, {len(faults)} faults, {ties} ties"]
+    if unjudged := len(found.findings) - len(faults) - ties:
+        parts.append(f"{unjudged} unjudged")
     if found.refusals:
         parts.append(f"{len(found.refusals)} skipped ({found.refusals[0]})")
     holds = False if faults else True if found.compared else None

@@ -12,6 +12,7 @@ from hydrajax.measure.server_certificate.answers import Answer, Token
 from hydrajax.measure.server_certificate.questions import Question
 
 TIE, FAULT = "tie", "fault"
+UNJUDGED = "unjudged"  # valid structured output of which the gap is unknown; asked again, the server gives the other
 INCOMPLETE = "\ufffd"  # a part of a character
 END = re.compile(r"<[^\s<>]*>|\[[A-Z]+\]|")  # tokens that end a text: servers write them as nothing or as such names
 # Two tokenisations of one text differ before the texts do.
@@ -26,7 +27,7 @@ class Finding:
 
     Attributes:
         kind: such as "text", "finish reason" or "stop string".
-        verdict: `TIE` or `FAULT`.
+        verdict: `TIE`, `FAULT` or `UNJUDGED`.
         setting: how the question was asked, such as "8 at once".
         question: the request.
         message: one line.

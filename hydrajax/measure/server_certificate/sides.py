@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,7 @@ from hydrajax.measure.server_certificate.answers import Answer, Token
 from hydrajax.measure.server_certificate.client import Client, NoAnswer, Refused, Reply
 from hydrajax.measure.server_certificate.comparison import (
     FAULT,
+    UNJUDGED,
     Finding,
     Gap,
     common_length,
@@ -157,7 +159,15 @@ class Sides:
         gap, judge = gap_of(self.reference.tokens_near(asked, expected, at), answer, at), "the reference"
         if gap.value is None and (own := self._own_gap(asked, answer, expected, at)).value is not None:
             gap, judge = own, "the server"
-        return text_finding(question, answer, expected, gap, judge, self.settings.tolerance, setting)
+        found = text_finding(question, answer, expected, gap, judge, self.settings.tolerance, setting)
+        if gap.value is None and question.more and self._gives(asked, expected.text):
+            return dataclasses.replace(found, verdict=UNJUDGED)
+        return found
+
+    def _gives(self, question: Question, text: str) -> bool:
+        """Return whether the server, asked again alone, gives this text."""
+        again = _outcome(self.server.ask, question)
+        return isinstance(again, tuple) and again[0].text == text
 
     def _own_gap(self, question: Question, answer: Answer, expected: Answer, at: int) -> Gap:
         """Ask the server again with log-probabilities, which are of use if its text is the same."""
@@ -207,12 +217,8 @@ class Compared:
 
 def _mixed(finding: Finding, answer: Answer, wanted: Answer, expected: Sequence[Outcome]) -> Finding:
     """Name a text that is another request's."""
-    if (
-        finding.question.more
-        or finding.verdict != FAULT
-        or "position" not in finding.details
-        or len(answer.text) < LEAST_MIXED
-    ):
+    is_text = "position" in finding.details and not finding.question.more  # texts under one schema are alike
+    if not is_text or finding.verdict != FAULT or len(answer.text) < LEAST_MIXED:
         return finding
     rest = answer.text[finding.details["position"] :]
     others = [outcome[0].text for outcome in expected if isinstance(outcome, tuple) and outcome[0].text != wanted.text]

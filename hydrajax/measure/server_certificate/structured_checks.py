@@ -71,6 +71,11 @@ def _checked(sides: Sides, more: dict[str, Any], wrong: Callable[[Answer], str],
     ):
         for number, (question, served) in enumerate(zip(asked, sides.served(asked, workers), strict=True)):
             _add(found, sides, question, served, expected, number % len(questions), setting, wrong, kind)
+    invalid = [each for each in found.findings if each.kind == kind]
+    if not sides.reference.shares_grammars and 0 < len(invalid) == found.compared:
+        found.refusals.append(f"no answer is valid, for which the model may be the reason: {invalid[0].message}")
+        found.findings = [each for each in found.findings if each.kind != kind]
+        found.compared = 0
     return found
 
 
