@@ -67,7 +67,7 @@ class BaseModel(Protocol):
         """
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return raw input embeddings E(x)."""
+        """Return the input embeddings E(x) as the first layer reads them."""
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
@@ -117,7 +117,7 @@ class BoundBase:
         return self._apply(tokens, positions, block_mask, cache, aux_hidden_layers)
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return raw input embeddings E(x)."""
+        """Return the input embeddings E(x) as the first layer reads them."""
         return self._apply(tokens, method="embed")
 
     def logits(

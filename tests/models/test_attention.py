@@ -46,6 +46,21 @@ def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
     np.testing.assert_allclose(found, plain_attention(queries, with_masks), atol=2e-5)
 
 
+def test_a_cap_of_scores_in_chunks_and_of_a_few_rows():
+    """``cap * tanh(score / cap)``, then the mask and the softmax, in NumPy."""
+    for n_tokens in (5, 300):
+        queries, parts, with_masks = text_of(n_tokens, None)
+        found = jax.jit(lambda *args: attend(*args, 1.5))(queries, parts)
+        (part,) = with_masks
+        q, k, v = (np.asarray(x, np.float64) for x in (queries, part.keys, part.values))
+        k, v = (x.repeat(2, axis=1) for x in (k, v))
+        scores = 1.5 * np.tanh(q @ k.swapaxes(2, 3) / np.sqrt(16) / 1.5)
+        weights = np.exp(scores) * np.asarray(part.visible)
+        expected = (weights / weights.sum(axis=-1, keepdims=True)) @ v
+        np.testing.assert_allclose(found, expected.swapaxes(1, 2).reshape(2, n_tokens, -1), atol=2e-5)
+        assert np.abs(found - attend(queries, parts)).max() > 1e-2
+
+
 def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):
     monkeypatch.setattr(attention, "UNROLLED_SECTIONS", 2)
     queries, (part,), (with_mask,) = text_of(700, None)
