@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+import time
 
 import pytest
 
 from helpers.fake_openai import fake_server
+from hydrajax.measure.server_certificate.client import Client
+from hydrajax.measure.server_certificate.parallel import in_parallel
+from hydrajax.measure.server_certificate.sides import Settings, Sides
+from hydrajax.measure.server_certificate.structured_checks import tool_calls
 
 QUICK = ["--requests", 8, "--concurrency", "1,4", "--max-new-tokens", 24]
 CHECKS = {
@@ -223,3 +229,35 @@ def test_the_key(certify, monkeypatch, by):
         found = certify(url, *(["--api-key", "k"] if by == "flag" else []), "--requests", 2)
     assert found.code == 0, found.out + found.err
     assert '"k"' not in json.dumps(found.report)
+
+
+class OtherGrammars:
+    shares_grammars = False
+
+
+def test_a_model_that_never_calls_tools_is_no_fault_without_a_server_to_compare_with():
+    with fake_server("loses tool calls") as url:
+        found = tool_calls(Sides(Client("server", url), OtherGrammars(), Settings(concurrency=(4,))))
+    assert (found.compared, found.findings) == (0, [])
+    assert found.refusals[0].startswith("no answer is valid, for which the model may be the reason: no tool_calls")
+    with fake_server("streamed arguments") as url:
+        found = tool_calls(Sides(Client("server", url), OtherGrammars(), Settings(concurrency=(4,))))
+    assert {finding.setting for finding in found.findings} == {"streamed"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_an_error_ends_all_requests(error):
+    never = threading.Event()
+
+    def ask(number: int) -> int:
+        if number == 3:
+            raise error
+        never.wait(60)
+        return number
+
+    start = time.monotonic()
+    with pytest.raises(error):
+        in_parallel(ask, range(32), 8)
+    assert time.monotonic() - start < 30  # the other requests are still open
+    never.set()
+    assert in_parallel(lambda number: number * 2, range(9), 4) == [number * 2 for number in range(9)]
