@@ -235,7 +235,7 @@ def refusal(base: Path, directory: Path) -> dict:
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "1000"})
     lines = done.stderr.strip().replace(str(directory), "DIR").splitlines()
-    return {"code": done.returncode, "lines": lines[-3:], "seconds": round(time.perf_counter() - began, 1)}
+    return {"code": done.returncode, "lines": lines, "seconds": round(time.perf_counter() - began, 1)}
 
 
 if __name__ == "__main__":

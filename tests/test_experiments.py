@@ -471,3 +471,19 @@ def test_load_memory(tmp_path):
     for case in report["cases"]:
         assert case["device_bytes"] > report["checkpoint_bytes"] / 5  # it really holds the model
         assert 0 < case["beside_device_copy_in_largest_shards"] < 1.3
+
+
+@pytest.mark.slow
+def test_load_low_bits(tmp_path):
+    """Both kinds of files are loaded; each damage is refused in one line."""
+    script = [sys.executable, str(EXPERIMENTS / "load_low_bits.py"), "--directory", str(tmp_path)]
+    small = ["--gigabytes", "0.02", "--width", "512", "--vocabulary", "2000"]
+    subprocess.run([*script, *small, "--output", str(tmp_path / "report.json")], check=True, capture_output=True)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [(case["kind"], len(case["damaged"])) for case in report] == [("gguf", 3), ("awq", 4)]
+    for case in report:
+        assert case["file_bytes"] == pytest.approx(2e7, rel=0.2)
+        for damaged in case["damaged"]:
+            assert damaged["code"] == 2
+            assert len(damaged["lines"]) == 1
+            assert damaged["lines"][0].startswith("hydrajax: --base: ")

@@ -144,6 +144,8 @@ def load_llama(
     def placed(path, parts, size):
         nonlocal done
         found = {part: place(x, leaf(axes, (*path[:-1], part))) for part, x in parts.items()}
+        jax.block_until_ready(found)
+        jax.device_put(0)  # JAX frees copies of the host's arrays not before its next call
         done += size
         on_progress(done, total)
         return found
@@ -170,7 +172,7 @@ def load_llama(
         return placed(path, parts, parameter.size)
 
     keeps = quantize and isinstance(files, LowBitFiles) and platforms.has_few_bits() and not (lora and merge)
-    # The largest first: a parameter's copies on the host are then no peak in addition to nearly the whole model.
+    # The largest first: their copies on the host are then no peak in addition to nearly the whole model.
     largest_first = sorted(layout, key=lambda entry: -sum(map(math.prod, entry.theirs.values())))
     params = read(largest_first, files, put, *[take] * bool(keeps))
     if lora and not merge:
