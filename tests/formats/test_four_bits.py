@@ -18,7 +18,8 @@ from hydrajax.models import platforms
 from hydrajax.models.llama_config import LlamaConfig
 
 WIDTH = 256
-QKV, _, _, GATE_UP, DOWN = decoder_layer((), "", LlamaConfig(97, WIDTH, 24, 1, 4, 2, 4))[1:6]
+LAYER = {entry.ours[0][-1]: entry for entry in decoder_layer((), "", LlamaConfig(97, WIDTH, 24, 1, 4, 2, 4))}
+QKV, GATE_UP, DOWN = LAYER["qkv"], LAYER["gate_up"], LAYER["down"]
 PACKED = {"num_bits": 4, "strategy": "group"}
 
 
