@@ -27,7 +27,7 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [0,
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     images = str(ROOT / "docs" / "images")
     parser.add_argument("--images", metavar="DIR", default=images, help="output directory (default %(default)s)")
-    results = ROOT / "experiments" / "results" / "peers_smollm2.json"
+    results = ROOT / "experiments" / "results" / "cpu_peers_smollm2.json"
     parser.add_argument(
         "--peers", metavar="FILE.json", default=str(results), help="from cpu_peers.py (default %(default)s)"
     )
