@@ -67,7 +67,7 @@ CHECKED = 8  # tokens that are compared where only forward passes are timed
 
 @dataclass(frozen=True)
 class Defaults:
-    """What is measured of a model without further arguments."""
+    """The measurements of a model, where the arguments choose none."""
 
     types: tuple[str, ...] = ("float32", "int8", "int4")
     drafts: tuple[str, ...] = ("lookup",)
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--assistant", metavar="DIR", help="draft model of other programs (default: the shipped one)")
     known = ", ".join(program.package for program in PROGRAMS)
     parser.add_argument("--peers", metavar="PACKAGE,..", help=f"of {known} (default: all that are installed)")
-    parser.add_argument("--rows", type=options.positives, metavar="N,N", help="time forward passes over so many tokens")
+    parser.add_argument("--rows", type=options.positives, metavar="N,N", help="time forward passes over N tokens")
     parser.add_argument("--context", type=options.positive, default=128, help="of forward passes (default %(default)s)")
     parser.add_argument("--prompts", metavar="FILE", help="file of prompts (default: held-out code)")
     parser.add_argument(
@@ -369,7 +369,7 @@ def own_passes(m: LanguageModel, title: str, wanted: hydrajax.DecodeSpec) -> lis
 
 
 def own_timers(m: LanguageModel, sizes: Sequence[int], context: int) -> dict[int, Timed]:
-    """Return timers of verifying a chain of so many nodes."""
+    """Return a timer of the verification of a chain, by its number of nodes."""
     spec = hydrajax.DecodeSpec(max_new_tokens=STEPS)
     trees = {size: "root" if size == 1 else f"chain-{size - 1}" for size in sizes}
     executors = {size: hydrajax.make_executor(m, m.spec(spec, tree=tree, eos_ids=())) for size, tree in trees.items()}

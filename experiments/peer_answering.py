@@ -19,7 +19,7 @@ def answer_requests(load: Callable[[dict[str, Any]], tuple[Callable, Callable | 
     Args:
         load: loads the model of the settings and returns two functions: ``decode(prompt, new_tokens)``, which returns
             the greedy ids and does not stop at EOS, and ``time_rows(rows, context, steps)``, which returns the
-            milliseconds of a forward pass over so many tokens, None if the program cannot. None instead of the
+            milliseconds of a forward pass over ``rows`` tokens, None if the program cannot. None instead of the
             second function: it never can.
     """
     replies = os.fdopen(os.dup(1), "w")

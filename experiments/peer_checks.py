@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from hydrajax.decoding.prompt_batch import common_length
+
 TIE = 2e-3  # logits; float32 sums in another order differ by up to 1e-3 of them
 
 
@@ -88,7 +90,5 @@ def differences(
 
 def first_difference(got: np.ndarray, expected: np.ndarray) -> int | None:
     """Return the number of the first token that differs or is missing; None for equal ids."""
-    if np.array_equal(got, expected):
-        return None
-    same = min(len(got), len(expected))
-    return int(np.argmax([*(got[:same] != expected[:same]), True]))
+    at = common_length(got, expected)
+    return None if at == len(got) == len(expected) else at

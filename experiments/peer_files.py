@@ -78,7 +78,8 @@ def gguf_file(source: Path, folder: Path, kind: str) -> Path:
     check_installed(WHAT)
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, LlamaFileType, quants
 
-    config, names = read_config(source), official_to_gguf(read_config(source).n_layers)
+    config = read_config(source)
+    names = official_to_gguf(config.n_layers)
     folder.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     writer = GGUFWriter(partial, "llama", use_temp_file=True)  # else all tensors stay in memory

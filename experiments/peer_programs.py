@@ -148,7 +148,7 @@ class Peer:
         return np.array(self._ask(prompt=prompt.tolist(), new_tokens=new_tokens)["tokens"], np.int32)
 
     def time_rows(self, rows: int, context: int, steps: int) -> float | None:
-        """Return the milliseconds of a forward pass over so many tokens; None if the program cannot time it."""
+        """Return the milliseconds of a forward pass over ``rows`` tokens; None if the program cannot time it."""
         return self._ask(rows=rows, context=context, steps=steps)["ms"]
 
     def close(self) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import ROPE_KINDS, LayerKind, LlamaConfig, RopeScaling, one_of
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # A slip in the number of layers must not take all memory where every layer is listed.
 MOST_LAYERS = 4096
 # Values of ``hidden_act`` and ours.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-ROPE_KINDS = "'linear', 'llama3', 'yarn' or 'longrope'"
 
 
 def unsupported(name: str, found: Any, expected: str) -> HydrajaxError:
@@ -58,8 +57,8 @@ def rope_scaling(scaling: dict, raw: dict) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling("linear", float(scaling["factor"]))
-    if kind not in ("llama3", "yarn", "longrope"):
-        raise unsupported("rope scaling", kind, ROPE_KINDS)
+    if kind not in ROPE_KINDS:
+        raise unsupported("rope scaling", kind, one_of(ROPE_KINDS))
     context = integer(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"])
     if kind == "llama3":
         return RopeScaling(
@@ -135,7 +134,7 @@ def layer_types(raw: dict, n_layers: int, default: Callable[[int], str]) -> list
 
 
 def window_of(raw: dict, max_positions: int) -> int | None:
-    """Return ``sliding_window``; None if there is none, or none shorter than the context."""
+    """Return ``sliding_window``; None if it is missing, or not shorter than the context."""
     window = raw.get("sliding_window")
     return None if window is None or (window := integer(window)) >= max_positions else window
 
@@ -146,10 +145,18 @@ def of_kinds(c: LlamaConfig, kinds: Iterable[LayerKind]) -> LlamaConfig:
     return c.of_kind(kinds[0]) if len(set(kinds)) == 1 else c.replace(layer_kinds=kinds)
 
 
-def with_windows(c: LlamaConfig, types: Sequence[str], window: int | None) -> LlamaConfig:
-    """Return the configuration with a window in the layers of type `SLIDING`."""
-    one = LayerKind(None, c.rope_theta, c.rope_scaling)
-    by_type = {FULL: one, SLIDING: LayerKind(window, c.rope_theta, c.rope_scaling)}
+def with_windows(
+    c: LlamaConfig,
+    types: Sequence[str],
+    window: int | None,
+    rope: tuple[float | None, RopeScaling | None] | None = None,
+) -> LlamaConfig:
+    """Return the configuration with a window in the layers of type `SLIDING`.
+
+    ``rope`` is the base and the scaling of their rotary embedding, by default the configuration's.
+    """
+    own = (c.rope_theta, c.rope_scaling)
+    by_type = {FULL: LayerKind(None, *own), SLIDING: LayerKind(window, *(rope or own))}
     return of_kinds(c, [by_type[kind] for kind in types])
 
 

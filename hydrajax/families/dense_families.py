@@ -1,4 +1,4 @@
-"""Gemma, OLMo, Granite, SmolLM 3 and Phi: what their ``config.json`` says beyond the fields that all families share."""
+"""Gemma, OLMo, Granite, SmolLM 3 and Phi: the fields of their ``config.json`` that other families do not have."""
 
 from __future__ import annotations
 
@@ -80,17 +80,13 @@ def _gemma2_fields(c: LlamaConfig) -> dict[str, Any]:
 def _gemma3(raw: dict, c: LlamaConfig) -> LlamaConfig:
     c, local = _gemma(raw, c).replace(qk_norm=True), _local_rope(raw)
     theta = float(local.get("rope_theta") or raw.get("rope_local_base_freq") or 10_000.0)
-    by_type = {
-        FULL: LayerKind(None, c.rope_theta, c.rope_scaling),
-        SLIDING: LayerKind(window_of(raw, c.max_positions), theta, rope_scaling(local, raw)),
-    }
     every = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     types = layer_types(raw, c.n_layers, lambda i: SLIDING if (i + 1) % every else FULL)
-    return of_kinds(c, [by_type[kind] for kind in types])
+    return with_windows(c, types, window_of(raw, c.max_positions), (theta, rope_scaling(local, raw)))
 
 
 def _gemma3_fields(c: LlamaConfig) -> dict[str, Any]:
-    # A window as long as the context is none, but the layers keep their own rotary embedding.
+    # Layers whose window is not shorter than the context have none, and keep their own rotary embedding.
     types = [FULL if (k.rope_theta, k.rope_scaling) == (c.rope_theta, c.rope_scaling) else SLIDING for k in c.kinds]
     local = next((kind for kind, name in zip(c.kinds, types, strict=True) if name == SLIDING), None)
     types = [SLIDING if kind.sliding_window else name for kind, name in zip(c.kinds, types, strict=True)]
@@ -112,12 +108,8 @@ def _olmo2(raw: dict, c: LlamaConfig) -> LlamaConfig:
 def _olmo3(raw: dict, c: LlamaConfig) -> LlamaConfig:
     c, local = _olmo2(raw, c), _local_rope(raw)
     theta = float(local.get("rope_theta") or raw.get("rope_theta") or c.rope_theta)
-    by_type = {
-        FULL: LayerKind(None, c.rope_theta, c.rope_scaling),
-        SLIDING: LayerKind(window_of(raw, c.max_positions), theta, rope_scaling(local, raw)),
-    }
     types = layer_types(raw, c.n_layers, lambda i: SLIDING if (i + 1) % 4 else FULL)
-    return of_kinds(c, [by_type[kind] for kind in types])
+    return with_windows(c, types, window_of(raw, c.max_positions), (theta, rope_scaling(local, raw)))
 
 
 def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:

@@ -21,8 +21,7 @@ class Family:
             ``config.json`` and the settings that all families share.
         write: ``write(config)`` returns the family's own fields.
         prepare: ``prepare(raw)`` returns the fields with those of older files in the form of newer ones.
-        partial_rotary: ``partial_rotary_factor`` says how many features of a head are rotated; other families ignore
-            it.
+        partial_rotary: The number of rotated features of a head depends on ``partial_rotary_factor``.
     """
 
     architecture: str

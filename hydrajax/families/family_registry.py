@@ -24,8 +24,6 @@ from hydrajax.families.dense_families import DENSE_FAMILIES
 from hydrajax.families.llama_families import LLAMA_FAMILIES
 from hydrajax.models.llama_config import LlamaConfig
 
-__all__ = ["FAMILIES", "SUPPORTED", "from_llama_config", "to_llama_config", "unsupported"]
-
 FAMILIES = LLAMA_FAMILIES | DENSE_FAMILIES  # by model_type; a configuration is written as the first one that fits
 SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
 # Parts of other families that are not implemented.

@@ -1,4 +1,4 @@
-"""LLaMA, Mistral and Qwen: what their ``config.json`` says beyond the fields that all families share."""
+"""LLaMA, Mistral and Qwen: the fields of their ``config.json`` that other families do not have."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.families.config_fields import rope_fields
+from hydrajax.families.config_fields import rope_fields, unsupported
 from hydrajax.families.family_layout import base_layout
-from hydrajax.families.family_registry import from_llama_config, to_llama_config, unsupported
+from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_file, whole_directory
 from hydrajax.formats.tensors import GGUF_FLOATS, GGUF_INDEX, GgufFiles, expect_tensors, gguf_directory
 from hydrajax.locking import one_at_a_time

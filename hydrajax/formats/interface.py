@@ -14,7 +14,7 @@ import numpy as np
 
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family_registry import unsupported
+from hydrajax.families.config_fields import unsupported
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import Layout
 from hydrajax.models.llama_config import LlamaConfig

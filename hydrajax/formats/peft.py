@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family_registry import unsupported
+from hydrajax.families.config_fields import unsupported
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, check_adapter

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, Int8, Num
+from jaxtyping import Float, Int, Num
 
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
@@ -304,125 +304,6 @@ def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, s
         twice = contract(spec, jnp.concatenate([x, x]), weight, dtype)
         return jax.lax.slice_in_dim(twice, 0, 1, axis=spec.partition("->")[2].index("r"))
     return contract(spec, x, weight, dtype)
-
-
-DIGIT = 254  # steps of the second digit in one of the first
-
-
-def digits(x: Float[Array, "rows D"]) -> tuple[Int8[Array, "two_rows D"], Float[Array, "rows 1"]]:
-    """Return each row as two rows of int8 and a scale: ``x = (first + second / 254) * scale``, to 1 / 64,516 of its
-    largest number. All first digits lie before the second ones.
-    """
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    scale = jnp.where(largest > 0, largest, 1) / 127
-    first = jnp.rint(x / scale)
-    second = jnp.rint((x / scale - first) * DIGIT)
-    return jnp.concatenate([first, second]).astype(jnp.int8), scale
-
-
-def multiplies_digits(rows: int) -> bool:
-    """Return whether int8 weights are multiplied as integers, by `digits` of x: nothing is widened.
-
-    A GPU of compute capability 7.5 has no Triton, and cuBLAS multiplies equal types only: XLA would write the weights
-    out in 16 bits in every step, 5.1 times their bytes (T4, 7B, 64 nodes). A TPU widens them on its vector unit, which
-    takes 1.51 times the cycles of the bytes for one token of a 7B, digits 1.31 (v5e, by the compiler's estimate); of
-    many rows the sums of digits cost more than that. Our kernel of a TPU multiplies digits too.
-    """
-    return platforms.on_turing() or (platforms.on_tpu() and rows == 1 and mesh_in_use() is None)
-
-
-def matmul_int8(
-    x: Float[Array, "rows D"], values: Int8[Array, "D *parts F"], scale: Float[Array, "*parts F"], dtype
-) -> Float[Array, "*parts rows F"]:
-    """Return ``x @ (values * scale)`` in this dtype, with the parts of a fused kernel as leading axes."""
-    depth, *parts, width = values.shape
-
-    def scaled(product, scale):
-        return (product * jnp.expand_dims(scale, -2)).astype(dtype)
-
-    def plain(x, values, scale):
-        return scaled(matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
-
-    @kernels.with_gradient_of(plain)
-    def as_integers(x, values, scale):
-        pairs, step = digits(x)
-        names = "pqs"[: len(parts)]
-        sums = jnp.einsum(f"rd,d{names}f->{names}rf", pairs, values, preferred_element_type=jnp.int32)
-        first, second = jnp.split(sums.astype(jnp.float32), 2, axis=-2)
-        return scaled((first + second / DIGIT) * step, scale)
-
-    @kernels.with_gradient_of(plain)
-    def on_chip(x, values, scale):
-        arrays = as_stored(values).reshape(-1, depth, width), as_stored(scale).reshape(-1, width)
-        return from_stored(few_bits_tpu.matmul_int8(x, *arrays, dtype), tuple(parts))
-
-    if platforms.has_mosaic():
-        from hydrajax.models.kernels import few_bits_tpu
-
-        if few_bits_tpu.fits(len(x), depth, width, x.dtype):
-            return on_chip(x, values, scale)
-    return (as_integers if multiplies_digits(len(x)) else plain)(x, values, scale)
-
-
-def as_stored(array: Array) -> Array:
-    """Return a fused kernel with its axes as `stored_order` lays them on a TPU, which moves nothing there."""
-    last = array.ndim - 1
-    return array.transpose(*reversed(range(last)), last)
-
-
-def from_stored(product: Float[Array, "P rows F"], parts: tuple[int, ...]) -> Float[Array, "*parts rows F"]:
-    """Return the product with a kernel `as_stored`, whose parts are one axis, with all parts in their order."""
-    axes = len(parts)
-    split = product.reshape(*reversed(parts), *product.shape[1:])
-    return split.transpose(*reversed(range(axes)), axes, axes + 1)
-
-
-Int4Parts = Callable[..., Float[Array, "*parts rows F"]]
-
-
-def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
-    """Return a function of rows of x, int4 weights ``[groups, 16, *parts, F]`` with scale and offset, and a dtype. It
-    returns the product, with the parts as leading axes, and does not write wider weights to memory. None: there is no
-    such function.
-    """
-    groups, parts, width = shape[0], shape[2:-1], shape[-1]
-
-    def flattened(product: Callable) -> Int4Parts:
-        def call(x, values, scale, offset, dtype):
-            columns = (a.reshape(*a.shape[: a.ndim - len(parts) - 1], -1) for a in (values, scale, offset))
-            return parts_first(product(x, *columns, dtype), (*parts, width))
-
-        return call
-
-    if platforms.has_triton():
-        from hydrajax.models.kernels import few_bits_gpu
-
-        fits = few_bits_gpu.fits(rows, groups, math.prod(shape[2:]), dtype)
-        return flattened(few_bits_gpu.matmul) if fits else None
-    if platforms.has_mosaic():
-        from hydrajax.models.kernels import few_bits_tpu
-
-        def call(x, values, scale, offset, dtype):
-            arrays = (
-                as_stored(a).reshape(-1, *a.shape[1 : a.ndim - len(parts) - 1][::-1], groups, width)
-                for a in (values, scale, offset)
-            )
-            return from_stored(few_bits_tpu.matmul_int4(x, *arrays, dtype), parts)
-
-        return call if few_bits_tpu.fits(rows, groups * 32, width, dtype) else None
-    if rows == 1 and platforms.on_turing() and mesh_in_use() is None:
-        return flattened(_int4_row)
-    return None
-
-
-def _int4_row(x, values, scale, offset, dtype) -> Float[Array, "1 F"]:
-    """Multiply a single row in one fusion of XLA."""
-    groups, half, _ = values.shape
-    low, high = jnp.split(x.astype(jnp.float32).reshape(groups, 2 * half, 1), 2, axis=1)
-    scale, offset = (numbers.astype(jnp.float32)[:, None] for numbers in (scale, offset))
-    first, second = ((numbers.astype(jnp.float32) * scale + offset) for numbers in (values & 15, values >> 4))
-    return jnp.sum(low * first + high * second, axis=(0, 1))[None].astype(dtype)
 
 
 # XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then

@@ -123,12 +123,12 @@ class DecoderLayer(nn.Module):
         if only_keys_values:
             return None, None, (keys, values)
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
-            queries = _scaled(queries, c.attention_scale * c.head_dim**0.5)
+            queries = scaled(queries, c.attention_scale * c.head_dim**0.5)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap)
         attended = project(attended, out_kernel)
         if c.norms != "before":
             attended = norm(name="attention_out_norm")(attended)
-        attended = _scaled(attended, c.residual_scale)
+        attended = scaled(attended, c.residual_scale)
 
         if c.norms == "after":
             x = normed = x + attended
@@ -138,10 +138,10 @@ class DecoderLayer(nn.Module):
         out = project(ACTIVATIONS[c.activation](gate) * up, down_kernel)
         if c.norms != "before":
             out = norm(name="mlp_out_norm")(out)
-        return x, _scaled(out, c.residual_scale), (keys, values)
+        return x, scaled(out, c.residual_scale), (keys, values)
 
 
-def _scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
     """Return ``x * scale`` in x's dtype."""
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 

@@ -17,7 +17,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
 from hydrajax.models.base_model import Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
-from hydrajax.models.layers import DecoderLayer, RMSNorm
+from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.quantized import Int8Tiles, Quantized, quantizes_embedding
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
@@ -81,8 +81,7 @@ class Llama(nn.Module):
             rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
         else:
             rows = backend.take_rows(self.embedding, tokens)
-        scale = self.config.embedding_scale
-        return rows if scale == 1.0 else rows * jnp.asarray(scale, self.dtype)
+        return scaled(rows, self.config.embedding_scale)
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None

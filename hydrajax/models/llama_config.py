@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -12,6 +13,11 @@ from hydrajax.errors import HydrajaxError, not_allowed
 ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
 NORMS = ("before", "both", "after")
 ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Return names in quotes, the last after "or"."""
+    return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,7 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
-            expected = " or ".join(", ".join(map(repr, ROPE_KINDS)).rsplit(", ", 1))
-            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected {expected}")
+            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected {one_of(ROPE_KINDS)}")
         for name in ("factor", "attention_factor", "original_max_position", "beta_fast", "beta_slow"):
             if not getattr(self, name) > 0:
                 raise HydrajaxError(f"rope scaling: {name}: got {getattr(self, name)}, expected a positive number")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,18 +17,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float16, Int, UInt8
+from jaxtyping import Float, Int, UInt8
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend, platforms
+from hydrajax.models import backend, low_bit_products, platforms
 from hydrajax.models.arrays import Array, DType
+from hydrajax.models.group_rounding import ROWS, eight_bits, four_bits, in_groups
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
 
-ROWS = 256  # rows of a kernel quantised at once, a multiple of every group
 TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
-
-QUANTIZED = ("int8", "int4", "int4-64", "int4-128")  # by the user's name
 
 
 def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[Quantized]:
@@ -167,11 +165,11 @@ class Int8(Quantized):
 
     def project(self, x, dtype):
         values = self.values.reshape(x.shape[-1], -1)
-        product = backend.matmul_int8(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
+        product = low_bit_products.matmul_int8(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
         return product.reshape(*x.shape[:-1], -1)
 
     def project_parts(self, x):
-        product = backend.matmul_int8(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
+        product = low_bit_products.matmul_int8(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
         return product.reshape(*self.shape[1:-1], *x.shape[:-1], self.shape[-1])
 
 
@@ -215,7 +213,7 @@ class Int4(Quantized):
     def of(cls, kernel):
         """Return the kernel of `Int4Tiles.of`."""
         depth, *features = kernel.shape
-        values, *numbers = _in_groups(kernel, _four_bits, cls.group)
+        values, *numbers = in_groups(kernel, four_bits, cls.group)
         values = np.pad(values, [(0, -depth % few_bits.GROUP), (0, 0)])
         low, high = np.split(values.reshape(-1, few_bits.GROUP, values.shape[1]), 2, axis=1)
         pairs = (low | high << 4).reshape(*low.shape[:2], *features)
@@ -241,7 +239,7 @@ class Int4(Quantized):
             kernel = type(self)(*arrays, self.shape_).dequantized().astype(rows.dtype)
             return backend.matmul_parts(rows, kernel, dtype, stored=False)
 
-        kernel = backend.int4_kernel(len(rows), self.values.shape, rows.dtype)
+        kernel = low_bit_products.int4_kernel(len(rows), self.values.shape, rows.dtype)
         if kernel is None:
             return plain(rows, *self.arrays().values())
 
@@ -330,13 +328,8 @@ class Int8Tiles(Tiles):
     @classmethod
     def of(cls, kernel):
         """Return the nearest kernel; the largest number of each group becomes 127."""
-        values, scale = _in_groups(kernel, cls._of_groups)
+        values, scale = in_groups(kernel, eight_bits)
         return cls(few_bits.to_tiles(values), few_bits.per_group(scale), kernel.shape)
-
-    @staticmethod
-    def _of_groups(groups: Float[np.ndarray, "n 32 F"]):
-        scale = (np.abs(groups).max(axis=1) / 127).astype(np.float16)
-        return np.clip(_steps(groups, scale), -127, 127).astype(np.int8), scale
 
     @staticmethod
     def widened(depth, width, values, scale):
@@ -386,7 +379,7 @@ class Int4Tiles(Tiles):
     @classmethod
     def of(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
-        values, scale, offset = _in_groups(kernel, _four_bits, cls.group)
+        values, scale, offset = in_groups(kernel, four_bits, cls.group)
         return cls(_in_pairs(values), few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
 
     @classmethod
@@ -424,70 +417,21 @@ class Int4Tiles(Tiles):
         return few_bits.from_tiles(wide, depth, width)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
-class Int4Tiles64(Int4Tiles):
-    """A scale and an offset for each 64 inputs."""
-
-    group = 64
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
-class Int4Tiles128(Int4Tiles):
-    """A scale and an offset for each 128 inputs."""
-
-    group = 128
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
-class Int4By64(Int4):
-    """A scale and an offset for each 64 inputs."""
-
-    group = 64
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
-class Int4By128(Int4):
-    """A scale and an offset for each 128 inputs."""
-
-    group = 128
+def _with_group(kind: type[Quantized], size: int) -> type[Quantized]:
+    """Return a type of 4 bits that quantises with a scale and an offset for each ``size`` inputs."""
+    found = type(f"{kind.__name__}By{size}", (kind,), {"group": size, "__doc__": f"Groups of {size} inputs."})
+    return jax.tree_util.register_dataclass(found, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
 
 
 # In tiles, and elsewhere.
-FOUR_BITS = {"int4": (Int4Tiles, Int4), "int4-64": (Int4Tiles64, Int4By64), "int4-128": (Int4Tiles128, Int4By128)}
-
-
-def _four_bits(groups: Float[np.ndarray, "n size F"]):
-    """Return numbers of 0 to 15 with a scale and an offset that keep the least and the largest of each group."""
-    least, largest = groups.min(axis=1), groups.max(axis=1)
-    scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
-    steps = _steps(groups - offset[:, None].astype(np.float32), scale)
-    return np.clip(steps, 0, 15).astype(np.uint8), scale, offset
+FOUR_BITS: dict[str, tuple[type[Quantized], type[Quantized]]] = {
+    "int4": (Int4Tiles, Int4),
+    **{f"int4-{size}": (_with_group(Int4Tiles, size), _with_group(Int4, size)) for size in (64, 128)},
+}
+QUANTIZED = ("int8", *FOUR_BITS)  # by the user's name
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
     """Return numbers of 0 to 15 in tiles, two in a byte."""
     tiles, half = few_bits.to_tiles(numbers), few_bits.STEPS // 2
     return tiles[:, :, :half] | tiles[:, :, half:] << 4
-
-
-def _steps(groups: Float[np.ndarray, "n size F"], scale: Float16[np.ndarray, "n F"]) -> Float[np.ndarray, "n size F"]:
-    """Return numbers in whole steps."""
-    step = scale[:, None].astype(np.float32)
-    return np.rint(groups / np.where(step > 0, step, 1))
-
-
-def _in_groups(kernel: np.ndarray, quantise: Callable, size: int = few_bits.GROUP) -> list[np.ndarray]:
-    """Quantise a kernel's groups of inputs, in blocks: a float32 copy of a whole one would be the host's peak.
-
-    ``quantise`` takes ``[n, size, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.
-    """
-    flat, blocks = kernel.reshape(len(kernel), -1), []
-    for at in range(0, len(flat), ROWS):
-        rows = flat[at : at + ROWS].astype(np.float32)
-        if not np.abs(rows).max() < np.finfo(np.float16).max:
-            raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers within float16")
-        rows = np.pad(rows, [(0, -len(rows) % size), (0, 0)], mode="edge")
-        values, *numbers = quantise(rows.reshape(-1, size, rows.shape[1]))
-        blocks.append((values.reshape(rows.shape), *numbers))
-    values, *numbers = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return [values[: len(kernel)], *numbers]

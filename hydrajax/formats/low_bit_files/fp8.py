@@ -54,7 +54,7 @@ class Fp8:
         return outputs, inputs
 
     def integers(self, linear: StoredLinear) -> None:
-        """Return None: numbers are floats, or indices of a table."""
+        """Return None: numbers are floats."""
 
     def read(self, linear: StoredLinear) -> np.ndarray:
         numbers, scales = linear.read("weight"), linear.scales(self._scale(linear))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family_registry import unsupported
+from hydrajax.families.config_fields import unsupported
 from hydrajax.formats.low_bit_files.awq import Awq
 from hydrajax.formats.low_bit_files.bits_and_bytes import BitsAndBytes
 from hydrajax.formats.low_bit_files.compressed import Compressed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family_registry import unsupported
+from hydrajax.families.config_fields import unsupported
 from hydrajax.formats.tensors import FLOATS, TensorFiles
 from hydrajax.models.layout import Shape
 

@@ -4,7 +4,7 @@ XLA's own products of 64 rows widen int8 on the vector unit, in 1.8 times the cy
 compiler's estimate), and write int4 with a scale per group out in 16 bits, 8.5 times. Here a program passes over blocks
 of inputs for some outputs, and Pallas fetches the next block meanwhile.
 
-- int8: the matrix unit multiplies integers. x is split into two digits (`hydrajax.models.backend.digits`), whose sums
+- int8: the matrix unit multiplies integers. x is split into two digits (`hydrajax.models.kernels.digits`), whose sums
   are added at the last block.
 - int4: numbers are scaled on the vector unit. Byte j of all groups is one block of the product, so that scales need
   not be repeated. The offsets are a product of their own, with the sums of x's groups.
@@ -23,10 +23,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float16, Int8, UInt8
 
 from hydrajax.models.arrays import Array
+from hydrajax.models.kernels.digits import DIGIT, digits
 
 NAMES = {name: f"hydrajax_matmul_{name}_tpu" for name in ("int8", "int4")} | {"digits": "hydrajax_digits_tpu"}
 ROWS, MOST_ROWS = 32, 128  # of a tile of int8, and of x
-LANES, HALF, DIGIT = 128, 16, 254
+LANES, HALF = 128, 16
 BLOCK = 2 * 2**20  # bytes of a block of weights
 DEPTH = 4096  # inputs of a block at most
 
@@ -93,14 +94,8 @@ def matmul_int8(
 
 
 def _digits(x, pairs, scale):
-    """Write x's two digits and the scale of each row, as `hydrajax.models.backend.digits` does."""
-    wide = x[...].astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=1, keepdims=True)
-    step = jnp.where(largest > 0, largest, 1) / 127
-    first = jnp.round(wide / step)
-    pairs[0] = first.astype(jnp.int8)
-    pairs[1] = jnp.round((wide / step - first) * DIGIT).astype(jnp.int8)
-    scale[...] = step
+    """Write x's two digits and the scale of each row."""
+    pairs[0], pairs[1], scale[...] = digits(x[...])
 
 
 def _int8(pairs, values, of_row, of_column, out, sums, *, rows: int):

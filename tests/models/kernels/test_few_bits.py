@@ -13,13 +13,14 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits, few_rows
-from hydrajax.models.quantized import Int4Tiles, Int4Tiles64, Int4Tiles128, Int8Tiles
+from hydrajax.models.quantized import FOUR_BITS, Int4Tiles, Int8Tiles
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
 )
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
+Int4Tiles64, Int4Tiles128 = FOUR_BITS["int4-64"][0], FOUR_BITS["int4-128"][0]
 KINDS = [Int8Tiles, Int4Tiles, Int4Tiles64, Int4Tiles128]
 GROUPS = {Int8Tiles: 32, Int4Tiles: 32, Int4Tiles64: 64, Int4Tiles128: 128}
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from helpers.described_programs import interpreted
-from hydrajax.models import backend, platforms
+from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits_gpu, few_bits_tpu
+from hydrajax.models.kernels.digits import DIGIT, digits
 from hydrajax.models.quantized import Int4, Int4Tiles, Int8, quantized_type
 
 PLATFORMS = {
@@ -71,10 +72,10 @@ def test_products_have_the_gradient_of_the_widened_weight(platform, kind, monkey
 def test_two_digits_of_a_row():
     x = normal(6, 40).astype(np.float32) * 10.0 ** np.arange(-3, 3)[:, None].astype(np.float32)
     x[2] = 0
-    pairs, scale = backend.digits(jnp.asarray(x))
-    first, second = np.split(np.asarray(pairs, np.float64), 2)
-    error = np.abs((first + second / backend.DIGIT) * scale - x)
-    assert (error <= 0.51 / 127 / backend.DIGIT * np.abs(x).max(axis=1, keepdims=True)).all()
+    *pair, scale = digits(jnp.asarray(x))
+    first, second = (np.asarray(each, np.float64) for each in pair)
+    error = np.abs((first + second / DIGIT) * scale - x)
+    assert (error <= 0.51 / 127 / DIGIT * np.abs(x).max(axis=1, keepdims=True)).all()
 
 
 def test_float16_scales_are_exact_on_a_tpu():

@@ -1,0 +1,50 @@
+"""Round a kernel on the host to 8 or 4 bits, in groups of inputs with a scale each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float, Float16
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.kernels import few_bits
+
+ROWS = 256  # rows of a kernel rounded at once, a multiple of every group
+
+
+def in_groups(kernel: np.ndarray, quantise: Callable, size: int = few_bits.GROUP) -> list[np.ndarray]:
+    """Quantise a kernel's groups of inputs, in blocks: a float32 copy of a whole one would be the host's peak.
+
+    ``quantise`` takes ``[n, size, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.
+    """
+    flat, blocks = kernel.reshape(len(kernel), -1), []
+    for at in range(0, len(flat), ROWS):
+        rows = flat[at : at + ROWS].astype(np.float32)
+        if not np.abs(rows).max() < np.finfo(np.float16).max:
+            raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers within float16")
+        rows = np.pad(rows, [(0, -len(rows) % size), (0, 0)], mode="edge")
+        values, *numbers = quantise(rows.reshape(-1, size, rows.shape[1]))
+        blocks.append((values.reshape(rows.shape), *numbers))
+    values, *numbers = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return [values[: len(kernel)], *numbers]
+
+
+def eight_bits(groups: Float[np.ndarray, "n size F"]):
+    """Return numbers of -127 to 127 and their scale; the largest of each group becomes 127."""
+    scale = (np.abs(groups).max(axis=1) / 127).astype(np.float16)
+    return np.clip(steps_of(groups, scale), -127, 127).astype(np.int8), scale
+
+
+def four_bits(groups: Float[np.ndarray, "n size F"]):
+    """Return numbers of 0 to 15 with a scale and an offset that keep the least and the largest of each group."""
+    least, largest = groups.min(axis=1), groups.max(axis=1)
+    scale, offset = ((largest - least) / 15).astype(np.float16), least.astype(np.float16)
+    steps = steps_of(groups - offset[:, None].astype(np.float32), scale)
+    return np.clip(steps, 0, 15).astype(np.uint8), scale, offset
+
+
+def steps_of(groups: Float[np.ndarray, "n size F"], scale: Float16[np.ndarray, "n F"]) -> Float[np.ndarray, "n size F"]:
+    """Return numbers in whole steps."""
+    step = scale[:, None].astype(np.float32)
+    return np.rint(groups / np.where(step > 0, step, 1))
