@@ -105,11 +105,12 @@ inline ALWAYS_INLINE float SumOf(const Lanes& x) {
   return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
 }
 
-// Prefetches n numbers.
-template <typename T>
+// Prefetches n numbers, into the L1 cache or, those that are read much later, into the L2 cache.
+constexpr int kL1 = 3, kL2 = 2;
+template <int kCache = kL1, typename T>
 inline ALWAYS_INLINE void Prefetch(const T* from, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i, 0, kCache);
 }
 
 FOR_EVERY_CPU
@@ -162,7 +163,7 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* wei
     Lanes w0, w1;
     Load(w0, weight + d * stride);
     Load(w1, weight + d * stride + kLanes);
-    if (kPrefetch) Prefetch(weight + d * stride + ahead, kColumns);
+    if (kPrefetch) Prefetch<kL2>(weight + d * stride + ahead, kColumns);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
@@ -200,11 +201,13 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
   std::memset(sums, 0, sizeof(float) * rows * (vectors - begin));
   alignas(64) float block[kDepth * kColumns];
-  // Sums are read and written once for this many weight rows. Few float32 rows are faster with half of them.
-  const int64_t step = rows > kRows || sizeof(W) < sizeof(float) ? kDepth : kDepth / 2;
+  // Sums are read and written once for this many weight rows. Few rows of x are faster with half of them: weight rows that
+  // are a multiple of 4 kB apart compete for the same lines of the L1 cache.
+  const int64_t step = rows < kRows ? kDepth / 2 : kDepth;
   for (int64_t d = top; d < bottom; d += step) {
     const int64_t n = std::min<int64_t>(step, bottom - d);
-    // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below.
+    // The hardware prefetcher does not reach far enough in many short streams: prefetch the rows below. They would leave
+    // the L1 cache before they are read.
     const int64_t ahead = d + 2 * step <= bottom ? step * width : 0;
     for (int64_t column = begin; column < vectors; column += kColumns) {
       const W* w = weight + d * width + column;
@@ -216,7 +219,7 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
       }
       // Read more than once: a copy in float32 stays in the L1 cache.
       for (int64_t i = 0; i < n; ++i) {
-        Prefetch(w + i * width + ahead, kColumns);
+        Prefetch<kL2>(w + i * width + ahead, kColumns);
         for (int64_t c = 0; c < kColumns; c += kLanes) {
           Lanes numbers;
           Load(numbers, w + i * width + c);
