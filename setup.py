@@ -12,7 +12,7 @@ kernels = (
         Extension(
             "hydrajax.models.kernels._few_rows",
             sources=[f"hydrajax/models/kernels/{name}.cc" for name in ("few_rows", "few_bits", "append_rows")],
-            depends=[f"hydrajax/models/kernels/{name}.h" for name in ("amx", "cpu_kernels", "few_bits_256")],
+            depends=[f"hydrajax/models/kernels/{name}.h" for name in ("amx", "cpu_kernels", "experts", "few_bits_256")],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],

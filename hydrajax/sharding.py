@@ -21,13 +21,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
-from hydrajax.models.layout import Parameter
+from hydrajax.models.layout import Parameter, Stack
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import DATA, MODEL
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
 # a layer needs two all-reduces. "width" is not sharded, except as in `sharding`.
-RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "width": None}
+RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "experts": "model", "width": None}
 
 
 # Of every mesh, for JAX's constructors: with Auto axes the compiler places collectives.
@@ -87,11 +87,13 @@ class Placement:
         base = jax.device_put(0).sharding if self.base is None else replicated(self.base)
         return base, base if self.draft is None else replicated(self.draft)
 
-    def place_base(self, array: np.ndarray | Parameter, axes: tuple[str | None, ...] | None) -> jax.Array:
+    def place_base(self, array: np.ndarray | Parameter | Stack, axes: tuple[str | None, ...] | None) -> jax.Array:
         """Place an array of the base with these logical axes."""
         return placer(self.base)(array, axes)
 
-    def place_draft_model(self, array: np.ndarray | Parameter, axes: tuple[str | None, ...] | None) -> jax.Array:
+    def place_draft_model(
+        self, array: np.ndarray | Parameter | Stack, axes: tuple[str | None, ...] | None
+    ) -> jax.Array:
         """Place an array of a draft model with these logical axes."""
         if self.split:
             return placer(self.draft)(array, axes)
@@ -223,19 +225,21 @@ def _distribute_rows(rows: Any, home: NamedSharding) -> jax.Array:
     return distribute(np.asarray(rows), home)
 
 
-def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter, tuple | None], jax.Array]:
+def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter | Stack, tuple | None], jax.Array]:
     """Return ``place(array, logical_axes)``, which shards an array over the mesh, or uses the default device.
 
     On a mesh, the slices of this process's devices are read one by one, each once. The array lies in memory as this
     platform's products read it (`hydrajax.models.backend.stored_order`).
     """
     if mesh is None:
-        return lambda x, _: _in_stored_order(jax.device_put(np.asarray(x) if isinstance(x, Parameter) else x))
+        return lambda x, axes: _in_stored_order(
+            jax.device_put(np.asarray(x) if isinstance(x, Parameter | Stack) else x), axes
+        )
     keep_collectives_out(list(mesh.devices.flat))  # the caller may have made the mesh
-    return lambda x, axes: _in_stored_order(_place_slices(x, sharding(mesh, x.shape, axes)))
+    return lambda x, axes: _in_stored_order(_place_slices(x, sharding(mesh, x.shape, axes)), axes)
 
 
-def _place_slices(array: np.ndarray | Parameter, home: NamedSharding) -> jax.Array:
+def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) -> jax.Array:
     """Shard an array slice by slice. The host holds two at a time: one is read while the other is sent.
 
     `jax.make_array_from_callback` would hold all, and read one again for each device with a copy of it.
@@ -251,8 +255,8 @@ def _place_slices(array: np.ndarray | Parameter, home: NamedSharding) -> jax.Arr
     return jax.make_array_from_single_device_arrays(array.shape, home, placed)
 
 
-def _in_stored_order(array: jax.Array) -> jax.Array:
-    order = backend.stored_order(array.shape, array.dtype)
+def _in_stored_order(array: jax.Array, axes: tuple[str | None, ...] | None) -> jax.Array:
+    order = backend.stored_order(array.shape, array.dtype, axes)
     return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
 
 

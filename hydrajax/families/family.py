@@ -22,6 +22,7 @@ class Family:
         write: ``write(config)`` returns the family's own fields.
         prepare: ``prepare(raw)`` returns the fields with those of older files in the form of newer ones.
         partial_rotary: The number of rotated features of a head depends on ``partial_rotary_factor``.
+        attention_bias: ``attention_bias`` adds biases to queries, keys and values; for other families it is refused.
     """
 
     architecture: str
@@ -31,3 +32,4 @@ class Family:
     write: Callable[[LlamaConfig], dict[str, Any]] = lambda config: {}
     prepare: Callable[[dict], dict] = lambda raw: raw
     partial_rotary: bool = False
+    attention_bias: bool = False

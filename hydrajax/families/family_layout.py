@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hydrajax.families.expert_layout import expert_mlp
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -21,19 +22,26 @@ NORMS = {
 HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
 
 
-def base_layout(c: LlamaConfig) -> Layout:
-    """Return the key map of a whole base."""
+def base_layout(c: LlamaConfig, fused_experts: bool = False) -> Layout:
+    """Return the key map of a whole base.
+
+    Args:
+        c: its shape.
+        fused_experts: files hold the matrices of a layer's experts as one tensor (`hydrajax.families.expert_layout`).
+    """
     layout = [same(("embedding",), "model.embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
         path, prefix = (f"layers_{i}",), f"model.layers.{i}."
-        layout += decoder_layer(path, prefix, c)
+        layout += decoder_layer(path, prefix, c.of_layer(i), fused_experts=fused_experts)
     layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
     return layout
 
 
-def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None) -> Layout:
+def decoder_layer(
+    path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None, fused_experts: bool = False
+) -> Layout:
     """Return the key map of one LLaMA decoder layer (`hydrajax.models.layers.DecoderLayer`).
 
     Args:
@@ -42,8 +50,9 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
         c: the layer's shape.
         attention_width: input width of the attention if its input is not the normed residual stream. The layer then
             has no attention norm.
+        fused_experts: as in `base_layout`.
     """
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    attention = f"{prefix}self_attn."
     norms = [
         same((*path, ours, "scale"), f"{prefix}{theirs}.weight", c.width)
         for ours, theirs in NORMS[c.norms].items()
@@ -60,11 +69,16 @@ def decoder_layer(path: Path, prefix: str, c: LlamaConfig, attention_width: int 
         *norms,
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
         transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
-        _gate_up((*path, "gate_up"), mlp, c),
-        transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width),
+        *(_mlp(path, prefix, c) if c.experts is None else expert_mlp(path, prefix, c, fused_experts)),
         *biases,
         *head_norms,
     ]
+
+
+def _mlp(path: Path, prefix: str, c: LlamaConfig) -> Layout:
+    mlp = f"{prefix}mlp."
+    down = transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width)
+    return [_gate_up((*path, "gate_up"), mlp, c), down]
 
 
 def _gate_up(path: Path, prefix: str, c: LlamaConfig) -> Entry:

@@ -21,30 +21,30 @@ from hydrajax.families.config_fields import (
     unsupported,
 )
 from hydrajax.families.dense_families import DENSE_FAMILIES
+from hydrajax.families.expert_families import EXPERT_FAMILIES
+from hydrajax.families.family import Family
 from hydrajax.families.llama_families import LLAMA_FAMILIES
 from hydrajax.models.llama_config import LlamaConfig
 
-FAMILIES = LLAMA_FAMILIES | DENSE_FAMILIES  # by model_type; a configuration is written as the first one that fits
+# By model_type. A configuration is written as the first one that fits.
+FAMILIES = LLAMA_FAMILIES | DENSE_FAMILIES | EXPERT_FAMILIES
 SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
 # Parts of other families that are not implemented.
-_VISION, _EXPERTS = "its vision tower", "its mixture of experts"
+_VISION, _LATENT = "its vision tower", "its latent attention (MLA)"
 NOT_IMPLEMENTED = {
     "gemma3": f"{_VISION}; save its language model alone, as 'gemma3_text'",
     "gemma3n": _VISION,
-    "llama4": f"{_EXPERTS} and {_VISION}",
+    "llama4": f"{_VISION} and its chunked attention",
     "mllama": _VISION,
     "qwen2_vl": _VISION,
     "qwen2_5_vl": _VISION,
     "qwen3_vl": _VISION,
-    "mixtral": _EXPERTS,
-    "qwen2_moe": _EXPERTS,
-    "qwen3_moe": _EXPERTS,
-    "olmoe": _EXPERTS,
-    "gpt_oss": _EXPERTS,
-    "granitemoe": _EXPERTS,
-    "phimoe": _EXPERTS,
-    "deepseek_v2": f"{_EXPERTS} and its latent attention",
-    "deepseek_v3": f"{_EXPERTS} and its latent attention",
+    "gpt_oss": "its attention sinks and its experts in MXFP4",
+    "granitemoe": "its experts' fused files",
+    "phimoe": "its router",
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
     "qwen3_next": "its linear attention",
 }
 
@@ -67,7 +67,7 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
             raise unsupported("model_type", kind, SUPPORTED + more)
         family = FAMILIES[kind]
         raw = family.defaults | raw
-        _check_supported(raw)
+        _check_supported(raw, family)
         raw = family.prepare(raw)
         return family.read(raw, _shared(raw, family.partial_rotary))
     except KeyError as missing:
@@ -160,9 +160,9 @@ def _shared(raw: dict, partial_rotary: bool) -> LlamaConfig:
     )
 
 
-def _check_supported(raw: dict) -> None:
+def _check_supported(raw: dict, family: Family) -> None:
     for name in ("attention_bias", "mlp_bias"):
-        if raw.get(name):
+        if raw.get(name) and not (name == "attention_bias" and family.attention_bias):
             raise unsupported(name, raw[name], "false")
     for name in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(name) or {}, dict):

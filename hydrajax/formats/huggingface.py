@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.expert_layout import BIAS, has_fused_experts
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_directory
@@ -33,7 +34,7 @@ from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
-from hydrajax.models.layout import MODEL, Layout, Parameter, leaf, read, shapes, write
+from hydrajax.models.layout import MODEL, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.quantized import Int4Tiles, Quantized, Tiles, quantized_type, quantizes_embedding
@@ -44,7 +45,10 @@ WHAT = "base"
 # Rotary buffers of old transformers versions, and a Medusa-2 model's heads (`hydrajax.formats.medusa_format`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
-KERNELS = ("qkv", "out", "gate_up", "down", "lm_head")  # weights of matrix products, which are quantised
+# Weights of matrix products, which are quantised.
+KERNELS = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "lm_head")
+FLOAT32 = ("choice_bias",)  # parameters that keep more bits than the model's dtype
+MTP = "model.layers.{}.eh_proj.weight"  # of a layer after the last that predicts several tokens (GLM-4.5)
 COLUMNS_AT_ONCE = 8192  # whole tiles
 Progress = Callable[[int, int], None]  # called with the numbers of parameters loaded and in total
 
@@ -71,7 +75,13 @@ def default_dtype(stored: str) -> jnp.dtype:
 def stored_dtype(directory: str | Path, what: str = WHAT) -> str:
     """Return NumPy's name of the dtype in which most of a base's parameters are stored."""
     directory = Path(directory)
-    return _main_dtype(open_base_tensors(directory, what), base_layout(read_config(directory, what)))
+    files = open_base_tensors(directory, what)
+    return _main_dtype(files, _layout_of(read_config(directory, what), files))
+
+
+def _layout_of(config: LlamaConfig, files: TensorFiles) -> Layout:
+    """Return the key map of a base with these files."""
+    return base_layout(config, has_fused_experts(config, files))
 
 
 def _main_dtype(files: TensorFiles, layout: Layout) -> str:
@@ -122,8 +132,10 @@ def load_llama(
         raise HydrajaxError(f"{what}: {directory} has {len(files)} tensors, too few for {config.n_layers} layers")
 
     lora = None if adapter is None else load_adapter(adapter, config)
-    layout = base_layout(config)
+    layout = _layout_of(config, files)
     ignored = IGNORED + r"|lm_head\.weight" * config.tied_lm_head  # some files of tied models have a copy
+    if MTP.format(config.n_layers) in files:
+        ignored += rf"|model\.layers\.{config.n_layers}\..*"
     if isinstance(files, LowBitFiles):
         ignored = "|".join([ignored, *map(re.escape, files.zero_biases(shapes(layout)))])
     expect_tensors(files, shapes(layout), f"{what}: {directory}", ignored)
@@ -153,7 +165,8 @@ def load_llama(
     def take(entry):
         """Return a kernel of the file's own 4-bit numbers."""
         name = entry.ours[0][-1]
-        if name not in KERNELS or not issubclass(quantized_type(quantize, name), Int4Tiles):
+        of_experts = "experts" in entry.ours[0]
+        if name not in KERNELS or of_experts or not issubclass(quantized_type(quantize, name), Int4Tiles):
             return None
         kernel = four_bit_kernel(files, entry)
         return kernel and placed(entry.ours[0], kernel.stored(name), math.prod(kernel.shape))
@@ -163,12 +176,17 @@ def load_llama(
         if lora and merge:
             parameter = merged(parameter, tuple(parents), name)
         if quantize and name in KERNELS:
-            parts = _quantised(quantized_type(quantize, name), parameter).stored(name)
+            kind = quantized_type(quantize, name)
+            parts = (
+                _quantised_each(kind, parameter, name)
+                if isinstance(parameter, Stack)
+                else (_quantised(kind, parameter).stored(name))
+            )
         elif name == "embedding" and config.tied_lm_head and quantizes_embedding(quantize):
             transposed = dataclasses.replace(parameter, order=(1, 0))
             parts = _quantised(quantized_type(quantize, name), transposed).stored(name)
         else:
-            parts = {name: parameter.astype(dtype)}
+            parts = {name: parameter.astype(jnp.float32 if name in FLOAT32 else dtype)}
         return placed(path, parts, parameter.size)
 
     keeps = quantize and isinstance(files, LowBitFiles) and platforms.has_few_bits() and not (lora and merge)
@@ -191,6 +209,16 @@ def _quantised(kind: type[Quantized], parameter: Parameter) -> Quantized:
     parts = [kind.of(parameter[:, at : at + COLUMNS_AT_ONCE]) for at in range(0, width, COLUMNS_AT_ONCE)]
     arrays = {name: np.concatenate([part.arrays()[name] for part in parts]) for name in parts[0].arrays()}
     return dataclasses.replace(parts[0], **arrays, shape_=parameter.shape)
+
+
+def _quantised_each(kind: type[Quantized], stack: Stack, name: str) -> dict[str, np.ndarray]:
+    """Quantise the kernels of experts one by one, into arrays with a leading axis for experts."""
+    found: dict[str, np.ndarray] = {}
+    for i, parameter in enumerate(stack.parts):
+        for part, array in _quantised(kind, parameter).stored(name).items():
+            array = np.asarray(array)
+            found.setdefault(part, np.empty((len(stack.parts), *array.shape), array.dtype))[i] = array
+    return found
 
 
 def eos_ids(directory: str | Path) -> tuple[int, ...]:
@@ -234,7 +262,9 @@ def export_llama(
     if model.adapter:
         raise HydrajaxError(f"{EXPORT}: adapter: got a base with an adapter; merge it first")
     with exported(directory, overwrite) as (folder, config):
-        tensors = cast(write(base_layout(model.config), params), dtype)
+        tensors = write(base_layout(model.config), params)
+        exact = {key: x for key, x in tensors.items() if key.endswith(BIAS)}
+        tensors = cast(tensors, dtype) | exact
         save_safetensors(folder / f"{MODEL}.safetensors", tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -18,7 +18,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
-from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, check_adapter
+from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import ADAPTER, leaf
 from hydrajax.models.llama import Llama
@@ -77,6 +77,8 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     found = {}
     for i in range(base.n_layers):
         for kernel, block in BLOCKS.items():
+            if base.any_experts and block == "mlp":  # an adapter does not reach experts (`check_adapter`)
+                continue
             targets = KERNELS[kernel]
             named = (
                 {f"{kernel}_proj": targets}
@@ -245,6 +247,7 @@ def _adapted(raw: dict, files: TensorFiles, known: dict[str, LinearLayer]) -> li
             found = {name for name in known if f".{name}".endswith(f".{target}")}
             if not found:
                 tied = " (this base has a tied lm head)" if target == "lm_head" else ""
+                tied = " (this base's MLPs are experts)" if target in MLP else tied
                 raise unsupported("target_modules", target, f"linear layers of this base{tied}: {', '.join(TARGETS)}")
             names |= {name for name in found if layers is None or _layer_number(name) in layers}
     else:

@@ -23,6 +23,7 @@ KERNELS = {
     "lm_head": ("lm_head",),
 }
 TARGETS = tuple(target for targets in KERNELS.values() for target in targets)
+MLP = (*KERNELS["gate_up"], *KERNELS["down"])  # the targets in an MLP
 MARK = "_lora_"  # in the names of an adapter's parameters, and in no others
 
 
@@ -69,6 +70,12 @@ def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
     if base.tied_lm_head and "lm_head" in adapter.targets:
         raise HydrajaxError(
             "adapter.targets: got lm_head, expected none for this base, whose lm head is its embedding: remove lm_head"
+        )
+    found = [target for target in adapter.targets if target in MLP]
+    if base.any_experts and found:
+        raise HydrajaxError(
+            f"adapter.targets: got {', '.join(found)}, expected none of an MLP for this base, whose MLPs are experts: "
+            "remove them"
         )
 
 

@@ -191,13 +191,19 @@ def whole_slots(slots: int) -> int:
 TPU_TILE_ROWS = 16  # of bfloat16; a multiple of those of float32
 
 
-def stored_order(shape: tuple[int, ...], dtype) -> tuple[int, ...] | None:
+def stored_order(shape: tuple[int, ...], dtype, axes: tuple[str | None, ...] | None = None) -> tuple[int, ...] | None:
     """Return the order of a weight's axes in memory, outermost first, for `jax.experimental.layout`; None: JAX's own.
 
     A TPU stores the last two axes in tiles of 8 by 128, and a fused kernel ``[D, 2, F]`` as it is declared would be
     laid out anew in every step: 180 MB per layer of a 7B, three times the cycles of its product. With D next to F, it
     is read in place. cuBLAS multiplies int8 where both factors have D as their last axis.
+
+    Kernels of experts, by the logical names ``axes``, have a leading axis, which stays the outermost: each expert's is
+    one stretch of memory.
     """
+    if axes and axes[0] == "experts":
+        order = stored_order(shape[1:], dtype)
+        return None if order is None else (0, *(axis + 1 for axis in order))
     if platforms.on_turing() and dtype == jnp.int8 and len(shape) > 1:
         return (*range(1, len(shape)), 0)
     if not platforms.on_tpu() or len(shape) < 3:
@@ -270,6 +276,29 @@ def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], d
     else:
         out = _contract_rows("rd,fd->rf", flat, weight, dtype)
     return out.reshape(*x.shape[:-1], -1)
+
+
+def matmul_float32(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"]) -> Float[Array, "*rows F"]:
+    """Return ``x @ kernel`` in float32 without rounding the inputs: the scores of a router, which decide.
+
+    An accelerator would round float32 inputs to TF32 or bfloat16.
+    """
+    wide = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    if few_rows(len(wide), kernel.dtype):
+        out = kernels.matmul(wide, kernel, jnp.float32)
+    else:
+        out = jnp.matmul(wide, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return out.reshape(*x.shape[:-1], -1)
+
+
+ROWS_OF_BLOCK = 128  # rows that are multiplied with one expert's matrices at once
+
+
+def multiplies_pairs(dtype, kernel: Array) -> bool:
+    """Return whether our CPU kernels multiply tokens with the matrices of their experts, of this type."""
+    in_tiles = platforms.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
+    floats = dtype in kernels.DTYPES and kernel.dtype in kernels.DTYPES
+    return platforms.has_cpu_kernels() and (in_tiles or floats)
 
 
 def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:

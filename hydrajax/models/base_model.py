@@ -149,11 +149,14 @@ def init_base(model: BaseModel, rng: Array) -> dict:
 def abstract_base(model: BaseModel) -> dict:
     """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation.
 
-    All layers are alike, so only the first one is traced, once per model.
+    All layers with the same experts are alike, so only one of them is traced, once per model.
     """
-    found = dict(_abstract_first(model.clone(config=model.config.replace(n_layers=1))))
-    layer = found.pop("layers_0")
-    return found | {f"layers_{i}": layer for i in range(model.config.n_layers)}
+    c, found, layers = model.config, {}, {}
+    for kind in {kind.experts: kind for kind in reversed(c.kinds)}.values():  # of each the first one
+        one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)
+        found = dict(_abstract_first(model.clone(config=one)))
+        layers[kind.experts] = found.pop("layers_0")
+    return found | {f"layers_{i}": layers[kind.experts] for i, kind in enumerate(c.kinds)}
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
+from hydrajax.models.experts import ExpertMLP
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.rounded import rounded
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
@@ -95,8 +96,9 @@ class DecoderLayer(nn.Module):
         head_axes = ("kv_heads", None, None)
         qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
         out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
-        gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
-        down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
+        if c.experts is None:
+            gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
+            down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
         norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
         if attends_from is None and c.norms != "after":
@@ -134,8 +136,12 @@ class DecoderLayer(nn.Module):
             x = normed = x + attended
         else:
             x, normed = norm(name="mlp_norm").of_sum(x, attended)
-        gate, up = project_parts(normed, gate_up_kernel)
-        out = project(ACTIVATIONS[c.activation](gate) * up, down_kernel)
+        activation = ACTIVATIONS[c.activation]
+        if c.experts is None:
+            gate, up = project_parts(normed, gate_up_kernel)
+            out = project(activation(gate) * up, down_kernel)
+        else:
+            out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
         if c.norms != "before":
             out = norm(name="mlp_out_norm")(out)
         return x, scaled(out, c.residual_scale), (keys, values)

@@ -85,6 +85,41 @@ class Parameter:
         return (self if dtype is None else self.astype(dtype))[()]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
+    """Parameters of one shape side by side along a new first axis, such as those of experts. Slices are read alone.
+
+    Attributes:
+        parts: The parameters.
+    """
+
+    parts: tuple[Parameter, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.parts), *self.parts[0].shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def astype(self, dtype: Any) -> Stack:
+        """Return the parameters that are converted when they are read."""
+        return Stack(tuple(part.astype(dtype) for part in self.parts))
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        first, *rest = index or (slice(None),)
+        wanted = self.parts[first]
+        each = wanted[0][tuple(rest)]
+        found = np.empty((len(wanted), *each.shape), each.dtype)
+        for i, part in enumerate(wanted):
+            found[i] = each if i == 0 else part[tuple(rest)]
+        return found
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return (self if dtype is None else self.astype(dtype))[()]
+
+
 class Entry(NamedTuple):
     """Some of our parameters and the tensors they consist of.
 
@@ -98,7 +133,7 @@ class Entry(NamedTuple):
 
     ours: tuple[Path, ...]
     theirs: dict[str, Shape]
-    join: Callable[..., tuple[Parameter, ...]]
+    join: Callable[..., tuple[Parameter | Stack, ...]]
     split: Callable[..., tuple[np.ndarray, ...]]
     copies: tuple[str, ...] = ()
 
@@ -134,7 +169,7 @@ def shapes(layout: Layout) -> dict[str, Shape]:
 def read(
     layout: Layout,
     files: Readable,
-    put: Callable[[Path, Parameter], dict] | None = None,
+    put: Callable[[Path, Parameter | Stack], dict] | None = None,
     take: Callable[[Entry], dict | None] = lambda entry: None,
 ) -> dict:
     """Read our nested parameters.

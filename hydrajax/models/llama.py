@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -18,7 +19,7 @@ from hydrajax.models.attention import Mask, capped, rope_table, windowed
 from hydrajax.models.base_model import Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import Experts, LlamaConfig
 from hydrajax.models.quantized import Int8Tiles, Quantized, quantizes_embedding
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
@@ -52,28 +53,37 @@ class Llama(nn.Module):
         else:
             normal = nn.initializers.normal(0.02)
             self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        self.layers = [self._layer() for _ in range(c.n_layers)]
+        self.layers = [self._layer(kind.experts) for kind in c.kinds]
         self.norm = RMSNorm(c.norm_eps, self.dtype, c.norm_offset)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
     @nn.nowrap
-    def _layer(self, **settings) -> DecoderLayer:
-        layer = nn.remat(DecoderLayer) if self.remat else DecoderLayer
-        return layer(self.config, self.dtype, self.quantize, self.adapter, self.kv_cache, **settings)
+    def _layer(self, experts: Experts | None, **settings) -> DecoderLayer:
+        layer, config = nn.remat(DecoderLayer) if self.remat else DecoderLayer, self.config
+        config = config if experts == config.experts else dataclasses.replace(config, experts=experts)
+        return layer(config, self.dtype, self.quantize, self.adapter, self.kv_cache, **settings)
 
     @nn.nowrap
     def _calls(self, x: Array) -> list[Callable]:
-        """Return a function for each layer. A program traces and lowers one layer for all, which XLA inlines again."""
+        """Return a function for each layer. A program traces and lowers one layer for all with the same experts, which
+        XLA inlines again.
+        """
         if self.is_initializing() or self.has_rng("dropout") or not isinstance(x, jax.core.Tracer):
             return list(self.layers)
-        layer, params = self._layer(parent=None), self.variables["params"]
+        params = self.variables["params"]
 
-        @jax.jit
-        def decoder_layer(params, *inputs):
-            return layer.apply({"params": params}, *inputs)
+        def traced_once(experts: Experts | None) -> Callable:
+            layer = self._layer(experts, parent=None)
 
-        return [partial(decoder_layer, params[f"layers_{i}"]) for i in range(self.config.n_layers)]
+            @jax.jit
+            def decoder_layer(params, *inputs):
+                return layer.apply({"params": params}, *inputs)
+
+            return decoder_layer
+
+        of_each = {experts: traced_once(experts) for experts in {kind.experts for kind in self.config.kinds}}
+        return [partial(of_each[kind.experts], params[f"layers_{i}"]) for i, kind in enumerate(self.config.kinds)]
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them."""
@@ -140,11 +150,11 @@ class Llama(nn.Module):
                 rope_table(self.config.of_kind(kind), positions),
                 *windowed(block_mask, positions, kind.sliding_window),
             )
-            for kind in dict.fromkeys(self.config.kinds)
+            for kind in dict.fromkeys(kind.attention for kind in self.config.kinds)
         }
         inputs, block, added = [], [], None
         for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
-            rope, mask, first_seen = kinds[kind]
+            rope, mask, first_seen = kinds[kind.attention]
             inputs.append(x if added is None else x + added)
             past = () if cache is None else cache.segments(i, first_seen)
             x, added, key_value = layer(x, added, rope, mask, past)

@@ -13,6 +13,9 @@ from hydrajax.errors import HydrajaxError, not_allowed
 ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
 NORMS = ("before", "both", "after")
 ACTIVATIONS = ("silu", "gelu_tanh")
+# Kinds of `Experts.scores` and of `Experts.block`.
+SCORES = ("softmax", "sigmoid")
+BLOCKS = ("mlp", "block_sparse_moe")
 
 
 def one_of(names: Sequence[str]) -> str:
@@ -65,6 +68,55 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a layer's MLP (`hydrajax.models.experts`).
+
+    Attributes:
+        count: Number of experts.
+        per_token: Number of experts that each token passes through.
+        width: Width of an expert's MLP.
+        shared_width: Width of an MLP that every token passes through as well; 0 for none.
+        shared_gate: The shared MLP's output is multiplied by the sigmoid of a product with its input (Qwen 2 MoE).
+        scores: Of the router: ``"softmax"`` over all experts or ``"sigmoid"`` of each (DeepSeek-V3, GLM-4).
+        normalized: The weights of a token's experts are divided by their sum.
+        choice_bias: A bias per expert is added to the scores that choose, not to the weights (DeepSeek-V3, GLM-4).
+        groups: Number of groups of consecutive experts.
+        chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
+        scale: Multiplies the weights.
+        block: Name of the layer's MLP in files.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    scores: str = "softmax"
+    normalized: bool = False
+    choice_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    block: str = "mlp"
+
+    def __post_init__(self):
+        for name in ("count", "per_token", "width", "groups", "chosen_groups"):
+            if getattr(self, name) < 1:
+                raise HydrajaxError(f"experts: {name}: got {getattr(self, name)}, expected at least 1")
+        if self.shared_width < 0:
+            raise HydrajaxError(f"experts: shared_width: got {self.shared_width}, expected 0 or more")
+        if self.chosen_groups > self.groups:
+            raise HydrajaxError(f"experts: chosen_groups: got {self.chosen_groups}, expected at most {self.groups}")
+        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            raise HydrajaxError(f"experts: groups: got {self.groups}, expected equal parts of {self.count} experts")
+        if self.per_token > (allowed := self.count // self.groups * self.chosen_groups):
+            raise HydrajaxError(f"experts: per_token: got {self.per_token}, expected at most {allowed}")
+        for name, known in (("scores", SCORES), ("block", BLOCKS)):
+            if getattr(self, name) not in known:
+                raise not_allowed(f"experts: {name}", getattr(self, name), known)
+
+
+@dataclass(frozen=True)
 class LayerKind:
     """The settings by which the layers of one model differ.
 
@@ -72,11 +124,18 @@ class LayerKind:
         sliding_window: As in `LlamaConfig`.
         rope_theta: As in `LlamaConfig`; None for layers without rotary embedding.
         rope_scaling: As in `LlamaConfig`.
+        experts: As in `LlamaConfig`.
     """
 
     sliding_window: int | None = None
     rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | None = None
+    experts: Experts | None = None
+
+    @property
+    def attention(self) -> LayerKind:
+        """The settings of its attention alone."""
+        return dataclasses.replace(self, experts=None)
 
 
 @dataclass(frozen=True)
@@ -90,8 +149,8 @@ class LlamaConfig:
         qk_norm: RMSNorm over each head's query and key features, before rotation (Qwen 3, Gemma 3).
         qk_norm_all_heads: RMSNorm over the query and key features of all heads together (OLMo 2, OLMo 3).
         sliding_window: Number of tokens attended to, itself included (Mistral); None for all.
-        layer_kinds: The window and the rotary embedding of each layer, where layers differ. Empty: all layers have
-            those of the config.
+        layer_kinds: The window, the rotary embedding and the experts of each layer, where layers differ. Empty: all
+            layers have those of the config.
         norms: Norms of attention and MLP: ``"before"`` each (LLaMA), ``"both"`` before and after (Gemma 2, Gemma 3) or
             ``"after"`` (OLMo 2, OLMo 3).
         norm_offset: Norms multiply by 1 + scale, in float32 (Gemma).
@@ -103,6 +162,7 @@ class LlamaConfig:
         logits_divisor: Divides the logits (Granite).
         logits_softcap: The same cap on logits (Gemma 2).
         fused_projections: Files hold query, key and value projections as one tensor, and gate and up as one (Phi 3).
+        experts: The mixture of experts in place of each MLP; None for an MLP of ``mlp_width``.
     """
 
     vocab_size: int
@@ -133,6 +193,7 @@ class LlamaConfig:
     logits_divisor: float = 1.0
     logits_softcap: float | None = None
     fused_projections: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
@@ -170,8 +231,13 @@ class LlamaConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
-        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
+        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling, self.experts)
         return self.layer_kinds or (own,) * self.n_layers
+
+    @property
+    def any_experts(self) -> Experts | None:
+        """The experts of the layers that have some; None if no layer does."""
+        return next((kind.experts for kind in self.kinds if kind.experts), None)
 
     def of_kind(self, kind: LayerKind) -> LlamaConfig:
         """Return the configuration with the settings of one kind of layer for all layers."""

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, UInt8
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend, low_bit_products, platforms
 from hydrajax.models.arrays import Array, DType
+from hydrajax.models.declaring import Declaring
 from hydrajax.models.group_rounding import ROWS, eight_bits, four_bits, in_groups
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
@@ -29,7 +30,7 @@ from hydrajax.models.kernels.few_rows import with_gradient_of
 TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
 
 
-def quantized_type(name: str, kernel: str, stored: Array | None = None) -> type[Quantized]:
+def quantized_type(name: str, kernel: str, stored: Array | jax.ShapeDtypeStruct | None = None) -> type[Quantized]:
     """Return the class that stores a kernel of this name. The lm head, and an embedding that is one, take 8 bits.
 
     Args:
@@ -48,7 +49,7 @@ def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
     return name is not None and _in_tiles(stored)
 
 
-def _in_tiles(stored: Array | None) -> bool:
+def _in_tiles(stored: Array | jax.ShapeDtypeStruct | None) -> bool:
     if stored is None:
         return platforms.has_few_bits()
     return stored.ndim == TILE_AXES and stored.shape[-2:] == TILE
@@ -90,7 +91,7 @@ class Quantized(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def declare(cls, module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Quantized:
+    def declare(cls, module: Declaring, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Quantized:
         """Declare the parameters of a kernel of this shape and these logical axes, with arbitrary initial values."""
 
     @classmethod

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from hydrajax.models import backend
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
+from hydrajax.models.declaring import Declaring, OfEach
 from hydrajax.models.quantized import Quantized, quantized_type
 
 
@@ -123,7 +124,7 @@ def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "
 
 
 def declare(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init
+    module: Declaring, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init
 ) -> Array | Quantized:
     """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
 
@@ -152,6 +153,15 @@ def declare_kernel(
     if adapter is None or not adapter.of(name):
         return kernel
     return _declare_low_rank(module, name, kernel, axes, adapter)
+
+
+def declare_experts(module: nn.Module, name: str, count: int, shape: tuple[int, ...]) -> Array | Quantized:
+    """Declare the kernels of all experts, of this shape each. Every array has a leading axis for experts."""
+    of_each, axes = OfEach(module, count), (None,) * len(shape)
+    if module.quantize is None:
+        return declare(of_each, name, shape, axes, nn.initializers.normal(0.02))
+    stored = of_each.get_variable("params", name)
+    return quantized_type(module.quantize, name, stored).declare(of_each, name, shape, axes)
 
 
 def _declare_low_rank(module: nn.Module, name: str, kernel: Array | Quantized, axes, adapter: Adapter) -> LowRank:

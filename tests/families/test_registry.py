@@ -216,7 +216,7 @@ def refused(raw: dict, *pieces: str) -> None:
     refusal(lambda: to_llama_config(raw, "here/config.json"), *pieces)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "mixtral", "LLAMA", "", None, 3, ["llama"]])
+@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "gpt_oss", "LLAMA", "", None, 3, ["llama"]])
 def test_another_family_is_refused_with_the_supported_ones(kind):
     pieces = ("'llama'", "'mistral'", "'qwen2'", "'qwen3'", "Vicuna", "Qwen 2, 2.5", "'gemma3_text'")
     refused(full("llama") | {"model_type": kind}, "here/config.json", "model_type", repr(kind), *pieces)
@@ -231,7 +231,8 @@ def test_a_file_without_a_family():
     [
         ("gemma3", "save its language model alone, as 'gemma3_text'"),
         ("llama4", "vision tower"),
-        *((kind, "mixture of experts") for kind in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")),
+        ("gpt_oss", "attention sinks"),
+        *((kind, "latent attention") for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
         ("qwen3_next", "linear attention"),
     ],
 )

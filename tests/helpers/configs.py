@@ -9,9 +9,10 @@ from pathlib import Path
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import Experts, LayerKind, LlamaConfig, RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+MIXTRAL = "block_sparse_moe"
 
 
 def written(folder: Path, raw: dict) -> Path:
@@ -36,7 +37,11 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     window = getattr(hf, "sliding_window", None)
     window = window if window is not None and window < context else None
     types = getattr(hf, "layer_types", None) or [SLIDING] * hf.num_hidden_layers
-    layers = [LayerKind(window if name == SLIDING else None, *ropes[name]) for name in types]
+    window = None if kind in ("olmoe", "glm4_moe") else window or None  # Qwen 2 MoE's is 0 without windows
+    experts = _experts(hf)
+    layers = [
+        LayerKind(window if name == SLIDING else None, *ropes[name], e) for name, e in zip(types, experts, strict=False)
+    ]
     if kind == "smollm3":
         rotated = zip(layers, hf.no_rope_layers, strict=False)
         layers = [k if rotates else LayerKind(k.sliding_window, None, None) for k, rotates in rotated]
@@ -44,7 +49,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         own, layers = layers[0], ()
     else:
         own = LayerKind(None, theta, scaling)
-    part = hf.rope_parameters.get("partial_rotary_factor", 1) if kind == "phi3" else 1
+    part = hf.rope_parameters.get("partial_rotary_factor", 1) if kind in ("phi3", "glm4_moe") else 1
     settings = {}
     if kind in ("gemma2", "gemma3_text"):
         settings = {
@@ -77,16 +82,44 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         rope_theta=own.rope_theta,
         rope_scaling=own.rope_scaling,
         tied_lm_head=hf.tie_word_embeddings,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind in ("qwen3", "gemma3_text"),
+        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and hf.qkv_bias) or (kind == "glm4_moe" and hf.attention_bias),
+        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe") or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
-        qk_norm_all_heads=kind in ("olmo2", "olmo3"),
+        qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe"),
         rotary_dim=None if part == 1 else int(head_dim * part),
         layer_kinds=tuple(layers),
         activation="silu" if activation == "silu" else "gelu_tanh",
         fused_projections=kind == "phi3",
+        experts=own.experts,
         **({"norms": "after"} if kind in ("olmo2", "olmo3") else settings),
     )
+
+
+def _experts(hf) -> list[Experts | None]:
+    """Return the experts of each layer."""
+    kind, layers = hf.model_type, range(hf.num_hidden_layers)
+    if kind == "mixtral":
+        of = Experts(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=True, block=MIXTRAL)
+        return [of for _ in layers]
+    if kind == "olmoe":
+        of = Experts(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=hf.norm_topk_prob)
+        return [of for _ in layers]
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        width = hf.shared_expert_intermediate_size if kind == "qwen2_moe" else 0
+        of = Experts(
+            hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, width, width > 0,
+            normalized=hf.norm_topk_prob,
+        )  # fmt: skip
+        dense = {i for i in layers if i in hf.mlp_only_layers or (i + 1) % hf.decoder_sparse_step}
+        return [None if i in dense else of for i in layers]
+    if kind == "glm4_moe":
+        of = Experts(
+            hf.n_routed_experts, hf.num_experts_per_tok, hf.moe_intermediate_size,
+            hf.n_shared_experts * hf.moe_intermediate_size, scores="sigmoid", normalized=hf.norm_topk_prob,
+            choice_bias=True, groups=hf.n_group, chosen_groups=hf.topk_group, scale=hf.routed_scaling_factor,
+        )  # fmt: skip
+        return [None if i < hf.first_k_dense_replace else of for i in layers]
+    return [None for _ in layers]
 
 
 def _rope(rope: dict, hf) -> tuple[float, RopeScaling | None]:

@@ -52,8 +52,13 @@ class Pair(NamedTuple):
             return self.theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
 
 
-def random_pair(folder: Path, model_type: str, settings: dict, seed: int = 7, dtype=torch.float32) -> Pair:
-    """Return a model with random weights, large enough for clear attention, saved by transformers and read by us."""
+def random_pair(
+    folder: Path, model_type: str, settings: dict, seed: int = 7, dtype=torch.float32, fused: bool = False
+) -> Pair:
+    """Return a model with random weights, large enough for clear attention, saved by transformers and read by us.
+
+    fused: the experts of a layer are one tensor of the file.
+    """
     config = AutoConfig.for_model(model_type, **(SHARED | settings))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
@@ -61,7 +66,11 @@ def random_pair(folder: Path, model_type: str, settings: dict, seed: int = 7, dt
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise)
-    model.to(dtype).save_pretrained(folder)
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in every file
+            buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
+    model.save_pretrained(folder, save_original_format=not fused)
     return Pair(model.float(), *load_llama(folder), folder)
 
 

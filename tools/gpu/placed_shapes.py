@@ -37,7 +37,7 @@ def placed_shapes(devices: Sequence) -> Callable:
 
     def weight(leaf):
         x, axes = (leaf.value, leaf.names) if isinstance(leaf, nn.LogicallyPartitioned) else (leaf, None)
-        order, home = backend.stored_order(x.shape, x.dtype), home_of(x.shape, axes)
+        order, home = backend.stored_order(x.shape, x.dtype, axes), home_of(x.shape, axes)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home if order is None else Format(Layout(order), home))
 
     def other(x):

@@ -63,7 +63,7 @@ inline int64_t Shares(const ffi::ThreadPool& pool, int64_t units, int64_t bytes)
   return std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
 }
 
-enum Room { kOfWork, kOfX, kOfTiles, kOfHalves };
+enum Room { kOfWork, kOfX, kOfTiles, kOfHalves, kOfExperts };
 
 // Aligned scratch space for n floats, reused by a thread; each room has its own.
 template <Room = kOfWork>

@@ -13,6 +13,7 @@
 #include <cstring>
 
 #include "cpu_kernels.h"
+#include "experts.h"
 #include "few_bits_256.h"
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -395,9 +396,9 @@ const Code& BestCode() {
   return best;
 }
 
-// Tiles `begin` to `end` of the columns.
+// Tiles `begin` to `end` of the columns. Row r of the product is row r of `out`, or row `places[r]`.
 void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weight& weight, float* out, int64_t rows,
-                    int64_t begin, int64_t end) {
+                    int64_t begin, int64_t end, const int64_t* places = nullptr) {
   const int64_t tile_bytes = kDepth * kColumns / (weight.four_bits ? 2 : 1);
   const int64_t groups = weight.groups, in_rows = std::min<int64_t>(kMostRows, rows);
   const int64_t value_floats = in_rows * groups * kDepth * code.bytes / 4, n_sums = in_rows * kColumns;
@@ -422,34 +423,33 @@ void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weigh
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
         const float* from = sums + r * kColumns;
-        float* to = out + (row + r) * weight.width + t * kColumns;
+        float* to = out + (places ? places[row + r] : row + r) * weight.width + t * kColumns;
         std::memcpy(to, from, sizeof(float) * columns);
       }
     }
   }
 }
 
-// `scales` are those of the weight, perhaps followed by float16 offsets or by zeros of 8 bits.
-ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
-                         ffi::Result<Matrix> out) {
-  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
-  const int64_t groups = (depth + kDepth - 1) / kDepth, width = out->dimensions()[1];
-  const int64_t units = (width + kColumns - 1) / kColumns;
+// Describes `count` weights of one shape side by side, of which the first is returned. `scales` are theirs, perhaps followed
+// by float16 offsets or by zeros of 8 bits.
+ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const ffi::AnyBuffer& tiles,
+                              const ffi::RemainingArgs& scales) {
+  const int64_t groups = (depth + kDepth - 1) / kDepth, units = (width + kColumns - 1) / kColumns;
   const bool four_bits = tiles.element_type() == ffi::U8;
-  const int64_t bytes = units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
+  const int64_t bytes = count * units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
   const auto scale = scales.get<ffi::AnyBuffer>(0), offset = scales.get<ffi::AnyBuffer>(1);
   if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes) {
-    return ffi::Error::InvalidArgument("few_bits: x and the weight do not fit");
+    return ffi::Unexpected(ffi::Error::InvalidArgument("few_bits: x and the weight do not fit"));
   }
   const auto n_scales = static_cast<int64_t>(scale->element_count());
-  const int64_t scale_groups = n_scales / std::max<int64_t>(1, units * kColumns);
+  const int64_t scale_groups = n_scales / std::max<int64_t>(1, count * units * kColumns);
   int64_t tiles_per_scale = 1;
   while (tiles_per_scale < kMostTilesPerScale && (groups + tiles_per_scale - 1) / tiles_per_scale > scale_groups) {
     tiles_per_scale *= 2;
   }
-  if ((groups + tiles_per_scale - 1) / tiles_per_scale * units * kColumns != n_scales ||
+  if ((groups + tiles_per_scale - 1) / tiles_per_scale * count * units * kColumns != n_scales ||
       (offset && static_cast<int64_t>(offset->element_count()) != n_scales)) {
-    return ffi::Error::InvalidArgument("few_bits: the weight and its scales do not fit");
+    return ffi::Unexpected(ffi::Error::InvalidArgument("few_bits: the weight and its scales do not fit"));
   }
   const auto halves = [](const ffi::AnyBuffer& buffer) {
     return buffer.element_type() == ffi::F16 ? static_cast<const uint16_t*>(buffer.untyped_data()) : nullptr;
@@ -462,12 +462,65 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
     weight.offsets = halves(*offset);
     if (weight.offsets == nullptr) weight.zeros = static_cast<const uint8_t*>(offset->untyped_data());
   }
+  return weight;
+}
+
+int64_t BytesOf(const Weight& weight) {
+  return (weight.width + kColumns - 1) / kColumns * weight.groups * kColumns * kDepth / (weight.four_bits ? 2 : 1);
+}
+
+ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
+                         ffi::Result<Matrix> out) {
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = out->dimensions()[1];
+  const auto found = WeightOf(depth, width, 1, tiles, scales);
+  if (!found) return found.error();
+  const Weight& weight = *found;
   const Code& code = BestCode();
+  const int64_t units = (width + kColumns - 1) / kColumns;
   // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
-  const int64_t shares = Shares(pool, units, rows * bytes);
+  const int64_t shares = Shares(pool, units, rows * BytesOf(weight));
   InParallel(pool, shares, [&](int64_t i) {
     ProductOfTiles(code, x.typed_data(), depth, weight, out->typed_data(), rows, units * i / shares,
                    units * (i + 1) / shares);
+  });
+  return ffi::Error::Success();
+}
+
+// The weight at place `i` of those that `first` is the first of.
+Weight WeightAt(const Weight& first, int64_t i) {
+  Weight weight = first;
+  const int64_t numbers = (weight.width + kColumns - 1) / kColumns * weight.scale_groups * kColumns;
+  weight.tiles += i * BytesOf(weight);
+  if (weight.scales) weight.scales += i * numbers;
+  if (weight.wide_scales) weight.wide_scales += i * numbers;
+  if (weight.offsets) weight.offsets += i * numbers;
+  if (weight.zeros) weight.zeros += i * numbers;
+  return weight;
+}
+
+// x [R, D], or [pairs, D]; experts [R, k], of which those outside 0 to E - 1 give zeros; tiles and scales of E weights side by
+// side; out [R * k, F].
+ffi::Error MatmulFewBitsExperts(ffi::ThreadPool pool, Matrix x, ExpertIds experts, ffi::AnyBuffer tiles,
+                                ffi::RemainingArgs scales, ffi::Result<Matrix> out) {
+  const int64_t n = static_cast<int64_t>(experts.element_count()), depth = x.dimensions()[1];
+  const int64_t width = out->dimensions()[1], n_experts = tiles.dimensions().front();
+  if (x.dimensions()[0] < 1 || n % x.dimensions()[0] || out->dimensions()[0] != n) {
+    return ffi::Error::InvalidArgument("few_bits: x and the experts do not fit");
+  }
+  const auto found = WeightOf(depth, width, n_experts, tiles, scales);
+  if (!found) return found.error();
+  const Code& code = BestCode();
+  const RowsByExpert rows = ByExpert(experts.typed_data(), n, n_experts);
+  ClearOthers(rows, n, width, out->typed_data());
+  float* xs = Scratch<kOfExperts>(static_cast<int64_t>(rows.pairs.size()) * depth);
+  CopyRows(static_cast<const float*>(x.typed_data()), rows.pairs, n / x.dimensions()[0], depth, xs);
+  const int64_t units = (width + kColumns - 1) / kColumns, n_groups = rows.groups.size();
+  const int64_t shares = SharesOfExpert(pool, n_groups, units, BytesOf(*found));
+  InParallel(pool, n_groups * shares, [&](int64_t i) {
+    const ExpertRows& of = rows.groups[i / shares];
+    const int64_t part = i % shares;
+    ProductOfTiles(code, xs + of.begin * depth, depth, WeightAt(*found, of.expert), out->typed_data(), of.count(),
+                   units * part / shares, units * (part + 1) / shares, rows.pairs.data() + of.begin);
   });
   return ffi::Error::Success();
 }
@@ -477,3 +530,12 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hydrajax_matmul_few_bits, MatmulFewBits,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<Matrix>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_few_bits_experts, MatmulFewBitsExperts,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Matrix>()
+                                  .Arg<ExpertIds>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<Matrix>());

@@ -53,7 +53,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float16, Int8, Shaped
+from jaxtyping import Float, Float16, Int, Int8, Shaped
 
 from hydrajax.models.arrays import Array
 
@@ -132,3 +132,19 @@ def matmul(
     """
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_few_bits", out, vmap_method="sequential")(x, tiles, *scales)
+
+
+def matmul_experts(
+    x: Float[Array, "R_or_pairs D"],
+    experts: Int[Array, "R k"],
+    width: int,
+    tiles: Shaped[Array, "E tiles groups steps 64 4"],
+    *scales: Shaped[Array, "E tiles scales 64"],
+) -> Float[Array, "pairs F"]:
+    """Return `matmul` with the weight of its expert for each pair of a row and one of its experts.
+
+    See `hydrajax.models.kernels.few_rows.matmul_experts`.
+    """
+    out = jax.ShapeDtypeStruct((experts.size, width), jnp.float32)
+    call = jax.ffi.ffi_call("hydrajax_matmul_few_bits_experts", out)
+    return call(x, experts.astype(jnp.int32), tiles, *scales)

@@ -18,6 +18,7 @@
 
 #include "amx.h"
 #include "cpu_kernels.h"
+#include "experts.h"
 
 namespace {
 
@@ -342,6 +343,89 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
         ProductOfLastColumns(xs, w, to, rows, depth, width, vectors, end);
       });
     });
+  });
+  return ffi::Error::Success();
+}
+
+// ---- out[pair, F] = x[row of pair, D] @ weight[expert of pair, D, F] ---------------------------------------------------
+
+template <typename W, typename Out>
+void ProductsOfExperts(ffi::ThreadPool& pool, const RowsByExpert& rows, const float* xs, const W* weights, int64_t depth,
+                       int64_t width, Out* out) {
+  const int64_t units = std::max<int64_t>(1, width / kColumns), n = rows.groups.size();
+  const int64_t shares = SharesOfExpert(pool, n, units, depth * width * sizeof(W));
+  InParallel(pool, n * shares, [&](int64_t i) {
+    const ExpertRows& of = rows.groups[i / shares];
+    const int64_t part = i % shares, begin = units * part / shares * kColumns;
+    const int64_t end = part + 1 == shares ? width : units * (part + 1) / shares * kColumns;
+    const int64_t vectors = end - (end - begin) % kColumns;
+    const float* x = xs + of.begin * depth;
+    const W* weight = weights + of.expert * depth * width;
+    float* sums = Scratch(of.count() * (end - begin));
+    ProductOfColumns(x, weight, of.count(), depth, width, begin, end, 0, depth, sums);
+    for (int64_t r = 0; r < of.count(); ++r) {
+      Out* to = out + rows.pairs[of.begin + r] * width;
+      StoreColumns(sums + r * kColumns, kColumns, of.count(), to, 1, width, begin, vectors);
+      ProductOfLastColumns(x + r * depth, weight, to, 1, depth, width, vectors, end);
+    }
+  });
+}
+
+#ifdef HYDRAJAX_AMX
+
+template <typename Out>
+void ProductsOfExpertsInTiles(ffi::ThreadPool& pool, const RowsByExpert& rows, const uint16_t* xs, const uint16_t* weights,
+                              int64_t depth, int64_t width, Out* out) {
+  constexpr int64_t kTile = 16;
+  const int64_t units = width / kTile, n = rows.groups.size();
+  const int64_t shares = SharesOfExpert(pool, n, units, depth * width * sizeof(uint16_t));
+  std::vector<int64_t> starts(n + 1, 0);
+  for (int64_t g = 0; g < n; ++g) starts[g + 1] = starts[g] + RoomInTiles(rows.groups[g].count()) * depth;
+  uint16_t* packed = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(starts[n] / 2));
+  for (int64_t g = 0; g < n; ++g) {
+    const ExpertRows& of = rows.groups[g];
+    amx::PackRows(xs + of.begin * depth, of.count(), RoomInTiles(of.count()), depth, packed + starts[g]);
+  }
+  InParallel(pool, n * shares, [&](int64_t i) {
+    const ExpertRows& of = rows.groups[i / shares];
+    const int64_t part = i % shares, room = RoomInTiles(of.count());
+    const int64_t begin = units * part / shares * kTile, end = units * (part + 1) / shares * kTile;
+    float* sums = Scratch(room * (end - begin + amx::kColumns));
+    amx::ProductOfColumns(packed + starts[i / shares], weights + of.expert * depth * width, room, depth, width, begin, end,
+                          sums);
+    for (int64_t r = 0; r < of.count(); ++r) {
+      StoreColumns(sums + r * amx::kColumns, amx::kColumns, room, out + rows.pairs[of.begin + r] * width, 1, width, begin,
+                   end);
+    }
+  });
+}
+
+#endif
+
+// x [R, D], or [pairs, D]; experts [R, k], of which those outside 0 to E - 1 give zeros; weight [E, D, F]; out [R * k, F].
+ffi::Error MatmulExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ExpertIds experts, ffi::AnyBuffer weight,
+                         ffi::Result<ffi::AnyBuffer> out) {
+  const int64_t n = static_cast<int64_t>(experts.element_count());
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 3) || !IsNumbers(*out, 2) || weight.dimensions()[1] != x.dimensions()[1] ||
+      out->dimensions()[0] != n || x.dimensions()[0] < 1 || n % x.dimensions()[0]) {
+    return ffi::Error::InvalidArgument("few_rows: x and the experts' weights do not fit");
+  }
+  const int64_t depth = x.dimensions()[1], width = weight.dimensions()[2], per_row = n / x.dimensions()[0];
+  const RowsByExpert rows = ByExpert(experts.typed_data(), n, weight.dimensions()[0]);
+  const int64_t size = static_cast<int64_t>(rows.pairs.size()) * depth;
+  WithNumbers(*out, [&](auto* to) {
+    ClearOthers(rows, n, width, to);
+#ifdef HYDRAJAX_AMX
+    if (InTiles(x, weight) && width % 16 == 0) {
+      uint16_t* xs = reinterpret_cast<uint16_t*>(Scratch<kOfExperts>(size / 2));
+      CopyRows(x.reinterpret_data<uint16_t>(), rows.pairs, per_row, depth, xs);
+      ProductsOfExpertsInTiles(pool, rows, xs, weight.reinterpret_data<uint16_t>(), depth, width, to);
+      return;
+    }
+#endif
+    float* xs = Scratch<kOfExperts>(size);
+    CopyRows(Widened(x), rows.pairs, per_row, depth, xs);
+    WithNumbers(weight, [&](const auto* w) { ProductsOfExperts(pool, rows, xs, w, depth, width, to); });
   });
   return ffi::Error::Success();
 }
@@ -751,6 +835,10 @@ using Logits = ffi::Buffer<ffi::F32, 2>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul, Matmul,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Any>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hydrajax_matmul_experts, MatmulExperts,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<ExpertIds>().Arg<Any>().Ret<Any>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_transposed, MatmulTransposed,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Any>().Arg<Any>().Ret<Logits>());

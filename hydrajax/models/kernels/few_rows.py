@@ -77,6 +77,8 @@ TARGETS = (
     "hydrajax_attend",
     "hydrajax_add_norm",
     "hydrajax_matmul_few_bits",
+    "hydrajax_matmul_experts",
+    "hydrajax_matmul_few_bits_experts",
     "hydrajax_append_rows",
 )
 
@@ -127,6 +129,23 @@ def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = j
         return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
     return kernel(x, weight)
+
+
+def matmul_experts(
+    x: Float[Array, "R_or_pairs D"], experts: Int[Array, "R k"], weight: Float[Array, "E D F"], dtype: DType
+) -> Float[Array, "pairs F"]:
+    """Return ``x @ weight[e]`` in ``dtype`` for each pair of a row and one of its experts; without a gradient.
+
+    Only the chosen experts' weights are read, each once. A pair's result does not depend on the others.
+
+    Args:
+        x: A row per token, or one per pair.
+        experts: The pairs, row by row. Those outside 0 to E - 1 give zeros.
+        weight: The experts' matrices.
+        dtype: Of the result; sums are float32.
+    """
+    out = jax.ShapeDtypeStruct((experts.size, weight.shape[2]), dtype)
+    return jax.ffi.ffi_call("hydrajax_matmul_experts", out)(x, experts.astype(jnp.int32), weight)
 
 
 @with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T, preferred_element_type=jnp.float32))

@@ -1,0 +1,218 @@
+"""Mixtral, Qwen and GLM mixtures of experts and OLMoE: the fields of their ``config.json`` that others do not have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from hydrajax.errors import HydrajaxError
+from hydrajax.families.config_fields import (
+    FULL,
+    MOST_LAYERS,
+    SLIDING,
+    integer,
+    layer_types,
+    of_kinds,
+    types_of,
+    unsupported,
+    window_field,
+    window_of,
+    with_windows,
+)
+from hydrajax.families.family import Family
+from hydrajax.models.llama_config import Experts, LlamaConfig
+
+MOST_EXPERTS = 4096  # a slip in their number must not take all memory where every expert is listed
+
+
+def _experts(raw: dict, count: str, width: str, **settings: Any) -> Experts:
+    """Return the experts of a file whose fields for their number and their width have these names."""
+    number = integer(raw.get("num_local_experts", raw[count]))  # transformers 5 writes this name for Qwen 3
+    if number > MOST_EXPERTS:
+        raise unsupported(count, number, f"at most {MOST_EXPERTS}")
+    try:
+        return Experts(number, integer(raw["num_experts_per_tok"]), integer(raw[width]), **settings)
+    except HydrajaxError as error:
+        raise HydrajaxError(f"{error} ({count}, num_experts_per_tok, {width} and the like)") from None
+
+
+def _with_experts(c: LlamaConfig, experts: Experts, dense: Iterable[int]) -> LlamaConfig:
+    """Return the configuration with experts in all layers but the ``dense`` ones."""
+    if c.n_layers > MOST_LAYERS:
+        raise unsupported("num_hidden_layers", c.n_layers, f"at most {MOST_LAYERS} layers with experts")
+    dense = set(dense)
+    kinds = (dataclasses.replace(kind, experts=None if i in dense else experts) for i, kind in enumerate(c.kinds))
+    return of_kinds(c, kinds)
+
+
+def _dense_layers(c: LlamaConfig) -> list[int]:
+    return [i for i, kind in enumerate(c.kinds) if kind.experts is None]
+
+
+def _shared_fields(c: LlamaConfig, count: str, width: str) -> dict[str, Any]:
+    """Return the fields that all mixtures of experts share."""
+    e = _of(c)
+    return {count: e.count, width: e.width, "num_experts_per_tok": e.per_token}
+
+
+def _of(c: LlamaConfig) -> Experts:
+    if c.any_experts is None:
+        raise HydrajaxError("experts: got none")
+    return c.any_experts
+
+
+# --- Mixtral and OLMoE ------------------------------------------------------------------------------------------------
+
+
+def _mixtral(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    experts = _experts(raw, "num_local_experts", "intermediate_size", normalized=True, block="block_sparse_moe")
+    return c.replace(sliding_window=window_of(raw, c.max_positions), experts=experts)
+
+
+def _mixtral_fields(c: LlamaConfig) -> dict[str, Any]:
+    return _shared_fields(c, "num_local_experts", "intermediate_size") | {"sliding_window": c.sliding_window}
+
+
+def _olmoe(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    if raw.get("clip_qkv") is not None:
+        raise unsupported("clip_qkv", raw["clip_qkv"], "null")
+    experts = _experts(raw, "num_experts", "intermediate_size", normalized=bool(raw.get("norm_topk_prob")))
+    return c.replace(qk_norm_all_heads=True, experts=experts)
+
+
+def _olmoe_fields(c: LlamaConfig) -> dict[str, Any]:
+    return _shared_fields(c, "num_experts", "intermediate_size") | {"norm_topk_prob": _of(c).normalized}
+
+
+# --- Qwen -------------------------------------------------------------------------------------------------------------
+
+
+def _qwen_experts(raw: dict, c: LlamaConfig, **settings: Any) -> LlamaConfig:
+    """Add the experts of every ``decoder_sparse_step``-th layer that is not one of ``mlp_only_layers``."""
+    experts = _experts(
+        raw, "num_experts", "moe_intermediate_size", normalized=bool(raw.get("norm_topk_prob")), **settings
+    )
+    step, dense = integer(raw.get("decoder_sparse_step") or 1), set(map(integer, raw.get("mlp_only_layers") or ()))
+    if step < 1:
+        raise unsupported("decoder_sparse_step", step, "1 or more")
+    return _with_experts(c, experts, (i for i in range(min(c.n_layers, MOST_LAYERS)) if i in dense or (i + 1) % step))
+
+
+def _qwen_fields(c: LlamaConfig) -> dict[str, Any]:
+    return _shared_fields(c, "num_experts", "moe_intermediate_size") | {
+        "norm_topk_prob": _of(c).normalized,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": _dense_layers(c),
+        "use_sliding_window": window_field(c) is not None,
+        "sliding_window": window_field(c),
+    }
+
+
+def _qwen2_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    c = c.replace(qkv_bias=bool(raw["qkv_bias"]))
+    window = window_of(raw, c.max_positions) if raw.get("use_sliding_window") else None
+    if window is not None:
+        first = integer(raw["max_window_layers"])
+        types = layer_types(raw, c.n_layers, lambda i: SLIDING if i % 2 == 0 and i < first else FULL)
+        c = with_windows(c, types, window)
+    return _qwen_experts(raw, c, shared_width=integer(raw["shared_expert_intermediate_size"]), shared_gate=True)
+
+
+def _qwen2_moe_fields(c: LlamaConfig) -> dict[str, Any]:
+    e = _of(c)
+    return _qwen_fields(c) | {
+        "qkv_bias": c.qkv_bias,
+        "shared_expert_intermediate_size": e.shared_width,
+        "layer_types": types_of(c),
+    }
+
+
+def _qwen3_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    window = window_of(raw, c.max_positions) if raw.get("use_sliding_window") else None
+    return _qwen_experts(raw, c.replace(qk_norm=True, sliding_window=window))
+
+
+# --- GLM --------------------------------------------------------------------------------------------------------------
+
+
+def _glm4_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    width = integer(raw["moe_intermediate_size"])
+    experts = _experts(
+        raw, "n_routed_experts", "moe_intermediate_size", scores="sigmoid", choice_bias=True,
+        normalized=bool(raw["norm_topk_prob"]), groups=integer(raw["n_group"]),
+        chosen_groups=integer(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]),
+        shared_width=width * integer(raw["n_shared_experts"]),
+    )  # fmt: skip
+    c = c.replace(qkv_bias=bool(raw.get("attention_bias")), qk_norm=bool(raw.get("use_qk_norm")))
+    return _with_experts(c, experts, range(min(c.n_layers, integer(raw["first_k_dense_replace"]))))
+
+
+def _glm4_moe_fields(c: LlamaConfig) -> dict[str, Any]:
+    e = _of(c)
+    return _shared_fields(c, "n_routed_experts", "moe_intermediate_size") | {
+        "attention_bias": c.qkv_bias,
+        "use_qk_norm": c.qk_norm,
+        "norm_topk_prob": e.normalized,
+        "n_group": e.groups,
+        "topk_group": e.chosen_groups,
+        "routed_scaling_factor": e.scale,
+        "n_shared_experts": e.shared_width // e.width,
+        "first_k_dense_replace": len(_dense_layers(c)),
+        "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,
+    }
+
+
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_OLMOE = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+_QWEN2 = {
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "qkv_bias": True,
+}
+_QWEN3 = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+}
+_GLM4 = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
+EXPERT_FAMILIES = {
+    "mixtral": Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, _qwen_fields),
+    "olmoe": Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", "GLM 4.5, 4.6", _GLM4, _glm4_moe, _glm4_moe_fields, partial_rotary=True,
+        attention_bias=True,
+    ),
+}  # fmt: skip

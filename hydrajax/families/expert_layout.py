@@ -1,0 +1,97 @@
+"""Key maps of mixtures of experts: tensors of each expert, or of all experts of a layer together."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import numpy as np
+
+from hydrajax.models.layout import Entry, Layout, Parameter, Path, Stack, same, transposed
+from hydrajax.models.llama_config import LlamaConfig
+
+# By `Experts.block`: the names of an expert's gate, up and down projections.
+PROJECTIONS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+FUSED = "mlp."  # the block's name where its experts are fused
+BIAS = "e_score_correction_bias"
+
+
+def has_fused_experts(c: LlamaConfig, names: Container[str]) -> bool:
+    """Return whether files with these tensors hold a layer's experts as one: transformers 5 without conversion."""
+    first = next((i for i, kind in enumerate(c.kinds) if kind.experts), None)
+    return first is not None and f"model.layers.{first}.{FUSED}experts.gate_up_proj" in names
+
+
+def expert_mlp(path: Path, prefix: str, c: LlamaConfig, fused: bool) -> Layout:
+    """Return the key map of one layer's experts (`hydrajax.models.experts.ExpertMLP`).
+
+    Args:
+        path: the layer's path in our parameters.
+        prefix: the start of its tensors' names.
+        c: its shape.
+        fused: files hold all experts in one tensor.
+    """
+    e, path = c.experts, (*path, "experts")
+    block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
+    layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
+    if e.choice_bias:
+        layout.append(same((*path, "choice_bias"), f"{block}gate.{BIAS}", e.count))
+    layout += _fused(path, block, c) if fused else _of_each(path, block, c)
+    if e.shared_width:
+        shared = f"{block}{'shared_expert' if e.shared_gate else 'shared_experts'}."
+        names = {f"{shared}{part}.weight": (e.shared_width, c.width) for part in PROJECTIONS["mlp"][:2]}
+        layout += [
+            Entry(((*path, "shared_gate_up"),), names, lambda *both: (_gate_up(*both),), _split_gate_up),
+            transposed((*path, "shared_down"), f"{shared}down_proj.weight", c.width, e.shared_width),
+        ]
+    if e.shared_gate:
+        layout.append(transposed((*path, "shared_gate"), f"{block}shared_expert_gate.weight", 1, c.width))
+    return layout
+
+
+def _gate_up(gate: np.ndarray, up: np.ndarray) -> Parameter:
+    """Return ``[inputs, (gate, up), feature]`` of two tensors ``[feature, inputs]``."""
+    return Parameter((gate[None], up[None]), order=(2, 0, 1))
+
+
+def _split_gate_up(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return both[:, 0].T, both[:, 1].T
+
+
+def _of_each(path: Path, block: str, c: LlamaConfig) -> Layout:
+    e = c.experts
+    gate, up, down = PROJECTIONS[e.block]
+    experts = [f"{block}experts.{i}." for i in range(e.count)]
+    both = {f"{expert}{part}.weight": (e.width, c.width) for expert in experts for part in (gate, up)}
+    return [
+        Entry(
+            ((*path, "gate_up"),),
+            both,
+            lambda *each: (Stack(tuple(map(_gate_up, each[::2], each[1::2]))),),
+            lambda all_experts: tuple(part for expert in all_experts for part in _split_gate_up(expert)),
+        ),
+        Entry(
+            ((*path, "down"),),
+            {f"{expert}{down}.weight": (c.width, e.width) for expert in experts},
+            lambda *each: (Stack(tuple(Parameter((part.T,)) for part in each)),),
+            lambda all_experts: tuple(expert.T for expert in all_experts),
+        ),
+    ]
+
+
+def _fused(path: Path, block: str, c: LlamaConfig) -> Layout:
+    e = c.experts
+    halves = (e.count, 2, e.width, c.width)
+    return [
+        Entry(
+            ((*path, "gate_up"),),
+            {f"{block}experts.gate_up_proj": (e.count, 2 * e.width, c.width)},
+            lambda fused: (Stack(tuple(Parameter((part,), order=(2, 0, 1)) for part in fused.reshape(halves))),),
+            lambda fused: (fused.transpose(0, 2, 3, 1).reshape(e.count, 2 * e.width, c.width),),
+        ),
+        Entry(
+            ((*path, "down"),),
+            {f"{block}experts.down_proj": (e.count, c.width, e.width)},
+            lambda fused: (Stack(tuple(Parameter((part.T,)) for part in fused)),),
+            lambda fused: (fused.transpose(0, 2, 1),),
+        ),
+    ]

@@ -1,0 +1,133 @@
+"""The router of a mixture of experts, and the ways to multiply with the chosen experts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.released import refusal
+from hydrajax.models import backend
+from hydrajax.models.expert_products import expert_sum
+from hydrajax.models.experts import route
+from hydrajax.models.llama_config import Experts
+
+COUNT, PER_TOKEN, WIDTH, MLP = 6, 2, 48, 40
+
+
+def problem(n_tokens: int, dtype=np.float32):
+    """Return tokens whose experts are 1, 2 and 4, with NaN in the weights of all others."""
+    random = np.random.default_rng(n_tokens)
+    x = random.normal(size=(2, n_tokens, WIDTH)).astype(dtype)
+    ids = np.sort(random.permuted(np.tile([1, 2, 4], (2, n_tokens, 1)), axis=-1)[..., :PER_TOKEN], axis=-1)
+    weights = random.uniform(0.1, 1, ids.shape).astype(np.float32)
+    gate_up = random.normal(0, WIDTH**-0.5, (COUNT, WIDTH, 2, MLP)).astype(dtype)
+    down = random.normal(0, MLP**-0.5, (COUNT, MLP, WIDTH)).astype(dtype)
+    for kernels in (gate_up, down):
+        kernels[[0, 3, 5]] = np.nan
+    return x, ids.astype(np.int32), weights, gate_up, down
+
+
+def expected(x, ids, weights, gate_up, down) -> np.ndarray:
+    x, gate_up, down = (a.astype(np.float32) for a in (x, gate_up, down))
+    out = np.zeros_like(x)
+    for place in np.ndindex(x.shape[:2]):
+        for expert, weight in zip(ids[place], weights[place], strict=True):
+            gate, up = x[place] @ gate_up[expert, :, 0], x[place] @ gate_up[expert, :, 1]
+            out[place] += weight * ((gate / (1 + np.exp(-gate)) * up) @ down[expert])
+    return out
+
+
+def summed(*args):
+    return expert_sum(*args, COUNT, jax.nn.silu)
+
+
+@pytest.fixture(params=["kernels", "blocks"])
+def way(request, monkeypatch):
+    """Choose how to multiply: by our CPU kernels, if they are built, or by XLA, a block of rows at a time."""
+    if request.param == "blocks":
+        monkeypatch.setattr(backend, "multiplies_pairs", lambda *_: False)
+        monkeypatch.setattr(backend, "ROWS_OF_BLOCK", 8)
+
+
+@pytest.mark.parametrize(("n_tokens", "dtype"), [(1, np.float32), (40, np.float32), (7, jnp.bfloat16)])
+def test_only_chosen_experts_are_read(way, n_tokens, dtype):
+    args = problem(n_tokens, dtype)
+    tolerance = {"atol": 1e-5} if dtype == np.float32 else {"atol": 0.05}
+    np.testing.assert_allclose(jax.jit(summed)(*args).astype(np.float32), expected(*args), rtol=0, **tolerance)
+
+
+def test_a_token_has_the_same_bits_in_any_batch(way):
+    x, ids, weights, *kernels = problem(40)
+    together = jax.jit(summed)(x, ids, weights, *kernels)
+    some = [slice(None), slice(3, 4)]
+    if not backend.multiplies_pairs(jnp.float32, jnp.zeros(1)):
+        return  # XLA's products of one row sum in another order
+    np.testing.assert_array_equal(jax.jit(summed)(*(a[*some] for a in (x, ids, weights)), *kernels), together[*some])
+
+
+def test_gradients_are_those_of_the_sum_over_all_experts(way):
+    x, ids, weights, gate_up, down = problem(5)
+    gate_up, down = np.nan_to_num(gate_up), np.nan_to_num(down)
+
+    def by_hand(x, weights, gate_up, down):
+        gate, up = jnp.moveaxis(jnp.einsum("btd,edpf->btepf", x, gate_up), 3, 0)
+        outs = jnp.einsum("btef,efd->bted", jax.nn.silu(gate) * up, down)
+        share = jnp.sum(jnp.where(ids[..., None] == jnp.arange(COUNT), weights[..., None], 0), axis=2)
+        return jnp.einsum("bted,bte->btd", outs, share)
+
+    slope = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    arrays = x, weights, gate_up, down
+    found, wanted = (
+        jax.jit(jax.grad(lambda args, f=f: jnp.sum(f(*args) * slope)))(arrays)
+        for f in (lambda x, w, *kernels: summed(x, ids, w, *kernels), by_hand)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+# --- the router -------------------------------------------------------------------------------------------------------
+
+
+def test_ties_go_to_the_first_expert():
+    logits = np.float32([[1, 2, 2, 0, 2], [0, 0, 0, 0, 0]])
+    ids, weights = route(logits, Experts(5, 2, 8, normalized=True), None)
+    np.testing.assert_array_equal(ids, [[1, 2], [0, 1]])
+    np.testing.assert_array_equal(weights, [[0.5, 0.5], [0.5, 0.5]])
+
+
+def test_weights_without_and_with_division_by_their_sum():
+    logits = np.log(np.float32([[1, 5, 2, 2]]))
+    np.testing.assert_allclose(route(logits, Experts(4, 2, 8), None)[1], [[0.5, 0.2]], rtol=1e-6)
+    np.testing.assert_allclose(route(logits, Experts(4, 2, 8, normalized=True, scale=7), None)[1], [[5, 2]], rtol=1e-6)
+
+
+def test_a_bias_chooses_and_does_not_weigh():
+    logits, bias = np.float32([[0, 0, 1, -1]]), np.float32([0, 0, -9, 9])
+    ids, weights = route(logits, Experts(4, 2, 8, scores="sigmoid", choice_bias=True), bias)
+    np.testing.assert_array_equal(ids, [[0, 3]])
+    np.testing.assert_allclose(weights, 1 / (1 + np.exp([[0, 1]])), rtol=1e-6)
+
+
+def test_groups_with_the_best_pairs_of_experts():
+    """The group of the best expert is not among them."""
+    logits = np.float32([[9, -9, -9, 1, 1, -9, 2, 0, -9]])
+    experts = Experts(9, 2, 8, scores="sigmoid", groups=3, chosen_groups=1)
+    np.testing.assert_array_equal(route(logits, experts, None)[0], [[3, 4]])
+    np.testing.assert_array_equal(route(logits, Experts(9, 2, 8, scores="sigmoid"), None)[0], [[0, 6]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "pieces"),
+    [
+        ({"per_token": 9}, ("per_token", "9", "at most 8")),
+        ({"per_token": 5, "groups": 4, "chosen_groups": 2}, ("per_token", "5", "at most 4")),
+        ({"groups": 3}, ("groups", "3", "equal parts of 8")),
+        ({"chosen_groups": 2}, ("chosen_groups", "2", "at most 1")),
+        ({"scores": "relu"}, ("scores", "relu", "softmax")),
+        ({"width": 0}, ("width", "0", "at least 1")),
+    ],
+)
+def test_impossible_settings(settings, pieces):
+    refusal(lambda: Experts(**{"count": 8, "per_token": 2, "width": 4} | settings), *pieces)
