@@ -35,7 +35,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers":
 OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", *WINDOW)
 
 
-WINDOWED = [kind for kind in FAMILIES if kind not in ("llama", "olmo2", "granite")]
+WINDOWED = [kind for kind in FAMILIES if kind not in ("llama", "olmo2", "granite", "olmoe", "glm4_moe")]
 QWEN = ("qwen2", "qwen3")
 
 
@@ -43,6 +43,8 @@ def full(kind: str) -> dict:
     fields = {"model_type": kind} | FULL | (WINDOW if kind in WINDOWED else {})
     if kind == "olmo3":  # transformers 5 takes the theta of layers with a window from the default
         fields["rope_theta"] = 5e5
+    if kind == "glm4_moe":  # rotates half of a head's features, an even number
+        fields |= {"hidden_size": 512, "head_dim": 12}
     return fields
 
 

@@ -37,7 +37,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     window = getattr(hf, "sliding_window", None)
     window = window if window is not None and window < context else None
     types = getattr(hf, "layer_types", None) or [SLIDING] * hf.num_hidden_layers
-    window = None if kind in ("olmoe", "glm4_moe") else window or None  # Qwen 2 MoE's is 0 without windows
+    window = window or None  # Qwen 2 MoE's is 0 without windows
     experts = _experts(hf)
     layers = [
         LayerKind(window if name == SLIDING else None, *ropes[name], e) for name, e in zip(types, experts, strict=False)
