@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hydrajax.formats.huggingface import KERNELS
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import Experts, LlamaConfig
 from hydrajax.models.quantized import quantized_type
 
 pytestmark = pytest.mark.skipif(
@@ -29,15 +30,31 @@ PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 
-def base_of(quantize: str | None, dtype, kv_cache: str | None = None, window: int | None = None) -> BoundBase:
-    config = CONFIG.replace(sliding_window=window)
+def quantise(layer: dict, quantize: str) -> None:
+    """Replace the kernels of products in a nested dict."""
+    for name, value in list(layer.items()):
+        if name == "experts":
+            quantise(value, quantize)
+        elif name in KERNELS:
+            kind, of_each = quantized_type(quantize, name), name in ("gate_up", "down") and "router" in layer
+            kernels = [kind.of(kernel * 4).stored(name) for kernel in np.asarray(value)[None if not of_each else ...]]
+            layer |= jax.tree.map(lambda *parts: np.stack(parts), *kernels) if of_each else kernels[0]
+
+
+def base_of(
+    quantize: str | None,
+    dtype,
+    kv_cache: str | None = None,
+    window: int | None = None,
+    experts: Experts | None = None,
+) -> BoundBase:
+    config = CONFIG.replace(sliding_window=window, experts=experts)
     params = jax.jit(lambda: init_base(Llama(config, dtype), jax.random.key(0)))()
     params["embedding"] = params["embedding"] * 20
     if quantize:
         params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")
         for layer in (value for name, value in params.items() if name.startswith("layers_")):
-            for name in ("qkv", "out", "gate_up", "down"):
-                layer |= quantized_type(quantize, name).of(np.asarray(layer[name]) * 4).stored(name)
+            quantise(layer, quantize)
     return BoundBase(Llama(config, dtype, quantize=quantize, kv_cache=kv_cache), jax.tree.map(jnp.asarray, params))
 
 
@@ -47,6 +64,14 @@ CASES = [(dtype, name, batch) for dtype in (jnp.float32, jnp.bfloat16) for name 
 @pytest.mark.parametrize(("dtype", "quantize", "batch"), [*CASES, (jnp.float32, "int4-128", 3)])
 def test_a_tree_and_one_token_at_a_time(dtype, quantize, batch):
     compare(base_of(quantize, dtype), batch)
+
+
+EXPERTS = Experts(9, 3, 48, shared_width=32, shared_gate=True, normalized=True)
+
+
+@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.float32, "int8")])
+def test_a_mixture_of_experts(dtype, quantize):
+    compare(base_of(quantize, dtype, experts=EXPERTS), batch=3)
 
 
 @pytest.mark.parametrize("window", [None, 4])
