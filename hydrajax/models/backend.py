@@ -301,6 +301,25 @@ def multiplies_pairs(dtype, kernel: Array) -> bool:
     return platforms.has_cpu_kernels() and (in_tiles or floats)
 
 
+def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | None:
+    """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
+    operations do.
+    """
+    if not platforms.has_triton():
+        return None
+    from hydrajax.models.kernels import experts_gpu
+
+    return experts_gpu if all(w is not None and experts_gpu.fits(w, dtype) for w in weights) else None
+
+
+def gathers_experts(rows: int) -> bool:
+    """Return whether XLA gathers the matrices of each token's experts while it multiplies: on a GPU, for one row.
+
+    Two kernels then read the chosen experts once. More rows would read those of each again.
+    """
+    return platforms.platform().name == "gpu" and rows == 1
+
+
 def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Return rows of an embedding; indices outside it are clipped.
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits, few_rows
 from hydrajax.models.kernels.few_rows import with_gradient_of
 from hydrajax.models.per_device import DATA, MODEL, axis_over, mesh_in_use, on_each_device
-from hydrajax.models.quantized import Quantized, Tiles
+from hydrajax.models.quantized import Int8, Quantized, Tiles
 from hydrajax.models.weights import project, project_parts
 
 Kernels = Array | Quantized  # of all experts, each array with a leading axis
@@ -84,6 +86,10 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
         if backend.multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
             gate, up = jnp.split(_of_pairs(x, ids, gate_up, x.dtype), 2, axis=-1)
             outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
+        elif kernel := backend.expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
+            outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
+        elif not isinstance(gate_up, Quantized) and backend.gathers_experts(len(x)):
+            outs = _by_pair(x, ids, gate_up, down, activation)
         else:
             outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, gate_up, down))
         outs = outs.reshape(*ids.shape, x.shape[-1])
@@ -104,33 +110,90 @@ def _of_pairs(x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: 
     return few_rows.matmul_experts(x, ids, kernels.reshape(*kernels.shape[:2], -1), dtype)
 
 
+def _stored(kernels: Kernels) -> jax.ShapeDtypeStruct | None:
+    """Return shape and dtype of float or `Int8` kernels as ``[E, D, F]``; None for others."""
+    if isinstance(kernels, Quantized) and not isinstance(kernels, Int8):
+        return None
+    numbers = jax.tree.leaves(kernels)[0]
+    return jax.ShapeDtypeStruct((*numbers.shape[:2], math.prod(numbers.shape[2:])), numbers.dtype)
+
+
 def _of_expert(mlp: Callable, gate_up: Kernels, down: Kernels, x: Float[Array, "R D"], expert: Array) -> Array:
     """Return ``mlp`` of rows that all belong to one expert."""
     return mlp(x, *jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), (gate_up, down)))
 
 
-def _in_blocks(
-    x: Float[Array, "R D"], ids: Int[Array, "R k"], count: int, product: Callable[[Array, Array], Array]
-) -> Float[Array, "pairs D"]:
-    """Return ``product(rows, expert)`` of every pair of a token and an expert, in float32, zeros for absent experts.
+class Blocks(NamedTuple):
+    """Pairs of a token and an expert, sorted by the expert and cut into blocks of one expert each.
 
-    The pairs are sorted by expert and multiplied in blocks, which have one expert each. A step of up to
-    `backend.ROWS_OF_BLOCK` rows takes a block for each chosen expert.
+    Attributes:
+        pairs: The pairs of each block; those that are not ``present`` fill it up.
+        present: Which places of a block are in use.
+        experts: The expert of each block; E for blocks that are not in use.
+        used: Number of blocks in use, the first ones.
     """
-    n_rows, per_token = ids.shape
-    n_pairs, size = ids.size, min(n_rows, backend.ROWS_OF_BLOCK)
+
+    pairs: Int[Array, "blocks size"]
+    present: Bool[Array, "blocks size"]
+    experts: Int[Array, " blocks"]
+    used: Int[Array, ""]
+
+
+def blocks_of(ids: Int[Array, "R k"], count: int, size: int) -> Blocks:
+    """Cut the pairs into blocks of this size. Pairs of experts outside 0 to ``count`` - 1 are left out."""
+    n_pairs = ids.size
     experts = jnp.where((ids >= 0) & (ids < count), ids, count).reshape(-1)
     pairs = jnp.argsort(experts, stable=True).astype(jnp.int32)
     counts = jnp.sum(experts[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
     starts, ends = jnp.cumsum(counts) - counts, jnp.cumsum(-(-counts // size))  # pairs and blocks of each expert
+    block = jnp.arange(min(n_pairs, count + n_pairs // size), dtype=jnp.int32)  # as many as there can be
+    expert = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32)
+    of = jnp.minimum(expert, count - 1)
+    before = jnp.where(of > 0, ends[of - 1], 0)
+    places = (starts[of] + (block - before) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    present = (places < (starts + counts)[of][:, None]) & (expert < count)[:, None]
+    return Blocks(pairs[jnp.clip(places, 0, n_pairs - 1)], present, expert, ends[-1])
+
+
+def _in_blocks(
+    x: Float[Array, "R D"], ids: Int[Array, "R k"], count: int, product: Callable[[Array, Array], Array]
+) -> Float[Array, "pairs D"]:
+    """Return ``product(rows, expert)`` of every pair, in float32, a block at a time; zeros for absent experts.
+
+    A step of up to `backend.ROWS_OF_BLOCK` rows takes a block for each chosen expert.
+    """
+    n_pairs, per_token = ids.size, ids.shape[1]
+    blocks = blocks_of(ids, count, min(len(ids), backend.ROWS_OF_BLOCK))
 
     def block(i, out):
-        expert = jnp.sum(ends <= i, dtype=jnp.int32)
-        before = jnp.where(expert > 0, ends[expert - 1], 0)
-        places = starts[expert] + (i - before) * size + jnp.arange(size, dtype=jnp.int32)
-        present = places < starts[expert] + counts[expert]
-        chosen = pairs[jnp.minimum(places, n_pairs - 1)]
-        found = product(x[chosen // per_token], expert)
-        return out.at[jnp.where(present, chosen, n_pairs)].set(found, mode="drop")
+        chosen = blocks.pairs[i]
+        found = product(x[chosen // per_token], blocks.experts[i])
+        return out.at[jnp.where(blocks.present[i], chosen, n_pairs)].set(found, mode="drop")
 
-    return jax.lax.fori_loop(0, ends[-1], block, jnp.zeros((n_pairs, x.shape[-1]), jnp.float32))
+    return jax.lax.fori_loop(0, blocks.used, block, jnp.zeros((n_pairs, x.shape[-1]), jnp.float32))
+
+
+def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, count: int, activation: Callable) -> Array:
+    """Return the MLP of every pair by our GPU kernel, in float32; zeros for absent experts."""
+    blocks = blocks_of(ids, count, kernel.rows_of_block(ids.size, count))
+    n_blocks, size = blocks.pairs.shape
+
+    def product(x, rows, kernels, dtype):
+        numbers, *scale = jax.tree.leaves(kernels)
+        flat = numbers.reshape(*numbers.shape[:2], -1)
+        scale = scale[0].reshape(count, -1) if scale else None
+        return kernel.matmul(x, rows, blocks.experts, flat, scale, dtype).reshape(n_blocks * size, -1)
+
+    gate, up = jnp.split(product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype), 2, axis=-1)
+    own = jnp.arange(n_blocks * size, dtype=jnp.int32).reshape(n_blocks, size)
+    outs = product(activation(gate) * up, own, down, jnp.float32)
+    places = jnp.where(blocks.present, blocks.pairs, ids.size).reshape(-1)
+    return jnp.zeros((ids.size, x.shape[-1]), jnp.float32).at[places].set(outs, mode="drop", unique_indices=True)
+
+
+def _by_pair(x, ids, gate_up: Array, down: Array, activation: Callable) -> Float[Array, "pairs D"]:
+    """Return the MLP of every pair; XLA's kernels gather the experts' matrices while they multiply."""
+    experts = jnp.clip(ids.reshape(-1), 0, len(down) - 1)
+    rows = jnp.repeat(x, ids.shape[1], axis=0)
+    gate, up = jnp.einsum("nd,ndpf->pnf", rows, gate_up[experts], preferred_element_type=x.dtype)
+    return jnp.einsum("nf,nfd->nd", activation(gate) * up, down[experts], preferred_element_type=jnp.float32)
