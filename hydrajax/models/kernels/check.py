@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.models.kernels import few_bits_gpu, few_bits_tpu, tree_attention, tree_attention_tpu
+from hydrajax.models.kernels import experts_gpu, few_bits_gpu, few_bits_tpu, tree_attention, tree_attention_tpu
 from hydrajax.models.kernels.add_norm import add_norm
 from hydrajax.models.kernels.append_rows import append_rows
 
@@ -35,7 +35,7 @@ def _disagreement(device: str, interpret: bool) -> str | None:
     kernels = tree_attention_tpu if device == "TPU" else tree_attention
     checks = {"attention": functools.partial(_attention, kernels.attend)}
     if device == "GPU":
-        checks |= {"appending to caches": _appending, "a row's norm": _norm, "int4 weights": _int4}
+        checks |= {"appending to caches": _appending, "a row's norm": _norm, "int4 weights": _int4, "experts": _experts}
     else:
         checks |= {"int8 weights": _int8_tpu, "int4 weights": _int4_tpu}
     for name, check in checks.items():
@@ -120,6 +120,16 @@ def _int8_tpu(interpret: bool):
     call = functools.partial(few_bits_tpu.matmul_int8, dtype=jnp.float32, interpret=interpret)
     got = jax.jit(call)(x, values, scale.astype(np.float32))
     return np.max(np.abs(got - x.astype(np.float32) @ (values * scale[:, None])))
+
+
+def _experts(interpret: bool):
+    """Check two blocks of two experts; the third is not in use."""
+    random, x = np.random.default_rng(0), _normal(5, 128)
+    rows, experts = random.integers(0, 5, (3, experts_gpu.LEAST), np.int32), np.array([2, 0, 3], np.int32)
+    weight = (0.1 * random.normal(size=(3, 128, 64))).astype(jnp.bfloat16)
+    call = functools.partial(experts_gpu.matmul, scale=None, dtype=jnp.float32, interpret=interpret)
+    got = jax.jit(call)(x, rows, experts, weight)[:2]
+    return np.max(np.abs(got - x.astype(np.float32)[rows[:2]] @ weight.astype(np.float32)[experts[:2]]))
 
 
 def _norm(interpret: bool):
