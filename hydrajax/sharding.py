@@ -7,7 +7,7 @@ Parameters are declared with logical axes (`hydrajax.models.layers.declare`). A 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -255,7 +255,7 @@ def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) ->
     return jax.make_array_from_single_device_arrays(array.shape, home, placed)
 
 
-def _in_stored_order(array: jax.Array, axes: tuple[str | None, ...] | None) -> jax.Array:
+def _in_stored_order(array: jax.Array, axes: Iterable[str | None] | None) -> jax.Array:
     order = backend.stored_order(array.shape, array.dtype, axes)
     return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
 

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import ModuleType
 
@@ -191,7 +191,7 @@ def whole_slots(slots: int) -> int:
 TPU_TILE_ROWS = 16  # of bfloat16; a multiple of those of float32
 
 
-def stored_order(shape: tuple[int, ...], dtype, axes: tuple[str | None, ...] | None = None) -> tuple[int, ...] | None:
+def stored_order(shape: tuple[int, ...], dtype, axes: Iterable[str | None] | None = None) -> tuple[int, ...] | None:
     """Return the order of a weight's axes in memory, outermost first, for `jax.experimental.layout`; None: JAX's own.
 
     A TPU stores the last two axes in tiles of 8 by 128, and a fused kernel ``[D, 2, F]`` as it is declared would be
@@ -201,7 +201,7 @@ def stored_order(shape: tuple[int, ...], dtype, axes: tuple[str | None, ...] | N
     Kernels of experts, by the logical names ``axes``, have a leading axis, which stays the outermost: each expert's is
     one stretch of memory.
     """
-    if axes and axes[0] == "experts":
+    if next(iter(axes or ()), None) == "experts":
         order = stored_order(shape[1:], dtype)
         return None if order is None else (0, *(axis + 1 for axis in order))
     if platforms.on_turing() and dtype == jnp.int8 and len(shape) > 1:
