@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.released import refusal
-from hydrajax.models import backend
+from hydrajax.models import backend, platforms
 from hydrajax.models.expert_products import expert_sum
 from hydrajax.models.experts import route
 from hydrajax.models.llama_config import Experts
@@ -58,13 +58,12 @@ def test_only_chosen_experts_are_read(way, n_tokens, dtype):
     np.testing.assert_allclose(jax.jit(summed)(*args).astype(np.float32), expected(*args), rtol=0, **tolerance)
 
 
-def test_a_token_has_the_same_bits_in_any_batch(way):
+@pytest.mark.skipif(not platforms.has_cpu_kernels(), reason="XLA's products of one row sum in another order")
+def test_a_token_has_the_same_bits_in_any_batch():
     x, ids, weights, *kernels = problem(40)
-    together = jax.jit(summed)(x, ids, weights, *kernels)
-    some = [slice(None), slice(3, 4)]
-    if not backend.multiplies_pairs(jnp.float32, jnp.zeros(1)):
-        return  # XLA's products of one row sum in another order
-    np.testing.assert_array_equal(jax.jit(summed)(*(a[*some] for a in (x, ids, weights)), *kernels), together[*some])
+    together = jax.jit(summed)(x, ids, weights, *kernels)[:, 3:4]
+    alone = jax.jit(summed)(*(a[:, 3:4] for a in (x, ids, weights)), *kernels)
+    np.testing.assert_array_equal(alone, together)
 
 
 def test_gradients_are_those_of_the_sum_over_all_experts(way):
