@@ -31,7 +31,7 @@ from hydrajax.trees import presets
 
 AUTO = "auto"
 NO_DRAFT = "none"
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 
 
 def make_decode_fn(
@@ -133,16 +133,17 @@ def load(
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
               branch of the trees (`hydrajax.drafters.with_lookup`);
             - a `Drafter` without weights; None to decode autoregressively.
-        dtype: ``"float32"`` or ``"bfloat16"`` (or ``jnp.bfloat16``), for parameters, KV cache and matmuls. ``"auto"``
-            is float32 on a CPU, elsewhere the dtype of most of the base's weights, bfloat16 for float16
-            (`hydrajax.formats.huggingface.default_dtype`). ``m.model.dtype`` is the chosen one.
+        dtype: ``"float32"``, ``"bfloat16"`` (or ``jnp.bfloat16``) or ``"float16"``, for parameters, KV cache and
+            matmuls. ``"auto"`` is float32 on a CPU, elsewhere the dtype of most of the base's weights, bfloat16 for
+            float16; on GPUs without bfloat16 float16 for both (`hydrajax.formats.huggingface.default_dtype`).
+            ``m.model.dtype`` is the chosen one.
         placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
             shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
             a batch over its ``data`` axis. None is the default device.
         quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
             in one. ``"int4-64"`` and ``"int4-128"`` have a scale for 64 and 128 inputs in place of 32. Logits differ
             slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
-            they only take less memory.
+            products read them as they are stored. ``"fp8"`` requires a GPU of compute capability 8.9.
         kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per
             token and head. Logits differ slightly (docs/usage.md#kv-cache). A draft's own cache keeps ``dtype``.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).

@@ -12,7 +12,7 @@ import hydrajax
 from helpers.released import refusal
 from hydrajax.models.platforms import Platform, traced_for
 
-GPU = Platform("gpu", 1, 9.0)
+GPU, T4 = Platform("gpu", 1, 9.0), Platform("gpu", 1, 7.5)
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +50,35 @@ def test_the_dtype_of_the_checkpoint_on_an_accelerator(stored_in, stored, loaded
         assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
 
 
+@pytest.mark.parametrize(("stored", "loaded"), [("bfloat16", "float16"), ("float32", "float32")])
+def test_float16_on_a_gpu_without_bfloat16(stored_in, stored, loaded):
+    with traced_for(T4):
+        assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
+
+
+def test_a_weight_beyond_float16(tiny_checkpoint, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(tiny_checkpoint)
+    model.model.layers[0].mlp.down_proj.weight.data[3, 5] = 70_000
+    model.save_pretrained(tmp_path)
+    expected = "dtype: got a weight that float16 cannot hold, expected numbers up to 65,504"
+    refusal(lambda: hydrajax.load(tmp_path, dtype="float16"), expected)
+
+
 def test_a_few_wide_parameters_do_not_count(stored_in):
     with traced_for(GPU):
         assert dtypes(hydrajax.load(stored_in("bfloat16", norms="float32"))) == {"bfloat16"}
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), GPU], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16")])
+@pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16"), "float16"])
 def test_an_explicit_dtype(stored_in, platform, named):
     with traced_for(platform):
         assert dtypes(hydrajax.load(stored_in("float16"), dtype=named)) == {str(named)}
 
 
 def test_unknown_dtype(tiny_checkpoint):
-    for name in ("float16", None):
+    for name in ("float64", None):
         refusal(
             lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name),
-            f"dtype: got '{name}', expected auto, float32, bfloat16",
+            f"dtype: got '{name}', expected auto, float32, bfloat16, float16",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -25,6 +26,7 @@ from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
+from hydrajax.models import platforms
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
@@ -134,7 +136,7 @@ def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--dtype", choices=[api.AUTO, *api.DTYPES], default=api.AUTO,
         help="compute in this dtype (default auto: float32 on a CPU; elsewhere the checkpoint's own, bfloat16 for "
-        "float16)",
+        "float16; float16 for both on GPUs without bfloat16)",
     )  # fmt: skip
 
 
@@ -349,6 +351,9 @@ def load_from(
         )
     if args.dtype == api.AUTO:
         args.dtype = model.model.dtype.name
+        if args.dtype == "float16":
+            capability = platforms.platform().capability
+            print(f"computing in float16: GPUs of compute capability {capability} have no bfloat16", file=sys.stderr)
     return model
 
 

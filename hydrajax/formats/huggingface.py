@@ -66,10 +66,12 @@ def default_dtype(stored: str) -> jnp.dtype:
     """Return the default compute dtype for weights stored in ``stored`` (NumPy's name).
 
     float32 on a CPU: bfloat16 decodes faster there, but its text can differ. Accelerators are limited by the bytes read
-    per step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32.
+    per step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32. GPUs without
+    bfloat16, such as a T4, get float16 instead.
     """
     halved = stored in ("bfloat16", "float16") and platforms.platform().name != "cpu"
-    return jnp.dtype(jnp.bfloat16 if halved else jnp.float32)
+    sixteen_bits = jnp.float16 if platforms.on_turing() else jnp.bfloat16
+    return jnp.dtype(sixteen_bits if halved else jnp.float32)
 
 
 def stored_dtype(directory: str | Path, what: str = WHAT) -> str:

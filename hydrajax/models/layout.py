@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from hydrajax.errors import HydrajaxError
+
 Path = tuple[str, ...]  # keys of our nested dicts
 Shape = tuple[int, ...]
 Index = tuple[slice, ...]  # along the first axes of an array
@@ -79,7 +81,11 @@ class Parameter:
             joined = joined[(slice(None),) * self.axis + (some,)]
         # A view of a mapped file must be copied: JAX could use it in place, and the file may change.
         dtype = joined.dtype if self.dtype is None else self.dtype
-        return joined.transpose(self._order).astype(dtype, copy=len(self.parts) == 1)
+        with np.errstate(over="ignore"):
+            found = joined.transpose(self._order).astype(dtype, copy=len(self.parts) == 1)
+        if found.dtype == np.float16 and joined.dtype != np.float16 and not np.isfinite(found).all():
+            raise HydrajaxError("dtype: got a weight that float16 cannot hold, expected numbers up to 65,504")
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return (self if dtype is None else self.astype(dtype))[()]

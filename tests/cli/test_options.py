@@ -34,14 +34,26 @@ def test_the_dtype_is_left_to_the_checkpoint_and_the_device(argv):
     assert parsed(*argv, "--dtype", "bfloat16").dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("platform", "chosen"), [("cpu", "float32"), ("gpu", "bfloat16")])
-def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, platform, chosen):
+WITHOUT_BFLOAT16 = "computing in float16: GPUs of compute capability 7.5 have no bfloat16\n"
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen", "printed"),
+    [
+        (Platform("cpu", 1), "float32", ""),
+        (Platform("gpu", 1), "bfloat16", ""),
+        (Platform("gpu", 1, 8.0), "bfloat16", ""),
+        (Platform("gpu", 1, 7.5), "float16", WITHOUT_BFLOAT16),
+    ],
+)
+def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, capsys, platform, chosen, printed):
     export_llama(tmp_path / "base", *load_llama(wordless), dtype=jnp.bfloat16)
     args = parsed("certify", "--base", str(tmp_path / "base"))
-    with traced_for(Platform(platform, 1)):
+    with traced_for(platform):
         loaded = options.load_from(args)
     assert loaded.model.dtype == chosen
     assert options.recorded(args)["dtype"] == chosen
+    assert capsys.readouterr().err == printed
 
 
 @pytest.mark.parametrize(("flags", "dtype"), [([], "float32"), (["--dtype", "bfloat16"], "bfloat16")])
