@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
 from hydrajax.formats.low_bit_files.four_bits import four_bit_kernel
+from hydrajax.formats.low_bit_files.fp8_kernels import fp8_kernel
 from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
 from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
@@ -34,10 +36,10 @@ from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
-from hydrajax.models.layout import MODEL, Layout, Parameter, Stack, leaf, read, shapes, write
+from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import Int4Tiles, Quantized, Tiles, quantized_type, quantizes_embedding
+from hydrajax.models.quantized import Fp8, Int4Tiles, Quantized, Tiles, quantized_type, quantizes_embedding
 from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -157,7 +159,8 @@ def load_llama(
 
     def placed(path, parts, size):
         nonlocal done
-        found = {part: place(x, leaf(axes, (*path[:-1], part))) for part, x in parts.items()}
+        names = leaf(axes, path[:-1])  # a model without weights has no orders of inputs
+        found = {part: place(x, names.get(part, (None,))) for part, x in parts.items()}
         jax.block_until_ready(found)
         jax.device_put(0)  # JAX frees copies of the host's arrays not before its next call
         done += size
@@ -165,12 +168,14 @@ def load_llama(
         return found
 
     def take(entry):
-        """Return a kernel of the file's own 4-bit numbers."""
+        """Return a kernel of the file's own numbers of 4 bits or fp8."""
         name = entry.ours[0][-1]
-        of_experts = "experts" in entry.ours[0]
-        if name not in KERNELS or of_experts or not issubclass(quantized_type(quantize, name), Int4Tiles):
-            return None
-        kernel = four_bit_kernel(files, entry)
+        takes = name in KERNELS and "experts" not in entry.ours[0]
+        kind = quantized_type(quantize, name) if takes else Quantized
+        if issubclass(kind, Int4Tiles):
+            kernel = four_bit_kernel(files, entry, unlike)
+        else:
+            kernel = fp8_kernel(files, entry) if kind is Fp8 else None
         return kernel and placed(entry.ours[0], kernel.stored(name), math.prod(kernel.shape))
 
     def put(path, parameter):
@@ -191,10 +196,18 @@ def load_llama(
             parts = {name: parameter.astype(jnp.float32 if name in FLOAT32 else dtype)}
         return placed(path, parts, parameter.size)
 
-    keeps = quantize and isinstance(files, LowBitFiles) and platforms.has_few_bits() and not (lora and merge)
+    keeps = quantize and isinstance(files, LowBitFiles) and not (lora and merge)
     # The largest first: their copies on the host are then no peak in addition to nearly the whole model.
     largest_first = sorted(layout, key=lambda entry: -sum(map(math.prod, entry.theirs.values())))
+    unlike: list[Entry] = []
     params = read(largest_first, files, put, *[take] * bool(keeps))
+    if unlike:
+        names, more = ", ".join(unlike[0].theirs), f" and in {len(unlike) - 1} more kernels" if unlike[1:] else ""
+        warnings.warn(
+            f"hydrajax: {what}: {directory}: g_idx differs in {names}{more}, whose products share x: they are widened "
+            f"and rounded to {quantize}",
+            stacklevel=2,
+        )
     if lora and not merge:
         added = jax.tree.map_with_path(
             lambda path, x: place(np.asarray(x, dtype), leaf(axes, tuple(key.key for key in path))), lora.params

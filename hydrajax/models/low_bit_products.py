@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Shaped
 
 from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array
@@ -30,10 +31,13 @@ def multiplies_digits(rows: int) -> bool:
     return platforms.on_turing() or (platforms.on_tpu() and rows == 1 and mesh_in_use() is None)
 
 
-def matmul_int8(
-    x: Float[Array, "rows D"], values: Int8[Array, "D *parts F"], scale: Float[Array, "*parts F"], dtype
+def matmul_scaled(
+    x: Float[Array, "rows D"], values: Shaped[Array, "D *parts F"], scale: Float[Array, "*parts F"], dtype
 ) -> Float[Array, "*parts rows F"]:
-    """Return ``x @ (values * scale)`` in this dtype, with the parts of a fused kernel as leading axes."""
+    """Return ``x @ (values * scale)`` in this dtype, with the parts of a fused kernel as leading axes.
+
+    Values are int8, or float8_e4m3fn, which XLA's products read as they are on GPUs that have it.
+    """
     depth, *parts, width = values.shape
 
     def scaled(product, scale):
@@ -56,6 +60,8 @@ def matmul_int8(
         arrays = as_stored(values).reshape(-1, depth, width), as_stored(scale).reshape(-1, width)
         return from_stored(few_bits_tpu.matmul_int8(x, *arrays, dtype), tuple(parts))
 
+    if values.dtype != jnp.int8:
+        return plain(x, values, scale)
     if platforms.has_mosaic():
         from hydrajax.models.kernels import few_bits_tpu
 

@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from hydrajax.models.kernels import few_rows as kernels
 
 AMPERE = 8.0  # compute capability that Triton and cuDNN's attention need
+ADA = 8.9  # and that converts float8_e4m3fn
 
 
 class Platform(NamedTuple):
@@ -98,6 +99,11 @@ def has_few_bits() -> bool:
 def on_ampere() -> bool:
     """Return whether a GPU can run our kernels; HYDRAJAX_GPU_KERNELS=0 in the environment disables them."""
     return platform().capability >= AMPERE and os.environ.get("HYDRAJAX_GPU_KERNELS") != "0"
+
+
+def has_fp8() -> bool:
+    """Return whether a GPU's products can read weights in float8_e4m3fn without widening them in memory."""
+    return platform().capability >= ADA
 
 
 def on_turing() -> bool:

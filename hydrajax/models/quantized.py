@@ -37,7 +37,17 @@ def quantized_type(name: str, kernel: str, stored: Array | jax.ShapeDtypeStruct 
         name: One of `QUANTIZED`.
         kernel: The parameter's name.
         stored: Its first array if it exists: a program for an absent device is traced with the present one's.
+
+    Raises:
+        HydrajaxError: The device has no such numbers.
     """
+    if name == FP8 and not platforms.has_fp8():
+        raise HydrajaxError(
+            "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, files "
+            "in fp8 are widened"
+        )
+    if name == FP8 and kernel != "lm_head":
+        return Fp8
     if name in FOUR_BITS and kernel not in ("lm_head", "embedding"):
         tiles, elsewhere = FOUR_BITS[name]
         return tiles if _in_tiles(stored) else elsewhere
@@ -118,7 +128,8 @@ class Quantized(abc.ABC):
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays by field, in order."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "shape_"}
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "shape_"}
+        return {name: array for name, array in found.items() if array is not None}
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +142,8 @@ class Int8(Quantized):
         scale: float32 ``[*features]``.
     """
 
+    dtype, largest = jnp.int8, 127  # of a number
+
     values: Array
     scale: Float[Array, "*features"]
 
@@ -140,13 +153,13 @@ class Int8(Quantized):
 
     @classmethod
     def declare(cls, module, name, shape, axes):
-        zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, jnp.int8), axes)
+        zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, cls.dtype), axes)
         ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
         return cls(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
 
     @classmethod
     def of(cls, kernel):
-        """Return the nearest int8 kernel; each output feature's largest weight becomes 127."""
+        """Return the nearest kernel; each output feature's largest weight becomes the largest number."""
         # In blocks of rows: float32 copies of a whole lm head would be the peak of the host's memory.
         blocks = [slice(i, i + ROWS) for i in range(0, len(kernel), ROWS)]
         largest = np.zeros(kernel.shape[1:], np.float32)
@@ -154,24 +167,40 @@ class Int8(Quantized):
             np.maximum(largest, np.max(np.abs(kernel[rows].astype(np.float32)), axis=0), out=largest)
         if not np.all(np.isfinite(largest)):
             raise HydrajaxError("quantize: got a weight that is not finite, expected finite numbers")
-        scale = largest / np.float32(127)
+        scale = largest / np.float32(cls.largest)
         scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # for features of zeros, or nearly
-        values = np.empty(kernel.shape, np.int8)
+        values = np.empty(kernel.shape, cls.dtype)
         for rows in blocks:
-            values[rows] = np.rint(kernel[rows].astype(np.float32) / scale)
+            values[rows] = cls._rounded(kernel[rows].astype(np.float32) / scale)
         return cls(values, scale)
+
+    @staticmethod
+    def _rounded(steps: np.ndarray) -> np.ndarray:
+        return np.rint(steps)
 
     def dequantized(self):
         return self.values.astype(jnp.float32) * self.scale
 
     def project(self, x, dtype):
         values = self.values.reshape(x.shape[-1], -1)
-        product = low_bit_products.matmul_int8(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
+        product = low_bit_products.matmul_scaled(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
         return product.reshape(*x.shape[:-1], -1)
 
     def project_parts(self, x):
-        product = low_bit_products.matmul_int8(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
+        product = low_bit_products.matmul_scaled(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
         return product.reshape(*self.shape[1:-1], *x.shape[:-1], self.shape[-1])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8(Int8):
+    """``values * scale`` with values in float8_e4m3fn, for GPUs whose products read them (`platforms.has_fp8`)."""
+
+    dtype, largest = jnp.float8_e4m3fn, 448
+
+    @staticmethod
+    def _rounded(steps):
+        return steps.astype(jnp.float8_e4m3fn)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
@@ -286,11 +315,20 @@ class Tiles(Quantized):
             return module.param(key, ones, size if stored is None else stored.shape)
 
         parameters = cls.parameters(shape[0], math.prod(shape[1:]))
+        if module.has_variable("params", f"{name}_order"):
+            parameters["order"] = (shape[:1], jnp.int32)
         return cls(**{field: declared(field, *what) for field, what in parameters.items()}, shape_=shape)
+
+    order = None  # the kernel's rows in the order of its groups, int32 [D]; None: their own
+
+    def numbers(self) -> list[Array]:
+        """Return the arrays without the order."""
+        return [array for name, array in self.arrays().items() if name != "order"]
 
     def dequantized(self):
         depth, *features = self.shape_
-        return self.widened(depth, math.prod(features), *self.arrays().values()).reshape(self.shape_)
+        kernel = self.widened(depth, math.prod(features), *self.numbers()).reshape(self.shape_)
+        return kernel if self.order is None else kernel[jnp.argsort(self.order)]
 
     def project(self, x, dtype):
         depth, width = x.shape[-1], math.prod(self.shape_[1:])
@@ -304,7 +342,8 @@ class Tiles(Quantized):
 
         product = kernel if platforms.has_few_bits() else plain
         rows = x.reshape(-1, depth).astype(jnp.float32)
-        return product(rows, *self.arrays().values()).reshape(*x.shape[:-1], -1).astype(dtype)
+        rows = rows if self.order is None else rows.at[:, self.order].get(mode="promise_in_bounds")
+        return product(rows, *self.numbers()).reshape(*x.shape[:-1], -1).astype(dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("shape_",))
@@ -350,7 +389,7 @@ class Int8Tiles(Tiles):
         return Int8Tiles(values, scale, (self.shape_[0], len(columns)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset", "order"), meta_fields=("shape_",))
 @dataclasses.dataclass(frozen=True)
 class Int4Tiles(Tiles):
     """``values * scale + offset`` with a scale and an offset for each 32 inputs of an output, like GGUF's Q4_1.
@@ -362,6 +401,8 @@ class Int4Tiles(Tiles):
         values: uint8, two numbers of 0 to 15 in a byte (`few_bits.tile_shape`).
         scale: float16 (`few_bits.scale_shape`), or float32 where a file's scales do not fit.
         offset: float16 with the scale's shape, or uint8 zeros.
+        order: int32 ``[D]``, the kernel's rows in the order of the tiles, which makes groups of rows that are apart
+            consecutive (GPTQ's ``desc_act``). x is reordered before the product. None: the kernel's own order.
     """
 
     group = few_bits.GROUP  # inputs that share a scale, where a float kernel is quantised
@@ -370,6 +411,7 @@ class Int4Tiles(Tiles):
     scale: Any
     offset: Any
     shape_: tuple[int, ...]
+    order: Any = None
 
     @classmethod
     def parameters(cls, depth, width):
@@ -390,6 +432,7 @@ class Int4Tiles(Tiles):
         scale: Float[np.ndarray, "groups F"],
         zeros: UInt8[np.ndarray, "groups F"],
         shape: tuple[int, ...],
+        order: Int[np.ndarray, " D"] | None = None,
     ) -> Int4Tiles:
         """Return the kernel ``(numbers - zeros) * scale`` without rounding.
 
@@ -398,11 +441,12 @@ class Int4Tiles(Tiles):
             scale: For 32, 64 or 128 inputs each, of any float type.
             zeros: What is subtracted from the numbers.
             shape: The kernel's, ``(D, *features)``.
+            order: Row i of the numbers is row ``order[i]`` of the kernel; None for row i.
         """
         with np.errstate(over="ignore"):
             half = scale.astype(np.float16)
         scale = half if np.array_equal(half.astype(np.float32), scale) else scale.astype(np.float32)
-        return cls(_in_pairs(numbers), few_bits.per_group(scale), few_bits.per_group(zeros), shape)
+        return cls(_in_pairs(numbers), few_bits.per_group(scale), few_bits.per_group(zeros), shape, order)
 
     @staticmethod
     def widened(depth, width, values, scale, offset):
@@ -421,7 +465,8 @@ class Int4Tiles(Tiles):
 def _with_group(kind: type[Quantized], size: int) -> type[Quantized]:
     """Return a type of 4 bits that quantises with a scale and an offset for each ``size`` inputs."""
     found = type(f"{kind.__name__}By{size}", (kind,), {"group": size, "__doc__": f"Groups of {size} inputs."})
-    return jax.tree_util.register_dataclass(found, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
+    arrays = [field.name for field in dataclasses.fields(kind) if field.name != "shape_"]
+    return jax.tree_util.register_dataclass(found, data_fields=arrays, meta_fields=("shape_",))
 
 
 # In tiles, and elsewhere.
@@ -429,7 +474,8 @@ FOUR_BITS: dict[str, tuple[type[Quantized], type[Quantized]]] = {
     "int4": (Int4Tiles, Int4),
     **{f"int4-{size}": (_with_group(Int4Tiles, size), _with_group(Int4, size)) for size in (64, 128)},
 }
-QUANTIZED = ("int8", *FOUR_BITS)  # by the user's name
+FP8 = "fp8"
+QUANTIZED = ("int8", *FOUR_BITS, FP8)  # by the user's name
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +77,51 @@ def test_a_fused_kernel_equals_its_layers(tmp_path, method, size):
     stored = sum(x.nbytes for x in kernel.arrays().values())
     assert stored * 8 / (WIDTH * tiles * 64) == 4 + 24 / size
 
+    check_products(kernel, expected)
+
+
+def check_products(kernel, expected: np.ndarray) -> None:
+    """Compare products of rows that need no rounding, and each row alone."""
     if not platforms.has_few_bits():
         return
+    outputs = expected[0].size
     x = np.random.default_rng(9).integers(-127, 128, (5, WIDTH)).astype(np.float32)
-    x[:, ::32] = 127  # is not rounded
+    first = slice(None, None, 32)
+    x[:, first if kernel.order is None else kernel.order[first]] = 127  # is not rounded
     exact = x.astype(np.float64) @ expected.reshape(WIDTH, -1)
-    limit = np.abs(x) @ (16 * np.abs(kernel_scales(kernel, outputs)))  # numbers and zeros are at most 15
+    rows = x if kernel.order is None else x[:, kernel.order]
+    limit = np.abs(rows) @ (16 * np.abs(kernel_scales(kernel, outputs)))  # numbers and zeros are at most 15
     found = np.asarray(jax.jit(lambda x, kernel: kernel.project(x, jnp.float32))(x, kernel))
     assert np.abs(exact).max() > 10
     assert np.max(np.abs(found - exact) / limit) < 1e-6
     for row in range(5):
         alone = jax.jit(lambda x, kernel: kernel.project(x, jnp.float32))(x[row : row + 1], kernel)
         np.testing.assert_array_equal(alone[0], found[row])
+
+
+def reordered(seed: int, *shape: int, order: int = 0) -> Layer:
+    """Return a random layer of GPTQ with the groups that ``order`` shuffles."""
+    rng = np.random.default_rng(seed)
+    shuffle = np.random.default_rng(order).shuffle
+    return gptq(SimpleNamespace(shuffle=shuffle, integers=rng.integers, uniform=rng.uniform), *shape, act=True)
+
+
+def test_groups_of_inputs_that_are_apart(tmp_path):
+    config = settings_of("gptq", 32)[0] | {"desc_act": True}
+    files, weights = files_of(tmp_path, config, layers_of(QKV, reordered))
+    kernel, expected = four_bit_kernel(files, QKV), joined(QKV, weights)
+    assert kernel.order is not None
+    identical(kernel.dequantized(), expected)
+    check_products(kernel, expected)
+
+
+def test_layers_of_a_kernel_with_different_groups(tmp_path):
+    config = settings_of("gptq", 32)[0] | {"desc_act": True}
+    layers = layers_of(GATE_UP, lambda seed, *shape: reordered(seed, *shape, order=seed))
+    files, _ = files_of(tmp_path, config, layers)
+    unlike = []
+    assert four_bit_kernel(files, GATE_UP, unlike) is None
+    assert unlike == [GATE_UP]
 
 
 def kernel_scales(kernel, outputs: int) -> np.ndarray:
@@ -130,7 +164,10 @@ def test_layers_that_are_widened_instead(tmp_path):
     def far_zeros(parts):
         parts["weight_zero_point"] = np.full(parts["weight_scale"].shape, -100, np.int8)
 
-    assert one_layer(tmp_path, "gptq_act_order")[0] is None
+    def unequal_groups(parts):
+        parts["g_idx"][np.flatnonzero(parts["g_idx"] == 0)[0]] = 1
+
+    assert one_layer(tmp_path, "gptq_act_order", unequal_groups)[0] is None
     assert one_layer(tmp_path, "gptq_8_bits")[0] is None
     assert one_layer(tmp_path, "packed_4", far_zeros)[0] is None
     assert one_layer(tmp_path, "bnb_nf4")[0] is None

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from helpers.lora_files import apply_lora, write_lora
 from helpers.low_bit_layers import AWQ, CASES, FP8, GPTQ, compressed
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import huggingface
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config, stored_dtype
 from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
@@ -30,7 +32,7 @@ from hydrajax.formats.tensors import open_tensors, save_safetensors
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.quantized import Int4Tiles
+from hydrajax.models.quantized import Fp8, Int4Tiles
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
 UP = "model.layers.0.mlp.up_proj"
@@ -195,8 +197,66 @@ def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
             identical(np.asarray(found), np.asarray(expected))
 
 
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
+    """The down projections have three groups, the other layers one."""
+    directory, _ = quantised("gptq_act_order")
+    (model, plain), (low_model, low) = load_llama(directory), load_llama(directory, quantize="int4")
+    down = low["layers_1"]
+    arrays = [down[f"down{end}"] for end in ("", "_scale", "_offset")]
+    found = Int4Tiles(*arrays, (96, 32), down["down_order"]).dequantized()
+    identical(np.asarray(found), np.asarray(plain["layers_1"]["down"]))
+    expected = logits_of(model, plain)
+    errors = [np.abs(logits_of(low_model, low) - expected).mean()]
+    for layer in ("layers_0", "layers_1"):
+        low[layer] = {name: array for name, array in low[layer].items() if name != "down_order"}
+    errors += [np.abs(logits_of(low_model, low) - expected).mean()]
+    assert errors[0] < 0.3 * errors[1]
+
+
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+def test_layers_of_one_kernel_with_different_groups_are_named(quantised, monkeypatch):
+    directory, _ = quantised("gptq_act_order")
+    monkeypatch.setattr(huggingface, "four_bit_kernel", lambda files, entry, unlike: unlike.append(entry))
+    names = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
+    expected = (
+        f"hydrajax: base: {directory}: g_idx differs in {names} and in 7 more kernels, whose products share x: they "
+        "are widened and rounded to int4"
+    )
+    with pytest.warns(UserWarning, match=f"^{re.escape(expected)}$"):
+        load_llama(directory, quantize="int4")
+
+
+@pytest.mark.parametrize(("case", "same"), [("fp8_tensor", True), ("float_8_channel", True), ("fp8", False)])
+def test_fp8_keeps_the_numbers_of_the_file(quantised, case, same):
+    """If scales are those of outputs; blocks are rounded again."""
+    directory, _ = quantised(case)
+    _, plain = load_llama(directory)
+    with platforms.traced_for(platforms.Platform("gpu", 1, 8.9)):
+        _, low = load_llama(directory, quantize="fp8")
+    assert low["lm_head"].dtype == jnp.int8
+    for name in ("qkv", "out", "gate_up", "down"):
+        kernel = Fp8(low["layers_1"][name], low["layers_1"][f"{name}_scale"])
+        assert kernel.values.dtype == jnp.float8_e4m3fn
+        found, expected = (np.asarray(x) for x in (kernel.dequantized(), plain["layers_1"][name]))
+        assert np.array_equal(found, expected) is same
+        np.testing.assert_allclose(found, expected, rtol=2**-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("platform", [platforms.Platform("cpu", 1), platforms.Platform("gpu", 1, 8.6)])
+def test_devices_without_fp8(plain, platform):
+    expected = (
+        "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, files in "
+        "fp8 are widened"
+    )
+    with platforms.traced_for(platform):
+        refusal(lambda: load_llama(plain, quantize="fp8"), expected)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "quantize"), [("gptq_act_order", None), ("packed_4_zeros", "int4-128")])
+@pytest.mark.parametrize(
+    ("case", "quantize"), [("gptq_act_order", None), ("gptq_act_order", "int4"), ("packed_4_zeros", "int4-128")]
+)
 def test_a_draft_does_not_change_the_text(quantised, case, quantize):
     directory, _ = quantised(case)
     how = {"dtype": "float32", "quantize": quantize}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 ITEMSIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
-ITEMSIZES |= {"s64": 8, "u64": 8, "f64": 8}
+ITEMSIZES |= {"f8e4m3fn": 1, "s64": 8, "u64": 8, "f64": 8}
 
 _ARRAY = re.compile(r"\b(" + "|".join(ITEMSIZES) + r")\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")

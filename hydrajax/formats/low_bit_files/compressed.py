@@ -121,7 +121,7 @@ class Compressed:
     def integers(self, linear: StoredLinear) -> Integers | None:
         outputs, inputs = self._shape(linear)
         scheme = self._scheme(linear, outputs, inputs)
-        if scheme.dtype != "int8" or scheme.block is not None:
+        if scheme.block is not None:
             return None
         return self._integers(linear, scheme, outputs, inputs)
 

@@ -15,19 +15,26 @@ from hydrajax.models.quantized import Int4Tiles
 BITS = 4
 
 
-def four_bit_kernel(files: LowBitFiles, entry: Entry) -> Int4Tiles | None:
+def four_bit_kernel(files: LowBitFiles, entry: Entry, unlike: list[Entry] | None = None) -> Int4Tiles | None:
     """Return a kernel that equals the widened layers of an entry bit by bit.
 
-    None if a layer is no 4-bit integers with groups of a multiple of 32 consecutive inputs, or has zeros beyond a byte.
-    A kernel of several layers has the largest groups that fit them all.
+    None if a layer is no 4-bit integers with groups of a multiple of 32 inputs, or has zeros beyond a byte. A kernel of
+    several layers has the largest groups that fit them all. Groups of inputs that are apart (``desc_act``) must be the
+    same in all layers, as x is reordered once; layers of the same inputs have the same, unless they were quantised one
+    after another. An entry of layers with different ones is added to ``unlike``.
     """
-    layers = []
+    layers, orders = [], []
     for name in entry.theirs:
         layer = files.integers(name)
-        if layer is None or (stored := _unsigned(layer)) is None:
+        if layer is None or (stored := _unsigned(layer)) is None or (found := _in_order(stored)) is None:
             return None
-        layers.append(stored)
+        layers.append(found[0])
+        orders.append(found[1])
     if not layers:
+        return None
+    if not all(np.array_equal(orders[0], order) for order in orders):
+        if unlike is not None:
+            unlike.append(entry)
         return None
     depth = len(layers[0].numbers)
     sizes = [depth // len(layer.scales) for layer in layers if len(layer.scales) > 1]  # one group fits any size
@@ -35,7 +42,7 @@ def four_bit_kernel(files: LowBitFiles, entry: Entry) -> Int4Tiles | None:
     if group is None:
         return None
     starts = np.cumsum([0] + [layer.numbers.shape[1] for layer in layers])
-    features = _features(entry, depth, starts)
+    features = features_of(entry, depth, starts)
 
     def joined(parts: list[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts, axis=1)[:, features.reshape(-1)]
@@ -43,15 +50,28 @@ def four_bit_kernel(files: LowBitFiles, entry: Entry) -> Int4Tiles | None:
     numbers = joined([layer.numbers for layer in layers])
     scales = joined([_per_group(layer, layer.scales, group) for layer in layers])
     zeros = joined([_per_group(layer, layer.zeros, group) for layer in layers])
-    return Int4Tiles.of_numbers(numbers, scales, zeros, (depth, *features.shape))
+    return Int4Tiles.of_numbers(numbers, scales, zeros, (depth, *features.shape), orders[0])
+
+
+def _in_order(layer: Integers) -> tuple[Integers, np.ndarray | None] | None:
+    """Return a layer whose groups are consecutive inputs, and the order of its inputs (None if they had been); None
+    for groups of different sizes.
+    """
+    inputs, n_groups = len(layer.numbers), len(layer.scales)
+    if inputs % n_groups:
+        return None
+    consecutive = np.arange(inputs) * n_groups // inputs
+    if layer.groups is None or np.array_equal(layer.groups, consecutive):
+        return layer, None
+    order = np.argsort(layer.groups, kind="stable").astype(np.int32)
+    if not np.array_equal(layer.groups[order], consecutive):
+        return None
+    return layer._replace(numbers=layer.numbers[order], groups=None), order
 
 
 def _unsigned(layer: Integers) -> Integers | None:
     """Return a layer with numbers of 0 to 15 and an array of zeros of one byte, if it has such."""
-    inputs, n_groups = len(layer.numbers), len(layer.scales)
-    if layer.bits != BITS or inputs % n_groups:
-        return None
-    if layer.groups is not None and not np.array_equal(layer.groups, np.arange(inputs) * n_groups // inputs):
+    if layer.bits != BITS:
         return None
     shift = 0 if layer.numbers.dtype == np.uint8 else 1 << (BITS - 1)
     if shift and not -shift <= layer.numbers.min(initial=0) <= layer.numbers.max(initial=0) < shift:
@@ -71,7 +91,7 @@ def _per_group(layer: Integers, values: np.ndarray, group: int) -> np.ndarray:
     return np.broadcast_to(values[groups], (len(groups), outputs))
 
 
-def _features(entry: Entry, depth: int, starts: np.ndarray) -> np.ndarray:
+def features_of(entry: Entry, depth: int, starts: np.ndarray) -> np.ndarray:
     """Return for each feature of the kernel the output of the layers, counted through, that it is."""
     outputs = [np.arange(start, end) for start, end in itertools.pairwise(starts)]
     (parameter,) = entry.join(*(np.broadcast_to(each[:, None], (len(each), depth)) for each in outputs))

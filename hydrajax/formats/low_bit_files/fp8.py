@@ -18,10 +18,10 @@ import numpy as np
 from hydrajax.formats.low_bit_files.stored_linear import (
     FLOAT_TYPES,
     FP8,
+    Integers,
     Settings,
     StoredLinear,
     block_shape,
-    widen,
     widen_blocks,
 )
 from hydrajax.models.layout import Shape
@@ -53,14 +53,16 @@ class Fp8:
         linear.check(self._scale(linear), FLOAT_TYPES, *shapes)
         return outputs, inputs
 
-    def integers(self, linear: StoredLinear) -> None:
-        """Return None: numbers are floats."""
+    def integers(self, linear: StoredLinear) -> Integers | None:
+        if self.block is not None:
+            return None
+        numbers, scales = linear.read("weight"), linear.scales(self._scale(linear))
+        return Integers(8, numbers.T, scales.reshape(1, -1))
 
     def read(self, linear: StoredLinear) -> np.ndarray:
-        numbers, scales = linear.read("weight"), linear.scales(self._scale(linear))
         if self.block is not None:
-            return widen_blocks(numbers, scales, self.block)
-        return widen(numbers.T, scales.reshape(1, -1)).T
+            return widen_blocks(linear.read("weight"), linear.scales(self._scale(linear)), self.block)
+        return self.integers(linear).widened()
 
     def _scale(self, linear: StoredLinear) -> str:
         inverse = "weight_scale_inv"

@@ -135,7 +135,7 @@ class LowBitFiles(TensorFiles):
             return self._method.read(linear)[:rows]
 
     def integers(self, key: str) -> Integers | None:
-        """Return the integers of a layer's weights; None for float tensors and for layers of other numbers."""
+        """Return a layer's numbers and scales; None for float tensors and for layers of other numbers."""
         if key not in self._linears:
             return None
         self.shape(key)  # checks the tensors

@@ -44,15 +44,15 @@ class Method(Protocol):
         """Return the float32 weights ``[outputs, inputs]``."""
 
     def integers(self, linear: StoredLinear) -> Integers | None:
-        """Return the layer's integers; None if it has none, or scales that are not those of groups of inputs."""
+        """Return the layer's numbers and scales; None if its scales are not those of groups of inputs."""
 
 
 class Integers(NamedTuple):
-    """A layer of integers, ``(numbers - zeros) * scales``.
+    """A layer of integers or of float8_e4m3fn, ``(numbers - zeros) * scales``.
 
     Attributes:
         bits: Of each number.
-        numbers: uint8 or int8 ``[inputs, outputs]``.
+        numbers: uint8, int8 or float8_e4m3fn ``[inputs, outputs]``.
         scales: float32 ``[groups, outputs or 1]``.
         zeros: ``[groups, outputs or 1]``, or one number for all; None for 0.
         groups: The group of each input; None for consecutive inputs in groups of equal size.

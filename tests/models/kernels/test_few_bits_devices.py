@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from helpers.described_programs import interpreted
 from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits_gpu, few_bits_tpu
 from hydrajax.models.kernels.digits import DIGIT, digits
-from hydrajax.models.quantized import Int4, Int4Tiles, Int8, quantized_type
+from hydrajax.models.quantized import Fp8, Int4, Int4Tiles, Int8, quantized_type
 
 PLATFORMS = {
     "t4": platforms.Platform("gpu", 1, 7.5),
@@ -36,8 +38,7 @@ def test_int4_means_the_same_on_every_device():
     assert quantized_type("int4", "down", tiles.values) is Int4Tiles
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("kind", [Int8, Int4])
+@pytest.mark.parametrize(("platform", "kind"), [*itertools.product(PLATFORMS, [Int8, Int4]), ("h100", Fp8)])
 def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
     kernel = kind.of(RANDOM.normal(size=(128, 2, 128)).astype(np.float32) * np.linspace(0.1, 3, 128, dtype=np.float32))
     wide = np.asarray(kernel.dequantized(), np.float64)
