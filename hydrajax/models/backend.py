@@ -213,8 +213,8 @@ def stored_order(shape: tuple[int, ...], dtype, axes: Iterable[str | None] | Non
 
 
 def matmul_parts(
-    x: Float[Array, "*rows D"], kernel: Float[Array, " D *parts F"], dtype, *, stored: bool = True
-) -> Float[Array, "*parts *rows F"]:
+    x: Num[Array, "*rows D"], kernel: Num[Array, " D *parts F"], dtype, *, stored: bool = True
+) -> Num[Array, "*parts *rows F"]:
     """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it.
 
     On a mesh, a kernel ``[D, 2, F]`` that is divided over F would be gathered to be reshaped, in every step.
@@ -227,16 +227,14 @@ def matmul_parts(
     return out.reshape(*features[:-1], *rows, features[-1])
 
 
-def parts_first(product: Float[Array, "*rows F"], features: tuple[int, ...]) -> Float[Array, "*parts *rows f"]:
+def parts_first(product: Num[Array, "*rows F"], features: tuple[int, ...]) -> Num[Array, "*parts *rows f"]:
     """Return a fused kernel's product with the parts, all features but the last, as leading axes."""
     rows, parts = product.ndim - 1, len(features) - 1
     split = product.reshape(*product.shape[:-1], *features)
     return jnp.moveaxis(split, range(rows, rows + parts), range(parts))
 
 
-def matmul(
-    x: Float[Array, "*rows D"], kernel: Float[Array, "D F"], dtype, *, stored: bool = True
-) -> Float[Array, "*rows F"]:
+def matmul(x: Num[Array, "*rows D"], kernel: Num[Array, "D F"], dtype, *, stored: bool = True) -> Num[Array, "*rows F"]:
     """Return ``x @ kernel``, accumulated and returned in ``dtype``.
 
     On a CPU without our kernels a single row is multiplied as two half contractions whose results are added. XLA runs
@@ -359,7 +357,7 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
     return take_divided(copied if widens and platforms.has_cpu_kernels() else plain, table, index)
 
 
-def _contract_rows(spec: str, x: Float[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
+def _contract_rows(spec: str, x: Num[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
     """Apply `contract` to rows of ``x``; ``r`` in the specification.
 
     cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step:
@@ -470,4 +468,7 @@ def compiler_options() -> dict[str, str | bool] | None:
     """
     if not platforms.platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
         return None
-    return {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}
+    options = {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}
+    # XLA would join the keys of cache and tree for a single product: 36 MB per layer of a 7B, with 64 nodes and 2048
+    # tokens. Our kernels, which newer GPUs have, read both.
+    return options | {"xla_gpu_dot_merger_threshold_mb": "0"} if platforms.on_turing() else options
