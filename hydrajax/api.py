@@ -21,6 +21,7 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import parse_lookup, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
+from hydrajax.formats.load import find_own_heads, names_own_heads
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.quantized import QUANTIZED
@@ -129,7 +130,7 @@ def load(
               tokenizer (`hydrajax.formats.draft_model_format`), which may also be a GGUF file;
             - a name: ``"lookup"`` or another drafter without weights (`hydrajax.formats.draft_registry`), or a draft of
               the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``; of smollm2: ``"medusa"``,
-              ``"hydra++"``;
+              ``"hydra++"``; ``"mtp"`` for the multi-token prediction module in the base's own files;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
               branch of the trees (`hydrajax.drafters.with_lookup`);
             - a `Drafter` without weights; None to decode autoregressively.
@@ -186,10 +187,12 @@ def load(
         check_divides(placement.base, read_config(base))
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    if with_lookup := parse_lookup(draft):
-        resolve(with_lookup.draft, "draft", read_config(base))  # report a missing draft before the base is read
-    elif isinstance(draft, (str, Path)) and not without_weights(draft):
-        draft = resolve(draft, "draft", read_config(base))
+    named = found.draft if (found := parse_lookup(draft)) else draft
+    if names_own_heads(named):  # report a missing draft before the base is read
+        find_own_heads(base)
+    elif isinstance(named, (str, Path)) and not without_weights(named):
+        directory = resolve(named, "draft", read_config(base))
+        draft = draft if found else directory
     model, params = load_llama(
         base,
         DTYPES.get(name),  # None for "auto"
@@ -207,6 +210,7 @@ def load(
         eos_ids(base),
         placement,
         adapter_directory=adapter,
+        base_directory=base,
     )
     if draft is None and draft_confidence is None and not placement.shard_draft:
         return m

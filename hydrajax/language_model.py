@@ -100,6 +100,7 @@ class LanguageModel:
         placement: devices of base and draft.
         draft_directory: directory of the draft's weights, None for a drafter without weights.
         adapter_directory: directory of the base's adapter, also of a merged one.
+        base_directory: directory of the base, whose MTP module the draft ``mtp`` is; None if unknown.
     """
 
     model: BaseModel
@@ -110,6 +111,7 @@ class LanguageModel:
     placement: Placement = field(default_factory=Placement)
     draft_directory: Path | None = None
     adapter_directory: Path | None = None
+    base_directory: Path | None = None
     _executors: dict = field(default_factory=dict)
     _drafts: dict = field(default_factory=dict)  # by name or drafter
     _fastest: dict = field(default_factory=dict)  # drafter and tree, by batch size and type of rule
@@ -222,6 +224,7 @@ class LanguageModel:
         found = find_draft(
             draft, self.model, self.params.base, self.tokenizer, self.placement,
             base_directory=base_directory, adapter_directory=self.adapter_directory, confidence=draft_confidence,
+            own_directory=self.base_directory,
         )  # fmt: skip
         return LanguageModel(
             self.model,
@@ -232,6 +235,7 @@ class LanguageModel:
             self.placement,
             found.directory,
             self.adapter_directory,
+            self.base_directory,
         )
 
     # --- text ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_model_format import is_model, load_draft_model
 from hydrajax.formats.draft_registry import parse_lookup, title_of, without_weights
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.load import load_draft, stored_in_int8
+from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads, stored_in_int8
 from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.quantized import quantized_draft
@@ -37,6 +37,7 @@ def find_draft(
     base_directory: str | Path | None = None,
     adapter_directory: Path | None = None,
     confidence: float | None = None,
+    own_directory: Path | None = None,
 ) -> LoadedDraft:
     """Load a draft for a base.
 
@@ -50,6 +51,7 @@ def find_draft(
         adapter_directory: the directory of the base's adapter, which heads may record too.
         confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
             (`hydrajax.drafters.dspark.DSpark`).
+        own_directory: the base's directory, which may have an MTP module (the draft ``mtp``); None if unknown.
 
     Raises:
         HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
@@ -59,11 +61,18 @@ def find_draft(
         inner = find_draft(
             with_lookup.draft, model, base_params, tokenizer, placement,
             base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
+            own_directory=own_directory,
         )  # fmt: skip
         return inner._replace(drafter=with_lookup.wrap(inner.drafter))
     directory, params = None, {}
     if kind := without_weights(draft):
         draft = kind.build(model.config, model.dtype)
+    if names_own_heads(draft):
+        directory = base_directory if own_directory is None else own_directory
+        if directory is None:
+            raise HydrajaxError(f"draft: got '{draft}', which needs a base that was loaded from a directory")
+        directory = Path(directory)
+        draft, params = load_own_heads(directory, model.config, model.dtype, mesh=placement.base)
     if isinstance(draft, (str, Path)):
         directory = resolve(draft, "draft", model.config)
         if is_model(directory):

@@ -18,7 +18,7 @@ from hydrajax.formats.fetch import fetch_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
-from hydrajax.formats.load import RECORD, load_draft
+from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_heads
 from hydrajax.formats.tensors import read_json
 from hydrajax.measure.quantization import LogitEffect, logit_effect
 from hydrajax.models.base_model import BaseModel
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="read the base of the heads")
     parser.add_argument("--adapter", metavar="DIR|NAME", help="read the adapter that the heads were trained with")
-    parser.add_argument("--draft", metavar="DIR|NAME", required=True, help="read the heads, in any format that loads")
+    parser.add_argument(
+        "--draft",
+        metavar="DIR|NAME",
+        required=True,
+        help="read the heads, in any format that loads; mtp: the base's own",
+    )
     text = "write this format (default: that of the method's published code)"
     parser.add_argument("--format", choices=FORMATS, help=text)
     _output_argument(parser)
@@ -110,11 +115,12 @@ def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
 def _export(args: argparse.Namespace) -> None:
     base = resolve(args.base, "base")
     config = read_config(base)
-    draft = resolve(args.draft, "draft", config)
+    own = names_own_heads(args.draft)
+    draft = base if own else resolve(args.draft, "draft", config)
     _check_output(args.output, {"heads": draft, "base": base})
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")
-    made_for = {} if args.force else {"base_directory": base, "adapter": adapter}
-    drafter, params = load_draft(draft, config, None, **made_for)
+    made_for = {} if args.force or own else {"base_directory": base, "adapter": adapter}
+    drafter, params = (load_own_heads if own else load_draft)(draft, config, None, **made_for)
     if args.heads is not None:
         if not hasattr(drafter, "first_heads") or args.heads > drafter.num_draft_heads:
             found = getattr(drafter, "num_draft_heads", "no")

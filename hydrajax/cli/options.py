@@ -79,8 +79,9 @@ def add_model_arguments(
     group.add_argument(
         "--draft", metavar="DIR|NAME", **listed,
         help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
-        f"{names}; {'; '.join(bundled)}. lookup+DRAFT adds a branch of 5 nodes "
-        "found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes (default none)"
+        f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
+        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes "
+        "(default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip
     if not several:

@@ -153,7 +153,7 @@ class EagleDrafter(Trained):
         hidden, block = self._apply(
             params,
             self._embed(base, following_tokens(tokens, counts, bonus_token)),
-            self._apply(params, aux_hidden_states, method="fused"),
+            self._fused(params, aux_hidden_states, base),
             state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
             state.cache.segments(0),
@@ -188,7 +188,7 @@ class EagleDrafter(Trained):
         hidden, (keys, values) = self._apply(
             params,
             self._embed(base, beam.tokens),
-            take(so_far.hidden, slot),
+            self._fed_back(params, take(so_far.hidden, slot)),
             jnp.broadcast_to((cache.lengths + beam.depth - 1)[:, None], beam.tokens.shape),
             itself,
             (*([above] if sees.shape[-1] else []), *cache.segments(0)),
@@ -200,6 +200,14 @@ class EagleDrafter(Trained):
             jnp.concatenate([so_far.values, values], axis=2),
             xp.concatenate([sees, xp.broadcast_to(itself, (*sees.shape[:-1], n_nodes))], axis=-1),
         )
+
+    def _fused(self, params, aux_hidden_states: Float[Array, "B T nD"], base) -> Float[Array, "B T D"]:
+        """Return the network's input at positions that the base has processed."""
+        return self._apply(params, aux_hidden_states, method="fused")
+
+    def _fed_back(self, params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return the network's input at drafted positions, from its output at the parent."""
+        return hidden
 
     def _embed(self, base, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         return base.embed(tokens).astype(self.dtype)
@@ -230,13 +238,14 @@ class EagleDrafter(Trained):
         """
         if positions is None:
             positions, mask = row_layout(tokens)
-        hidden, outputs, past = self._apply(params, aux_hidden_states, method="fused"), [], []
+        hidden, outputs, past = self._fused(params, aux_hidden_states, base), [], []
         for k in range(self.ttt_length):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
             visible = SamePosition() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
             past.append(KVSegment(*block, visible))
             outputs.append(hidden)
+            hidden = self._fed_back(params, hidden)
         return tuple(outputs)
 
     def head_logits(self, params, k, hidden, base, rng=None):

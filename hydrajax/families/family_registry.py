@@ -66,9 +66,8 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
             more = f"; '{kind}' is not supported because of {lacks}" if lacks else ""
             raise unsupported("model_type", kind, SUPPORTED + more)
         family = FAMILIES[kind]
-        raw = family.defaults | raw
+        raw = family.prepare(family.defaults | raw)
         _check_supported(raw, family)
-        raw = family.prepare(raw)
         return family.read(raw, _shared(raw, family.partial_rotary))
     except KeyError as missing:
         raise HydrajaxError(f"{what}: field {missing} is missing") from None

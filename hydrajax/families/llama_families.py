@@ -65,5 +65,9 @@ LLAMA_FAMILIES = {
     "llama": Family("LlamaForCausalLM", "LLaMA 1, 2, 3, 3.1, 3.2, Vicuna, TinyLlama, CodeLlama"),
     "mistral": Family("MistralForCausalLM", "Mistral", _MISTRAL, _mistral, _mistral_fields),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen 2, 2.5", _QWEN, _qwen2, _switched_fields),
+    # Its MTP module is a draft (`hydrajax.formats.mtp_format`). Biases are Qwen 2's, whatever attention_bias says.
+    "mimo": Family(
+        "MiMoForCausalLM", "MiMo 7B", _QWEN, _qwen2, _switched_fields, lambda raw: raw | {"attention_bias": False}
+    ),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen 3", _QWEN | {"head_dim": 128}, _qwen3, _switched_fields),
 }

@@ -16,13 +16,13 @@ from hydrajax.files import check_directory
 from hydrajax.formats import native
 from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.huggingface import load_llama, read_config
+from hydrajax.formats.interface import LAST_NORM
 from hydrajax.formats.tensors import holds, open_tensors, read_json
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.layout import MODEL
 from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
 
 WHAT = "draft"
-LAST_NORM = "model.norm.weight"  # every model has it, and no heads do
 
 
 def is_model(directory: str | Path) -> bool:

@@ -24,12 +24,21 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import amphista_format, block_format, eagle_format, hydra_format, medusa_format, peagle_format
+from hydrajax.formats import (
+    amphista_format,
+    block_format,
+    eagle_format,
+    hydra_format,
+    medusa_format,
+    mtp_format,
+    peagle_format,
+)
 from hydrajax.formats.interface import Files
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -79,6 +88,7 @@ KINDS = {
     "amphista": DrafterKind("Amphista", AmphistaHeads, amphista_format.FILES),
     "eagle": DrafterKind("EAGLE", Eagle, eagle_format.EAGLE_FILES),
     "eagle3": DrafterKind("EAGLE-3", Eagle3, eagle_format.EAGLE_3_FILES),
+    "mtp": DrafterKind("MTP", MTP, mtp_format.FILES),
     "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES, BlockSettings(5, 16)),
     "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES, BlockSettings(5, 16)),
     "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES, DSparkSettings(5, 7, markov_rank=256)),

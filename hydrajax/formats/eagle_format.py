@@ -43,6 +43,7 @@ from hydrajax.formats.eagle_parts import (
     T2D,
     check_all_tokens,
     check_class,
+    check_vocabulary,
     eagle_3_layout,
     eagle_layout,
     flattened,
@@ -283,10 +284,7 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     check_sizes((c.vocab_size, c.width), base)
     if max(c.mlp_width, c.n_heads * c.head_dim) > MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
-    if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
-        raise HydrajaxError(
-            f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
-        )
+    check_vocabulary(heads, base)
     if not isinstance(heads, Eagle3):
         return
     layers = heads.aux_hidden_layers

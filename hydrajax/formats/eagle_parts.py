@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hydrajax.drafters.draft_lm_head import Vocabulary
-from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
@@ -122,8 +122,16 @@ def check_class(drafter: Any, kind: type) -> None:
         raise cannot_write("drafter", drafter_name(drafter), kind.__name__)
 
 
-def check_all_tokens(drafter: Eagle) -> None:
-    """Refuse a reduced vocabulary, for which no format of EAGLE-1 has a place."""
+def check_vocabulary(heads: EagleDrafter, base: LlamaConfig) -> None:
+    """Refuse a reduced vocabulary with tokens that the base does not have."""
+    if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
+        raise HydrajaxError(
+            f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
+        )
+
+
+def check_all_tokens(drafter: EagleDrafter) -> None:
+    """Refuse a reduced vocabulary, for which no format of EAGLE-1 and of MTP has a place."""
     if drafter.vocabulary is not None:
         raise cannot_write("vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}")
 

@@ -103,8 +103,9 @@ def _known_names(text: str, flag: str) -> str:
         return ""  # a path
     if flag == "draft":
         from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS  # which imports drafters
+        from hydrajax.formats.mtp_format import OWN
 
-        names = dict.fromkeys([*WITHOUT_WEIGHTS, *assets.DRAFT_NAMES])
+        names = dict.fromkeys([*WITHOUT_WEIGHTS, OWN, *assets.DRAFT_NAMES])
     else:
         names = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES])
     return f"; known names: {', '.join(nearest_first(text, names))}"

@@ -44,13 +44,14 @@ from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
-# Rotary buffers of old transformers versions, and a Medusa-2 model's heads (`hydrajax.formats.medusa_format`).
-IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*"
+# Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), and MTP
+# modules (`hydrajax.formats.mtp_format`, see also `_modules_after`).
+IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
+MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 # Weights of matrix products, which are quantised.
 KERNELS = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "lm_head")
 FLOAT32 = ("choice_bias",)  # parameters that keep more bits than the model's dtype
-MTP = "model.layers.{}.eh_proj.weight"  # of a layer after the last that predicts several tokens (GLM-4.5)
 COLUMNS_AT_ONCE = 8192  # whole tiles
 Progress = Callable[[int, int], None]  # called with the numbers of parameters loaded and in total
 
@@ -62,6 +63,15 @@ def read_config(directory: str | Path, what: str = WHAT) -> LlamaConfig:
     config = to_llama_config(raw, where)
     read_method(raw, where)  # refuses methods that are not implemented
     return config
+
+
+def _modules_after(directory: Path, n_layers: int, what: str) -> list[str]:
+    """Return regular expressions of the tensors of MTP modules that are stored as layers after the last."""
+    file = directory / "config.json"
+    number = read_json(file, what).get(MODULES) or 0
+    if type(number) is not int or not 0 <= number <= MOST_MODULES:
+        raise HydrajaxError(f"{what}: {file}: {MODULES}: got {number!r}, expected an integer from 0 to {MOST_MODULES}")
+    return [rf"model\.layers\.{n_layers + i}\..*" for i in range(number)]
 
 
 def default_dtype(stored: str) -> jnp.dtype:
@@ -138,8 +148,7 @@ def load_llama(
     lora = None if adapter is None else load_adapter(adapter, config)
     layout = _layout_of(config, files)
     ignored = IGNORED + r"|lm_head\.weight" * config.tied_lm_head  # some files of tied models have a copy
-    if MTP.format(config.n_layers) in files:
-        ignored += rf"|model\.layers\.{config.n_layers}\..*"
+    ignored = "|".join([ignored, *_modules_after(directory, config.n_layers, what)])
     if isinstance(files, LowBitFiles):
         ignored = "|".join([ignored, *map(re.escape, files.zero_biases(shapes(layout)))])
     expect_tensors(files, shapes(layout), f"{what}: {directory}", ignored)

@@ -20,6 +20,7 @@ from hydrajax.models.layout import Layout
 from hydrajax.models.llama_config import LlamaConfig
 
 CONFIG = "config.json"
+LAST_NORM = "model.norm.weight"  # every whole model has it, and no heads do
 MOST = 64  # heads, and blocks per head: a larger number is a typo, and would take all memory
 
 

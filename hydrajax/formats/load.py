@@ -7,8 +7,10 @@ copies. Files in our own format are read whole.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,11 +21,12 @@ from jax.sharding import Mesh
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import check_directory
-from hydrajax.formats import native
+from hydrajax.formats import mtp_format, native
 from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
-from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json
+from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
+from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors, read_json
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
 from hydrajax.models.llama import Llama
@@ -88,11 +91,53 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
     raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
 
 
+def names_own_heads(draft: Any) -> bool:
+    """Return True for the name of the MTP module in the base's own files."""
+    return isinstance(draft, (str, Path)) and str(draft) == mtp_format.OWN and not os.path.isdir(draft)
+
+
+def load_own_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32, *, mesh: Mesh | None = None):
+    """Load ``(drafter, draft_params)`` of the MTP module in the base's own files.
+
+    Args:
+        directory: of the base; quantised modules are widened. The other arguments are those of `load_draft`.
+
+    Raises:
+        HydrajaxError: there is no module, or one that is not supported.
+    """
+    directory = Path(directory)
+    format, config, files = find_own_heads(directory)
+    return load_released(directory, config, base, None if dtype is None else jnp.dtype(dtype), format, mesh, files)
+
+
+def find_own_heads(directory: Path) -> tuple[HeadFormat, dict, TensorFiles]:
+    """Return the format of the MTP module in a base's files, the base's ``config.json`` and the files."""
+    config, files = read_json(directory / "config.json", WHAT), open_base_tensors(directory, WHAT)
+    names = set(files)
+    for format in mtp_format.FORMATS:
+        if format.found_in(config, names):
+            return format, config, files
+    known = " or ".join(f"'{format.prefix(config)}*'" for format in mtp_format.FORMATS)
+    raise HydrajaxError(
+        f"{WHAT}: got '{mtp_format.OWN}', but the base in {directory} has no MTP module (no tensors {known}); name "
+        "heads or another draft"
+    )
+
+
 def load_released(
-    directory: Path, config: dict, base: LlamaConfig, dtype, format: HeadFormat, mesh: Mesh | None = None
+    directory: Path,
+    config: dict,
+    base: LlamaConfig,
+    dtype,
+    format: HeadFormat,
+    mesh: Mesh | None = None,
+    files: TensorFiles | None = None,
 ):
-    """Load ``(drafter, draft_params)`` in this format; the arguments are those of `load_draft`."""
-    files, where = open_tensors(directory, format.stem, WHAT), f"{WHAT}: {directory}"
+    """Load ``(drafter, draft_params)`` in this format; the arguments are those of `load_draft`.
+
+    ``files`` are the tensors; by default those of ``directory``.
+    """
+    files, where = open_tensors(directory, format.stem, WHAT) if files is None else files, f"{WHAT}: {directory}"
     try:
         drafter = format.drafter(config, files, base)
         expect_tensors(files, shapes(format.layout(drafter, config)), format.stem, format.ignored)

@@ -183,6 +183,8 @@ def _value(value: Any, kind: Any, name: str) -> Any:
         if value is None:
             return None
         kind = choices[0]
+    if typing.get_origin(kind) is tuple and float in choices and isinstance(value, list):
+        return tuple(_value(x, float, name) for x in value)
     if kind is Vocabulary or typing.get_origin(kind) is tuple:
         if not isinstance(value, list) or not value or any(type(x) is not int or not 0 <= x < 2**31 for x in value):
             raise ValueError(f"{name}: expected a list of numbers below 2**31")

@@ -30,7 +30,8 @@ class DraftConfig:
 
     Attributes:
         heads: a kind in `hydrajax.formats.draft_registry.HEADS`. Hydra++ is ``hydra`` with 4 layers and ``prefix``.
-        init: a directory of released or exported heads to start from. Default: fresh heads.
+        init: a directory of released or exported heads to start from, or ``mtp`` for the module in the base's own
+            files. Default: fresh heads.
         settings: the kind's ``Settings``.
     """
 

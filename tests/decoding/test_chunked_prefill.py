@@ -23,6 +23,7 @@ DRAFTERS = [
     "amphista",
     "eagle",
     "eagle3",
+    "mtp of mimo",
     "model",
     "windowed model",
     "lookup",

@@ -33,6 +33,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.drafters.with_lookup import WithLookup
@@ -56,6 +57,7 @@ DRAFTERS = {
     "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
     "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
     "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
+    "mtp": (MTP(CONFIG.replace(n_layers=1), embedding_first=False, before_final_norm=True), DynamicTree(8, 2, 3)),
     "dflash": (DFlash.for_base(CONFIG, jnp.float32, BLOCK), BestFirstTree(8).reaching(4)),
     "dspark": (DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=3)), TREE),
     "peagle": (PEagle.for_base(CONFIG, jnp.float32, BLOCK), TREE),
@@ -64,7 +66,16 @@ DRAFTERS = {
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }
 # Drafter layers with a KV cache of the base's shape; a draft model's cache has one more slot.
-DRAFT_LAYERS = {"hydra++": 1, "lookup+hydra++": 1, "amphista": 2, "eagle": 1, "eagle3": 1, "model": 2, "sure model": 2}
+DRAFT_LAYERS = {
+    "hydra++": 1,
+    "lookup+hydra++": 1,
+    "amphista": 2,
+    "eagle": 1,
+    "eagle3": 1,
+    "mtp": 1,
+    "model": 2,
+    "sure model": 2,
+}
 DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2}
 
 
@@ -150,6 +161,7 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
         ("eagle", Greedy()),
         pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
         pytest.param("eagle3", RejectionSampling(), marks=pytest.mark.slow),
+        ("mtp", Greedy()),
         ("dflash", Greedy()),
         ("dspark", RejectionSampling()),
         ("peagle", Greedy()),

@@ -36,6 +36,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.attention import causal_mask
@@ -112,6 +113,7 @@ DRAFTERS = {
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
     "eagle3, 4 tokens": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=FOUR),
+    "mtp": MTP.for_base(CONFIG, jnp.float32),
     "model": DraftModel(Llama(CONFIG), VOCAB),
     "sure model, 4 tokens": DraftModel(Llama(CONFIG.replace(vocab_size=4)), VOCAB, confidence=0.3),
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
@@ -217,7 +219,7 @@ def test_exact_sampling(temperature, cut, drafter, batch, samples):
     assert p_value(draws(rule, drafter, TREE, batch, samples), probabilities(rule)) > P_VALUE
 
 
-EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens")
+EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens", "mtp")
 
 
 @pytest.mark.slow

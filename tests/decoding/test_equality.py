@@ -31,6 +31,8 @@ OTHERS = [
     ("hydra on layer -1", "skips ranks"),
     ("amphista", "grown"),
     ("eagle3", "skips ranks"),
+    ("mtp", "grown"),
+    ("mtp of mimo", "random"),
 ]
 ORACLE_TREES = ["one node", "skips ranks", "deep and late", "random"]
 

@@ -20,6 +20,7 @@ from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
@@ -107,6 +108,7 @@ def test_fresh_heads_approximate_the_base(base, kind, name):
 
 LAYERS = {
     "eagle": (Eagle, None),
+    "mtp": (MTP, None),
     "dspark": (DSpark, DSparkSettings(block_size=3, target_layers=(0,), markov_rank=2, confidence_head=False)),
 }  # their lm head is the base's
 

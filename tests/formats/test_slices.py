@@ -19,7 +19,7 @@ from hydrajax.models.llama_config import LlamaConfig
 CONFIG = LlamaConfig(24, 8, 20, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=4, qkv_bias=True, qk_norm=True)
 NAMES = [
     *("llama", "qkv_bias", "qk_norm", "tied", "undivided"),
-    *("hydra", "prefix", "medusa", "eagle", "eagle_3", "p_eagle", "dflash", "dspark", "native"),
+    *("hydra", "prefix", "medusa", "eagle", "eagle_3", "nextn", "p_eagle", "dflash", "dspark", "native"),
 ]
 
 

@@ -6,13 +6,22 @@ import json
 import math
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hydrajax.models.llama_config import Experts, LayerKind, LlamaConfig, RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXTRAL = "block_sparse_moe"
+
+
+class MiMoConfig(Qwen2Config):
+    """MiMo's class is in its repositories: Qwen 2's with another name."""
+
+    model_type = "mimo"
+
+
+AutoConfig.register("mimo", MiMoConfig)
 
 
 def written(folder: Path, raw: dict) -> Path:
@@ -82,7 +91,9 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         rope_theta=own.rope_theta,
         rope_scaling=own.rope_scaling,
         tied_lm_head=hf.tie_word_embeddings,
-        qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and hf.qkv_bias) or (kind == "glm4_moe" and hf.attention_bias),
+        qkv_bias=kind in ("qwen2", "mimo")
+        or (kind == "qwen2_moe" and hf.qkv_bias)
+        or (kind == "glm4_moe" and hf.attention_bias),
         qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe") or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
         qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe"),

@@ -22,6 +22,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
@@ -38,6 +39,7 @@ HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
+MIMO = MTP(BASE.replace(n_layers=1), embedding_first=False, before_final_norm=True)
 DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
 JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
 DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
@@ -57,6 +59,9 @@ HEADS = {  # drafter, format, as .pt
     "eagle": (EAGLE, "eagle", False),
     "speculators": (EAGLE_3, "speculators", False),
     "native_eagle3": (EAGLE_3, "native", False),
+    "mimo": (MIMO, "mimo-mtp", False),
+    "nextn": (MTP.for_base(BASE, np.float32), "nextn", False),
+    "native_mtp": (MIMO, "native", False),
     "dflash": (DFLASH, "dflash", False),
     "jetspec": (JETSPEC, "jetspec", False),
     "deepspec": (DSPARK, "deepspec", False),

@@ -24,6 +24,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
@@ -132,6 +133,8 @@ DRAFTERS = {
     "amphista": AmphistaHeads(4, CONFIG),
     "eagle": Eagle.for_base(CONFIG, jnp.float32),
     "eagle3": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=Vocabulary(range(1, VOCAB, 2))),
+    "mtp": MTP.for_base(CONFIG, jnp.float32),
+    "mtp of mimo": MTP(CONFIG.replace(n_layers=1), embedding_first=False, before_final_norm=True),
     "model": DraftModel(Llama(SMALL), VOCAB),
     "windowed model": DraftModel(Llama(CONFIG.replace(sliding_window=5)), VOCAB),
     "sure model": DraftModel(Llama(SMALL.replace(qkv_bias=True)), VOCAB, confidence=0.2),

@@ -78,7 +78,7 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
 STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
 WITH_CACHE = [
     pytest.param(kind, tree, marks=() if (kind, tree) == ("eagle3", DYNAMIC) else pytest.mark.slow)
-    for kind in ("eagle", "eagle3", "model")
+    for kind in ("eagle", "eagle3", "mtp", "model")
     for tree in (STATIC, DYNAMIC)
 ]
 

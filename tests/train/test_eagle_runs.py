@@ -1,4 +1,4 @@
-"""Runs of EAGLE drafts from settings to text: interrupted, resumed, exported, loaded, trained further."""
+"""Runs of EAGLE and MTP drafts from settings to text: interrupted, resumed, exported, loaded, trained further."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise":
 KINDS = {
     "eagle": {"draft": {"heads": "eagle"}, "objective": EAGLE_1},
     "eagle3": {"draft": {"heads": "eagle3", "vocabulary": 120, "ttt_length": 2}, "objective": {"head_decay": 0.8}},
+    "mtp": {"draft": {"heads": "mtp", "ttt_length": 2}, "objective": {"head_decay": 0.8}},
 }
 
 

@@ -39,6 +39,7 @@ FAMILIES = {
     "hydra++": draft_of(heads="hydra", num_draft_heads=3, n_layers=2, prefix=True),
     "amphista": draft_of(heads="amphista", num_draft_heads=3),
     "eagle": draft_of(heads="eagle"),
+    "mtp": draft_of(heads="mtp", ttt_length=2),
     "eagle3": draft_of(heads="eagle3", aux_hidden_layers=(0, 1, 2), ttt_length=2),
 }
 
@@ -112,7 +113,7 @@ def test_kl_of_a_fresh_adapter_is_zero(example):
 def test_gradients_are_those_of_finite_differences(example, family):
     """Along a random direction of the adapter's and of the heads' parameters."""
     loss, params, frozen, batch = example(FAMILIES[family], distill=True, heads_weight=0.5)
-    if family == "eagle":  # it reads the base's lm head, which may have no adapter then
+    if family in ("eagle", "mtp"):  # they read the base's lm head, which may have no adapter then
         params["adapter"] = {name: x for name, x in params["adapter"].items() if isinstance(x, dict)}
         layers = dataclasses.replace(ADAPTER, targets=TARGETS[:-1])
         loss = dataclasses.replace(

@@ -19,6 +19,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
@@ -83,6 +84,7 @@ DRAFTERS = {
     "hydra++": HydraHeads(3, 32, 61, n_layers=2).with_prefix(SHAPE),
     "eagle": dataclasses.replace(Eagle.for_base(SHAPE, jnp.float32), depth=3),
     "eagle3": dataclasses.replace(Eagle3.for_base(SHAPE, jnp.float32), depth=3, vocabulary=Vocabulary(range(1, 61, 2))),
+    "mtp": dataclasses.replace(MTP.for_base(SHAPE, jnp.float32), depth=3),
 }
 
 
@@ -146,7 +148,7 @@ def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hydra", "hydra++", "eagle", "eagle3"])
+@pytest.mark.parametrize("name", ["hydra", "hydra++", "eagle", "eagle3", "mtp"])
 def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
     model, base = tiny_model
     drafter = DRAFTERS[name]

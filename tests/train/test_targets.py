@@ -15,6 +15,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import (
@@ -116,6 +117,8 @@ def drafter_of(kind: str, config):
     """EAGLE-3's vocabulary has every other token, so it lacks the best one at some positions."""
     if kind == "eagle":
         return dataclasses.replace(Eagle.for_base(config, jnp.float32), ttt_length=HEADS)
+    if kind == "mtp":
+        return dataclasses.replace(MTP.for_base(config, jnp.float32), ttt_length=HEADS)
     if kind == "eagle3":
         return dataclasses.replace(
             Eagle3.for_base(config, jnp.float32), ttt_length=HEADS, vocabulary=Vocabulary(range(0, VOCAB, 2))
@@ -124,7 +127,7 @@ def drafter_of(kind: str, config):
     return heads.with_prefix(config) if kind == "hydra++" else heads
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3")]
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hydra", "eagle", "eagle3", "mtp")]
 
 
 @pytest.mark.parametrize("kind", [*SLOW, "hydra++"])

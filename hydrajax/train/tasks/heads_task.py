@@ -23,7 +23,7 @@ from hydrajax.formats import draft_registry
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.load import load_draft
+from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
@@ -156,7 +156,7 @@ class HeadsTask:
         drafter = make_drafter(config.draft, model.config, config.dtype, counts)
         self._start: Any = None  # parameters to start from
         if config.draft.init and dataset is not None:
-            drafter, self._start = load_heads(drafter, config.draft.init, model.config)
+            drafter, self._start = load_heads(drafter, config.draft.init, model.config, config.model)
         self.drafter, self.master = drafter, dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = make_loss(model, drafter, config.objective)
@@ -238,9 +238,17 @@ class HeadsTask:
         return story
 
 
-def load_heads(drafter: Trainable, directory: str, base: LlamaConfig) -> tuple[Trainable, Any]:
-    """Return the heads in a directory as ``(drafter, float32 parameters)``, with the settings of ``drafter``."""
-    found, params = load_draft(directory, base, jnp.float32)
+def load_heads(
+    drafter: Trainable, directory: str, base: LlamaConfig, base_name: str | None = None
+) -> tuple[Trainable, Any]:
+    """Return the heads in a directory as ``(drafter, float32 parameters)``, with the settings of ``drafter``.
+
+    The directory ``mtp`` means the MTP module in the files of the base with this name.
+    """
+    if names_own_heads(directory) and base_name is not None:
+        found, params = load_own_heads(resolve(base_name, "model"), base, jnp.float32)
+    else:
+        found, params = load_draft(directory, base, jnp.float32)
     wanted = dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
     try:
         return dataclasses.replace(wanted.trained_on(found), dtype=drafter.dtype), params

@@ -1,0 +1,75 @@
+"""`--draft mtp`: the module in the base's own files, through the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from hydrajax.decoding.keywords import RULES
+from hydrajax.drafters.mtp import layer_of
+from hydrajax.families.family_layout import decoder_layer
+from hydrajax.formats.huggingface import read_config
+from hydrajax.formats.tensors import save_safetensors
+from hydrajax.models.layout import shapes
+
+TEXT = ["--max-new-tokens", 16, "--limit", 2]
+
+
+@pytest.fixture(scope="module")
+def with_module(base, tmp_path_factory) -> Path:
+    """The tiny base with a random module after its last layer."""
+    folder = Path(shutil.copytree(base, tmp_path_factory.mktemp("mtp") / "tiny"))
+    config = json.loads((folder / "config.json").read_text())
+    layer, prefix = layer_of(read_config(folder)), f"model.layers.{config['num_hidden_layers']}."
+    wanted = shapes(decoder_layer((), prefix, layer)) | {f"{prefix}eh_proj.weight": (layer.width, 2 * layer.width)}
+    wanted |= {f"{prefix}{name}.weight": (layer.width,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    random = np.random.default_rng(0)
+    own = {
+        name: (0.3 * random.standard_normal(shape) + (len(shape) == 1)).astype(np.float32)
+        for name, shape in wanted.items()
+    }
+    save_safetensors(folder / "model.safetensors", load_file(folder / "model.safetensors") | own)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
+def test_export_and_back(program, with_module, base, tmp_path):
+    first, last = tmp_path / "first", tmp_path / "last"
+    for draft, folder, flags in (("mtp", tmp_path / "own", ["--format", "native"]), ("mtp", first, [])):
+        result = program("convert", "export", "--base", with_module, "--draft", draft, "--output", folder, *flags)
+        assert (result.code, result.err) == (0, "")
+    result = program("convert", "export", "--base", with_module, "--draft", tmp_path / "own", "--output", last)
+    assert (result.code, result.err) == (0, "")
+    own, tensors, again = (load_file(at / "model.safetensors") for at in (with_module, first, last))
+    assert tensors.keys() == again.keys() == {name for name in own if name.startswith("model.layers.1.")}
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(x, own[name])
+        np.testing.assert_array_equal(x, again[name])
+
+    refused = program("convert", "export", "--base", base, "--draft", "mtp", "--output", tmp_path / "none")
+    assert refused.code == 2
+    assert "has no MTP module" in refused.err
+
+
+@pytest.mark.slow
+def test_generate_with_lookup(program, with_module):
+    flags = ("--base", with_module, "--prompt", "the bird", "--max-new-tokens", 8)
+    plain = program("generate", *flags)
+    drafted = program("generate", *flags, "--draft", "lookup+mtp", "--tree", "dynamic-6-1-3")
+    assert (plain.code, drafted.code) == (0, 0), drafted.err
+    assert drafted.out == plain.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", ["chain-3", "dynamic-8-2-3"])
+def test_certify(program, with_module, rule, tree):
+    flags = [] if rule == "greedy" else ["--temperature", 0.8, "--samples", 1024]
+    result = program("certify", "--base", with_module, "--draft", "mtp", "--tree", tree, "--rule", rule, *TEXT, *flags)
+    assert result.code == 0, result.out + result.err
+    assert result.out.endswith("\ncertified\n")

@@ -1,0 +1,172 @@
+"""MTP modules against their published formulas in torch: logits, chains, decoding, files and training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+from helpers.lab import quick_jit
+from helpers.released import refusal
+from helpers.torch_mtp import LAYERS, LAYOUTS, VOCAB, Module
+from hydrajax import load
+from hydrajax.drafters.mtp import MTP
+from hydrajax.formats.draft_registry import kind_of, title_of
+from hydrajax.formats.export import describe, export_heads
+from hydrajax.formats.load import load_draft
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.llama_config import RopeScaling
+from hydrajax.models.packed_forward import run_base
+from hydrajax.train.losses import Objective, draft_loss
+from hydrajax.trees import presets
+
+TEXT = [int(x) for x in np.random.default_rng(0).integers(0, VOCAB, 12)]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def module(request) -> Module:
+    return Module(request.param)
+
+
+@pytest.fixture(scope="module")
+def directory(module, tmp_path_factory):
+    return module.save(tmp_path_factory.mktemp("mtp") / "base")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load(directory, "mtp")
+
+
+def test_logits_and_chained_drafts_equal_the_published_formulas(module, model):
+    drafter, text = dataclasses.replace(model.drafter, ttt_length=3), np.array([TEXT], np.int32)
+    base = BoundBase(model.model, model.params.base)
+    count, root = np.array([len(TEXT) - 1], np.int32), text[:, -1]
+
+    @quick_jit
+    def found(params):
+        aux = run_base(model.model, base.params, text, drafter.spec.aux_hidden_layers).aux_hidden_states
+        taught = drafter.teacher_hidden(params, aux, text, base)
+        state = drafter.begin(params, drafter.init_state(1, 20), aux[:, :-1], text[:, :-1], count, root, base)
+        drafted = drafter.propose(params, state, root, presets.chain(3), base)
+        return [drafter.head_logits(params, k, taught[k], base)[0] for k in range(3)], drafted.tokens[0]
+
+    logits, drafted = jax.device_get(found(model.params.draft))
+    for at in (0, 3, 7):  # the text up to token at + 1, which position at reads; then two more tokens of the text
+        expected = module.chain(TEXT[: at + 2], TEXT[at + 2 : at + 4])
+        assert expected.abs().max() > 1
+        for k in range(3):
+            np.testing.assert_allclose(logits[k][at], expected[k], atol=1e-4)
+    assert drafted.tolist() == [TEXT[-1], *module.greedy_chain(TEXT, 3)]
+
+
+@pytest.mark.parametrize("tree", ["chain-3", "dynamic-8-2-4", "cartesian-3x2"])
+@pytest.mark.quick("mimo-dynamic-8-2-4")
+def test_text_is_that_of_plain_decoding(model, tree):
+    prompts = [TEXT, [5], [7, 8, 9, 7]]
+    plain = model.generate(prompts, draft="none", max_new_tokens=20, batch_size=3)
+    drafted = model.generate(prompts, tree=tree, max_new_tokens=20, batch_size=3)
+    assert [out.output_ids for out in drafted] == [out.output_ids for out in plain]
+
+
+def test_names_and_description(model):
+    assert (kind_of(model.drafter), title_of(model.drafter)) == ("mtp", "MTP")
+    assert describe(model.drafter).title == "An MTP module"
+    assert model.drafter.spec.supports_sampling
+    assert model.drafter.config.qkv_bias  # the base's own layer
+
+
+@pytest.mark.quick("mimo")
+def test_exports_are_read_back_bit_for_bit(model, tmp_path):
+    own = "nextn" if model.drafter.embedding_first else "mimo-mtp"
+    for format in (None, "native"):
+        export_heads(tmp_path / str(format), model.drafter, model.params.draft, format=format, dtype=None)
+        found, params = load_draft(tmp_path / str(format), model.config, None)
+        assert found == model.drafter
+        jax.tree.map(np.testing.assert_array_equal, params, model.params.draft)
+    scaling = RopeScaling("longrope", 4.0, short_factors=(1.0, 1.5, 2.0, 2.5), long_factors=(4.0, 4.0, 4.0, 4.0))
+    scaled = dataclasses.replace(model.drafter, config=model.drafter.config.replace(rope_scaling=scaling))
+    export_heads(tmp_path / "scaled", scaled, model.params.draft, format="native", dtype=None)
+    assert load_draft(tmp_path / "scaled", model.config.replace(rope_scaling=scaling), None)[0] == scaled
+    refusal(
+        lambda: export_heads(tmp_path / "other", model.drafter, model.params.draft, format="eagle"),
+        f"expected one of {own}, native",
+    )
+    refusal(lambda: load_draft(tmp_path / "native", model.config.replace(qkv_bias=False), None), "another qkv_bias")
+
+
+@pytest.mark.quick("nextn")
+def test_a_short_training_lowers_the_loss(model):
+    drafter, base = dataclasses.replace(model.drafter, ttt_length=2), BoundBase(model.model, model.params.base)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (4, 16), dtype=np.int32)
+    optimizer, objective = optax.adam(3e-2), Objective(lm_weight=1.0, teacher_weight=0.0)
+
+    @quick_jit
+    def step(params, state):
+        def loss(params):
+            out = run_base(model.model, base.params, tokens, drafter.spec.aux_hidden_layers)
+            batch = {"tokens": tokens, "labels": tokens}
+            return draft_loss(objective, drafter, params, out.aux_hidden_states, out.hidden, batch, base)[0]
+
+        value, slope = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(slope, state)
+        smallest = jnp.array([jnp.abs(leaf).max() for leaf in jax.tree.leaves(slope)]).min()
+        return optax.apply_updates(params, updates), state, value, smallest
+
+    params, state, values = model.params.draft, optimizer.init(model.params.draft), []
+    for _ in range(12):
+        params, state, value, smallest = step(params, state)
+        assert smallest > 0  # every parameter learns
+        values.append(float(value))
+    assert values[-1] < 0.7 * values[0]
+
+
+# --- files that are refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.quick("nextn")
+def test_a_base_without_a_module(layout, tmp_path):
+    module = Module(layout)
+    module.save(tmp_path / "base", **dict.fromkeys(name.removeprefix(module.prefix) for name in module.tensors))
+    message = f"draft: got 'mtp', but the base in {tmp_path / 'base'} has no MTP module (no tensors 'model.mtp_layers."
+    refusal(lambda: load(tmp_path / "base", "mtp"), message)
+    assert load(tmp_path / "base").config.n_layers == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("self_attn.kv_a_proj_with_mqa.weight", "the MTP module has latent attention"),
+        ("mlp.experts.0.gate_proj.weight", "the MTP module is a mixture of experts"),
+        ("self_attn.sinks", "unexpected tensor 'model.layers.2.self_attn.sinks' of the MTP module"),
+        ("eh_proj.bias", "unexpected tensor 'model.layers.2.eh_proj.bias'"),
+        ("embed_tokens.weight", "width: got 2, expected 32"),
+    ],
+)
+def test_modules_that_are_not_implemented(name, message, tmp_path):
+    shape = (VOCAB, 2) if name == "embed_tokens.weight" else (2,)
+    Module("nextn").save(tmp_path / "base", **{name: torch.zeros(shape)})
+    refusal(lambda: load(tmp_path / "base", "mtp"), message)
+    load(tmp_path / "base")  # the base itself does not care
+
+
+def test_copies_of_embedding_and_lm_head_are_not_read(tmp_path):
+    module = Module("nextn")
+    copies = {
+        name: torch.full((VOCAB, 32), float("nan")) for name in ("embed_tokens.weight", "shared_head.head.weight")
+    }
+    module.save(tmp_path / "base", **copies)
+    m = load(tmp_path / "base", "mtp")
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(m.params.draft))
+
+
+def test_a_fresh_module_is_like_the_bases_last_layer(model):
+    drafter = MTP.for_base(model.config.replace(sliding_window=8, qk_norm=True), jnp.bfloat16)
+    assert (drafter.config.n_layers, drafter.config.sliding_window, drafter.config.qk_norm) == (1, None, True)
+    assert (drafter.embedding_first, drafter.before_final_norm) == (True, False)
