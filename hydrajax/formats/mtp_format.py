@@ -77,6 +77,8 @@ class MTPFormat(HeadFormat):
         if f"{prefix}{LATENT}" in found:
             raise HydrajaxError(f"the MTP module has latent attention ({LATENT}), which is not implemented")
         check_copies(files, base, *(f"{prefix}{name}" for name in self.copies))
+        if "vocab_size" in config:
+            check_sizes((config["vocab_size"],), base)
         facts = {"embedding_first": self.embedding_first, "before_final_norm": self.before_final_norm}
         drafter = MTP(layer_of(base), **facts)
         wanted = shapes(self.layout(drafter, config))
