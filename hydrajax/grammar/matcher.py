@@ -34,6 +34,21 @@ def on_deep_stack(compiled: Callable[[], Any]) -> Any:
     return found[0]
 
 
+def can_begin(source: str, text: str) -> bool:
+    """Return whether a text of the grammar can begin with ``text``, however it is tokenized.
+
+    Args:
+        source: a valid grammar in llguidance's own form.
+        text: characters.
+    """
+    import llguidance
+
+    byte, given = llguidance.LLTokenizer("byte"), list(text.encode())
+    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = on_deep_stack(lambda: llguidance.LLMatcher(byte, source, log_level=0, limits=limits))
+    return matcher.try_consume_tokens(given) == len(given)
+
+
 class Matcher:
     """A `hydrajax.decoding.constraints.Constraint` on llguidance's parser.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hydrajax.serve.requests import RequestHandle
-from hydrajax.serve.tool_calls import CallDeltas, CallFormat
+from hydrajax.serve.tool_calls import CallDeltas, CallReader
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop"}  # all others are "length": limit, context, cancelled
 
@@ -43,7 +43,7 @@ class ReplyChoice:
         top_logprobs: int = 0,
         drafts: bool = False,
         echo: str = "",
-        calls: CallFormat | None = None,
+        calls: CallReader | None = None,
     ):
         self.index, self.handle, self._echo = index, handle, echo
         self._token_text, self._logprobs, self._top, self._drafts = token_text, logprobs, top_logprobs, drafts

@@ -8,9 +8,9 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.grammar.matcher import on_deep_stack
+from hydrajax.grammar.matcher import can_begin, on_deep_stack
 from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
-from hydrajax.serve.tool_calls import CallFormat
+from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,12 @@ class Structure:
     Attributes:
         grammar: of the answers, None for free text.
         field: the request's field that the grammar comes from.
-        calls: format of the tool calls in the answers, None if there are none.
+        calls: reader of the tool calls in the answers, None if there are none.
     """
 
     grammar: Grammar | None = None
     field: str = ""
-    calls: CallFormat | None = None
+    calls: CallReader | None = None
 
     def named(self, error: HydrajaxError) -> HydrajaxError:
         """Return an error of the grammar with the request's field."""
@@ -55,29 +55,41 @@ def structure_of(body: ChatBody, call_format: Callable[[], CallFormat]) -> Struc
 
 
 def _of_format(body: ChatBody) -> Structure:
+    schema, field = _answer(body)
+    if schema is None:
+        return FREE
+    return Structure(_of_schema(schema, field), field)
+
+
+def _answer(body: ChatBody) -> tuple[dict[str, Any] | None, str]:
+    """Return the JSON schema of a request's answers, None for free text, and the field that it comes from."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
-        return FREE
+        return None, ""
     if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        return Structure(Grammar.json_object(), "response_format")
-    field = "response_format.json_schema.schema"
-    return Structure(_of_schema(wanted.json_schema.schema_, field), field)
+        return {"type": "object"}, "response_format"
+    return wanted.json_schema.schema_, "response_format.json_schema.schema"
 
 
 def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
-    choice, format_wanted = body.tool_choice, body.response_format
-    free = choice in (None, "auto")
-    if free and format_wanted is not None and format_wanted.type != "text":
-        raise HydrajaxError(
-            f"response_format.type: got {format_wanted.type} with tools, expected text; or set tool_choice to none or "
-            "required"
-        )
+    choice = body.tool_choice
     named = choice.function.name if isinstance(choice, NamedTool) else None
     schemas = {tool.function.name: _arguments(number, tool) for number, tool in enumerate(body.callable_tools())}
     if named is not None:
         schemas = {named: schemas[named]}
     several = named is None and body.parallel_tool_calls is not False
-    return Structure(calls.grammar(schemas, text=free, several=several), "tools", calls)
+    answer, field = _answer(body) if choice in (None, "auto") else (None, "")
+    if answer is None:
+        return Structure(calls.grammar(schemas, text=choice in (None, "auto"), several=several), "tools", calls)
+    source, heads = _valid(answer, field), calls.heads(schemas)
+    for name, head in heads.items():
+        if can_begin(source, head):
+            raise HydrajaxError(
+                f"{field}: allows JSON that begins as a call of {name} does; set additionalProperties to false, or "
+                "tool_choice to none or required"
+            )
+    grammar = calls.grammar(schemas, several=several, answer=answer)
+    return Structure(grammar, "tools", CallsOrAnswer(calls, heads.values()))
 
 
 def _arguments(number: int, tool: Tool) -> dict[str, Any]:
@@ -88,13 +100,19 @@ def _arguments(number: int, tool: Tool) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise HydrajaxError(f"{field}.type: got {schema['type']!r}, expected 'object'")
     schema = {"type": "object"} | schema
+    _valid(schema, field)
+    return schema
+
+
+def _valid(schema: dict[str, Any], field: str) -> str:
+    """Return the grammar of a schema in llguidance's own form; raise `HydrajaxError` if llguidance refuses it."""
     source = _of_schema(schema, field).source
     from llguidance import LLMatcher
 
     wrong, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(source))
     if wrong:
         raise HydrajaxError(f"{field}: {one_line(messages[0])}")
-    return schema
+    return source
 
 
 def _of_schema(schema: dict[str, Any], field: str) -> Grammar:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import FIXED_WHITESPACE, Grammar
 
+Schema = dict[str, Any]
 # A call up to its arguments, which follow as a JSON object.
 HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([a-zA-Z0-9_-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
@@ -30,17 +31,8 @@ class Reading(NamedTuple):
     calls: list[Call]
 
 
-class CallFormat(Protocol):
-    """A format in which models write calls."""
-
-    def grammar(self, tools: Mapping[str, dict[str, Any]], *, text: bool, several: bool) -> Grammar:
-        """Return the grammar of answers that call tools.
-
-        Args:
-            tools: JSON schemas of the arguments by name.
-            text: allow free text, before the calls or without any.
-            several: allow several calls.
-        """
+class CallReader(Protocol):
+    """Finds the calls in an answer."""
 
     def read(self, text: str, ended: bool) -> Reading:
         """Return content and calls of an answer's text.
@@ -49,6 +41,25 @@ class CallFormat(Protocol):
             text: all of the answer so far.
             ended: no text will follow. Until then, text that may belong to a call is held back.
         """
+
+
+class CallFormat(CallReader, Protocol):
+    """A format in which models write calls."""
+
+    def grammar(
+        self, tools: Mapping[str, Schema], *, text: bool = False, several: bool = False, answer: Schema | None = None
+    ) -> Grammar:
+        """Return the grammar of answers that call tools.
+
+        Args:
+            tools: JSON schemas of the arguments by name.
+            text: allow free text, before the calls or without any.
+            several: allow several calls.
+            answer: the JSON schema of answers without calls, in place of free text.
+        """
+
+    def heads(self, tools: Iterable[str]) -> dict[str, str]:
+        """Return by tool the text that an answer without free text begins with if it calls this tool first."""
 
 
 class TaggedCalls:
@@ -62,9 +73,11 @@ class TaggedCalls:
         self._is_token = self.TAG in added
         self._others = [token for text, token in added.items() if text not in (self.TAG, self.END)]
 
-    def grammar(self, tools: Mapping[str, dict[str, Any]], *, text: bool, several: bool) -> Grammar:
+    def grammar(self, tools, *, text=False, several=False, answer=None):
         rules = [f'call: "\\n" body "\\n" {self._end}', *_bodies(tools, "arguments")]
         calls = "call" + (f' ("\\n" {self._tag} call)*' if several else "")
+        if answer is not None:
+            return _lark(f"{self._tag} {calls} | {_json(answer)}", rules)
         if not text:
             return _lark(f"{self._tag} {calls}", rules)
         rules.append(f"text: {_with_tokens('TEXT?', '(', self._others, ' TEXT?)*')}")
@@ -76,7 +89,10 @@ class TaggedCalls:
         rules += [f"begun[lazy]: /(.|\\n)*{self.TAG}/", f"before: {_with_tokens('', '(TEXT? ', self._others, ')*')}"]
         return _lark(f"text | before begun {calls}", rules)
 
-    def read(self, text: str, ended: bool) -> Reading:
+    def heads(self, tools):
+        return dict.fromkeys(tools, self.TAG)
+
+    def read(self, text, ended):
         at, calls = text.find(self.TAG), []
         if at < 0:
             return Reading(text if ended else _before_any(self.TAG, text), [])
@@ -101,20 +117,39 @@ class PlainCalls:
         self._mark = f"<[{added[self.MARK]}]>? " if self.MARK in added else ""
         self._others = [token for text, token in added.items() if text != self.MARK]
 
-    def grammar(self, tools: Mapping[str, dict[str, Any]], *, text: bool, several: bool) -> Grammar:
+    def grammar(self, tools, *, text=False, several=False, answer=None):
         start, rules = f"{self._mark}body", _bodies(tools, "parameters")
-        if text:  # it cannot begin as a call does
+        if answer is not None:
+            start += f" | {_json(answer)}"
+        elif text:  # it cannot begin as a call does
             start += " | text"
             rules += ["FIRST: /[^{](.|\\n)*/", "TEXT: /(.|\\n)+/"]
             rules += [f"text: {_with_tokens('FIRST?', '(', self._others, ' TEXT?)*')}"]
         return _lark(start, rules)
 
-    def read(self, text: str, ended: bool) -> Reading:
+    def heads(self, tools):
+        return {name: "".join(_head(name, "parameters")) for name in tools}
+
+    def read(self, text, ended):
         if not text.startswith("{"):
             return Reading(text, [])
         if head := HEAD.match(text):
             return Reading("", [_call(text, head)[0]])
         return Reading(text if ended else "", [])
+
+
+class CallsOrAnswer:
+    """Answers that are either calls or a text without calls, by how they begin."""
+
+    def __init__(self, calls: CallReader, heads: Iterable[str]):
+        """``heads``: the beginnings of answers with calls (`CallFormat.heads`)."""
+        self._calls, self._heads = calls, tuple(heads)
+
+    def read(self, text, ended):
+        if text.startswith(self._heads):
+            return self._calls.read(text, ended)
+        undecided = not ended and any(head.startswith(text) for head in self._heads)
+        return Reading("" if undecided else text, [])
 
 
 def call_format(template: str, tokenizer: Any) -> CallFormat:
@@ -149,7 +184,7 @@ def call_format(template: str, tokenizer: Any) -> CallFormat:
 class CallDeltas:
     """The parts of an answer with tool calls that have not been sent."""
 
-    def __init__(self, form: CallFormat):
+    def __init__(self, form: CallReader):
         self._form, self._ids = form, []
         self._content, self._arguments = 0, []  # characters sent
         self.complete = False  # all calls are
@@ -193,13 +228,21 @@ def _lark(start: str, rules: Sequence[str]) -> Grammar:
     return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
-def _bodies(tools: Mapping[str, dict[str, Any]], key: str) -> list[str]:
+def _bodies(tools: Mapping[str, Schema], key: str) -> list[str]:
     """Return the rule of a call's JSON object. Each schema is one of its own, as it may refer to its root."""
-    bodies = []
-    for name, schema in tools.items():
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-        bodies.append(f'{head} %json {json.dumps(schema | {"x-guidance": FIXED_WHITESPACE})} "}}"')
+    bodies = [" ".join([*map(json.dumps, _head(name, key)), _json(schema), '"}"']) for name, schema in tools.items()]
     return [f"body: {' | '.join(bodies)}"]
+
+
+def _head(name: str, key: str) -> tuple[str, ...]:
+    """Return the tokens of a call's JSON before its arguments. llguidance finds no other JSON that begins with the same
+    characters unless they are divided as it divides JSON.
+    """
+    return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(key), ": "
+
+
+def _json(schema: Schema) -> str:
+    return f"%json {json.dumps(schema | {'x-guidance': FIXED_WHITESPACE})}"
 
 
 def _literal(tag: str, added: Mapping[str, int]) -> str:

@@ -32,6 +32,7 @@ TOOLS = [
     for name, schema in SCHEMAS.items()
 ]
 del TOOLS[2]["function"]["parameters"]
+CLOSED = {"additionalProperties": False}
 BEGIN, NEVER = {str(IDS[TAG]): 100}, {str(IDS[TAG]): -100}  # biases
 ONE = {"model": "letters", "messages": HELLO, "max_completion_tokens": 60}
 
@@ -168,6 +169,29 @@ def test_auto_answers_or_calls(client):
             assert len(checked(choice.message)) == 1
 
 
+def test_auto_with_a_response_format_calls_or_answers_in_json(client):
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    either = ONE | {"tools": strict, "parallel_tool_calls": False, "response_format": Answer, "temperature": 1.0}
+    for bias, calls in ((NEVER, False), (BEGIN, True)):
+        settings = either | {"n": 3, "seed": 6, "logit_bias": bias}
+        whole = client.chat.completions.parse(**settings).choices
+        with client.chat.completions.stream(**settings) as stream:
+            streamed = stream.get_final_completion().choices
+        for one, other in zip(whole, streamed, strict=True):
+            assert one.finish_reason == other.finish_reason == ("tool_calls" if calls else "stop")
+            if calls:
+                assert (one.message.content, checked(one.message, ("ab",))) == (None, ["ab"])
+                functions = [found.message.tool_calls[0].function for found in (one, other)]
+                assert functions[0].arguments == functions[1].arguments
+            else:
+                assert (one.message.tool_calls or [], one.message.content) == ([], other.message.content)
+                assert isinstance(one.message.parsed, Answer)
+    mixed = client.chat.completions.parse(**either | {"n": 8, "seed": 7, "temperature": 9.0})
+    assert {choice.finish_reason for choice in mixed.choices} == {"stop", "tool_calls"}
+    required = client.chat.completions.parse(**either | {"tool_choice": "required", "logit_bias": NEVER})
+    assert required.choices[0].finish_reason == "tool_calls"
+
+
 def test_none_calls_no_tool_and_leaves_them_out_of_the_prompt(client):
     free = client.chat.completions.create(**ONE, logit_bias=BEGIN)
     found = client.chat.completions.create(**ONE, logit_bias=BEGIN, tools=TOOLS, tool_choice="none")
@@ -248,6 +272,11 @@ def test_calls_of_llama(pool, monkeypatch):
         assert not any(event.content for event in events)
         pieces = [piece.function for event in events for piece in event.tool_calls or ()]
         jsonschema.validate(json.loads("".join(piece.arguments for piece in pieces)), SCHEMAS[pieces[0].name])
+        answer = {"type": "json_schema", "json_schema": {"name": "n", "schema": Answer.model_json_schema() | CLOSED}}
+        found = client.chat.completions.create(**ONE, tools=TOOLS, response_format=answer).choices[0]
+        Answer.model_validate_json(found.message.content)
+        with pytest.raises(openai.BadRequestError, match="response_format: allows JSON that begins as a call of ab"):
+            client.chat.completions.create(**ONE, tools=TOOLS, response_format={"type": "json_object"})
         never = {"tools": TOOLS, "logit_bias": {str(IDS["{"]): -100}}
         message = client.chat.completions.create(**ONE, **never).choices[0].message
         assert (message.tool_calls, bool(message.content)) == (None, True)
@@ -319,7 +348,8 @@ WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"nam
         (tool(parameters={"not": {}}), 'tools.0.function.parameters: Unimplemented keys: ["not"]'),
         (tool(description="a</s>"), "tools: contains the special token </s>, expected plain text"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: got ab twice, expected different names"),
-        (tool() | of({}), "response_format.type: got json_schema with tools, expected text"),
+        (tool() | of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
+        (tool() | of({}) | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
         (tool() | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
         ({"tool_choice": "required"}, "tool_choice: requires tools"),
         (tool() | {"tool_choice": "any"}, f"tool_choice: got 'any', expected {WANTED_CHOICES}"),

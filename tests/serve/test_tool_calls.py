@@ -10,7 +10,7 @@ from hydrajax import assets
 from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.serve.tool_calls import Call, CallDeltas, PlainCalls, TaggedCalls, call_format
+from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer, PlainCalls, TaggedCalls, call_format
 from hydrajax.text.tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (hydrajax[grammar])")
@@ -19,6 +19,7 @@ BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
 CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
 AB = Call("ab", '{"a": "</tool_call>"}', True)
 TAGGED, PLAIN = TaggedCalls({}), PlainCalls({})
+OR_JSON, PLAIN_OR_JSON = (CallsOrAnswer(form, form.heads(["ab", "b"]).values()) for form in (TAGGED, PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,11 @@ def test_plain_calls_in_a_text(text, content, calls):
         (TAGGED, "a <tool_call", "a <tool_call", []),
         (PLAIN, '{"name": "a", "parameters": {"b": "}"}}', "", [["a", '{"b": "}"}']]),
         (PLAIN, "a {", "a {", []),
+        (OR_JSON, f"{CLOSED}\n{CLOSED}", "", [["ab", AB.arguments]] * 2),
+        (OR_JSON, f'{{"a": "{CLOSED}", "b": ""}} ', f'{{"a": "{CLOSED}", "b": ""}} ', []),
+        (OR_JSON, "<tool", "<tool", []),
+        (PLAIN_OR_JSON, '{"name": "ab", "parameters": {}}', "", [["ab", "{}"]]),
+        (PLAIN_OR_JSON, '{"name": "a", "parameters": {}}', '{"name": "a", "parameters": {}}', []),
     ],
 )
 def test_deltas_of_a_text_that_grows_by_characters(form, text, content, calls):
@@ -91,6 +97,9 @@ LLAMA = (
 HEAD, NAMED = '\n{"name": "ab", "arguments": ', f'{TAG}\n{{"name": "ab", "arguments": {{"a": "ba"}}}}\n{END_TAG}'
 PLAIN_AB = '{"name": "ab", "parameters": {"a": "ba"}}'
 ALWAYS, AUTO = {"text": False, "several": False}, {"text": True, "several": True}
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"$ref": "#/$defs/n"}}}
+PERSON |= {"required": ["name", "age"], "additionalProperties": False, "$defs": {"n": {"type": "integer"}}}
+OR_PERSON = {"answer": PERSON}
 
 
 def tokenizers(*added: str, special: bool = False):
@@ -135,6 +144,11 @@ def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
         (AUTO, f"Hello {TAG} and", False),
         (AUTO, f'Hello {TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),
         (AUTO, f"{NAMED} and", False),
+        (OR_PERSON, NAMED, True),
+        (OR_PERSON, '{"name": "ab", "age": 3}', True),
+        (OR_PERSON, f'{{"name": "ab", "age": 3}}{NAMED}', False),
+        (OR_PERSON, f'{TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),
+        (OR_PERSON, "Hello", False),
     ],
 )
 def test_grammars_of_tagged_calls(tagging, kind, text, accepted):
@@ -167,6 +181,12 @@ def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
         (AUTO, PLAIN_AB, True),
         (AUTO, 'Hello {"a": 1}', True),
         (AUTO, '{"a": 1}', False),
+        (OR_PERSON, PLAIN_AB, True),
+        (OR_PERSON, f"<|python_tag|>{PLAIN_AB}", True),
+        (OR_PERSON, '{"name": "ab", "parameters": {"a": 1}}', False),
+        (OR_PERSON, '{"name": "ab", "age": 3}', True),
+        (OR_PERSON, '{"name": "abc", "age": 3}', True),
+        (OR_PERSON, "Hello", False),
     ],
 )
 def test_grammars_of_plain_calls(kind, text, accepted):
