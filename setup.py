@@ -17,7 +17,15 @@ kernels = (
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],
             optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
-        )
+        ),
+        Extension(
+            "hydrajax.models.kernels._call_host",
+            sources=["hydrajax/models/kernels/call_host.cc"],
+            include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
+            language="c++",
+            extra_compile_args=["-std=c++17", "-O2"],
+            optional=True,  # constrained steps then return to Python between programs
+        ),
     ]
     if jaxlib
     else []

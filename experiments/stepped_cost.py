@@ -1,10 +1,11 @@
-"""Cost of returning to the host in every step: the stepped executor against the fused one.
+"""Cost of asking the host in every step: the stepped executor against the fused one.
 
     python experiments/stepped_cost.py --output experiments/results/stepped_cost.json
 
 A random base of 25M parameters decodes without a draft, with Hydra++ heads and with prompt lookup. The executors decode
-the same prompts in turns; a time is the median over rounds of the milliseconds per step after the prefill. A third
-executor decodes under a grammar that allows all tokens, which fetches every tree and applies a mask in every step.
+the same prompts in turns; a time is the median over rounds of the milliseconds per step after the prefill. Further
+executors decode under a grammar that allows all tokens, which reads every tree and applies a mask in every step: as one
+program that calls the host, if this machine can, and as three programs per step.
 """
 
 from __future__ import annotations
@@ -58,10 +59,14 @@ def main() -> None:
     for batch in args.batches:
         for name, (drafter, params, tree) in drafts.items():
             spec = DecodeSpec(drafter, tree, max_new_tokens=args.new_tokens)
+            masked = spec.replace(grammar=Everything())
+            three = SteppedExecutor(model, params, masked)
+            three.host_calls = None
             executors: dict[str, Executor] = {
                 "fused": FusedExecutor(model, params, spec),
                 "stepped": SteppedExecutor(model, params, spec),
-                "stepped, masked": SteppedExecutor(model, params, spec.replace(grammar=Everything())),
+                "stepped, masked": SteppedExecutor(model, params, masked),
+                "stepped, masked, three programs": three,
             }
             found = step_ms(executors, prompts_of(batch, args.context, model.config.vocab_size), args.rounds)
             rows.append({"batch": batch, "draft": name, "nodes": tree.size} | found)

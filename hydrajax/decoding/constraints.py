@@ -21,7 +21,8 @@ def words(vocab_size: int) -> int:
 
 @runtime_checkable
 class Constraint(Protocol):
-    """The tokens that one sequence may continue with. The stepped executor calls it in every step.
+    """The tokens that one sequence may continue with. The stepped executor calls it in every step, on a CPU from
+    a thread of XLA's.
 
     Attributes:
         error: Why the text cannot continue, None if it can. The sequence then ends before its next token.

@@ -1,7 +1,7 @@
 """Executors carry out a `DecodeSpec`: prefill, extend, rewind and advance a batch of sequences.
 
 Everything that generates, serves or measures takes an executor and does not depend on where arrays lie. `FusedExecutor`
-runs base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` returns to the host in every step.
+runs base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` needs the host in every step.
 `hydrajax.ssd.split_executor.SplitExecutor` runs base and draft on devices of their own.
 """
 

@@ -332,8 +332,7 @@ class AllowedTokens(NamedTuple):
 
     Attributes:
         allowed: uint32 ``[B, N, W]``: token t is bit t % 32 of word t // 32. The host computes it for the nodes of one
-            proposal while the base verifies them (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a
-            spec.
+            proposal (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a spec.
     """
 
     allowed: UInt32[Array, "B N W"]

@@ -1,24 +1,28 @@
-"""The stepped executor: every step returns to the host, which works while the base verifies.
+"""The stepped executor: every step returns to the host, where parsers follow grammars.
 
 A grammar needs this. Which tokens it allows after a node depends on the text of the path to that node, which a parser
 on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose the parser names the forced tokens,
-which join the tree as a branch, or replace it where it reaches no further. Between propose and accept, during the
-base's pass, the parser masks every node.
+which join the tree as a branch, or replace it where it reaches no further. Between propose and accept it masks every
+node.
+
+On an accelerator a step is three programs, and the parser masks while the base verifies. On a CPU, whose cores the base
+needs itself, steps are one program that calls the parser: starting a program costs 3 microseconds per array there,
+because the weights have displaced everything else from the caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.decoding.constraints import ALL, Constraint, words
+from hydrajax.decoding.constraints import Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.host_work import AnyText, Constraints, HostWork, Plan
 from hydrajax.decoding.processors import AllowedTokens
 from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState
@@ -35,67 +39,74 @@ class SteppedState(NamedTuple):
     constraints: tuple[Constraint | None, ...]
 
 
-class AnyText:
-    """A constraint that allows every token, and forces some, to compile with."""
-
-    error = None
-
-    def __init__(self, forced: list[int]):
-        self._forced = forced
-
-    def copy(self) -> AnyText:
-        return self
-
-    def follow(self, text):
-        pass
-
-    def forced(self, most):
-        return self._forced[:most]
-
-    def allow(self, tokens, parents, allowed):
-        allowed[:] = ALL
-
-
 class SteppedExecutor(FusedExecutor):
-    """Propose and verify, host work, accept: three programs per step, each compiled once per shape.
+    """Decode under grammars; programs are compiled once per shape and `Plan`.
 
     Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A batch
     without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
     nodes for forced tokens.
+
+    Attributes:
+        host_calls: Lets one program take many steps (`hydrajax.models.backend.host_calls`). None: a step is three
+            programs.
     """
 
     follows_grammars = True
 
     def _jit_verbs(self):
         super()._jit_verbs()
-        engine = self.engine
+        engine, vocab_size = self.engine, self.model.config.vocab_size
+        self.host_calls = None if self.mesh else backend.host_calls()
+
+        def candidates(params, state, forced, plan):
+            if plan is Plan.FORCED:
+                root = state.target.root
+                return with_branch(Proposal(root[:, None], presets.root().topology), forced, engine.forced_nodes)
+            proposal = engine.propose(params, state)
+            return proposal if plan is Plan.TREE else with_branch(proposal, forced, engine.forced_nodes)
 
         # A static tree stays a constant of each program and is not passed between them.
-        def propose(params, state):
-            proposal = engine.propose(params, state)
+        def propose(params, state, forced, plan):
+            proposal = candidates(params, state, forced, plan)
             return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
             return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
 
-        def join(proposal, forced):
-            return with_branch(with_tree(proposal), forced, engine.forced_nodes)
-
-        def forced_alone(root, forced):
-            return with_branch(Proposal(root[:, None], presets.root().topology), forced, engine.forced_nodes)
-
         def verify(params, cache, proposal):
             return engine.verify(params, cache, with_tree(proposal))
 
-        def settle(params, state, ended, forward, logits, proposal, extra, as_text):
-            state = state._replace(output=state.output._replace(done=ended))
-            return engine.settle(params, state, forward, logits, with_tree(proposal), extra, as_text)
+        def settle(params, state, ended, forward, logits, proposal, extra, plan):
+            state = _with_ended(state, ended)
+            return engine.settle(params, state, forward, logits, with_tree(proposal), extra, plan is not Plan.TREE)
 
-        options = backend.compiler_options()
-        self._propose = self._jit(propose, compiler_options=options)
-        self._join, self._forced_alone = self._jit(join), self._jit(forced_alone)
-        self._verify = self._jit(verify, compiler_options=options)
-        self._settle = self._jit(settle, donate_argnums=1, static_argnames="as_text", compiler_options=options)
+        def steps(params, state, ended, forced, entries, plan):
+            """Step until the host ends it, which it also does if the next step has another plan."""
+            call_host = self.host_calls.call_host
+
+            def step(carry):
+                state, ended, forced, _ = carry
+                state = _with_ended(state, ended)
+                proposal = candidates(params, state, forced, plan)
+                tokens = proposal.tokens
+                parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), tokens.shape)
+                mask = jax.ShapeDtypeStruct((*tokens.shape, words(vocab_size)), jnp.uint32)
+                (allowed,) = call_host(entries[0], [mask], tokens, parents)
+                forward, logits = engine.verify(params, state.target.cache, proposal)
+                extra = (AllowedTokens(allowed),)
+                state = engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
+                found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
+                return state, *call_host(entries[1], found, *_to_follow(state))
+
+            carry = (state, ended, forced, jnp.asarray(True))
+            state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
+            return _with_ended(state, ended)
+
+        options: dict[str, Any] = {"compiler_options": backend.compiler_options(), "static_argnames": "plan"}
+        self._propose = self._jit(propose, **options)
+        self._verify = self._jit(verify, compiler_options=backend.compiler_options())
+        self._settle = self._jit(settle, donate_argnums=1, **options)
+        self._steps = self._jit(steps, donate_argnums=1, **options)
 
     decode = Executor.decode
 
@@ -106,7 +117,7 @@ class SteppedExecutor(FusedExecutor):
             Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)))
 
     def stand_ins(self) -> tuple[AnyText, ...]:
-        """Return constraints whose steps have every shape that steps can have: those without forced tokens, with one,
+        """Return constraints whose steps have every `Plan` that steps can have: those without forced tokens, with one,
         and with more than the draft's tree is deep.
         """
         if not self.spec.forced_nodes:
@@ -136,31 +147,42 @@ class SteppedExecutor(FusedExecutor):
         if not any(constraints):
             decode, now = super().advance(decode, stopped, n_steps)
             return SteppedState(decode, constraints), now
-        ended = self._follow(decode, constraints, stopped)
-        for _ in range(n_steps):
-            if ended.all():
-                break
-            forced = self._forced(constraints, ended)
-            proposal = self._candidates(decode, forced, ended)
-            forward, logits = self._verify(self.params, decode.target.cache, proposal)
-            extra = self._masks(constraints, *self._on_host(proposal), ended)
-            given = self.params, decode, ended, forward, logits, proposal, extra
-            decode = self._settle(*given, as_text=forced is not None)
-            ended = self._follow(decode, constraints, stopped)
-        decode = decode._replace(output=decode.output._replace(done=self._placed(jnp.asarray(ended))))
+        work = self._host_work(constraints, stopped, n_steps)
+        work.follow(*jax.device_get(_to_follow(decode)))
+        decode = self._in_three(decode, work) if self.host_calls is None else self._in_one_program(decode, work)
+        decode = _with_ended(decode, self._placed(jnp.asarray(work.ended)))
         return SteppedState(decode, constraints), Snapshot.of(decode.output)
 
-    def _candidates(self, decode: DecodeState, forced: Int[np.ndarray, "B n"] | None, ended: np.ndarray) -> Proposal:
-        """Return the drafter's tree, with a branch of forced tokens if there are any.
+    def _in_three(self, decode: DecodeState, work: HostWork) -> DecodeState:
+        """Step while the host works during the base's passes."""
+        while work.running:
+            ended, forced, plan = *self._placed((work.ended, work.forced)), work.plan
+            proposal = self._propose(self.params, decode, forced, plan=plan)
+            forward, logits = self._verify(self.params, decode.target.cache, proposal)
+            extra = (AllowedTokens(self._placed(work.masks(*self._on_host(proposal)))),)
+            decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra, plan=plan)
+            work.follow(*jax.device_get(_to_follow(decode)))
+        return decode
 
-        A tree reaches no further than forced tokens that are as many as it is deep, and is then left out.
-        """
-        if forced is None:
-            return self._propose(self.params, decode)
-        depth = self.spec.longest_path - self.spec.forced_nodes
-        if depth == 0 or (forced[~ended, depth - 1] >= 0).all():
-            return self._forced_alone(decode.target.root, self._placed(forced))
-        return self._join(self._propose(self.params, decode), self._placed(forced))
+    def _in_one_program(self, decode: DecodeState, work: HostWork) -> DecodeState:
+        """Step in programs that call the host, one after another for each plan."""
+        batch = len(work.ended)
+
+        def mask(tokens, parents, allowed):
+            tokens, parents = (x.view(np.int32).reshape(batch, -1).copy() for x in (tokens, parents))
+            allowed.view(np.uint32)[:] = work.masks(tokens, parents).reshape(-1)
+
+        def follow(done, lengths, roots, tokens, ended, forced, same):
+            before, tokens = work.plan, tokens.view(np.int32).reshape(batch, -1)
+            work.follow(done.view(bool), lengths.view(np.int32), roots.view(np.int32), tokens)
+            ended.view(bool)[:], forced.view(np.int32)[:] = work.ended, work.forced.reshape(-1)
+            same.view(bool)[:] = work.running and work.plan is before
+
+        with self.host_calls.calling(mask, follow) as entries:
+            while work.running:
+                given = self.params, decode, work.ended, work.forced.copy(), entries
+                decode = jax.block_until_ready(self._steps(*given, plan=work.plan))
+        return decode
 
     # --- the host's part ----------------------------------------------------------------------------------------------
 
@@ -173,27 +195,8 @@ class SteppedExecutor(FusedExecutor):
             given = self.constraints([self.spec] * batch)
         return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
 
-    def _follow(self, decode: DecodeState, constraints: Sequence[Constraint | None], stopped) -> np.ndarray:
-        """Move the constraints to the next root. Return which sequences take no further step."""
-        out = decode.output
-        done, tokens, lengths, roots = jax.device_get((out.done, out.tokens, out.lengths, decode.target.root))
-        ended = done | stopped
-        for row, constraint in enumerate(constraints):
-            if constraint is not None and not ended[row]:
-                constraint.follow([*tokens[row, : lengths[row]].tolist(), int(roots[row])])
-                ended[row] = constraint.error is not None
-        return ended
-
-    def _forced(self, constraints: Sequence[Constraint | None], ended: np.ndarray) -> Int[np.ndarray, "B n"] | None:
-        """Return the tokens that must follow each root, then -1; None if there are none."""
-        if not self.spec.forced_nodes:
-            return None
-        forced = np.full((len(ended), self.spec.longest_path), -1, np.int32)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None and not ended[row]:
-                found = constraint.forced(forced.shape[1])
-                forced[row, : len(found)] = found
-        return forced if (forced >= 0).any() else None
+    def _host_work(self, constraints: Constraints, stopped, steps: int) -> HostWork:
+        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps)
 
     def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
         """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""
@@ -201,17 +204,20 @@ class SteppedExecutor(FusedExecutor):
         tokens, parents = jax.device_get((proposal.tokens, parents))
         return tokens, np.broadcast_to(parents, tokens.shape)
 
-    def _first_masks(self, constraints: Sequence[Constraint | None]) -> tuple[AllowedTokens, ...]:
-        """Return the masks of the token after a prompt."""
-        nothing = np.full((len(constraints), 1), -1, np.int32)
-        return self._masks(constraints, nothing, nothing, np.zeros(len(constraints), bool))
-
-    def _masks(self, constraints: Sequence[Constraint | None], tokens, parents, ended) -> tuple[AllowedTokens, ...]:
-        """Return the masks of all nodes, none without constraints."""
+    def _first_masks(self, constraints: Constraints) -> tuple[AllowedTokens, ...]:
+        """Return the masks of the token after a prompt, none without constraints."""
         if not any(constraints):
             return ()
-        allowed = np.full((*tokens.shape, words(self.model.config.vocab_size)), ALL, np.uint32)
-        for row, constraint in enumerate(constraints):
-            if constraint is not None and not ended[row]:
-                constraint.allow(tokens[row], parents[row], allowed[row])
-        return (AllowedTokens(self._placed(allowed)),)
+        nothing = np.full((len(constraints), 1), -1, np.int32)
+        work = self._host_work(constraints, np.zeros(len(constraints), bool), 0)
+        return (AllowedTokens(self._placed(work.masks(nothing, nothing))),)
+
+
+def _with_ended(state: DecodeState, ended) -> DecodeState:
+    return state._replace(output=state.output._replace(done=ended))
+
+
+def _to_follow(state: DecodeState) -> tuple:
+    """Return the arguments of `HostWork.follow`."""
+    out = state.output
+    return out.done, out.lengths, state.target.root, out.tokens

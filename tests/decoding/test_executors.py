@@ -196,6 +196,20 @@ def test_forced_tokens_leave_greedy_output_unchanged(lab, stepped, name):
     assert 0 not in steps or steps[3] < steps[0] or name == "oracle"
 
 
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("none", "root"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("model", "small"), ("eagle", "grown"))),
+    ],
+)
+def test_three_programs_per_step_give_the_same_tokens(lab, name, tree):
+    """As on accelerators, and on a CPU without a compiler."""
+    executor = executor_of(SteppedExecutor, lab, name, tree, eos_ids=(END,), grammar=Brackets(), forced_nodes=3)
+    executor.host_calls = None
+    assert executor.decode(*padded(PROMPTS)).ids() == [constrained(lab, prompt) for prompt in PROMPTS]
+
+
 def test_wrongly_forced_tokens_are_drafts_that_the_base_rejects(lab, stepped):
     liar = Changed(Brackets(), forces=(7, 1, 0, 0))
     executor = stepped("model", "small", eos_ids=(END,), grammar=liar, forced_nodes=3)
@@ -370,7 +384,7 @@ def test_a_stepped_executor_keeps_its_grammar_under_another_spec(lab):
     executor = executor_of(SteppedExecutor, lab, "medusa", "chain", eos_ids=(END,), grammar=Brackets())
     other = executor.with_spec(tree=presets.chain(2))
     assert other.decode(*padded(PROMPTS[:1])).ids() == [constrained(lab, PROMPTS[0])]
-    assert other.with_spec(grammar=TABLE)._settle is other._settle  # grammars are not part of a program
+    assert other.with_spec(grammar=TABLE)._steps is other._steps  # grammars are not part of a program
 
 
 @pytest.mark.parametrize(

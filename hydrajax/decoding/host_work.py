@@ -1,0 +1,111 @@
+"""The host's part of constrained steps: parsers read emitted tokens, name forced ones and mask the nodes of a tree."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int, UInt32
+
+from hydrajax.decoding.constraints import ALL, Constraint, words
+from hydrajax.decoding.spec import DecodeSpec
+
+Constraints = Sequence[Constraint | None]  # of each sequence, None for none
+
+
+class Plan(enum.Enum):
+    """The nodes that a step verifies."""
+
+    TREE = "the drafter's tree"
+    JOINED = "the drafter's tree with a branch of forced tokens"
+    FORCED = "forced tokens alone"
+
+
+class HostWork:
+    """The constraints of a batch during some steps.
+
+    Attributes:
+        ended: bool ``[B]`` sequences that take no further step.
+        running: A step follows.
+        plan: What it verifies.
+        forced: int32 ``[B, n]`` tokens that must follow each root, then -1; n is at least 1.
+    """
+
+    def __init__(
+        self, constraints: Constraints, stopped: Bool[np.ndarray, " B"], spec: DecodeSpec, vocab_size: int, steps: int
+    ):
+        """Prepare at most ``steps`` steps; `follow` must come first.
+
+        Args:
+            constraints: Of the sequences.
+            stopped: Sequences that take no step.
+            spec: How to decode.
+            vocab_size: The base's.
+            steps: Maximum number of steps.
+        """
+        self._constraints, self._stopped, self._vocab_size, self._steps = constraints, stopped, vocab_size, steps
+        self._depth, self._forces = spec.longest_path - spec.forced_nodes, spec.forced_nodes > 0
+        self.ended, self.running, self.plan = np.array(stopped), False, Plan.TREE
+        self.forced = np.full((len(constraints), max(spec.longest_path, 1)), -1, np.int32)
+
+    def follow(
+        self,
+        done: Bool[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        roots: Int[np.ndarray, " B"],
+        tokens: Int[np.ndarray, "B room"],
+    ) -> None:
+        """Move the constraints to the next roots and plan the next step."""
+        self.ended = done | self._stopped
+        for row, constraint in enumerate(self._constraints):
+            if constraint is not None and not self.ended[row]:
+                constraint.follow([*tokens[row, : lengths[row]].tolist(), int(roots[row])])
+                self.ended[row] = constraint.error is not None
+        self.running = self._steps > 0 and not self.ended.all()
+        self._steps -= 1
+        if self.running and self._forces:
+            self._force()
+
+    def masks(self, tokens: Int[np.ndarray, "B N"], parents: Int[np.ndarray, "B N"]) -> UInt32[np.ndarray, "B N W"]:
+        """Return which tokens may follow each node."""
+        allowed = np.full((*tokens.shape, words(self._vocab_size)), ALL, np.uint32)
+        for row, constraint in enumerate(self._constraints):
+            if constraint is not None and not self.ended[row]:
+                constraint.allow(tokens[row], parents[row], allowed[row])
+        return allowed
+
+    def _force(self) -> None:
+        """Fetch the forced tokens. If they are as many as the tree is deep, they replace it: it reaches no further."""
+        self.forced[:] = -1
+        for row, constraint in enumerate(self._constraints):
+            if constraint is not None and not self.ended[row]:
+                found = constraint.forced(self.forced.shape[1])
+                self.forced[row, : len(found)] = found
+        if (self.forced < 0).all():
+            self.plan = Plan.TREE
+        elif self._depth == 0 or (self.forced[~self.ended, self._depth - 1] >= 0).all():
+            self.plan = Plan.FORCED
+        else:
+            self.plan = Plan.JOINED
+
+
+class AnyText:
+    """A constraint that allows every token, and forces some, to compile with."""
+
+    error = None
+
+    def __init__(self, forced: list[int]):
+        self._forced = forced
+
+    def copy(self) -> AnyText:
+        return self
+
+    def follow(self, text):
+        pass
+
+    def forced(self, most):
+        return self._forced[:most]
+
+    def allow(self, tokens, parents, allowed):
+        allowed[:] = ALL
