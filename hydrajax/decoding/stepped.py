@@ -56,7 +56,7 @@ class SteppedExecutor(FusedExecutor):
     def _jit_verbs(self):
         super()._jit_verbs()
         engine, vocab_size = self.engine, self.model.config.vocab_size
-        self.host_calls = None if self.mesh else backend.host_calls()
+        self.host_calls = host = None if self.mesh else backend.host_calls()
 
         def candidates(params, state, forced, plan):
             if plan is Plan.FORCED:
@@ -82,7 +82,6 @@ class SteppedExecutor(FusedExecutor):
 
         def steps(params, state, ended, forced, entries, plan):
             """Step until the host ends it, which it also does if the next step has another plan."""
-            call_host = self.host_calls.call_host
 
             def step(carry):
                 state, ended, forced, _ = carry
@@ -91,12 +90,12 @@ class SteppedExecutor(FusedExecutor):
                 tokens = proposal.tokens
                 parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), tokens.shape)
                 mask = jax.ShapeDtypeStruct((*tokens.shape, words(vocab_size)), jnp.uint32)
-                (allowed,) = call_host(entries[0], [mask], tokens, parents)
+                (allowed,) = host.call_host(entries[0], [mask], tokens, parents)
                 forward, logits = engine.verify(params, state.target.cache, proposal)
                 extra = (AllowedTokens(allowed),)
                 state = engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
                 found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
-                return state, *call_host(entries[1], found, *_to_follow(state))
+                return state, *host.call_host(entries[1], found, *_to_follow(state))
 
             carry = (state, ended, forced, jnp.asarray(True))
             state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
