@@ -38,6 +38,7 @@ ORDER = (
     "drafters",
     "text",
     "formats",
+    "scheduling",
     "decoding",
     "grammar",
     "ssd",
