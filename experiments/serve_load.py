@@ -129,7 +129,7 @@ def serving(args, draft: str, speculation: str) -> Iterator[tuple[subprocess.Pop
         if address is None:
             raise HydrajaxError(f"the server did not start: {log[-1].strip() if log else 'no output'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models").json()["data"][0]["hydrajax"]:
+        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models", timeout=120).json()["data"][0]["hydrajax"]:
             time.sleep(1.0)  # until everything is compiled, and the last measurement has ended
         yield process, address
         process.send_signal(signal.SIGTERM)

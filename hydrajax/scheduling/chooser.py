@@ -104,10 +104,11 @@ class Chooser:
         seconds = [self.costs.seconds(shape, self.choices[each]) for each in available]
         if None in seconds:
             return Chosen(available[0])
-        waits = (self._waiting_costs.seconds(shape, CATCH_UP) or 0.0) if draft_waits else 0.0
-        extra = waits * np.array([self.choices[each].drafts for each in available])
+        drafts = [self.choices[each].drafts for each in available]
+        catching_up = self._waiting_costs.seconds(shape, CATCH_UP) or 0.0
+        waits = catching_up * draft_waits / STEPS_TO_COME
         tokens = self.acceptance.expected_tokens(sequences)[list(available)]
-        rates = tokens / (np.array(seconds) + extra / STEPS_TO_COME)
+        rates = tokens / (np.array(seconds) + waits * np.array(drafts))
         best = int(np.argmax(rates))
         last = self._last.get(batch)
         if last in available and rates[best] < MARGIN * rates[available.index(last)]:
@@ -115,17 +116,24 @@ class Chooser:
         found, rate = available[best], float(rates[best])
         others = [at for at in range(len(available)) if at != best]
         candidate = min(others, key=lambda at: tried[available[at]])
-        loses = max(PROBE_STEPS * (seconds[candidate] - float(tokens[candidate]) / rate), 0.0) + float(extra[candidate])
+        loses = max(PROBE_STEPS * (seconds[candidate] - float(tokens[candidate]) / rate), 0.0)
+        # Before a step with the draft, or after one without it.
+        waits = catching_up * (drafts[candidate] != drafts[best])
         due = now - max(self._probed.get(batch, 0), int(tried[available[candidate]])) >= PROBE_EVERY
-        if due and self.lost + loses <= PROBE_SHARE * self.seconds:
+        if due and self.lost + loses + waits <= PROBE_SHARE * self.seconds:
             self._probed[batch] = int(now)
             tried[available[candidate]] = now
             self.probes += 1
-            self.lost += float(extra[candidate])
+            self.lost += waits
             return Chosen(available[candidate], PROBE_STEPS, float(rates[candidate]), rate)
         self._last[batch] = found
         tried[found] = now
         return Chosen(found, None, rate, rate)
+
+    def last_drafts(self, batch: int) -> bool | None:
+        """Return whether the last choice for this batch size drafts; None if there was none. Probes do not count."""
+        last = self._last.get(batch)
+        return None if last is None else self.choices[last].drafts
 
     def record(
         self,

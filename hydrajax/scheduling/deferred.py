@@ -52,23 +52,29 @@ class Deferred:
     Attributes:
         drafter: The drafter, whose parameters these are.
         model: The base.
-        misses: Propose nothing and let the drafter read nothing; otherwise do what it does. Both share one state.
+        reads: The drafter reads the text; otherwise it misses all of it, prompts included.
+        drafts: It proposes; otherwise only the root is fed, and it has to miss that. All three share one state.
         kept: P, the length of the ring.
     """
 
     drafter: Drafter
     model: BaseModel
-    misses: bool = False
+    reads: bool = True
+    drafts: bool = True
     kept: int = KEPT
 
     @cached_property
     def spec(self):
         spec = self.drafter.spec
-        return replace(spec, branch_nodes=0, window_nodes=0, reach=0) if self.misses else spec
+        return replace(spec, branch_nodes=0, window_nodes=0, reach=0) if not self.drafts else spec
+
+    def without_reading(self) -> Deferred:
+        """Return the drafter that reads no prompt."""
+        return replace(self, reads=False)
 
     def missing(self) -> Deferred:
         """Return the drafter that misses every step."""
-        return replace(self, misses=True)
+        return replace(self, reads=False, drafts=False)
 
     def init(self, rng, base):
         return self.drafter.init(rng, base)
@@ -84,6 +90,8 @@ class Deferred:
         )
 
     def begin(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
+        if not self.reads:
+            return self._miss(state, aux_hidden_states, tokens, counts)
         drafter = self.drafter.begin(params, state.drafter, aux_hidden_states, tokens, counts, bonus_token, base)
         return self._has_read(state, drafter, counts)
 
@@ -95,21 +103,15 @@ class Deferred:
         return state._replace(drafter=drafter, missed=jnp.where(cut, 0, state.missed), read=read, length=lengths)
 
     def propose(self, params, state, root, tree, base, draw=None):
-        if self.misses:
+        if not self.drafts:
             return Proposal(root[:, None], presets.root().topology)
         return self.drafter.propose(params, state.drafter, root, tree, base, draw)
 
     def observe(self, params, state, proposal, outcome, base):
-        if not self.misses:
+        if self.reads:
             drafter = self.drafter.observe(params, state.drafter, proposal, outcome, base)
             return self._has_read(state, drafter, outcome.counts)
-        at = state.missed % self.kept
-        return state._replace(
-            hidden=write_tokens(state.hidden, outcome.along_path().astype(state.hidden.dtype), at),
-            tokens=write_tokens(state.tokens, outcome.tokens, at),
-            missed=state.missed + outcome.counts,
-            length=state.length + outcome.counts,
-        )
+        return self._miss(state, outcome.along_path(), outcome.tokens, outcome.counts)
 
     def catch_up(self, params, state, bonus_token, base):
         """Let the drafter read the missed tokens that are still in the ring; ``bonus_token`` ``[B]`` follows them."""
@@ -124,6 +126,22 @@ class Deferred:
 
         drafter = jax.tree.map(of_rows, drafter, state.drafter)
         return state._replace(drafter=drafter, missed=jnp.zeros_like(count), read=state.read + count)
+
+    def _miss(self, state: DeferredState, hidden, tokens, counts) -> DeferredState:
+        """Return the state with the last of the first ``counts[b]`` tokens in the ring."""
+        if tokens.shape[1] == 1:  # a step: one slot is written, whose place is not in use if the count is 0
+            at = state.missed % self.kept
+            hidden = write_tokens(state.hidden, hidden.astype(state.hidden.dtype), at)
+            tokens = write_tokens(state.tokens, tokens, at)
+        else:
+            last = counts[:, None] - 1
+            source = last - (state.missed[:, None] + last - jnp.arange(self.kept)) % self.kept  # of each slot
+            at = jnp.maximum(source, 0)
+            hidden = jnp.take_along_axis(hidden, at[:, :, None], axis=1).astype(state.hidden.dtype)
+            hidden = jnp.where(source[:, :, None] >= 0, hidden, state.hidden)
+            tokens = jnp.where(source >= 0, jnp.take_along_axis(tokens, at, axis=1), state.tokens)
+        missed, length = state.missed + counts, state.length + counts
+        return state._replace(hidden=hidden, tokens=tokens, missed=missed, length=length)
 
     def _has_read(self, state: DeferredState, drafter: Any, counts: Int[Array, " B"]) -> DeferredState:
         """Return the state after text that the drafter has read; tokens missed before it are lost."""

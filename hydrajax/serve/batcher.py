@@ -67,13 +67,17 @@ class Stats:
 
 @dataclass
 class _Prefill:
-    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any."""
+    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any.
+
+    unread: the draft does not read it, because the group drafts nothing.
+    """
 
     handle: RequestHandle
     group: SlotGroup
     cache_len: int
     position: int
     prefix: CachedPrefix | None
+    unread: bool
     state: State | None = None
 
 
@@ -330,11 +334,17 @@ class Batcher:
             group = self._batch.reserve(index, self._budget.max_length(request))
             prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
             cache_len = self._pool.prefill_cache_len(shared, len(request.ids))
-            self._prefill = _Prefill(handle, group, cache_len, shared, prefix)
+            self._prefill = _Prefill(handle, group, cache_len, shared, prefix, self._unread(request, group, cache_len))
             handle.cached = shared
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += shared
             self._budget.shrink_prefix_cache(self._batch.usages, request)
+
+    def _unread(self, request: Request, group: SlotGroup, cache_len: int) -> bool:
+        """Return whether the draft need not read the prompt of a request that joins this group."""
+        if request.constraint is not None or not self._pool.may_stay_unread(cache_len):
+            return False
+        return self._chooser.last_drafts(self._pool.batch_for(len(group.live) + 1)) is False
 
     def _first_state(self, prefill: _Prefill) -> State:
         """Copy the cached prefix, or start empty."""
@@ -355,14 +365,16 @@ class Batcher:
             prefill.state = self._first_state(prefill)
         if len(ids) - prefill.position > chunk:
             until = prefill.position + chunk
-            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]))
+            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]), prefill.unread)
             prefill.position = until
             return
         key = pool.key(request.seed or 0, request.number)
-        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec, request.constraint)
+        last = ids[prefill.position :]
+        state = pool.finish(prefill.state, last, key, request.spec, request.constraint, prefill.unread)
         max_length = self._budget.max_length(request)
         acceptance = self._chooser.acceptance.sequence()
-        prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length, acceptance))
+        sequence = RunningSequence(prefill.handle, self._executor.tokenizer, max_length, acceptance)
+        prefill.group.join(state, sequence, prefill.unread)
         with self._lock:
             self._prefill = None
         self._cache_prefix(ids, prefill.cache_len, lambda: state)

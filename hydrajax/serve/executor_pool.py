@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.serve.step_executors import StepExecutors
 from hydrajax.trees.dynamic import CandidateTree
+
+WORTH = 0.97  # prefill stays unread if that takes less than this share of the time
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ class ExecutorPool:
         )
         self.steps = StepExecutors(executor, self.spec, trees, chooses)
         self.spec = self.executor.spec
+        self._unread: set[int] = set()  # cache lengths for which `prefill_unread` is compiled and worth it
         # Prefilled states have room for the paths of every tree, and of forced tokens.
         self._prefill = max(self.steps, key=lambda each: each.engine.depth)
         self.max_path = self._prefill.engine.depth + 1
@@ -105,6 +109,9 @@ class ExecutorPool:
             for batch in self.batches:
                 spec = self.steps.wanted(batch).spec.replace(forced_nodes=FORCED_NODES)
                 self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
+        if self.steps.chooses:
+            unread = self._prefill.spec.drafter.without_reading()
+            self._prefill_unread = self._prefill.with_spec(drafter=unread)
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
         if self.spec.eos_ids:
@@ -197,19 +204,33 @@ class ExecutorPool:
         counts = TokenCounts.of_text(ids[:length], self._vocab_size) if self.sizes.penalties else None
         return self._prefill.rewind(state, np.array([length], np.int32), counts)
 
-    def feed(self, state: State, ids: np.ndarray, following: int) -> State:
-        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated."""
+    def may_stay_unread(self, cache_len: int) -> bool:
+        """Return whether prefill that the draft does not read saves time, and is compiled."""
+        return cache_len in self._unread
+
+    def feed(self, state: State, ids: np.ndarray, following: int, unread: bool = False) -> State:
+        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated.
+
+        unread: the draft does not read it, but catches up before it drafts.
+        """
         text, lengths = right_padded([ids], self.chunk)
-        return self._prefill.feed(state, text, lengths, np.array([following], np.int32))
+        prefill = self._prefill_unread if unread else self._prefill
+        return prefill.feed(state, text, lengths, np.array([following], np.int32))
 
     def finish(
-        self, state: State, ids: np.ndarray, key, spec: DecodeSpec, constraint: Constraint | None = None
+        self,
+        state: State,
+        ids: np.ndarray,
+        key,
+        spec: DecodeSpec,
+        constraint: Constraint | None = None,
+        unread: bool = False,
     ) -> State:
-        """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated."""
+        """Prefill the last chunk, after which the sequence can join a batch; see `feed`. ``state`` is donated."""
         text, lengths = right_padded([ids], self._padded(len(ids)))
         sampling = self.sampling(spec, key)
         if constraint is None:
-            return self._prefill.extend(state, text, lengths, sampling)
+            return (self._prefill_unread if unread else self._prefill).extend(state, text, lengths, sampling)
         sampling = sampling._replace(constraints=(constraint,))
         return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
 
@@ -251,7 +272,7 @@ class ExecutorPool:
         of the wanted tree are taken until then, come after them. The last one is for a single short sequence with a
         grammar; others compile at their first use.
         For p cache lengths, b batch sizes, c choices and w padded lengths of a last chunk, these are at most
-        p * (w + 2) prefill programs, c * p * b decode programs, p * b programs that catch up and p * (b + 1) rewinds,
+        2 * p * (w + 2) prefill programs, c * p * b decode programs, p * b programs that catch up, p * (b + 1) rewinds,
         and for each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
         found: list[Callable[[], None]] = []
@@ -271,6 +292,7 @@ class ExecutorPool:
             for rank in range(-1, -most, -1):  # first the one without a draft
                 some = (shape for shape in shapes if -rank < len(self.steps.offered[shape[0]]))
                 found += [partial(self._compile_steps, *shape, rank) for shape in some]
+            found += [partial(self._compile_unread, cache_len) for cache_len in self.cache_lens]
         if self._constrained and find_spec("llguidance"):
             found.append(partial(self._compile_constrained, self.cache_lens[0]))
         return found
@@ -285,8 +307,23 @@ class ExecutorPool:
         for other in self.cache_lens:
             self.take(state, 0, other)
 
-    def _compile_feed(self, cache_len: int) -> None:
-        self.feed(self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32)), np.zeros(self.chunk, np.int32), 0)
+    def _compile_feed(self, cache_len: int, unread: bool = False) -> None:
+        state = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
+        self.feed(state, np.zeros(self.chunk, np.int32), 0, unread)
+
+    def _compile_unread(self, cache_len: int) -> None:
+        """Compile prefill that the draft does not read, and time it next to the other kind."""
+        if cache_len > self.chunk:
+            self._compile_feed(cache_len, unread=True)
+        for width in (width for width in self.last_chunks if width <= cache_len):
+            seconds: list[list[float]] = [[], []]
+            for unread in 3 * (False, True):
+                state, ids = jax.block_until_ready(self._text(cache_len, 0)), np.zeros(width, np.int32)
+                began = time.perf_counter()
+                jax.block_until_ready(self.finish(state, ids, self.key(0, 0), self.spec, unread=unread))
+                seconds[unread].append(time.perf_counter() - began)
+        if min(seconds[True]) < WORTH * min(seconds[False]):  # of the longest chunk
+            self._unread.add(cache_len)
 
     def _compile_steps(self, batch: int, cache_len: int, rank: int) -> None:
         """Compile steps, and the moves into and out of the batch; ``rank``: of the choice among those offered."""

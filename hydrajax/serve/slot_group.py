@@ -93,9 +93,10 @@ class SlotGroup:
         """Bytes of the present shape."""
         return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
 
-    def join(self, state: State, sequence: RunningSequence) -> None:
-        """Copy a prefilled sequence into a free slot; the group may grow."""
+    def join(self, state: State, sequence: RunningSequence, unread: bool = False) -> None:
+        """Copy a prefilled sequence, which the draft may have left unread, into a free slot; the group may grow."""
         self.reserved = None
+        self.draft_waits |= unread
         batch, cache_len = self._needed([*(running for _, running in self.live), sequence], 1)
         if self._state is None:
             self._state = self._pool.tile(state, batch, cache_len)

@@ -14,7 +14,10 @@ SECONDS = 300
 
 
 def choose_at_random(batcher: Batcher, seed: int = 0) -> list[int]:
-    """Let every burst of a batcher take any available choice and at most some steps; return the choices so far."""
+    """Let every burst take any available choice and at most some steps, and the draft read any prompt or not.
+
+    The batcher's programs must be compiled. Returns the choices so far.
+    """
     random, taken = np.random.default_rng(seed), []
 
     def choose(shape, sequences, available, draft_waits):
@@ -22,6 +25,8 @@ def choose_at_random(batcher: Batcher, seed: int = 0) -> list[int]:
         return Chosen(taken[-1], int(random.integers(1, 6)), 1.0, 1.0)
 
     batcher._chooser.choose = choose
+    batcher._chooser.last_drafts = lambda batch: bool(random.integers(2))
+    batcher._pool._unread.update(batcher._pool.cache_lens)
     return taken
 
 

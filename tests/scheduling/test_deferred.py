@@ -13,7 +13,7 @@ from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.scheduling.deferred import Deferred
 from hydrajax.trees import presets
 
-KEPT, BATCH = 8, 2
+KEPT, BATCH, WIDTH = 8, 2, 12
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,13 @@ def executors():
     return reads, misses, lambda state: catch_up(reads.params, state)
 
 
+def prompts():
+    return np.arange(BATCH * WIDTH, dtype=np.int32).reshape(BATCH, WIDTH) % 16
+
+
 def begun(executor, length: int = 5):
-    prompt = np.arange(BATCH * length, dtype=np.int32).reshape(BATCH, length) % 16
     sampling = sampling_params([executor.spec] * BATCH, jax.random.key(0), 17)
-    return executor.prefill(prompt, np.full(BATCH, length, np.int32), sampling)
+    return executor.prefill(prompts(), np.full(BATCH, length, np.int32), sampling)
 
 
 def after(executor, state, steps: int, stopped=(False, False)):
@@ -93,6 +96,18 @@ def test_missed_tokens_before_other_text_are_lost(executors):
     np.testing.assert_array_equal(state.draft.missed, [0, 0])
     np.testing.assert_array_equal(state.draft.read, [7, 7])
     np.testing.assert_array_equal(state.draft.length, [10, 10])
+
+
+def test_an_unread_prompt_is_read_when_the_draft_catches_up(executors):
+    reads, misses, catch_up = executors
+    unread = reads.with_spec(drafter=reads.spec.drafter.without_reading())
+    check_same(catch_up(after(misses, begun(unread), 3)), after(reads, begun(reads), 3))
+    # More than the ring holds: the end of it, which is that of a draft that read from there on.
+    found = catch_up(begun(unread, WIDTH)).draft
+    np.testing.assert_array_equal(found.read, [KEPT] * 2)
+    np.testing.assert_array_equal(found.length, [WIDTH] * 2)
+    tokens = np.sort(np.asarray(found.tokens), axis=1)
+    np.testing.assert_array_equal(tokens, np.sort(prompts()[:, WIDTH - KEPT :], axis=1))
 
 
 def test_without_the_draft_only_the_root_is_fed():

@@ -71,7 +71,7 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
     assert [choice.name for choice in found.steps.choices] == ["10 nodes", "4 nodes", "none"]
     done = []
-    for kind in ("prefill", "feed", "steps", "constrained"):
+    for kind in ("prefill", "feed", "steps", "unread", "constrained"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
     assert found.steps.available(1, 64) == [0, 1, 2]
     found.warm_up()
@@ -80,7 +80,8 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     assert done == [
         ("prefill", 16, 64), ("steps", 1, 64, 0), ("feed", 64),
         ("prefill", 16, 114), ("steps", 1, 114, 0), ("feed", 114),
-        ("steps", 2, 64, 0), ("steps", 2, 114, 0), *none, *smaller, ("constrained", 64),
+        ("steps", 2, 64, 0), ("steps", 2, 114, 0), *none, *smaller,
+        ("unread", 64), ("unread", 114), ("constrained", 64),
     ]  # fmt: skip
     assert found.steps.available(1, 64) == [0]  # they have only been noted
 
@@ -128,7 +129,7 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     # Two batch sizes and three choices.
     assert compiled["jit(burst)"] == 6
     assert compiled["jit(_caught_up)"] == 2
-    assert compiled["jit(extend)"] == 2  # the second one with a mask
+    assert compiled["jit(extend)"] == 3  # the second one is not read by the draft, the third one has a mask
     # Without forced tokens, with one, and with as many as the tree is deep.
     assert (compiled["jit(verify)"], compiled["jit(settle)"]) == (3, 3)
     steered = Batcher(found).start()
