@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
     add("--rounds", type=options.positive, default=2, metavar="N", help="of all servers (default 2)")
     add("--load", choices=("code", "mixed"), default="code", help="kind of prompts (default code)")
-    add("--prompts", type=Path, metavar="DIR", help="question files of --load mixed (default: built-in prompts)")
+    add("--prompts", type=Path, metavar="PATH", help="question file or a directory of them, for --load mixed")
     add("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
     add("--prompt-tokens", type=options.positive, default=64, metavar="N")
     add("--new-tokens", type=options.positive, default=64, metavar="N")

@@ -69,21 +69,21 @@ def mixed(args, loaded: LanguageModel, count: int) -> list[np.ndarray]:
     """
     if loaded.tokenizer is None:
         raise HydrajaxError("--load: got mixed, expected code: this base has no tokenizer")
-    kinds = _of_folder(args.prompts) if args.prompts else _built_in(loaded)
+    kinds = _of_files(args.prompts) if args.prompts else _built_in(loaded)
     found = [prompt for turn in itertools.zip_longest(*kinds.values()) for prompt in turn if prompt is not None]
     most = loaded.config.max_positions - args.new_tokens
     encoded = [np.array(prompt.ids(loaded.tokenizer)[-most:], np.int32) for prompt in found[:count]]
     return list(itertools.islice(itertools.cycle(encoded), count))
 
 
-def _of_folder(folder: Path) -> dict[str, list[Prompt]]:
-    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+def _of_files(path: Path) -> dict[str, list[Prompt]]:
+    files = sorted([*path.glob("*.jsonl"), *path.glob("*.jsonl.gz")]) if path.is_dir() else [path]
     if not files:
-        raise HydrajaxError(f"--prompts: got {folder}, expected a directory with question files (.jsonl, .jsonl.gz)")
+        raise HydrajaxError(f"--prompts: got {path}, expected question files (.jsonl, .jsonl.gz) in it")
     kinds: dict[str, list[Prompt]] = {}
-    for path in files:
-        for question in read_questions(str(path)):
-            name = f"{path.name}, {question.question_id}"
+    for file in files:
+        for question in read_questions(str(file)):
+            name = f"{file.name}, {question.question_id}"
             kinds.setdefault(question.category, []).append(Prompt(question.turns[0], name))
     return kinds
 
