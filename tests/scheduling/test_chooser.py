@@ -71,7 +71,7 @@ def made(device: Device, batches=(1, 2, 8, 32)) -> Chooser:
 def test_the_throughput_is_near_that_of_the_best_fixed_choice(batch, rate):
     device = Device()
     chooser = made(device)
-    found, _ = device.run(chooser, [rate] * batch, 1000)
+    found, _ = device.run(chooser, [rate] * batch, 600)
     # The simulated seconds are 1.05 times the device's on average.
     assert found >= 0.97 * device.best(batch, [rate] * batch) / 1.05
     assert chooser.lost <= 1.2 * PROBE_SHARE * chooser.seconds
@@ -89,10 +89,10 @@ def test_other_choices_are_probed_rarely_and_changes_are_found():
     """First nothing is accepted, then nearly everything; a new request of the second kind is drafted soon."""
     device = Device()
     chooser = made(device)
-    _, used = device.run(chooser, [0.02] * 8, 2000)
+    _, used = device.run(chooser, [0.02] * 8, 1000)
     assert used[2] > 0.95 * used.sum()
     assert chooser.probes > 5
-    _, used = device.run(chooser, [0.97] * 8, 6000)
+    _, used = device.run(chooser, [0.97] * 8, 3000)
     assert used[2] < 0.1 * used.sum()
 
 
