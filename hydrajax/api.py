@@ -15,10 +15,11 @@ from hydrajax.decoding.decode import DecodeFn
 from hydrajax.decoding.keywords import Rule, with_keywords
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import parse_lookup, without_weights
+from hydrajax.formats.draft_registry import naming_corpus, parse_several, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
 from hydrajax.formats.load import find_own_heads, names_own_heads
@@ -113,6 +114,7 @@ def load(
     merge: bool = False,
     force: bool = False,
     draft_confidence: float | None = None,
+    corpus: int | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> LanguageModel:
     """Load a base and, optionally, a draft.
@@ -133,6 +135,9 @@ def load(
               ``"hydra++"``; ``"mtp"`` for the multi-token prediction module in the base's own files;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
               branch of the trees (`hydrajax.drafters.with_lookup`);
+            - the same after ``"corpus+"`` or ``"lookup+corpus+"``: one tree of the most likely nodes of the draft, of
+              lookup and of past outputs (`hydrajax.drafters.several`); ``"lookup+corpus"`` and ``"corpus"`` alone need
+              no weights;
             - a `Drafter` without weights; None to decode autoregressively.
         dtype: ``"float32"``, ``"bfloat16"`` (or ``jnp.bfloat16``) or ``"float16"``, for parameters, KV cache and
             matmuls. ``"auto"`` is float32 on a CPU, elsewhere the dtype of most of the base's weights, bfloat16 for
@@ -155,6 +160,9 @@ def load(
         draft_confidence: in [0, 1). A draft model (`hydrajax.drafters.draft_model.DraftModel`) stops drafting below
             tokens whose draft probability is less. DSpark's tokens are not accepted where its confidence head predicts
             less, which saves no work.
+        corpus: add a suffix corpus of this many tokens to the draft (``"corpus+DRAFT"``): the model's past outputs,
+            from which it drafts later ones. It is off by default because the time of an answer then shows whether its
+            text was seen before (docs/trees.md#several-drafts).
         on_progress: called with the number of loaded parameters and their total.
 
     Returns:
@@ -187,7 +195,10 @@ def load(
         check_divides(placement.base, read_config(base))
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    named = found.draft if (found := parse_lookup(draft)) else draft
+    if corpus is not None:
+        draft = naming_corpus(draft)
+        Corpus(corpus)  # refuses an invalid number
+    named = found.draft if (found := parse_several(draft)) else draft
     if names_own_heads(named):  # report a missing draft before the base is read
         find_own_heads(base)
     elif isinstance(named, (str, Path)) and not without_weights(named):
@@ -215,8 +226,9 @@ def load(
     if draft is None and draft_confidence is None and not placement.shard_draft:
         return m
     return m.with_draft(
-        NO_DRAFT if draft is None else draft, base_directory=None if force else base, draft_confidence=draft_confidence
-    )
+        NO_DRAFT if draft is None else draft, base_directory=None if force else base, draft_confidence=draft_confidence,
+        corpus=corpus,
+    )  # fmt: skip
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -15,6 +15,7 @@ from hydrajax.decoding.processors import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import sampling_params
+from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import growing_text, seed_for
 from hydrajax.text.templates import make_encoder
@@ -176,5 +177,7 @@ class Chat:
                 self.turn.first_tokens, self.turn.first_seconds = len(emitted), self.turn.seconds
             if piece := text.grow(emitted, final=done):
                 yield piece
+        if (corpus := corpus_of(executor.params.draft)) is not None:
+            corpus.remember(emitted, ids)
         self.turn.full = len(ids) + len(emitted) >= self._context
         self._cached, self._state = ids + emitted, state

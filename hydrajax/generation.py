@@ -20,6 +20,7 @@ from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.sampling import row_keys
 from hydrajax.decoding.spec import DecodeSpec, sampling_params
+from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.processes import agreed
 from hydrajax.text.answers import Generation
@@ -149,6 +150,8 @@ class Stream:
         given = _inputs(executor, [ids], [spec], row_keys(jax.random.key(seed or 0), 1, number))
         for now, seconds in _decode(executor, given, [text], None, on_status):
             self.result = row_result(executor, spec, ids, now, 0, text, seconds, seed)
+            if now.done[0] or text.stopped:
+                remember(executor, self.result)
             if piece := text.text[shown:]:
                 shown = len(text.text)
                 yield piece
@@ -229,6 +232,12 @@ def row_result(
     )
 
 
+def remember(executor: Executor, result: Generation) -> None:
+    """Add an output to the corpus that the executor's draft reads, if it reads one."""
+    if (corpus := corpus_of(executor.params.draft)) is not None:
+        corpus.remember(result.output_ids, result.prompt_ids)
+
+
 # --- the loop over batches --------------------------------------------------------------------------------------------
 
 
@@ -269,7 +278,9 @@ def _generate(
         *_, (now, seconds) = _decode(executor, given, texts, n_steps, on_status)
         for row, (ids, spec, text) in enumerate(zip(batch, own, texts, strict=True)):
             drawn = one if each is None or one is None else int(each[start + row])
-            yield row_result(executor, spec, ids, now, row, text, seconds, drawn)
+            result = row_result(executor, spec, ids, now, row, text, seconds, drawn)
+            remember(executor, result)
+            yield result
 
 
 @jax.jit

@@ -25,6 +25,8 @@ from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.drafters.corpus import NAME as CORPUS
+from hydrajax.drafters.corpus import Corpus, corpus_of
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
@@ -133,6 +135,11 @@ class LanguageModel:
         """The shape of the base."""
         return self.model.config
 
+    @property
+    def corpus(self) -> Corpus | None:
+        """The past outputs that the draft reads; None without (`hydrajax.drafters.corpus.Corpus`)."""
+        return corpus_of(self.params.draft)
+
     # --- how to decode ------------------------------------------------------------------------------------------------
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
@@ -210,13 +217,14 @@ class LanguageModel:
         *,
         base_directory: str | Path | None = None,
         draft_confidence: float | None = None,
+        corpus: int | None = None,
     ) -> LanguageModel:
         """Return a model with the same base, sharing its parameters, and another draft.
 
         Args:
             draft: as in `hydrajax.load`.
             base_directory: the base's directory, to reject heads that record another base; None accepts them.
-            draft_confidence: as in `hydrajax.load`.
+            draft_confidence, corpus: as in `hydrajax.load`.
 
         Raises:
             HydrajaxError: as in `hydrajax.load`.
@@ -224,7 +232,7 @@ class LanguageModel:
         found = find_draft(
             draft, self.model, self.params.base, self.tokenizer, self.placement,
             base_directory=base_directory, adapter_directory=self.adapter_directory, confidence=draft_confidence,
-            own_directory=self.base_directory,
+            own_directory=self.base_directory, corpus=corpus,
         )  # fmt: skip
         return LanguageModel(
             self.model,
@@ -483,7 +491,7 @@ def make_executor(
 def _count(params: Any) -> int:
     """Return the number of parameters, without scales of quantised ones and copies."""
     if isinstance(params, Mapping):
-        return sum(_count(value) for name, value in params.items() if name != COPIED_LM_HEAD)
+        return sum(_count(value) for name, value in params.items() if name not in (COPIED_LM_HEAD, CORPUS))
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 

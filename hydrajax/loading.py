@@ -6,11 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydrajax.drafters.corpus import NAME, TOKENS, Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.several import Several
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_model_format import is_model, load_draft_model
-from hydrajax.formats.draft_registry import parse_lookup, title_of, without_weights
+from hydrajax.formats.draft_registry import naming_corpus, parse_several, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads, stored_in_int8
 from hydrajax.models import platforms
@@ -38,6 +40,7 @@ def find_draft(
     adapter_directory: Path | None = None,
     confidence: float | None = None,
     own_directory: Path | None = None,
+    corpus: int | None = None,
 ) -> LoadedDraft:
     """Load a draft for a base.
 
@@ -52,21 +55,31 @@ def find_draft(
         confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
             (`hydrajax.drafters.dspark.DSpark`).
         own_directory: the base's directory, which may have an MTP module (the draft ``mtp``); None if unknown.
+        corpus: tokens of a suffix corpus, which is added if the draft names none; None for the default size of a named
+            one.
 
     Raises:
         HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
             model if the draft is another kind.
     """
-    if with_lookup := parse_lookup(draft):
-        inner = find_draft(
-            with_lookup.draft, model, base_params, tokenizer, placement,
-            base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
-            own_directory=own_directory,
-        )  # fmt: skip
-        return inner._replace(drafter=with_lookup.wrap(inner.drafter))
+    if corpus is not None:
+        draft = naming_corpus(draft)
+    if several := parse_several(draft):
+        inner = LoadedDraft(NoDrafter(), {})
+        if several.draft is not None:
+            inner = find_draft(
+                several.draft, model, base_params, tokenizer, placement,
+                base_directory=base_directory, adapter_directory=adapter_directory, confidence=confidence,
+                own_directory=own_directory,
+            )  # fmt: skip
+        drafter, params = several.wrap(inner.drafter), inner.params
+        if isinstance(drafter, Several):
+            params = {"draft": params}
+        return LoadedDraft(drafter, _remembering(drafter, params, corpus, placement), inner.directory)
     directory, params = None, {}
     if kind := without_weights(draft):
         draft = kind.build(model.config, model.dtype)
+        params = _remembering(draft, params, corpus, placement)
     if names_own_heads(draft):
         directory = base_directory if own_directory is None else own_directory
         if directory is None:
@@ -102,6 +115,13 @@ def find_draft(
             also = " or DSpark with a confidence head" if name == "draft_confidence" else ""
             raise HydrajaxError(f"{name}: requires a draft model{also}, got {title_of(draft)}")
     return LoadedDraft(draft, quantized_draft(params, model.quantize), directory)
+
+
+def _remembering(drafter: Drafter, params: Any, tokens: int | None, placement: Placement) -> Any:
+    """Return a draft's parameters with an empty corpus, if it drafts from one."""
+    if not drafter.spec.remembers:
+        return params
+    return {**params, NAME: Corpus(TOKENS if tokens is None else tokens, lambda x: placement.place_base(x, None))}
 
 
 def in_int8(drafter: Drafter, params: Any, base: BoundBase) -> Any:

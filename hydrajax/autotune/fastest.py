@@ -86,7 +86,8 @@ def choose(
     Returns:
         None without a drafter or with ``HYDRAJAX_MEASURE_TREES=0``. Cache errors are ignored.
     """
-    if not executor.spec.drafter.spec.depth:
+    can = executor.spec.drafter.spec
+    if not can.depth or (can.remembers and not can.branch_nodes):  # an empty corpus alone drafts nothing
         return None
     # Times, files and variables may differ between hosts; all decode with the same tree.
     agreed = partial(processes.agreed, executor.mesh)
@@ -152,7 +153,8 @@ def _measure(
     )
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
     rule = executor.spec.rule
-    taken = best.speedup >= 1 or type(rule.baseline()) is not type(rule)
+    remembers = executor.spec.drafter.spec.remembers  # the corpus was empty
+    taken = best.speedup >= 1 or remembers or type(rule.baseline()) is not type(rule)
     return FastestTree(trees[best.name] if taken else None, best.name, best.speedup, None)
 
 

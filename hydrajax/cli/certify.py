@@ -14,7 +14,7 @@ from hydrajax.text.prompt import PROMPT_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser, base_required=False, apart=True)
+    options.add_model_arguments(parser, base_required=False, apart=True, corpus=True)
     parser.add_argument("--prompts", metavar="FILE", help=f"prompts (default: four built in): {PROMPT_FORMATS}")
     parser.add_argument(
         "--limit", metavar="N", type=options.positive, default=16, help="number of prompts (default %(default)s)"

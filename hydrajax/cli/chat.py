@@ -18,7 +18,7 @@ SLASH_COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser, apart=True)
+    options.add_model_arguments(parser, apart=True, corpus=True)
     group = options.add_decoding_arguments(parser, max_new_tokens=512, batch=False)
     options.add_search_argument(group)
     group.add_argument(

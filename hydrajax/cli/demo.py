@@ -128,7 +128,8 @@ def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[s
     """Return an executor for the base alone, and for lookup and each draft with each tree, named after both."""
     # Lookahead is left out: it pays only where many nodes cost as much as one, which is not so on a CPU.
     named = [found for found in map(model.with_draft, WITHOUT_WEIGHTS) if found.drafter.spec.depth]
-    drafted = [found for found in named if not found.drafter.spec.window_nodes]
+    # The corpus is too: all executors generate the same texts.
+    drafted = [found for found in named if not (found.drafter.spec.window_nodes or found.drafter.spec.remembers)]
     titles = [title_of(each.drafter) for each in drafted]
     for draft in drafts:
         drafted.append(model.with_draft(draft))

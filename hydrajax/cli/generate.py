@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-logprobs", metavar="K", type=positive,
         help="also write the K most likely tokens at each position, with their log-probabilities, to --output",
     )  # fmt: skip
-    add_model_arguments(parser, apart=True)
+    add_model_arguments(parser, apart=True, corpus=True)
     decoding = add_decoding_arguments(parser)
     add_search_argument(decoding)
     decoding.add_argument(

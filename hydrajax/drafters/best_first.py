@@ -53,7 +53,8 @@ def best_first(
     chosen = jnp.where(nodes.parents < 0, -1, chosen)  # no rule accepts -1
     parents = jnp.pad(nodes.parents, ((0, 0), (1, 0)), constant_values=-1)
     topology = from_parents(parents, tree.depth, tree.most_children)
-    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology)
+    proposal = Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology)
+    return proposal._replace(log_p=jnp.pad(nodes.scores, ((0, 0), (1, 0)))) if tree.estimates else proposal
 
 
 def best_nodes(log_p: Float[Array, "B D K"], n: int) -> Nodes:

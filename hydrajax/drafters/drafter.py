@@ -55,12 +55,15 @@ class Proposal(NamedTuple):
             of the remaining ``inner`` nodes were given, not drawn.
         scratch: Anything the drafter computed and needs again in `Drafter.observe`, such as keys and values for its own
             cache.
+        log_p: float32 ``[B, N]`` natural logarithm of the estimated probability that the path to each node is accepted,
+            if the tree asks for it (`hydrajax.trees.dynamic.with_estimates`).
     """
 
     tokens: Int[Array, "B N"]
     tree: Topology
     log_q: Float[Array, "B P V"] | None = None
     scratch: Any = ()
+    log_p: Float[Array, "B N"] | None = None
 
 
 class Outcome(NamedTuple):
@@ -117,6 +120,7 @@ class DrafterSpec:
             by this number.
         shared_lm_head: Its logits are those of the base's lm head.
         prefix_layer: Its heads read a prefix layer (`hydrajax.drafters.prefix`).
+        remembers: It drafts from past outputs (`hydrajax.drafters.corpus`), so it gets better with use.
     """
 
     depth: int
@@ -133,6 +137,7 @@ class DrafterSpec:
     branch_nodes: int = 0
     shared_lm_head: bool = False
     prefix_layer: bool = False
+    remembers: bool = False
 
     def candidate_nodes(self, tree: CandidateTree) -> int:
         """Return the number of nodes that a step may accept, root included."""

@@ -44,12 +44,15 @@ def fill(
     if isinstance(tree, DynamicTree):
         return grow(tree.beams(), root, guess, carry, lm_head, vocab_size, draw)
     tokens, drawn_from, before = root[:, None], [], np.full(1, -1)
+    estimates = jnp.zeros((len(root), 1)) if tree.estimates and draw is None else None
     for k, level in enumerate(tree.levels):
         parents = np.searchsorted(before, tree.parents[level.parents])
         # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
         carry, logits = guess(carry, Beam(k, tokens[:, level.parents], tokens[:, level.paths], parents))
         before = level.parents
-        if draw is None:
+        if estimates is not None:
+            guesses, log_p = lm_head.likeliest(logits, level.width)
+        elif draw is None:
             guesses = lm_head.top(logits, level.width)
         else:
             # Every parent draws its own children, also if all share one distribution.
@@ -60,4 +63,8 @@ def fill(
         # Medusa heads predict once for all parents of a level.
         slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)
         tokens = jnp.concatenate([tokens, guesses[:, slot, level.ranks]], axis=1)
-    return Proposal(tokens, tree.topology, jnp.concatenate(drawn_from, axis=1) if drawn_from else None), carry
+        if estimates is not None:
+            above = estimates[:, tree.parents[level.children]]
+            estimates = jnp.concatenate([estimates, above + log_p[:, slot, level.ranks]], axis=1)
+    log_q = jnp.concatenate(drawn_from, axis=1) if drawn_from else None
+    return Proposal(tokens, tree.topology, log_q, log_p=estimates), carry

@@ -119,7 +119,8 @@ def grow(
             chosen = jnp.take_along_axis(children, best, axis=1)
             beam = Beam(depth + 1, chosen, jnp.concatenate([above, chosen[:, :, None]], axis=2), best // k)
         n_candidates += scored.shape[1]
-    nodes = jnp.sort(jax.lax.top_k(jnp.concatenate(worths, axis=1), tree.size - 1)[1], axis=1)
+    worth = jnp.concatenate(worths, axis=1)
+    nodes = jnp.sort(jax.lax.top_k(worth, tree.size - 1)[1], axis=1)
     expanded = jnp.concatenate(expanded, axis=1)
     parent = jnp.take_along_axis(expanded, nodes // k, axis=1)
     # A candidate's node is 1 + the number of chosen candidates before it; the root's is 0.
@@ -135,7 +136,10 @@ def grow(
         # A node that was not expanded has no children, so any distribution will do.
         log_q = lm_head.over_all_tokens(take(jnp.concatenate(drawn_from, axis=1), place), vocab_size)
     place = jnp.where(jnp.any(is_expanded, axis=2), place, -1)
-    return Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place), carry
+    proposal = Proposal(jnp.concatenate([root[:, None], chosen], axis=1), topology, log_q, place)
+    if tree.estimates and draw is None:
+        proposal = proposal._replace(log_p=jnp.pad(jnp.take_along_axis(worth, nodes, axis=1), ((0, 0), (1, 0))))
+    return proposal, carry
 
 
 def _keys_of_level(draw: Draw, depth: int) -> Array:

@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters import ngram
-from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.chains import by_rank, estimated, ranks_of_matches
+from hydrajax.drafters.drafter import DrafterSpec, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
-NO_TOKEN = -1  # no match continues here
+# Estimates of acceptance for `hydrajax.drafters.chains.estimated`, measured as docs/trees.md says.
+SURVIVAL, DOUBT = (0.4, 0.6, 0.7, 0.8), 0.5
 
 
 class Continuations(NamedTuple):
@@ -27,11 +29,16 @@ class Continuations(NamedTuple):
 
     Attributes:
         tokens: int32 ``[B, Q, M, K]``.
-        found: bool ``[B, Q, M]`` whether there is a match.
+        lengths: int32 ``[B, Q, M]`` of the matches, in tokens; 0 for no match.
     """
 
     tokens: Int[Array, "B Q M K"]
-    found: Bool[Array, "B Q M"]
+    lengths: Int[Array, "B Q M"]
+
+    @property
+    def found(self) -> Bool[Array, "B Q M"]:
+        """Whether there is a match."""
+        return self.lengths > 0
 
 
 @dataclass(frozen=True)
@@ -87,18 +94,12 @@ class PromptLookup(SeesAcceptedOnly):
     def propose(self, params, state, root, tree, base, draw=None):
         # A chain needs only the best match.
         found = self.look_up(state, root, tree.depth, 1 if tree.max_rank <= 0 else self.matches)
-        tokens, agreeing = [root[:, None]], found.found  # [B, nodes, M]: matches that hold the path to a node
-        above = np.zeros(1, np.int32)  # the nodes of the level before
-        for d, level in enumerate(tree.levels):
-            following = found.tokens[:, :, :, d]
-            agreeing, above = agreeing[:, np.searchsorted(above, level.parents)], level.children
-            rank = _ranks_of_matches(following, agreeing)  # [B, parents, M]
-            holds = agreeing[:, level.parent_slot] & (rank[:, level.parent_slot] == level.ranks[:, None])
-            first = jnp.argmax(holds, axis=-1)
-            token = jnp.take_along_axis(jnp.broadcast_to(following, holds.shape), first[..., None], axis=-1)[..., 0]
-            tokens.append(jnp.where(jnp.any(holds, axis=-1), token, NO_TOKEN))
-            agreeing = holds
-        return Proposal(jnp.concatenate(tokens, axis=1), tree.topology)
+        return by_rank(root, found.tokens, found.found, tree)
+
+    def chains(self, params, state, root, depth):
+        """Return the chains of all matches (`hydrajax.drafters.chains.Source`)."""
+        found = self.look_up(state, root, depth, self.matches)
+        return estimated(found.tokens[:, 0], found.lengths[:, 0], SURVIVAL, DOUBT)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Look up every position as decoding would there: links point only to earlier positions, so later text is not
@@ -116,7 +117,7 @@ class PromptLookup(SeesAcceptedOnly):
         for k in range(depth):
             true = tokens[:, np.minimum(np.arange(length) + 2 + k, length - 1), None]
             same = agreeing & (found.tokens[..., k] == true)
-            rank = jnp.where(same, _ranks_of_matches(found.tokens[..., k], agreeing), length)
+            rank = jnp.where(same, ranks_of_matches(found.tokens[..., k], agreeing), length)
             ranks.append(jnp.min(rank, axis=-1))  # `length` if no match continues like the text
             agreeing = same
         return jnp.stack(ranks).astype(jnp.int32)
@@ -144,17 +145,4 @@ class PromptLookup(SeesAcceptedOnly):
         rows = jnp.arange(len(ends))[:, None, None, None]
         tokens = history.tokens[rows, jnp.minimum(at, history.tokens.shape[1] - 1)]
         tokens = jnp.where(at == ends[..., None, None], last[..., None, None], tokens)
-        return Continuations(tokens, matches.lengths > 0)
-
-
-def _ranks_of_matches(following: Int[Array, "*#n M"], agreeing: Bool[Array, "*#n M"]) -> Int[Array, "*#n M"]:
-    """Return the rank of each match's next token among the distinct ones of the agreeing matches; the best match has
-    0.
-    """
-    n_matches = following.shape[-1]
-    same = following[..., :, None] == following[..., None, :]
-    earlier = jnp.tri(n_matches, k=-1, dtype=bool)
-    is_first = agreeing & ~jnp.any(same & earlier & agreeing[..., None, :], axis=-1)
-    before = jnp.sum(earlier & is_first[..., None, :], axis=-1)  # different tokens before each match
-    of_its_first = same & is_first[..., None, :]
-    return jnp.sum(jnp.where(of_its_first, before[..., None, :], 0), axis=-1)
+        return Continuations(tokens, matches.lengths)

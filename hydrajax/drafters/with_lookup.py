@@ -15,8 +15,9 @@ import jax.numpy as jnp
 
 from hydrajax.drafters import ngram
 from hydrajax.drafters.branch import with_branch
+from hydrajax.drafters.chains import NO_TOKEN
 from hydrajax.drafters.drafter import Drafter, DrafterSpec
-from hydrajax.drafters.lookup import NO_TOKEN, PromptLookup
+from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 
 NODES, MOST_NODES = 5, 999

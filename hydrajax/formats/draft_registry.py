@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.block import BlockSettings
+from hydrajax.drafters.chains import Source
+from hydrajax.drafters.corpus_search import CorpusSearch
 from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
@@ -28,6 +30,7 @@ from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.drafters.settings import Settings
+from hydrajax.drafters.several import FromText, Several
 from hydrajax.drafters.with_lookup import NODES, WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import (
@@ -76,6 +79,7 @@ class DrafterKind:
 KINDS = {
     "none": DrafterKind("no draft", NoDrafter, about="no draft at all"),
     "lookup": DrafterKind("Lookup", PromptLookup, about="n-grams of the text so far"),
+    "corpus": DrafterKind("Corpus", FromText, about="n-grams of past outputs"),
     "lookahead": DrafterKind(
         "Lookahead",
         Lookahead,
@@ -132,6 +136,62 @@ class LookupAndDraft(NamedTuple):
         return WithLookup(drafter, self.nodes)
 
 
+class SeveralDrafts(NamedTuple):
+    """A parsed ``[lookup[-L]+]corpus[-L][+DRAFT]``: the draft, None without one, what else drafts, and its L nodes."""
+
+    draft: str | None
+    sources: tuple[Source, ...]
+    nodes: int
+
+    def wrap(self, drafter: Drafter) -> FromText | Several:
+        """Return the drafter of all; `NoDrafter` for none."""
+        return FromText(self.sources) if self.draft is None else Several(drafter, self.sources, self.nodes)
+
+
+SOURCES = {"lookup": PromptLookup(), "corpus": CorpusSearch()}
+NODES_OF = {"lookup": NODES, "corpus": 8}  # L without a number
+OF_TEXT = rf"(?:{'|'.join(SOURCES)})(?:-\d{{1,6}})?"
+
+
+def parse_several(draft: Any) -> LookupAndDraft | SeveralDrafts | None:
+    """Parse drafts joined by ``+``: lookup and corpus, in any order, and one other; None for any other name.
+
+    Raises:
+        HydrajaxError: The other draft has no weights, a source is named twice, or L is invalid.
+    """
+    text = str(draft) if isinstance(draft, (str, Path)) else ""
+    found = re.fullmatch(rf"((?:{OF_TEXT}\+)*)(.*)", text)
+    *names, inner = [*found[1].split("+")[:-1], found[2]]
+    if re.fullmatch(OF_TEXT, inner):
+        names, inner = [*names, inner], None
+    parts = [name.partition("-") for name in names]
+    kinds = [name for name, _, _ in parts]
+    if "corpus" not in kinds or (inner is None and names == ["corpus"]):
+        return parse_lookup(draft)
+    if len(set(kinds)) < len(kinds) or inner == "" or (inner and without_weights(inner)):
+        raise HydrajaxError(
+            f"draft: got '{text}', expected lookup and corpus once each, and heads or a model after them"
+        )
+    if inner is None and any(number for _, _, number in parts):
+        raise HydrajaxError(
+            f"draft: got '{text}', expected no number of nodes without heads or a model: use the tree's"
+        )
+    nodes = sum(int(number) if number else NODES_OF[name] for name, _, number in parts)
+    several = SeveralDrafts(inner, tuple(SOURCES[name] for name in kinds), nodes)
+    several.wrap(NoDrafter())  # refuses an invalid number before a base is loaded
+    return several
+
+
+def naming_corpus(draft: Any) -> str:
+    """Return the name of a draft with the suffix corpus added, if it is not there; None and ``none`` are no draft."""
+    if draft in (None, "none"):
+        return "corpus"
+    if not isinstance(draft, (str, Path)):
+        raise HydrajaxError(f"corpus: got a {type(draft).__name__} as the draft, expected a name or a directory")
+    known = str(draft) == "corpus" or isinstance(parse_several(draft), SeveralDrafts)
+    return str(draft) if known else f"corpus+{draft}"
+
+
 def parse_lookup(draft: Any) -> LookupAndDraft | None:
     """Parse ``lookup+DRAFT`` or ``lookup-L+DRAFT``; None for any other name.
 
@@ -151,6 +211,9 @@ def parse_lookup(draft: Any) -> LookupAndDraft | None:
 
 def title_of(drafter: Drafter) -> str:
     """Return a drafter's display name, such as "Medusa", or "Hydra++" for Hydra heads with a prefix layer."""
+    if isinstance(drafter, (Several, FromText)):
+        names = " and ".join(name for name, source in SOURCES.items() if source in drafter.sources)
+        return f"{title_of(drafter.drafter)} with {names}" if isinstance(drafter, Several) else names.capitalize()
     if drafter.spec.branch_nodes:
         return f"{title_of(drafter.drafter)} with lookup"
     title = next((kind.title for kind in KINDS.values() if kind.drafter is type(drafter)), type(drafter).__name__)

@@ -22,6 +22,7 @@ from hydrajax.decoding.constraints import Constraint, allowed_next
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.sampling import Sampling
 from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.uncached_forward import all_logits, last_logits
 
@@ -96,6 +97,8 @@ def certify(
     if not prompts:
         raise HydrajaxError("prompts: got none, expected at least one")
     exact, rule = exact or executor, executor.spec.rule
+    for each in {id(each): each for each in (executor, exact)}.values():
+        _fill_corpus(each, prompts, seed)
     if rule.same_output:
         on_status("comparing with decoding without a tree")
         yield check_equality(executor, exact, prompts, seed)
@@ -108,6 +111,16 @@ def certify(
     if executor.spec.grammar is not None:
         on_status("reading outputs by the grammar")
         yield check_grammar(executor, prompts, seed)
+
+
+def _fill_corpus(executor: Executor, prompts, seed: int) -> None:
+    """Let a draft with a corpus read what the base generates without it: an empty one drafts nothing."""
+    if (corpus := corpus_of(executor.params.draft)) is None:
+        return
+    plain = executor.autoregressive()
+    for prompt in prompts:
+        (ids,) = plain.decode(prompt[None], rng=jax.random.key(seed)).ids()
+        corpus.remember(ids, prompt)
 
 
 # --- equality -------------------------------------------------------------------------------------------------------

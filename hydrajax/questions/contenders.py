@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.formats.draft_registry import parse_lookup
+from hydrajax.formats.draft_registry import parse_several
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.processes import fetch
@@ -84,8 +84,8 @@ def contenders(
 
 
 def folder_name(name: str) -> str:
-    """Return the last part of a directory's or repository's name, keeping a leading ``lookup+``."""
-    if found := parse_lookup(name):
+    """Return the last part of a directory's or repository's name, keeping a leading ``lookup+`` or ``corpus+``."""
+    if (found := parse_several(name)) and found.draft:
         return name.removesuffix(found.draft) + folder_name(found.draft)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 

@@ -20,6 +20,7 @@ class DynamicTree:
         size: N, number of nodes, root included.
         expansions: How often the best candidates of the last level are expanded after the root.
         top_k: Number of candidates expanded each time, and of children that each gets.
+        estimates: Drafters report how likely each path is (`with_estimates`).
 
     Raises:
         HydrajaxError: For numbers out of range, or fewer candidates than nodes.
@@ -28,6 +29,7 @@ class DynamicTree:
     size: int
     expansions: int
     top_k: int
+    estimates: bool = dataclasses.field(default=False, kw_only=True, repr=False)
 
     def __post_init__(self):
         if not 2 <= self.size <= MAX_NODES:
@@ -134,10 +136,24 @@ class BestFirstTree(DynamicTree):
 
     def beams(self) -> DynamicTree:
         # A node of ``best-N`` is among the N - 1 most likely of its level, and so is its parent.
-        return DynamicTree(self.size, self.expansions, self.most_children)
+        return DynamicTree(self.size, self.expansions, self.most_children, estimates=self.estimates)
 
 
 CandidateTree = TreeTopology | DynamicTree
+
+
+def with_estimates(tree: CandidateTree, more: int = 0) -> CandidateTree:
+    """Return a tree whose proposals have `hydrajax.drafters.drafter.Proposal.log_p`, for drafts that are merged.
+
+    Args:
+        tree: The tree.
+        more: Nodes to add to a dynamic tree, as far as it has candidates.
+    """
+    if not isinstance(tree, DynamicTree):
+        return dataclasses.replace(tree, estimates=True)
+    beams = tree.beams()
+    candidates = beams.top_k + beams.expansions * beams.top_k**2
+    return dataclasses.replace(tree, size=min(tree.size + more, candidates + 1), estimates=True)
 
 
 def guesses_of(tree: CandidateTree) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,15 +103,21 @@ class TreeTopology:
     Rank paths are validated and put in canonical order; an empty list is the root alone (no speculation). Node 0 is the
     root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
 
+    Attributes:
+        choices: The rank paths.
+        estimates: Drafters report how likely each path is (`hydrajax.trees.dynamic.with_estimates`).
+
     Raises:
         HydrajaxError: For an empty path, a rank that is not a non-negative integer, a duplicate, or a path without its
             prefix.
     """
 
     choices: tuple[Choice, ...]
+    estimates: bool = field(default=False, repr=False)
 
-    def __init__(self, choices: Iterable[Sequence[int]] = ()):
+    def __init__(self, choices: Iterable[Sequence[int]] = (), estimates: bool = False):
         object.__setattr__(self, "choices", canonical(choices))
+        object.__setattr__(self, "estimates", estimates)
 
     @classmethod
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeTopology:

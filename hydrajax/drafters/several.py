@@ -1,0 +1,173 @@
+"""Several drafts in one tree: a drafter's tree, chains from the text, and chains from past outputs.
+
+Each proposes nodes with an estimate of their acceptance, and a step verifies the most likely ones of all
+(`hydrajax.drafters.merging`). Where a text repeats, most nodes are one long chain; where it is new, they are the
+drafter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from hydrajax.drafters.branch import with_branch
+from hydrajax.drafters.chains import Chains, Source, by_rank, joined
+from hydrajax.drafters.corpus import NAME, Corpus
+from hydrajax.drafters.corpus_search import CorpusSearch
+from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.merging import merged
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree, with_estimates
+from hydrajax.trees.topology import at_rows
+
+MOST_NODES = 999
+DEPTH = 32  # tokens that past text proposes at most
+DEFAULT_TREE = "best-9"
+
+
+@dataclass(frozen=True)
+class FromText(SeesAcceptedOnly):
+    """Chains alone: the corpus, with or without lookup, without a trained draft. It draws nothing.
+
+    A static tree takes its ranks from the order of the chains, the longest expected one first. A dynamic tree takes the
+    nodes with the highest estimates.
+
+    Attributes:
+        sources: Where chains come from.
+    """
+
+    sources: tuple[Source, ...] = (CorpusSearch(),)
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(DEPTH, DEFAULT_TREE, supports_dynamic_tree=True, remembers=remember(self.sources))
+
+    def init(self, rng, base):
+        return {NAME: Corpus()} if remember(self.sources) else {}
+
+    def init_state(self, batch, slots):
+        return tuple(source.init_state(batch, slots) for source in self.sources)
+
+    def advance(self, params, state, *text):
+        return tuple(source.advance(params, own, *text) for source, own in zip(self.sources, state, strict=True))
+
+    def rewind(self, state, lengths):
+        return tuple(source.rewind(own, lengths) for source, own in zip(self.sources, state, strict=True))
+
+    def chains(self, params: Any, state: Any, root: Int[Array, " B"], depth: int) -> Chains:
+        """Return the chains of all sources."""
+        found = (source.chains(params, own, root, depth) for source, own in zip(self.sources, state, strict=True))
+        return joined(list(found))
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        alone = Proposal(root[:, None], presets.root().topology)
+        if not tree.depth:
+            return alone
+        chains = self.chains(params, state, root, tree.depth)
+        if isinstance(tree, DynamicTree):
+            return merged(alone, chains, tree.size, tree.depth)
+        order = jnp.argsort(-chains.expected(), axis=1, stable=True)
+        tokens = jnp.take_along_axis(chains.tokens, order[:, :, None], axis=1)
+        return by_rank(root, tokens[:, None], tokens[:, None, :, 0] >= 0, tree)
+
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
+        raise HydrajaxError("draft: got a corpus, expected a draft whose guesses depend on the text alone")
+
+
+class States(NamedTuple):
+    """The wrapped drafter's state, and those of the sources."""
+
+    drafter: Any
+    sources: Any
+
+
+@dataclass(frozen=True)
+class Several:
+    """``drafter``'s tree and the chains of ``sources`` in one tree of the nodes with the highest estimates.
+
+    The drafter fills its own tree; a dynamic one is grown to the size of the result. Of its nodes and the chains', the
+    N + L most likely are verified. The drafter reads accepted tokens as it reads a prompt because its nodes have other
+    numbers in the result. For heads this makes no difference; a draft model runs the accepted tokens once more.
+
+    If the drafter draws its candidates, none of them may be left out for being unlikely, because rejection sampling
+    relies on q (`hydrajax.drafters.growing`). Then its tree stays whole, and the chain with the most expected tokens is
+    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`.
+
+    Attributes:
+        drafter: The drafter of the tree.
+        sources: Where chains come from.
+        branch_nodes: L, the number of nodes in addition to those of the requested tree.
+
+    Raises:
+        HydrajaxError: For a number of nodes out of range.
+    """
+
+    drafter: Drafter
+    sources: tuple[Source, ...] = (PromptLookup(), CorpusSearch())
+    branch_nodes: int = 8
+
+    def __post_init__(self):
+        if not 1 <= self.branch_nodes <= MOST_NODES:
+            raise HydrajaxError(
+                f"draft: got {self.branch_nodes} nodes for lookup and corpus, expected 1 to {MOST_NODES}"
+            )
+
+    @cached_property
+    def text(self) -> FromText:
+        """The sources."""
+        return FromText(self.sources)
+
+    @cached_property
+    def spec(self) -> DrafterSpec:
+        """The drafter's spec with L more nodes: accepted tokens are prefilled, it needs the base, and it is not
+        trained.
+        """
+        return replace(
+            self.drafter.spec, branch_nodes=self.branch_nodes, independent=False, has_distribution=False,
+            num_draft_heads=0, remembers=remember(self.sources),
+        )  # fmt: skip
+
+    def init(self, rng, base):
+        return {"draft": self.drafter.init(rng, base), **self.text.init(rng, base)}
+
+    def init_state(self, batch, slots):
+        return States(self.drafter.init_state(batch, slots), self.text.init_state(batch, slots))
+
+    def begin(self, params, state, *text):
+        return States(
+            self.drafter.begin(params["draft"], state.drafter, *text), self.text.advance(params, state.sources, *text)
+        )
+
+    def rewind(self, state, lengths):
+        return States(self.drafter.rewind(state.drafter, lengths), self.text.rewind(state.sources, lengths))
+
+    def propose(self, params, state, root, tree, base, draw=None):
+        depth = tree.depth + self.branch_nodes
+        chains = self.text.chains(params, state.sources, root, depth)
+        if draw is not None:
+            proposal = self.drafter.propose(params["draft"], state.drafter, root, tree, base, draw)
+            best = jnp.argmax(chains.expected(), axis=1)
+            return with_branch(proposal, at_rows(chains.tokens, best), self.branch_nodes)
+        asked = with_estimates(tree, self.branch_nodes)
+        proposal = self.drafter.propose(params["draft"], state.drafter, root, asked, base)
+        return merged(proposal, chains, tree.size + self.branch_nodes, depth)
+
+    def observe(self, params, state, proposal, outcome, base):
+        return self.begin(params, state, *outcome.as_text(), base)
+
+    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
+        """Return the drafter's ranks: other nodes need none of its tree."""
+        return self.drafter.ranks(params["draft"], aux_hidden_states, batch, base, chunk_tokens, depth)
+
+
+def remember(sources: Iterable[Source]) -> bool:
+    """Return whether one of the sources is a corpus."""
+    return any(isinstance(source, CorpusSearch) for source in sources)
