@@ -15,7 +15,8 @@ from hydrajax.drafters.corpus import CONTEXT, NAME, NOTHING, Index
 from hydrajax.models.arrays import Array
 
 # Estimates of acceptance for `hydrajax.drafters.chains.estimated`, measured as docs/trees.md says.
-SURVIVAL, DOUBT = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.88, 0.9), 0.5
+SURVIVAL = (0.15, 0.35, 0.4, 0.6, 0.7, 0.75, 0.8, 0.83, 0.86, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.96)
+DOUBT = 0.5
 
 
 class Tail(NamedTuple):

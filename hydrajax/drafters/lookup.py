@@ -21,7 +21,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
 # Estimates of acceptance for `hydrajax.drafters.chains.estimated`, measured as docs/trees.md says.
-SURVIVAL, DOUBT = (0.4, 0.6, 0.7, 0.8), 0.5
+SURVIVAL, DOUBT = (0.45, 0.7, 0.8, 0.95), 0.3
 
 
 class Continuations(NamedTuple):

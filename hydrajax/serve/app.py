@@ -273,6 +273,7 @@ class Api:
             )
         common = {"max_new_tokens": body.limit() or self._settings.max_new_tokens, "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
+        common["remembered"] = body.corpus is not False
 
         def made() -> list[BatcherRequest]:
             firsts = [batcher.request(ids, **common, **sampling) for ids in prompts]

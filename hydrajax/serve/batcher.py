@@ -19,7 +19,7 @@ from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
 from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.generation import growing_text, row_result, seed_for
+from hydrajax.generation import growing_text, remember, row_result, seed_for
 from hydrajax.scheduling.chooser import Chooser, Report
 from hydrajax.serve.admission import CacheBudget
 from hydrajax.serve.executor_pool import ExecutorPool
@@ -139,6 +139,7 @@ class Batcher:
         number: int = 0,
         ignore_eos: bool = False,
         min_tokens: int = 0,
+        remembered: bool = True,
         grammar: GrammarLike | None = None,
         **sampling: Any,
     ) -> Request:
@@ -152,6 +153,7 @@ class Batcher:
             number: index of the prompt among those with this seed.
             ignore_eos: EOS does not end the answer.
             min_tokens: forbid EOS among the first ``min_tokens`` tokens.
+            remembered: add the answer to the draft's corpus, if it has one.
             grammar: the texts that may be generated.
             sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
                 their defaults.
@@ -185,7 +187,7 @@ class Batcher:
             spec = spec.replace(eos_ids=())
         spec.check(self._executor.model.config)
         seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
-        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop), constraint)
+        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop), constraint, remembered)
         growing_text(self._executor.tokenizer, found.stop)  # refuses unusable stop strings
         self._budget.check(found)
         return found
@@ -444,6 +446,8 @@ class Batcher:
             self._counts["ended"] += 1
         failed = sequence.constraint is not None and sequence.constraint.error
         handle.finish(HydrajaxError(f"grammar: {failed}") if failed else None)
+        if request.remembered:
+            remember(self._executor, result)
         ids = np.concatenate([request.ids, emitted])
         cache_len = self._pool.cache_len_for(len(ids) + self._pool.headroom)
         self._cache_prefix(ids, cache_len, lambda: group.copy_of(slot, cache_len))

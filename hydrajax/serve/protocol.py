@@ -70,6 +70,7 @@ class RequestBody(BaseModel):
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
+    corpus: bool | None = None  # false: later answers are not drafted from this one
     stream: bool | None = None
     stream_options: StreamOptions = StreamOptions()
     # Without effect on the answer.

@@ -34,6 +34,7 @@ class Request:
         number: index of the prompt among those with this seed, as in `hydrajax.generate`.
         stop: stop strings.
         constraint: of an empty text, if the request has a grammar; copied for the answer.
+        remembered: the answer is added to the draft's corpus, if it has one.
     """
 
     ids: np.ndarray
@@ -42,6 +43,7 @@ class Request:
     number: int = 0
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
+    remembered: bool = True
 
 
 class RequestHandle:
