@@ -83,7 +83,7 @@ def add_model_arguments(
         help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
         f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
         "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes; "
-        "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all of them, 8 more for the corpus (default none)"
+        "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all, 8 more for the corpus (default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip
     if not several:

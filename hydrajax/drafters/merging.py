@@ -37,9 +37,8 @@ def merged(proposal: Proposal, chains: Chains, size: int, depth: int) -> Proposa
     score = path_scores(proposal, depths)
     on_tree = _along_tree(chains.tokens, tokens, depths, tree)  # [B, M, N]: chain m passes through node n
     at_depth = jnp.maximum(depths - 1, 0)[:, None]
-    passing = jnp.where(
-        on_tree, jnp.take_along_axis(chains.log_p, jnp.broadcast_to(at_depth, on_tree.shape), 2), -jnp.inf
-    )
+    passing = jnp.take_along_axis(chains.log_p, jnp.broadcast_to(at_depth, on_tree.shape), axis=2)
+    passing = jnp.where(on_tree, passing, -jnp.inf)
     score = jnp.where(depths > 0, jnp.maximum(score, jnp.max(passing, axis=1)), score)
     # [B, M, K]: the first candidate with the same path as each token of each chain
     here = on_tree[:, :, None] & (depths[:, None, None] == np.arange(1, k + 1)[:, None])

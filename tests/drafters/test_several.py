@@ -139,7 +139,7 @@ def drafts(lab, name: str, texts=()) -> dict:
 
 CASES = [
     pytest.param(Greedy(), "hydra", "cartesian"),
-    pytest.param(Greedy(), "text", "best"),
+    pytest.param(Greedy(), "text", "best", marks=pytest.mark.slow),
     pytest.param(ExactSampling(0.8), "text", "chain", marks=pytest.mark.slow),
     pytest.param(ExactSampling(0.8), "hydra++", "grown", marks=pytest.mark.slow),
     pytest.param(Greedy(), "eagle", "grown", marks=pytest.mark.slow),
