@@ -16,6 +16,7 @@ import hydrajax
 from hydrajax.autotune import fastest
 from hydrajax.cli import run_command
 from hydrajax.decoding.decode import DecodeFn
+from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
 
@@ -56,6 +57,22 @@ def test_another_draft_gives_equal_output_and_is_loaded_once(m):
     assert alone.output_ids == looked_up.output_ids
     assert alone.steps == NEW
     assert m._drafting("lookup") is m._drafting("lookup")
+
+
+@pytest.mark.slow
+def test_a_corpus_shortens_the_second_time(m):
+    """`generate`, `stream` and `chat` remember, each for all calls with this draft, and nothing is compiled again."""
+    drafted = m.with_draft("corpus+hydra", corpus=500)
+    assert (drafted.corpus.capacity, len(drafted.corpus), m.corpus) == (500, 0, None)
+    first, again = (drafted.generate(PROMPT, tree="chain-2", max_new_tokens=NEW) for _ in range(2))
+    assert first.output_ids == again.output_ids
+    assert again.steps <= 2 < first.steps
+    assert len(drafted.corpus) == 2 * NEW
+    assert "".join(drafted.stream(PROMPT, tree="chain-2", max_new_tokens=NEW)) == first.text
+    assert len(drafted.corpus) == 3 * NEW
+    alone = m.with_draft("none", corpus=500)
+    assert (alone.drafter, alone.corpus.capacity) == (FromText(), 500)
+    refused(lambda: m.with_draft("corpus", corpus=9), "corpus: got 9 tokens, expected 65 to 16777216")
 
 
 def test_heads_with_lookup_by_name(m):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
+from hydrajax.decoding.state import Params
 from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Corpus, corpus_of
 from hydrajax.drafters.corpus_search import DOUBT, SURVIVAL, CorpusSearch, Tail
 from hydrajax.errors import HydrajaxError
+from hydrajax.generation import remember
 
 CAPACITY, DEPTH = 200, 6
 
@@ -86,6 +90,15 @@ def test_a_corpus_is_what_it_was_when_the_program_was_called():
     assert count._cache_size() == 1
     assert corpus_of({NAME: corpus}) is corpus
     assert corpus_of({}) is corpus_of(()) is None
+
+
+def test_outputs_are_remembered_if_the_draft_reads_a_corpus():
+    corpus, result = Corpus(CAPACITY), SimpleNamespace(output_ids=[1, 2, 3], prompt_ids=[4])
+    remember(SimpleNamespace(params=Params({}, {NAME: corpus})), result)
+    assert len(corpus) == 3
+    assert np.asarray(corpus.index.tokens)[:5].tolist() == [4, 1, 2, 3, END]
+    remember(SimpleNamespace(params=Params({}, {})), result)
+    assert len(corpus) == 3
 
 
 @pytest.mark.parametrize("tokens", [0, 2 * CONTEXT, 2**24 + 1])
