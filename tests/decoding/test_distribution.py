@@ -29,6 +29,7 @@ from hydrajax.decoding.sampling import sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
 from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Proposal
@@ -38,6 +39,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.several import Several
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
@@ -121,10 +123,15 @@ DRAFTERS = {
     "far": Bigram(4.0),
     "lookup with near": WithLookup(Bigram(0.0), 2),
     "lookup with far": WithLookup(Bigram(4.0), 2),
+    "corpus with far": Several(Bigram(4.0), branch_nodes=2),
 }
 
 
 def draft_params(name: str):
+    if name == "corpus with far":
+        corpus = Corpus(400)
+        corpus.remember(np.random.default_rng(0).integers(0, VOCAB, 300))
+        return {"draft": {}, NAME: corpus}
     if name == "none" or name.endswith(("near", "far")):
         return {}
     drafter = DRAFTERS[name]
@@ -277,7 +284,7 @@ REJECTION += [
 ]
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in EAGLES for tree in ("chain", "tree")]
 REJECTION += [(1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in TREES]
-WITH_LOOKUP = ("lookup with near", "lookup with far")
+WITH_LOOKUP = ("lookup with near", "lookup with far", "corpus with far")
 REJECTION += [
     (temperature, "whole", drafter, tree) for temperature in (0.7, 1.5) for drafter in WITH_LOOKUP for tree in TREES
 ]
