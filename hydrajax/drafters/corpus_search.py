@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.drafters.chains import estimated
-from hydrajax.drafters.corpus import CONTEXT, NAME, NOTHING, Index
+from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Index
 from hydrajax.models.arrays import Array
 
 # Estimates of acceptance for `hydrajax.drafters.chains.estimated`, measured as docs/trees.md says.
@@ -36,7 +36,7 @@ class CorpusSearch:
     """Chains that follow the text's end in past outputs (`hydrajax.drafters.corpus.Corpus`).
 
     The places whose contexts have most tokens in common with the end of the text are neighbours of the place where the
-    text itself would be sorted in.
+    text itself would be sorted in. Without a corpus among the parameters there are none.
 
     Attributes:
         matches: M, chains that are kept.
@@ -67,6 +67,8 @@ class CorpusSearch:
         self, params, state: Tail, root: Int[Array, " B"], depth: int
     ) -> tuple[Int[Array, "B M K"], Int[Array, "B M"]]:
         """Return what follows the M longest matches, with `END` after each text, and their lengths."""
+        if NAME not in params:
+            return jnp.full((len(root), self.matches, depth), END), jnp.zeros((len(root), self.matches), jnp.int32)
         index = params[NAME].index
         end = jnp.concatenate([root[:, None], jnp.flip(state.tokens, axis=1)], axis=1)
         first = lower_bound(index, end)[:, None]

@@ -17,7 +17,6 @@ from jaxtyping import Int
 
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.chains import Chains, Source, by_rank, joined
-from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.corpus_search import CorpusSearch
 from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.lookup import PromptLookup
@@ -51,7 +50,7 @@ class FromText(SeesAcceptedOnly):
         return DrafterSpec(DEPTH, DEFAULT_TREE, supports_dynamic_tree=True, remembers=remember(self.sources))
 
     def init(self, rng, base):
-        return {NAME: Corpus()} if remember(self.sources) else {}
+        return {}  # `hydrajax.load` adds the corpus
 
     def init_state(self, batch, slots):
         return tuple(source.init_state(batch, slots) for source in self.sources)
@@ -136,7 +135,7 @@ class Several:
         )  # fmt: skip
 
     def init(self, rng, base):
-        return {"draft": self.drafter.init(rng, base), **self.text.init(rng, base)}
+        return {"draft": self.drafter.init(rng, base)}
 
     def init_state(self, batch, slots):
         return States(self.drafter.init_state(batch, slots), self.text.init_state(batch, slots))
