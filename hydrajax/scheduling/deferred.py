@@ -83,7 +83,7 @@ class Deferred:
         width = self.model.config.width * max(len(self.drafter.spec.aux_hidden_layers), 1)
         nothing = jnp.zeros(batch, jnp.int32)
         return DeferredState(
-            self.drafter.init_state(batch, slots),
+            self.drafter.init_state(batch, slots + self.kept),  # `catch_up` writes a whole ring after the text
             jnp.zeros((batch, self.kept, width), self.model.dtype),
             jnp.zeros((batch, self.kept), jnp.int32),
             *[nothing] * 3,

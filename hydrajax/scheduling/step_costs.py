@@ -9,6 +9,7 @@ import numpy as np
 from hydrajax.scheduling.choices import StepChoice
 
 WINDOW = 10  # a mean forgets as if it were of this many values
+STALE = 0.97  # and a mean that is not used counts for fewer, by this factor for each value of another shape or choice
 OUTLIER = 3.0  # a value counts at most as this multiple of the mean, such as that of a step during a compilation
 RIDGE = 1e-3
 Shape = tuple[int, int]  # batch size and cache length
@@ -21,7 +22,9 @@ class StepCosts:
     """
 
     def __init__(self):
-        self._means: dict[tuple[Shape, StepChoice], tuple[float, int]] = {}  # mean and number of values, up to `WINDOW`
+        # Mean, number of values that it counts for, and the number of all values when the last one came.
+        self._means: dict[tuple[Shape, StepChoice], tuple[float, float, int]] = {}
+        self._total = 0
         self._fit: np.ndarray | None = None
         self._lock = threading.Lock()
 
@@ -29,10 +32,12 @@ class StepCosts:
         """Add the mean seconds of a burst's steps. Later values quickly replace the first one of a shape."""
         key = shape, choice
         with self._lock:
-            mean, count = self._means.get(key, (seconds, 0))
-            count = min(count + 1, WINDOW)
-            self._means[key] = mean + (min(seconds, OUTLIER * mean) - mean) / count, count
-            if count == 1:
+            is_new = key not in self._means
+            mean, count, last = self._means.get(key, (seconds, 0.0, 0))
+            count = min(count * STALE ** (self._total - last) + 1, WINDOW)
+            self._total += 1
+            self._means[key] = mean + (min(seconds, OUTLIER * mean) - mean) / count, count, self._total
+            if is_new:
                 self._fit = None
 
     def measured(self, shape: Shape, choice: StepChoice) -> float | None:
@@ -54,18 +59,18 @@ class StepCosts:
                 self._fit = self._fitted()
             guess = float(_features(shape, choice) @ self._fit)
             mine = _sizes(shape, choice)
-            low = [mean for key, (mean, _) in self._means.items() if _at_most(_sizes(*key), mine)]
-            high = [mean for key, (mean, _) in self._means.items() if _at_most(mine, _sizes(*key))]
+            low = [mean for key, (mean, *_) in self._means.items() if _at_most(_sizes(*key), mine)]
+            high = [mean for key, (mean, *_) in self._means.items() if _at_most(mine, _sizes(*key))]
         return max(min(guess, *high, np.inf), *low, 0.0)
 
     def rows(self) -> list[tuple[Shape, StepChoice, float]]:
         """Return all means, for reports."""
         with self._lock:
-            return [(shape, choice, mean) for (shape, choice), (mean, _) in self._means.items()]
+            return [(shape, choice, mean) for (shape, choice), (mean, *_) in self._means.items()]
 
     def _fitted(self) -> np.ndarray:
         """Return the weights with the least relative error, and small ones where the shapes do not determine them."""
-        means = np.array([mean for mean, _ in self._means.values()])
+        means = np.array([mean for mean, *_ in self._means.values()])
         rows = np.stack([_features(*key) for key in self._means]) / means[:, None]
         scale = np.maximum(np.abs(rows).max(axis=0), 1e-12)
         rows = rows / scale

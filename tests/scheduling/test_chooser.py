@@ -124,6 +124,19 @@ def test_costs_are_means_that_outliers_hardly_move():
     assert costs.measured(shape, LARGE) <= before * (1 + (OUTLIER - 1) / 10) * 1.001
 
 
+def test_a_cost_that_was_not_used_for_long_is_replaced_quickly():
+    """Such as one that was measured while other programs ran: few probes must correct it."""
+    costs, shape = StepCosts(), (4, 256)
+    for _ in range(20):
+        costs.record(shape, LARGE, 10.0)
+    for _ in range(4):
+        for _ in range(60):
+            costs.record(shape, NONE, 1.0)
+        costs.record(shape, LARGE, 2.0)
+    assert costs.measured(shape, LARGE) < 3.0
+    assert costs.measured(shape, NONE) == pytest.approx(1.0)
+
+
 def test_unseen_shapes_are_interpolated():
     costs = StepCosts()
     assert costs.seconds((1, 256), NONE) is None
