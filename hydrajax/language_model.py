@@ -224,7 +224,8 @@ class LanguageModel:
         Args:
             draft: as in `hydrajax.load`.
             base_directory: the base's directory, to reject heads that record another base; None accepts them.
-            draft_confidence, corpus: as in `hydrajax.load`.
+            draft_confidence: as in `hydrajax.load`.
+            corpus: as in `hydrajax.load`.
 
         Raises:
             HydrajaxError: as in `hydrajax.load`.
