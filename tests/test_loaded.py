@@ -276,7 +276,7 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shiped"), "base: no such directory: shiped; known names: shipped, smollm2")
     message = "draft: no such directory: hydra+; known names: hydra++, hydra, draft-model, medusa, dspark, "
-    refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}lookahead, none, lookup")
+    refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}lookahead, corpus, none, lookup, mtp")
     message = "prompts: got one text, expected a list: write [text]"
     refused(lambda: m.encode(PROMPT), message)
     monkeypatch.setattr(m.tokenizer, "chat_template", None)

@@ -315,7 +315,7 @@ class Tiles(Quantized):
             return module.param(key, ones, size if stored is None else stored.shape)
 
         parameters = cls.parameters(shape[0], math.prod(shape[1:]))
-        if module.has_variable("params", f"{name}_order"):
+        if module.get_variable("params", f"{name}_order") is not None:
             parameters["order"] = (shape[:1], jnp.int32)
         return cls(**{field: declared(field, *what) for field, what in parameters.items()}, shape_=shape)
 

@@ -261,7 +261,10 @@ def test_prompt_file(refused, base, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "pattern"),
     [
-        (("--dtype", "half"), r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?\)"),
+        (
+            ("--dtype", "half"),
+            r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?, '?float16'?\)",
+        ),
         (("--quantize", "int4-48"), r"--quantize: invalid choice: 'int4-48' \(choose from .*int4-64.*int4-128"),
         (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
         (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),

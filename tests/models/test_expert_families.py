@@ -91,6 +91,8 @@ def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path, pairs):
     tensors = load_file(tmp_path / "model.safetensors")
     more = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.mlp.gate.weight": torch.ones(8, 32)}
     save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
     for one, other in zip(jax.tree.leaves(load_llama(tmp_path)[1]), jax.tree.leaves(pair.params), strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from hydrajax.models.kernels import experts_gpu
 from hydrajax.models.quantized import Int8
 
 WIDTH, MLP, COUNT, PER_TOKEN = 128, 64, 5, 3
-KERNEL = SimpleNamespace(matmul=partial(experts_gpu.matmul, interpret=True), rows_of_block=experts_gpu.rows_of_block)
+INTERPRETED = ModuleType("interpreted")
+INTERPRETED.matmul = partial(experts_gpu.matmul, interpret=True)
+INTERPRETED.rows_of_block = experts_gpu.rows_of_block
 
 
 @pytest.mark.parametrize(("rows", "quantized"), [(1, True), (40, False)])
@@ -29,7 +31,9 @@ def test_the_mlp_of_every_pair(rows, quantized):
     if quantized:
         stored = [jax.tree.map(lambda *parts: jnp.stack(parts), *map(Int8.of, np.asarray(a))) for a in stored]
     wide = [np.stack([k.dequantized() for k in each(a)]) if quantized else np.float32(a) for a in stored]
-    outs = jax.jit(lambda x, ids, kernels: _by_kernel(KERNEL, x, ids, *kernels, COUNT, jax.nn.silu))(x, ids, stored)
+    outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, jax.nn.silu))(
+        x, ids, stored
+    )
     for (row, place), expert in np.ndenumerate(ids):
         if expert == COUNT:  # of another device
             assert not np.any(outs[row * PER_TOKEN + place])
