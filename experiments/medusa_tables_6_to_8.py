@@ -24,7 +24,8 @@ import jax.numpy as jnp
 
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.report.tables import print_table
-from hydrajax.roofline.traced import Operator, trace
+from hydrajax.roofline.operators import Operator
+from hydrajax.roofline.traced import trace
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
 BATCH_6, KEYS_7 = 16, 1024

@@ -10,8 +10,8 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
+from hydrajax.roofline.operators import Operator, ranking
 from hydrajax.roofline.prediction import base_dtype
-from hydrajax.roofline.traced import Operator, ranking
 
 
 def pair_times(

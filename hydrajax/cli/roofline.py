@@ -22,8 +22,9 @@ from hydrajax.formats.huggingface import read_config
 from hydrajax.machine import machine
 from hydrajax.measure.benchmark import first_nodes
 from hydrajax.measure.random_models import random_base, with_random_params
+from hydrajax.measure.shapes import SHAPES
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.report.tables import print_table
 from hydrajax.roofline.best_chain import BestChain, best_chain
 from hydrajax.roofline.comparison import Comparison, compare
@@ -39,7 +40,7 @@ PHASES = ("verify", "propose", "accept_commit", "observe")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", metavar="NAME", help=f"shape of the base: {', '.join(PRESETS)}")
+    parser.add_argument("--shape", metavar="NAME", help=f"shape of the base: {', '.join(SHAPES)}")
     parser.add_argument("--base", metavar="DIR|FILE.gguf", help="read the shape from this model instead")
     parser.add_argument(
         "--draft-kind", choices=list(KINDS), default="hydra++", help="kind of draft (default %(default)s)"
@@ -195,9 +196,9 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
         raise HydrajaxError("roofline: exactly one of --shape and --base is required")
     if args.base:
         return read_config(without_hub(args.base, "base"))
-    if args.shape not in PRESETS:
-        raise not_allowed("shape", args.shape, PRESETS)
-    return PRESETS[args.shape]
+    if args.shape not in SHAPES:
+        raise not_allowed("shape", args.shape, SHAPES)
+    return SHAPES[args.shape]
 
 
 def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:

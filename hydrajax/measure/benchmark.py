@@ -19,6 +19,7 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
 from hydrajax.measure.timing import StepTimer, interleaved_ms
+from hydrajax.measure.woken_experts import asleep
 from hydrajax.models.base_model import BaseModel
 from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.static_tree import TreeTopology
@@ -82,10 +83,13 @@ def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopo
     return trees
 
 
-def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int) -> int:
-    """Return the bytes that an autoregressive step must read: all weights except the embedding table, and the cache."""
+def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, nodes: int = 1) -> int:
+    """Return the bytes that an autoregressive step must read: all weights except the embedding table, and the cache.
+
+    Of experts, those that the tokens are expected to choose (`woken`): one of each sequence, or ``nodes``.
+    """
     config = model.config
-    weights = nbytes(params)
+    weights = nbytes(params) - asleep(params, config, batch * nodes)
     if not config.tied_lm_head:
         weights -= nbytes(params["embedding"])
     cache = 2 * config.n_layers * batch * config.n_kv_heads * slots * config.head_dim * jnp.dtype(model.dtype).itemsize

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.roofline.traced import Operator
+from hydrajax.roofline.operators import Operator
 
 # Seconds, the same for all devices: nobody publishes it. NCCL takes 6 us for small sums of two H100 (NVIDIA/nccl issue
 # 1259), and 20 us over PCIe (haohervchb/sglang-V100 pull request 2, four V100).

@@ -22,7 +22,8 @@ from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.platforms import traced_for
 from hydrajax.roofline.division import ONE_DEVICE, Division
-from hydrajax.roofline.traced import PLAIN, Operator, at_depth, trace
+from hydrajax.roofline.operators import Operator, at_depth
+from hydrajax.roofline.traced import PLAIN, trace
 from hydrajax.trees.dynamic import CandidateTree
 
 Operators = tuple[Operator, ...]

@@ -24,7 +24,7 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.roofline import passes
 from hydrajax.roofline.devices import Device
 from hydrajax.roofline.division import ONE_DEVICE, Division
-from hydrajax.roofline.traced import Operator, joined_ranking, ranking
+from hydrajax.roofline.operators import Operator, joined_ranking, ranking
 from hydrajax.trees.dynamic import CandidateTree
 
 Phases = dict[str, Sequence[Operator]]

@@ -5,6 +5,8 @@ Functions are traced on abstract arrays: nothing is computed and a 7B model take
 - **products** (`dot_general`): 2 operations per term of every sum; traffic is both inputs and the output, once. This is
   the count of medusa appendix G, table 5 (its O() drops the 2 and the bytes of a number).
 - **rankings**: an argmax or top-k reads the output of the product before it.
+- **experts** (`hydrajax.models.expert_products`): a loop over blocks of tokens of one expert each. Each token is
+  multiplied with its own experts; those that `woken` expects are traffic.
 - **operations between products** (norms, softmax, SiLU, rotations): XLA fuses them, so they are traffic only; they read
   the output of the product before them and write the input of the product after them. A table lookup is a copy.
 
@@ -24,17 +26,18 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.extend.core import Literal as Constant
 
+from hydrajax.measure.woken_experts import woken
 from hydrajax.models.platforms import Platform, traced_for
 from hydrajax.roofline.division import ONE_DEVICE, Division
+from hydrajax.roofline.operators import Operator, collective, elementwise, flops, joined_ranking, merged
 
 # Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
 PLAIN = Platform("none", 1)
@@ -42,51 +45,6 @@ PLAIN = Platform("none", 1)
 # Views of their first operand in another shape or type; a weight stays a weight.
 _VIEWS = {"reshape", "transpose", "convert_element_type", "squeeze", "slice", "broadcast_in_dim", "copy", "expand_dims"}
 _RANKINGS = {"argmax", "top_k", "reduce_max"}
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One operator, or ``count`` equal ones.
-
-    Attributes:
-        flops, bytes: Floating-point operations and memory traffic of one operator.
-        rows: Of the left matrix, per KV head in attention; the device's rate depends on it.
-        kind: ``weights`` is a product with a parameter, ``attention`` a product of two activations, ``collective`` an
-            exchange between devices, whose bytes are those that a device sends, ``elementwise`` everything else,
-            counted as traffic only.
-    """
-
-    name: str
-    flops: float
-    bytes: float
-    rows: int
-    kind: Literal["weights", "attention", "elementwise", "collective"]
-    count: int = 1
-
-    @property
-    def intensity(self) -> float:
-        """Operations per byte; "operational intensity" in the paper."""
-        return self.flops / self.bytes
-
-
-def elementwise(name: str, moved: float) -> Operator:
-    """Return an operator that moves ``moved`` bytes and whose arithmetic is hidden by that."""
-    return Operator(name, 0.0, moved, 1, "elementwise")
-
-
-def collective(name: str, sent: float) -> Operator:
-    """Return an exchange between devices in which each sends ``sent`` bytes."""
-    return Operator(name, 0.0, sent, 1, "collective")
-
-
-def ranking(name: str, rows: int, vocab_size: float) -> Operator:
-    """Return an argmax or top-k, which reads the float32 logits once."""
-    return elementwise(name, 4 * rows * vocab_size)
-
-
-def joined_ranking(name: str, best: int, division: Division) -> Operator:
-    """Return the exchange of ``best`` logits and ids of each device, which rank their parts of a vocabulary."""
-    return collective(f"all-gather {name}", division.all_gather(8 * best * division.model))
 
 
 def trace(
@@ -122,25 +80,6 @@ def trace(
     return merged(count.operators(returned)), shapes
 
 
-def merged(operators: Iterable[Operator]) -> list[Operator]:
-    """Return every distinct operator once, with the sum of the counts."""
-    counts: Counter[Operator] = Counter()
-    for operator in operators:
-        counts[replace(operator, count=1)] += operator.count
-    return [replace(operator, count=count) for operator, count in counts.items()]
-
-
-def at_depth(layers: int, operators_at: Callable[[int], Iterable[Operator]]) -> list[Operator]:
-    """Extrapolate the operators of ``layers`` equal layers from one and two layers, which are fast to trace."""
-    one, two = ({replace(op, count=1): op.count for op in operators_at(n)} for n in (1, 2))
-    counts = {op: one.get(op, 0) + (layers - 1) * (count - one.get(op, 0)) for op, count in two.items()}
-    return [replace(op, count=count) for op, count in counts.items() if count]
-
-
-def flops(operators: Iterable[Operator]) -> float:
-    return sum(operator.count * operator.flops for operator in operators)
-
-
 def _shown(weight: str) -> str:
     """Format a path: ``layers_3 gate_up``, as in every layer, is "gate up", ``head_2 lm_kernel`` "head 2 lm kernel"."""
     return re.sub(r"^(\d+ )?(layers_\d+ )?", "", weight).replace("_", " ")
@@ -157,6 +96,7 @@ class _Value(NamedTuple):
         is_real: Computed from floating-point inputs without integers in between, unlike masks.
         products: The products that it directly depends on.
         is_product: It is a view of a product's output.
+        experts: Of so many experts it is the one that a block of tokens chose; 0 for other values.
     """
 
     weight: str | None = None
@@ -167,6 +107,7 @@ class _Value(NamedTuple):
     is_product: bool = False
     shape: tuple[int, ...] = ()
     axis: int | None = None
+    experts: int = 0
 
     @classmethod
     def of_input(cls, variable, weight: str | None) -> _Value:
@@ -183,6 +124,8 @@ class _Product:
         is_divided, is_joined: Each device has a part of the output; the parts are also gathered.
         exchanges: Collectives on its output.
         best: Numbers that a ranking of the output returns.
+        stored: Bytes of the weight.
+        experts: Of so many experts the weight is one; 0 for other weights.
     """
 
     operator: Operator
@@ -195,6 +138,8 @@ class _Product:
     is_joined: bool = False
     exchanges: list[Operator] = field(default_factory=list)
     best: int = 0
+    stored: float = 0.0
+    experts: int = 0
 
 
 class _ProductDivision(NamedTuple):
@@ -218,6 +163,8 @@ class _ProductDivision(NamedTuple):
             return cls(reads_divided, reads_divided)
         if weight.axis is None:
             return cls()
+        if weight.experts:  # each device has some of them, and multiplies their tokens
+            return cls(True, True)
         # A kernel is [inputs, *outputs]. An embedding that is the lm head is multiplied the other way round.
         inputs = (weight.axis == 0) == (terms == weight.shape[0])
         return cls(inputs, not inputs)
@@ -252,11 +199,9 @@ class _Count:
         if name == "scan":
             return self.walk(params["jaxpr"].jaxpr, read, times * params["length"])
         if name == "while":
-            before, n_consts = len(self.products), params["cond_nconsts"]
-            outputs = self.walk(params["body_jaxpr"].jaxpr, read[n_consts:], times)
-            if len(self.products) > before:
-                raise ValueError("a product in a loop of unknown length cannot be counted")
-            return outputs
+            return self._loop_of_unknown_length(eqn, read, times)
+        if name == "dynamic_slice" and read[0].weight and _is_one_of_many(eqn):
+            return [read[0]._replace(experts=eqn.invars[0].aval.shape[0])]
         if name == "cond":
             return self._largest_branch(params["branches"], read[1:], times)
         inner = [x for x in params.values() if isinstance(x, (Jaxpr, ClosedJaxpr))]
@@ -283,6 +228,37 @@ class _Count:
             _Value(number=next(self.numbers), is_real=is_real, products=products) if _is_real(variable) else _Value()
             for variable in eqn.outvars
         ]
+
+    def _loop_of_unknown_length(self, eqn, read: list[_Value], times: int) -> list[_Value]:
+        """Count a loop without products, or over blocks of tokens of one expert each."""
+        begun, n_consts = len(self.products), eqn.params["cond_nconsts"]
+        outputs = self.walk(eqn.params["body_jaxpr"].jaxpr, read[n_consts:], times)
+        products = self.products[begun:]
+        if not all(product.experts for product in products):
+            raise ValueError("a product in a loop of unknown length cannot be counted")
+        if products:
+            tokens = next(v for v, value in zip(eqn.invars, read, strict=True) if value.is_real and not value.weight)
+            self._count_experts(products, tokens.aval.shape[0], eqn.outvars[-1].aval)
+        return outputs
+
+    def _count_experts(self, products: list[_Product], tokens: int, sums: Any) -> None:
+        """Count all blocks in place of one; ``sums`` are those of every pair of a token and an expert."""
+        pairs = sums.shape[0]
+        for product in products:
+            one, awake = product.operator, woken(product.experts, pairs / tokens, tokens)
+            share = pairs / one.rows  # of the block's rows
+            product.operator = replace(
+                one,
+                flops=one.flops * share,
+                bytes=(one.bytes - product.stored) * share + product.stored * awake,
+                rows=max(1, round(pairs / awake)),
+            )
+            product.made, product.output = product.made * share, product.output * share
+        if products[-1].is_divided:
+            size = 4 * sums.size / pairs * tokens  # float32
+            products[-1].exchanges.append(collective("all-reduce experts", self.division.all_reduce(size)))
+        for product in products:
+            product.is_divided = False
 
     def _largest_branch(self, branches, read: list[_Value], times: int) -> list[_Value]:
         """Count the branch with the most operations."""
@@ -335,6 +311,7 @@ class _Count:
             kind, name = "attention", "weighted sum" if softmax else "scores"
         path = weight and weight.weight
         operator = Operator(name, operations, sum(sizes) + output, rows, kind)
+        stored = next((size for value, size in zip(read, sizes, strict=True) if value is weight), 0.0)
         last = self.products[-1] if self.products else None
         if path and last and (last.weight, last.operator.rows, last.times) == (path, rows, times):
             # The same weight as in the product before (shared blocks): it is still in the device's cache.
@@ -342,6 +319,7 @@ class _Count:
             last.exchanges, last.is_joined = last.exchanges + exchanges, False  # its new output is not gathered yet
         else:
             product = _Product(operator, path, made, output, times, is_divided=division.outputs, exchanges=exchanges)
+            product.stored, product.experts = stored, weight.experts if weight else 0
             self.products.append(product)
         made_by = frozenset({len(self.products) - 1})
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
@@ -386,6 +364,12 @@ def _alive(jaxpr: Jaxpr) -> list:
             alive.append(eqn)
             used |= {atom for atom in eqn.invars if not isinstance(atom, Constant)}
     return alive[::-1]
+
+
+def _is_one_of_many(eqn) -> bool:
+    """Return whether a slice is one whole entry along the first axis, a matrix or more."""
+    shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+    return len(shape) > 2 and sizes[0] == 1 and sizes[1:] == shape[1:]
 
 
 def _is_real(variable) -> bool:

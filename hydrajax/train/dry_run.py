@@ -20,6 +20,7 @@ from rich.console import Console
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
+from hydrajax.measure.shapes import SHAPES as PUBLISHED
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
@@ -32,7 +33,7 @@ from hydrajax.train.tasks.heads_task import HeadsTask, make_drafter
 from hydrajax.train.tasks.joint_task import JointTask
 from hydrajax.train.train_step import TrainState, abstract_state, batch_sharding, make_train_step, state_shardings
 
-SHAPES = PRESETS | {
+SHAPES = PUBLISHED | {
     "vicuna-7b": PRESETS["7b"],
     "vicuna-13b": PRESETS["13b"],
     "vicuna-33b": PRESETS["33b"],

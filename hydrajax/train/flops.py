@@ -17,8 +17,9 @@ from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
+from hydrajax.roofline.operators import flops
 from hydrajax.roofline.passes import abstract_params, of_all_kinds, with_layers
-from hydrajax.roofline.traced import flops, trace
+from hydrajax.roofline.traced import trace
 
 # Lengths of the traced sequences: so short that attention is one product over the whole square.
 SHORT, LONG = 64, 128

@@ -40,7 +40,7 @@ from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import Experts, LayerKind, LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 
@@ -65,6 +65,10 @@ DRAFTERS = {
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }
+# Experts in both layers, of which the first has a window.
+EXPERTS = Experts(4, 2, 16)
+BASES = {"experts": CONFIG.replace(layer_kinds=(LayerKind(5, experts=EXPERTS), LayerKind(experts=EXPERTS)))}
+DRAFTERS |= {"experts": DRAFTERS["hydra++"]}
 # Drafter layers with a KV cache of the base's shape; a draft model's cache has one more slot.
 DRAFT_LAYERS = {
     "hydra++": 1,
@@ -76,12 +80,12 @@ DRAFT_LAYERS = {
     "model": 2,
     "sure model": 2,
 }
-DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2}
+DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2, "experts": 1}
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
     drafter, tree = DRAFTERS[name]
-    return kind(Llama(CONFIG), drafter, tree, MAX_NEW)
+    return kind(Llama(BASES.get(name, CONFIG)), drafter, tree, MAX_NEW)
 
 
 def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
@@ -156,6 +160,7 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
         ("autoregressive", Greedy()),
         pytest.param("medusa", Greedy(), marks=pytest.mark.slow),
         ("hydra++", Greedy()),
+        ("experts", Greedy()),
         pytest.param("lookup+hydra++", Greedy(), marks=pytest.mark.slow),
         ("amphista", Greedy()),
         ("eagle", Greedy()),

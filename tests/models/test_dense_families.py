@@ -23,8 +23,9 @@ from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 from hydrajax.models.quantized import FP8, QUANTIZED
+from hydrajax.roofline.operators import flops
 from hydrajax.roofline.passes import abstract_params, forward
-from hydrajax.roofline.traced import flops, trace
+from hydrajax.roofline.traced import trace
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
 from hydrajax.roofline.division import Division
+from hydrajax.roofline.operators import Operator
 from hydrajax.roofline.passes import begin, forward, observe, propose
 from hydrajax.roofline.prediction import Workload, predict
-from hydrajax.roofline.traced import Operator
 from hydrajax.trees import presets
 
 SEVEN, SEVENTY = PRESETS["7b"], PRESETS["70b"]

@@ -19,9 +19,9 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline import devices
 from hydrajax.roofline.devices import DEVICES, Device
+from hydrajax.roofline.operators import Operator
 from hydrajax.roofline.passes import forward
 from hydrajax.roofline.prediction import Workload, predict
-from hydrajax.roofline.traced import Operator
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]

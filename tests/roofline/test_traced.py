@@ -14,8 +14,9 @@ from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.quantized import Int8
 from hydrajax.models.weights import project
 from hydrajax.roofline import passes
+from hydrajax.roofline.operators import Operator
 from hydrajax.roofline.passes import begin, forward, observe, propose
-from hydrajax.roofline.traced import Operator, trace
+from hydrajax.roofline.traced import trace
 from hydrajax.trees import presets
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((3, 8), jnp.float32)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+ONE_NODE = ("ar", "ar-step", "prefill")  # programs without a tree
 
 
 def words(text: str) -> list[str]:
@@ -35,7 +38,7 @@ def parser_of(doc: str, layers: int | None) -> argparse.ArgumentParser:
     parser.add_argument("--what", type=words, default=["ar", "verify", "medusa", "hydra++"])
     parser.add_argument("--batches", type=integers, default=[1])
     parser.add_argument("--contexts", type=integers, default=[2048], help="filled slots of each sequence")
-    parser.add_argument("--nodes", type=int, default=64, help="first nodes of the released tree (default %(default)s)")
+    parser.add_argument("--nodes", type=integers, default=[64], help="first nodes of the released tree (default 64)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument(
         "--weights", type=words, default=["float"], help="of the base: float (in --dtype), int8, int4 (default float)"
@@ -46,6 +49,25 @@ def parser_of(doc: str, layers: int | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a result for hydrajax report")
     return parser
+
+
+def cells_of(args: argparse.Namespace) -> Iterator[tuple]:
+    """Yield devices, weights, program, nodes, batch and context of all cases."""
+    for devices, weights, what in itertools.product(devices_of(args), args.weights, args.what):
+        nodes = args.nodes[:1] if what in ONE_NODE else args.nodes
+        yield from itertools.product([devices], [weights], [what], nodes, args.batches, args.contexts)
+
+
+def remarks_of(args: argparse.Namespace) -> list[str]:
+    """Return the remarks about a base with experts."""
+    from hydrajax.measure.shapes import SHAPES
+
+    if not SHAPES[args.shape].any_experts:
+        return []
+    return [
+        "experts: the floor has those that the tokens are expected to choose, each token without regard to the others, "
+        "and the program's blocks of tokens of one expert count as often as expected"
+    ]
 
 
 def devices_of(args: argparse.Namespace) -> list[int]:

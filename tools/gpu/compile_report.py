@@ -8,9 +8,10 @@
     hydrajax report OUTPUT_FOLDER
 
 Nothing is allocated or run, so there are no timings. A program of a 7B compiles in 10 to 40 seconds. The floor is the
-bytes that a step must move: the base's weights, keys and values of the filled slots, and for a whole step the draft's
-weights. Several devices share the weights; bytes, kernels and floor are those of one, and a collective is a kernel that
-reads its operand and writes its result. ``--what`` is any of
+bytes that a step must move: the base's weights (of experts, those that its tokens are expected to choose), keys and
+values of the filled slots, and for a whole step the draft's weights. Several devices share the weights; bytes, kernels
+and floor are those of one, and a collective is a kernel that reads its operand and writes its result. ``--what`` is any
+of
 
     ar        the loop's body of decoding without a draft
     ar-step   the same as a single call
@@ -22,13 +23,12 @@ reads its operand and writes its result. ``--what`` is any of
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import tempfile
 from pathlib import Path
 
-from compile_command import devices_of, parser_of, run
+from compile_command import cells_of, parser_of, remarks_of, run
 
 DUMPS = tempfile.TemporaryDirectory(prefix="hydrajax_hlo_")
 FLAGS = f"--xla_dump_to={DUMPS.name} --xla_dump_hlo_as_text --xla_dump_hlo_module_re=.*hydrajax_.*"
@@ -56,12 +56,11 @@ def main(args: argparse.Namespace) -> int:
     from compiled_step import Case  # after XLA_FLAGS are set
 
     def cases() -> list[Case]:
-        names = ("shape", "nodes", "dtype", "lm_head", "device", "layers")
+        names = ("shape", "dtype", "lm_head", "device", "layers")
         shared = {name: getattr(args, name) for name in names}
-        cells = itertools.product(devices_of(args), args.weights, args.what, args.batches, args.contexts)
         return [
-            Case(what, batch=batch, context=context, devices=devices, weights=weights, **shared)
-            for devices, weights, what, batch, context in cells
+            Case(what, batch=batch, context=context, nodes=nodes, devices=devices, weights=weights, **shared)
+            for devices, weights, what, nodes, batch, context in cells_of(args)
         ]
 
     settings = {name: getattr(args, name) for name in ("shape", "dtype", "lm_head", "gemm")}
@@ -70,7 +69,7 @@ def main(args: argparse.Namespace) -> int:
     return run(
         args, cases, report, kind="program", settings=settings,
         title=f"the program of a decode step, {args.shape}, {args.dtype}",
-        remarks=["compiled for a described device, not run: no autotuning, no timings"],
+        remarks=["compiled for a described device, not run: no autotuning, no timings", *remarks_of(args)],
     )  # fmt: skip
 
 
@@ -100,8 +99,8 @@ def line_of(row: dict) -> str:
     devices = f"{row['devices']} devices " if several else ""
     exchanged = f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, " if several else ""
     return (
-        f"{devices}{row['what']:8} {row['weights']} batch {row['batch']} context {row['context']:5}:"
-        f" {row['kernels']:4} kernels"
+        f"{devices}{row['what']:8} {row['weights']} batch {row['batch']} context {row['context']:5}"
+        f" nodes {row['nodes']:2}: {row['kernels']:4} kernels"
         f" ({row['kernels_per_layer']:g} a layer), {row['gigabytes']:.2f} GB of {row['floor_gigabytes']:.2f}"
         f" = {row['gigabytes'] / row['floor_gigabytes']:.3f}, {row['copies']} large copies"
         f" ({row['copied_megabytes']:.0f} MB), {exchanged}{row['temporary_megabytes']:.0f} MB temporary,"

@@ -136,6 +136,10 @@ class CompiledProgram:
         """Return the instructions of that loop's body."""
         return self._computations.get(self._loop_body(), [])
 
+    def loop_body(self, loop: Instruction) -> list[Instruction]:
+        """Return the instructions of one iteration of a loop."""
+        return self._computations[loop.called or ""]
+
     def loop_collectives(self) -> list[Instruction]:
         """Return the collectives of one iteration of that loop, also those in fusions, branches and inner loops."""
         body = self._loop_body()

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from collectives import counted
 from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from draft_lm_heads import drafter_for
+from expert_blocks import moved_by_experts
 
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
@@ -30,12 +31,13 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
+from hydrajax.measure.shapes import SHAPES
 from hydrajax.measure.timing import verify_again
+from hydrajax.measure.woken_experts import asleep
 from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
-from hydrajax.models.kernels import append_rows, tree_attention
+from hydrajax.models.kernels import append_rows, experts_gpu, tree_attention
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.quantized import QUANTIZED
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
@@ -70,7 +72,7 @@ class Case:
     devices: int = 1
 
     def __post_init__(self):
-        known = {"--shape": (self.shape, PRESETS), "--what": (self.what, (*BASE_ALONE, *KINDS))}
+        known = {"--shape": (self.shape, SHAPES), "--what": (self.what, (*BASE_ALONE, *KINDS))}
         known["--weights"] = (self.weights, ("float", *QUANTIZED))
         for flag, (found, names) in known.items():
             if found not in names:
@@ -89,6 +91,11 @@ class Case:
         return None if self.weights == "float" else self.weights
 
     @property
+    def tokens(self) -> int:
+        """The tokens of a pass of the base in a loop."""
+        return self.batch * (1 if self.what in ("ar", "ar-step") else self.nodes)
+
+    @property
     def stored_as(self) -> str:
         """The type of the base's weights."""
         return self.quantize or self.dtype
@@ -97,6 +104,7 @@ class Case:
     def name(self) -> str:
         """A Python identifier under which XLA dumps the program."""
         words = [self.what.replace("+", "p").replace("-", "_"), self.shape, f"b{self.batch}_c{self.context}"]
+        words.append(f"n{self.nodes}")
         return "_".join(["hydrajax", *words, self.weights, f"l{self.layers or 0}", f"d{self.devices}"])
 
 
@@ -121,7 +129,7 @@ def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
 
 
 def _compile(case: Case, place: Callable) -> Compiled:
-    config = PRESETS[case.shape]
+    config = SHAPES[case.shape]
     config = config.replace(
         n_layers=case.layers or config.n_layers, max_positions=max(config.max_positions, case.context)
     )
@@ -151,13 +159,14 @@ def _compile(case: Case, place: Callable) -> Compiled:
             carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
         lowered = _jitted(case, call, donate_argnums=1).lower(*place(boxed, carry))
     program = lowered.compile(compiler_options=backend.compiler_options())
-    floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context)
+    tokens = prompt.shape[1] if alone else engine.tree.size  # of a sequence
+    floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context, tokens)
     floor += 0 if case.what == "verify" else nbytes(params.draft)
-    rows = case.batch * (prompt.shape[1] if alone else engine.tree.size)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params.base))
+    numbers -= asleep(params.base, config, 1, lambda leaf: leaf.size)  # a token multiplies with its own experts
     numbers -= 0 if config.tied_lm_head else params.base["embedding"].size
     temporary = program.memory_analysis().temp_size_in_bytes
-    return Compiled(program.as_text(), floor, 2 * rows * numbers, temporary, time.perf_counter() - began)
+    return Compiled(program.as_text(), floor, 2 * case.batch * tokens * numbers, temporary, time.perf_counter() - began)
 
 
 def _weights_of(drafter: Drafter, model: BaseModel):
@@ -220,7 +229,7 @@ def kernels_of(case: Case, hlo: str) -> tuple[list[Kernel], list[Kernel]]:
 def _moved_by_our_kernels(case: Case):
     """Return a function for the bytes of the package's own kernels, whose programs show only shapes of whole caches.
 
-    Attention reads the filled slots only, and appending moves the given rows.
+    Attention reads the filled slots only, and appending moves the given rows. Each block of tokens reads its expert.
     """
 
     def moves(instruction: Instruction, operands: tuple[str, ...]) -> tuple[int, int] | None:
@@ -228,6 +237,8 @@ def _moved_by_our_kernels(case: Case):
             rows = math.prod(_dims(operands[0]))  # batch times tokens
             per_row = sum(array_bytes(shape) // _dims(shape)[0] // _dims(shape)[2] for shape in operands[2:]) // 2
             return rows * per_row, rows * per_row
+        if experts_gpu.NAME in instruction.attributes:
+            return moved_by_experts(case, instruction, operands)
         if tree_attention.NAME in instruction.attributes:
             lines = _dims(operands[0])[1]  # each tile of them reads all keys and values
             tiles = -(-lines // tree_attention.MOST_LINES)
@@ -255,7 +266,8 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
     whole = compile_case(case)
     step, outside = kernels_of(case, whole.hlo)
     # Kernels per layer: two more layers add twice as many.
-    few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4)]
+    few = [len(kernels_of(case, compile_case(replace(case, layers=n)).hlo)[0]) for n in (2, 4) if n != case.layers]
+    few += [len(step)] * (2 - len(few))
     graphs, alone = graphs_of(dumps, case), case.devices == 1
     counted_kernels = step + outside if alone else step  # the program of several devices begins with the prompt
     copies = [kernel for kernel in counted_kernels if kernel.kind == "copy" and kernel.moved > LARGE]
@@ -266,7 +278,7 @@ def row_of(case: Case, dumps: Path) -> tuple[dict, str]:
         "nodes": 1 if case.what in ("ar", "ar-step", "prefill") else case.nodes,
         "weights": case.stored_as,
         "kernels": len(step),
-        "kernels_per_layer": (few[1] - few[0]) / 2,
+        "kernels_per_layer": abs(few[1] - few[0]) / 2,
         "gigabytes": sum(kernel.moved for kernel in step) / 1e9,
         "floor_gigabytes": whole.floor / case.devices / 1e9,
         "copies": len(copies),

@@ -7,9 +7,9 @@
 
 Nothing is allocated or run, so there are no timings. XLA's TPU compiler estimates the cycles of each of its kernels,
 and the report adds them up over one turn of the decode loop. It adds the package's own kernels by their bytes and
-operations, as the compiler has no estimate of them. The floor is the larger of two times: that of the bytes that a step
-must move (weights, keys and values of the filled slots, for a whole step the draft's weights), and that of the
-operations of the base's products. ``--what`` is any of
+operations, as the compiler has no estimate of them, and a turn of the loop over chosen experts for each expected one.
+The floor is the larger of two times: that of the bytes that a step must move (weights, keys and values of the filled
+slots, for a whole step the draft's weights), and that of the operations of the base's products. ``--what`` is any of
 
     ar        decoding without a draft
     verify    one pass of the base over the tree
@@ -19,7 +19,6 @@ operations of the base's products. ``--what`` is any of
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from pathlib import Path
 
@@ -28,13 +27,15 @@ sys.path[:0] = [str(TOOLS / "gpu"), str(TOOLS.parent)]
 
 import described_tpu  # noqa: E402  first, as it sets what JAX reads at its import
 from collectives import counted, listed  # noqa: E402
-from compile_command import devices_of, parser_of, run, words  # noqa: E402
+from compile_command import cells_of, parser_of, remarks_of, run, words  # noqa: E402
 from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
 from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
+from expert_blocks import blocks_of  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
+from hydrajax.models import backend  # noqa: E402
 from hydrajax.models.kernels import few_bits_tpu, tree_attention_tpu  # noqa: E402
 
 VECTOR_OPERATIONS = 4 * 8 * 128  # of a cycle
@@ -55,21 +56,23 @@ def main(args: argparse.Namespace) -> int:
                 raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
         for what in set(args.what) & {"ar-step", "prefill"}:
             raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
-        shared = {name: getattr(args, name) for name in ("shape", "nodes", "dtype", "layers")}
-        cells = itertools.product(args.chips, devices_of(args), args.weights, args.what, args.batches, args.contexts)
+        shared = {name: getattr(args, name) for name in ("shape", "dtype", "layers")}
         return [
             Case(
-                what, batch=batch, context=context, device=chip, devices=devices, lm_head="full", weights=weights,
-                **shared,
+                what, batch=batch, context=context, nodes=nodes, device=chip, devices=devices, lm_head="full",
+                weights=weights, **shared,
             )
-            for chip, devices, weights, what, batch, context in cells
+            for chip in args.chips
+            for devices, weights, what, nodes, batch, context in cells_of(args)
         ]  # fmt: skip
 
     return run(
         args, cases, report, kind="tpu_program",
         settings={name: getattr(args, name) for name in ("shape", "dtype", "layers")},
         title=f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}",
-        remarks=["compiled for described TPUs, not run: cycles are the compiler's estimates, not timings"],
+        remarks=[
+            "compiled for described TPUs, not run: cycles are the compiler's estimates, not timings", *remarks_of(args)
+        ],
     )  # fmt: skip
 
 
@@ -107,6 +110,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         missing = (
             "cycles",
             "own_cycles",
+            "expert_cycles",
             "floor_cycles",
             "byte_cycles",
             "copies",
@@ -114,12 +118,14 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
             "temporary_megabytes",
         )
         return row | {"fits": False} | dict.fromkeys(missing), [], ""
-    step = CompiledProgram(compiled.hlo).loop_instructions()
-    own = own_cycles(step, case, chip)
+    program = CompiledProgram(compiled.hlo)
+    step = program.loop_instructions()
+    own, of_experts = own_cycles(step, case, chip), expert_cycles(program, step, case)
     row |= {
         "fits": True,
-        "cycles": sum(map(cycles_of, step)) + own,
+        "cycles": sum(map(cycles_of, step)) + own + of_experts,
         "own_cycles": own,
+        "expert_cycles": of_experts,
         "floor_cycles": floor_cycles(compiled, chip) / case.devices,
         "byte_cycles": compiled.floor / chip.device.bandwidth * chip.hertz / case.devices,
         "copies": sum(map(is_large_copy, step)),
@@ -157,15 +163,25 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
     return seconds * chip.hertz
 
 
+def expert_cycles(program: CompiledProgram, step: list[Instruction], case: Case) -> float:
+    """Return the cycles of the loops over blocks of tokens of one expert: one turn's, for each expected block."""
+    loops = (one for one in step if one.opcode == "while" and "/experts/" in one.source)
+    turn = sum(cycles_of(one) for loop in loops for one in program.loop_body(loop))
+    return turn * blocks_of(case, min(case.tokens, backend.ROWS_OF_BLOCK))
+
+
 def line_of(row: dict) -> str:
     chips = row["chip"] if row["devices"] == 1 else f"{row['devices']} {row['chip']}"
-    name = f"{chips} {row['what']:8} batch {row['batch']} context {row['context']} {row['weights']}"
+    name = (
+        f"{chips} {row['what']:8} batch {row['batch']} context {row['context']} nodes {row['nodes']} {row['weights']}"
+    )
     if not row["fits"]:
         return f"{name}: does not fit into the chip's memory"
     ratio, bytes_only = row["cycles"] / row["floor_cycles"], row["cycles"] / row["byte_cycles"]
     return (
         f"{name}: {row['cycles'] / 1e6:.2f}M cycles, {ratio:.2f} of the floor ({bytes_only:.2f} of the bytes), "
-        f"own kernels {row['own_cycles'] / 1e6:.2f}M, {row['copies']} large copies, "
+        f"own kernels {row['own_cycles'] / 1e6:.2f}M, experts {row['expert_cycles'] / 1e6:.2f}M, "
+        f"{row['copies']} large copies, "
         f"{row['collectives']} collectives of {row['collective_megabytes']:.2f} MB, "
         f"{row['temporary_megabytes']:.0f} MB temporary, compiled in {row['compile_seconds']:.0f} s"
     )
