@@ -290,6 +290,7 @@ def fast(monkeypatch):
     monkeypatch.setattr("hydrajax.questions.summary.RESAMPLES", 9)
 
 
+@pytest.mark.quick("searched tree", "answers of evaluate", "metrics of a resumed run")
 @pytest.mark.parametrize("name", RECORDS)
 def test_any_field_may_be_wrong(name, tmp_path):
     record, refused = RECORDS[name], 0
