@@ -12,7 +12,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hydrajax
@@ -58,11 +57,11 @@ def test_answers_are_those_of_transformers(gemma, tmp_path, monkeypatch, capfd):
     m = hydrajax.load(gemma, draft="lookup", dtype="float32")
     theirs = AutoModelForCausalLM.from_pretrained(gemma.parent, gguf_file=gemma.name, dtype=torch.float32).eval()
     questions = [text for line in QUESTIONS.splitlines() for text in line.split("|")]
-    prompts = [m.encode(text) for text in questions]
+    prompts = m.tokenizer(questions).input_ids
     plain = m.generate(prompts, draft="none", max_new_tokens=24)
     equal = 0
     for prompt, found in zip(prompts, plain, strict=True):
-        ids = torch.tensor([np.asarray(prompt)])
+        ids = torch.tensor([prompt])
         with torch.no_grad():
             whole = theirs.generate(
                 ids,
