@@ -60,6 +60,7 @@ from hydrajax.text.templates import make_encoder
 from hydrajax.trees import presets
 
 TYPES = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}}
+TYPES |= {"int4-64": {"quantize": "int4-64"}}  # 4.5 bits for a weight, as in Q4_0
 SMALLEST = "chain-2"
 STEPS = 8  # forward passes of one timing
 CHECKED = 8  # tokens that are compared where only forward passes are timed

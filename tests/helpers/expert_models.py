@@ -33,11 +33,13 @@ def qwen_moe(draw) -> dict:
 
 @st.composite
 def qwen2_moe(draw) -> dict:
+    # transformers fails for windows in layer_types without use_sliding_window: its cache has them, its mask has none.
+    windows = types(draw) if draw(st.booleans()) else {}
     return (
         qwen_moe(draw)
-        | types(draw)
+        | windows
         | {
-            "use_sliding_window": draw(st.booleans()),
+            "use_sliding_window": bool(windows),
             "max_window_layers": draw(st.integers(0, N_LAYERS)),
             "shared_expert_intermediate_size": draw(st.sampled_from([8, 48])),
             "qkv_bias": draw(st.booleans()),
