@@ -1,15 +1,12 @@
 """Load test of `hydrajax serve`: throughput and latency over the number of clients, or a soak with broken connections.
 
     python experiments/serve_load.py --output runs/experiments/serve_load.json
-    python experiments/serve_load.py --load mixed --clients 1,2,8,32
     python experiments/serve_load.py --requests 10000 --disconnect 0.1
 
-A server is a new process on the loopback address and shares the machine with the clients. Every client sends its next
-request as soon as the last one is answered. Prompts are chunks of held-out source code; ``--load mixed`` has chat,
-edits of code and summaries, or the questions in ``--prompts``. There are three servers: one chooses its steps
-(``--speculation auto``), one always drafts, and one has no draft. They answer the same requests in turn. Another
-baseline is `generate` with one prompt at a time. Every complete answer is compared with that of `generate` for its
-prompt and seed.
+The server is a new process on the loopback address and shares the machine with the clients. Every client sends its next
+request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are `generate`
+with one prompt at a time, and the same server without a draft. Every complete answer is compared with that of
+`generate` for its prompt and seed.
 
 A token's latency is the time from the first to the last chunk of an answer, divided by the tokens in between. A pause
 is the time between two chunks, each of which holds the tokens of one step or more.
@@ -22,32 +19,42 @@ import asyncio
 import json
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import numpy as np
-from serve_prompts import TEMPERATURE, TOP_P, Question, questions_for, tree_of
+from common import held_out_chunks
 
 import hydrajax
 from hydrajax.cli import options, run_command
+from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
 from hydrajax.trees import presets
 
 PERCENTILES = 50, 95, 99
-SETTINGS = "base", "draft", "tree", "slots", "prompt_tokens", "new_tokens", "rounds", "load", "prompts", "seed"
-NO_DRAFT = "no draft"
+TEMPERATURE, TOP_P = 0.8, 0.95
 SOAK_QUESTIONS, SOAK_CLIENTS = 64, 16
+BATCH = 16  # batch size of the expected answers
 SAMPLES = 200  # of the server's memory, at most
+
+
+class Question(NamedTuple):
+    """A request and its expected answer."""
+
+    ids: list[int]
+    limit: int
+    seed: int | None
+    answer: str
 
 
 @dataclass
@@ -71,9 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tree", metavar="NAME", help="tree (default: the one searched for the draft)")
     add("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
     add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
-    add("--rounds", type=options.positive, default=2, metavar="N", help="of all servers (default 2)")
-    add("--load", choices=("code", "mixed"), default="code", help="kind of prompts (default code)")
-    add("--prompts", type=Path, metavar="PATH", help="question file or a directory of them, for --load mixed")
     add("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
     add("--prompt-tokens", type=options.positive, default=64, metavar="N")
     add("--new-tokens", type=options.positive, default=64, metavar="N")
@@ -92,16 +96,44 @@ def run(args: argparse.Namespace) -> int:
         return 0 if (soak if soaks else load)(args)["right"] else 1
     with WholeFile(args.output, "--output") as file:
         found = (soak if soaks else load)(args)
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        file.write_text(json.dumps({"machine": machine(), "settings": settings} | found, indent=1, default=str) + "\n")
+        settings = {name: getattr(args, name) for name in ("base", "draft", "tree", "slots", "prompt_tokens", "seed")}
+        file.write_text(json.dumps({"machine": machine(), "settings": settings} | found, indent=1) + "\n")
     return 0 if found["right"] else 1
+
+
+# --- expected answers -------------------------------------------------------------------------------------------------
+
+
+def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
+    """Return greedy requests of one length, or requests of mixed lengths of which every other one is sampled."""
+    random, most = np.random.default_rng(args.seed), args.new_tokens
+    prompts = held_out_chunks(loaded.tokenizer, count, args.prompt_tokens)
+    limits, seeds = [most] * count, [None] * count
+    if mixed:
+        prompts = [ids[: random.integers(1, len(ids) + 1)] for ids in prompts]
+        limits = random.integers(1, most + 1, count).tolist()
+        seeds = [at if at % 2 else None for at in range(count)]
+    tree, found = tree_of(args, loaded), [""] * count
+    for rule in (Greedy(), ExactSampling(TEMPERATURE, top_p=TOP_P)):
+        some = [at for at in range(count) if (seeds[at] is None) == isinstance(rule, Greedy)]
+        settings = {"tree": tree, "rule": rule, "batch_size": BATCH}
+        if not isinstance(rule, Greedy):
+            settings["seed"] = [seeds[at] for at in some]
+        texts, ends = [prompts[at] for at in some], [limits[at] for at in some]
+        for at, result in zip(some, loaded.generate(texts, max_new_tokens=ends, **settings), strict=True):
+            found[at] = result.text
+    return [Question(ids.tolist(), *rest) for ids, *rest in zip(prompts, limits, seeds, found, strict=True)]
+
+
+def tree_of(args, loaded):
+    return presets.by_name(args.tree) if args.tree else loaded.default_tree()
 
 
 # --- a server, and clients --------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def serving(args, draft: str, speculation: str) -> Iterator[tuple[subprocess.Popen, str]]:
+def serving(args, draft: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """Run the server and yield its process and address. At the end it must exit with code 0 after SIGTERM."""
     command = [
         sys.executable,
@@ -117,8 +149,8 @@ def serving(args, draft: str, speculation: str) -> Iterator[tuple[subprocess.Pop
         "--quiet",
     ]
     command += ["--slots", str(args.slots), "--queue", "1000", "--dtype", "float32"]
-    if draft != "none":
-        command += ["--speculation", speculation, *(["--tree", args.tree] if args.tree else [])]
+    if args.tree and draft != "none":
+        command += ["--tree", args.tree]
     process, log, address = subprocess.Popen(command, stderr=subprocess.PIPE, text=True), [], None
     try:
         for line in process.stderr:
@@ -129,7 +161,7 @@ def serving(args, draft: str, speculation: str) -> Iterator[tuple[subprocess.Pop
         if address is None:
             raise HydrajaxError(f"the server did not start: {log[-1].strip() if log else 'no output'}")
         threading.Thread(target=process.stderr.read, daemon=True).start()
-        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models", timeout=120).json()["data"][0]["hydrajax"]:
+        while "plain_step_seconds" not in httpx.get(f"{address}/v1/models").json()["data"][0]["hydrajax"]:
             time.sleep(1.0)  # until everything is compiled, and the last measurement has ended
         yield process, address
         process.send_signal(signal.SIGTERM)
@@ -196,7 +228,7 @@ async def ask_all(
 def load(args) -> dict:
     loaded = hydrajax.load(args.base, args.draft, dtype="float32")
     most = max(args.requests, 2 * max(args.clients))
-    questions = questions_for(args, loaded, most, random_sizes=False)
+    questions = questions_for(args, loaded, most, mixed=False)
     rows, right = [], True
     alone = [question.ids for question in questions[: min(args.requests, 32)]]
     for name, tree in (("drafted", tree_of(args, loaded)), ("plain", presets.root())):
@@ -207,41 +239,17 @@ def load(args) -> dict:
         rate = tokens / (time.perf_counter() - began)
         rows.append({"way": f"generate, one at a time, {name}", "clients": 1, "tokens_per_second": rate})
         print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
-    ways = {
-        f"{args.draft}, auto": (args.draft, "auto"),
-        f"{args.draft}, always": (args.draft, "always"),
-        NO_DRAFT: ("none", "never"),
-    }
-    with ExitStack() as servers:
-        # One after the other: they compile on all cores.
-        addresses = {way: servers.enter_context(serving(args, *settings))[1] for way, settings in ways.items()}
-        for n_clients in args.clients:
-            some, found = questions[: max(args.requests, 2 * n_clients)], {way: [] for way in ways}
-            for number in range(args.rounds):
-                turn = number % len(ways)
-                for way in [*ways][turn:] + [*ways][:turn]:
-                    found[way].append(asyncio.run(ask_all(addresses[way], n_clients, some)))
-            seconds = {way: [each for _, each in rounds] for way, rounds in found.items()}
-            for way, rounds in found.items():
-                answers = [(asked, question) for each, _ in rounds for asked, question in zip(each, some, strict=True)]
-                wrong = sum(asked.text != question.answer for asked, question in answers)
+    for draft in (args.draft, "none"):
+        with serving(args, draft) as (_, address):
+            for n_clients in args.clients:
+                some = questions[: max(args.requests, 2 * n_clients)]
+                found, seconds = asyncio.run(ask_all(address, n_clients, some))
+                wrong = sum(asked.text != question.answer for asked, question in zip(found, some, strict=True))
                 right &= not wrong
-                row = {"way": way, "clients": n_clients, "wrong": wrong}
-                row |= figures([asked for asked, _ in answers], sum(seconds[way]))
-                row["ratio"] = statistics.median(
-                    none / own for own, none in zip(seconds[way], seconds[NO_DRAFT], strict=True)
-                )
-                row["choices"] = choices_of(addresses[way])
+                row = {"way": f"server, {draft}", "clients": n_clients, "wrong": wrong} | figures(found, seconds)
                 rows.append(row)
                 print(line_of(row), flush=True)
     return {"rows": rows, "right": right}
-
-
-def choices_of(address: str) -> dict[str, int]:
-    """Return how many bursts the server has taken of each choice since its start."""
-    page = httpx.get(f"{address}/metrics").text
-    line = r'^hydrajax_bursts_total\{[^}]*choice="([^"]+)"[^}]*\} (\S+)'
-    return {name: int(float(count)) for name, count in re.findall(line, page, re.MULTILINE)}
 
 
 def figures(found: Sequence[Response], seconds: float) -> dict:
@@ -266,7 +274,7 @@ def line_of(row: dict) -> str:
     for name in ("first_token", "token", "pause"):
         found = "/".join(f"{row[f'{name}_ms_{at}']:.0f}" for at in PERCENTILES)
         times.append(f"{name.replace('_', ' ')} {found} ms")
-    rate = f"{row['way']:20} {row['clients']:3} clients {row['tokens_per_second']:8.1f} tokens/s, {row['ratio']:.2f}x"
+    rate = f"{row['way']:20} {row['clients']:3} clients {row['tokens_per_second']:8.1f} tokens/s"
     return ", ".join([rate, *times, f"{row['wrong']} wrong"])
 
 
@@ -276,12 +284,12 @@ def line_of(row: dict) -> str:
 def soak(args) -> dict:
     """Check that no answer is wrong or lost, broken requests end, and the server's memory does not grow."""
     loaded = hydrajax.load(args.base, args.draft, dtype="float32")
-    pool = questions_for(args, loaded, SOAK_QUESTIONS, random_sizes=True)
+    pool = questions_for(args, loaded, SOAK_QUESTIONS, mixed=True)
     random = np.random.default_rng(args.seed + 1)
     questions = [pool[at] for at in random.integers(len(pool), size=args.requests)]
     cuts = [int(random.integers(0, 6)) if random.random() < args.disconnect else None for _ in questions]
     every, samples = max(1, args.requests // SAMPLES), []
-    with serving(args, args.draft, "auto") as (process, address):
+    with serving(args, args.draft) as (process, address):
 
         def sample(at: int) -> None:
             if at % every == 0:

@@ -38,7 +38,6 @@ ORDER = (
     "drafters",
     "text",
     "formats",
-    "scheduling",
     "decoding",
     "grammar",
     "ssd",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 
 KEY = "HYDRAJAX_API_KEY"
-SPECULATION = ("auto", "always", "never")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,12 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--temperature", metavar="T", type=float, default=0.0, help=f"temperature, 0 is greedy {default}"
     )
     batch = parser.add_argument_group("batch")
-    batch.add_argument(
-        "--speculation",
-        choices=SPECULATION,
-        help="choose for every burst between no draft, a small and the wanted tree by measured speed (auto), always"
-        " take the wanted tree, or never draft (default: auto; always if --tree is given)",
-    )
     batch.add_argument(
         "--slots", metavar="B", type=positive, default=8, help=f"run up to B sequences at once {default}"
     )
@@ -146,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         model = options.load_from(args, report)
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
-    pools = [offer.pool(each, sizes, args.speculation) for each, offer in zip(models, offers, strict=True)]
+    pools = [offer.pool(each, sizes) for each, offer in zip(models, offers, strict=True)]
     memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
     batchers = [
         Batcher(pool, queue=args.queue, cache_memory=memory, prefix_cache=not args.no_prefix_reuse) for pool in pools
@@ -232,15 +225,14 @@ class _Offer(NamedTuple):
     tree_name: str | None
     tree: CandidateTree | None
 
-    def pool(self, model: LanguageModel, sizes: PoolSizes, speculation: str | None) -> ExecutorPool:
-        """Return the executors. ``speculation``: one of `SPECULATION`, or None for the default."""
+    def pool(self, model: LanguageModel, sizes: PoolSizes) -> ExecutorPool:
+        """Return the executors; without a named tree they also take plain steps where these are faster."""
         from hydrajax.serve.executor_pool import ExecutorPool
 
         executor = make_executor(model, model.spec(tree=self.tree))
-        if speculation == "never":
-            return ExecutorPool(executor.autoregressive(), sizes)
-        chooses = self.tree is None if speculation is None else speculation == "auto"
-        return ExecutorPool(executor, sizes, model.default_tree if self.tree is None else None, chooses=chooses)
+        if self.tree is not None:
+            return ExecutorPool(executor, sizes)
+        return ExecutorPool(executor, sizes, model.default_tree, drops_draft=True)
 
 
 def _also(name: str, text: str) -> _Offer:

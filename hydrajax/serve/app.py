@@ -26,7 +26,6 @@ from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
-from hydrajax.scheduling.chooser import Report
 from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.protocol import (
@@ -67,7 +66,6 @@ class ServerSettings:
         api_key: required below ``/v1`` if given.
         max_body: bytes of a request body.
         body_timeout, timeout, write_timeout: seconds to receive a body, to answer, and to send one event.
-        keep_alive: seconds without an event after which a stream sends a comment.
         hosts: host names under which clients may connect, None for any.
         origins: web pages' origins that browsers let ask this server (CORS), "*" for all.
         any_model: answer requests for unknown models with the first one.
@@ -80,7 +78,6 @@ class ServerSettings:
     body_timeout: float = 30.0
     timeout: float = 600.0
     write_timeout: float = 60.0
-    keep_alive: float = 10.0
     hosts: tuple[str, ...] | None = None
     origins: tuple[str, ...] = ()
     any_model: bool = False
@@ -99,14 +96,11 @@ class Api:
         check_unique([model.name for model in models])
         self._warm_up = warm_up
         self._models, self._encoder, self._settings = {model.name: model for model in models}, encoder, settings
-        self._metrics = ServerMetrics(self._stats, self._schedules)
+        self._metrics = ServerMetrics(self._stats)
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
 
     def _stats(self) -> Stats:
         return total([model.batcher.stats() for model in self._models.values()])
-
-    def _schedules(self) -> dict[str, Report]:
-        return {name: model.batcher.schedule() for name, model in self._models.items()}
 
     def app(self) -> Starlette:
         hosts, origins = self._settings.hosts, self._settings.origins
@@ -209,20 +203,6 @@ class Api:
             return next(iter(self._models.values()))
         return self._model(name)
 
-    async def _waits(self, news: asyncio.Event) -> str | None:
-        """Wait for news of a stream; return a comment if there are none for some seconds.
-
-        Proxies and clients can tell a request that waits, such as for its programs, from a dead connection.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.keep_alive):
-                await news.wait()
-                return None
-        warm_up = self._warm_up
-        if warm_up is None or warm_up.compiled == warm_up.total:
-            return "waiting"
-        return f"compiling, {warm_up.compiled} of {warm_up.total} programs"
-
     def _check_key(self, request: Request) -> None:
         if (key := self._settings.api_key) is None:
             return
@@ -296,7 +276,7 @@ class Api:
                 for index, handle in enumerate(handles)
             ]
             if body.stream:
-                events = reply.events(form, n if body.stream_options.include_usage else None, self._waits)
+                events = reply.events(form, n if body.stream_options.include_usage else None)
                 return EventStream(events, self._settings.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
@@ -372,19 +352,8 @@ class _Reply:
             if choice.handle.error is not None:
                 raise choice.handle.error
 
-    async def events(
-        self,
-        form: ReplyFormat,
-        usage_for: int | None,
-        waits: Callable[[asyncio.Event], Awaitable[str | None]],
-    ) -> AsyncGenerator[str, None]:
-        """Yield server-sent events.
-
-        Args:
-            form: of the events.
-            usage_for: choices per prompt if the token counts are wanted.
-            waits: waits for news, or returns a comment to send.
-        """
+    async def events(self, form: ReplyFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
+        """Yield server-sent events. usage_for: choices per prompt if the token counts are wanted."""
         choices = self.choices
         for event in form.opening(choices):
             yield _event(event)
@@ -397,9 +366,7 @@ class _Reply:
                     yield _event(event)
             if all(choice.ended for choice in choices):
                 break
-            while (comment := await waits(self._news)) is not None:
-                yield f": {comment}\n\n"
-            self._news.clear()
+            await self._change()
         if usage_for is not None:
             yield _event(form.closing(choices, usage(choices, usage_for)))
         yield "data: [DONE]\n\n"

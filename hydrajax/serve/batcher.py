@@ -20,12 +20,12 @@ from hydrajax.decoding.keywords import with_keywords
 from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import growing_text, remember, row_result, seed_for
-from hydrajax.scheduling.chooser import Chooser, Report
 from hydrajax.serve.admission import CacheBudget
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
 from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
+from hydrajax.serve.speculation_policy import SpeculationPolicy
 
 N_COUNTS = 9
 
@@ -67,17 +67,13 @@ class Stats:
 
 @dataclass
 class _Prefill:
-    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any.
-
-    unread: the draft does not read it, because the group drafts nothing.
-    """
+    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any."""
 
     handle: RequestHandle
     group: SlotGroup
     cache_len: int
     position: int
     prefix: CachedPrefix | None
-    unread: bool
     state: State | None = None
 
 
@@ -106,7 +102,7 @@ class Batcher:
         # Guards what other threads read. Never held while the device works: a compilation may take a minute.
         self._lock = threading.Condition()
         self._batch = RunningBatch(pool, self._lock)
-        self._chooser = Chooser(pool.steps.choices, pool.steps.costs, pool.steps.waiting_costs)
+        self._policy = SpeculationPolicy()
         self._prefill: _Prefill | None = None
         self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
@@ -244,10 +240,6 @@ class Batcher:
                 failed=self._failed,
             )
 
-    def schedule(self) -> Report:
-        """Return how the steps were chosen so far."""
-        return self._chooser.report()
-
     def close(self, grace: float = 0.0) -> bool:
         """Refuse new requests, finish the accepted ones within ``grace`` seconds, then cancel the rest.
 
@@ -336,17 +328,11 @@ class Batcher:
             group = self._batch.reserve(index, self._budget.max_length(request))
             prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
             cache_len = self._pool.prefill_cache_len(shared, len(request.ids))
-            self._prefill = _Prefill(handle, group, cache_len, shared, prefix, self._unread(request, group, cache_len))
+            self._prefill = _Prefill(handle, group, cache_len, shared, prefix)
             handle.cached = shared
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += shared
             self._budget.shrink_prefix_cache(self._batch.usages, request)
-
-    def _unread(self, request: Request, group: SlotGroup, cache_len: int) -> bool:
-        """Return whether the draft need not read the prompt of a request that joins this group."""
-        if request.constraint is not None or not self._pool.may_stay_unread(cache_len):
-            return False
-        return self._chooser.last_drafts(self._pool.batch_for(len(group.live) + 1)) is False
 
     def _first_state(self, prefill: _Prefill) -> State:
         """Copy the cached prefix, or start empty."""
@@ -367,16 +353,13 @@ class Batcher:
             prefill.state = self._first_state(prefill)
         if len(ids) - prefill.position > chunk:
             until = prefill.position + chunk
-            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]), prefill.unread)
+            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]))
             prefill.position = until
             return
         key = pool.key(request.seed or 0, request.number)
-        last = ids[prefill.position :]
-        state = pool.finish(prefill.state, last, key, request.spec, request.constraint, prefill.unread)
+        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec, request.constraint)
         max_length = self._budget.max_length(request)
-        acceptance = self._chooser.acceptance.sequence()
-        sequence = RunningSequence(prefill.handle, self._executor.tokenizer, max_length, acceptance)
-        prefill.group.join(state, sequence, prefill.unread)
+        prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length))
         with self._lock:
             self._prefill = None
         self._cache_prefix(ids, prefill.cache_len, lambda: state)
@@ -389,38 +372,26 @@ class Batcher:
         # Single steps while a prompt waits for prefill or a sequence for its first token.
         bursts = not (prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live))
         for group in groups:
-            self._burst(group, bursts, len(groups))
+            start = time.perf_counter()
+            shape = group.shape
+            speculative = not self._pool.can_be_plain(*shape) or self._policy.is_worth_it(len(group.slots))
+            compiled = self._pool.is_compiled(*shape, speculative)
+            snapshot = group.advance(group.burst if bursts else 1, speculative)
+            seconds = time.perf_counter() - start
+            # A burst ends early if all its sequences end, so count the steps taken.
+            taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
+            emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
+            steps, total = max(*taken, 1), sum(taken)
+            # Other steps took the time of a compilation, of a move or of grammars.
+            if compiled and shape == group.shape and not any(group.constraints):
+                self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
+            if bursts:
+                group.burst = next_burst(steps, seconds * len(groups))
+            with self._lock:
+                self._counts["speculative_steps"] += total * speculative
+            for slot, sequence in group.live:
+                self._update(group, slot, sequence, snapshot)
         self._batch.drop_empty()
-
-    def _burst(self, group: SlotGroup, bursts: bool, n_groups: int) -> None:
-        """Advance a group by the steps that the chooser takes, and let it learn from them."""
-        most = group.burst if bursts else 1
-        group.fit(most)
-        shape, live, chooser = group.shape, group.live, self._chooser
-        sequences = [sequence.acceptance for _, sequence in live]
-        chosen = chooser.choose(shape, sequences, self._pool.steps.available(*shape), group.draft_waits)
-        group.prepare(chosen.choice)
-        compiled, constrained = self._pool.steps.is_compiled(*shape, chosen.choice), any(group.constraints)
-        start = time.perf_counter()
-        snapshot = group.advance(min(most, chosen.most_steps or most), chosen.choice)
-        seconds = time.perf_counter() - start
-        # A burst ends early if all its sequences end, so count the steps taken.
-        taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in live]
-        emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in live)
-        steps, drafts = max(*taken, 1), constrained or self._pool.steps.choices[chosen.choice].drafts
-        if not constrained:  # the steps of grammars have other trees and take other time
-            accepted = np.full((len(live), steps), -1)
-            for row, (slot, sequence) in enumerate(live):
-                end = max(taken[row] - bool(snapshot.done[slot]), 0)  # the last step of a sequence may be cut
-                accepted[row, :end] = snapshot.accept_lengths[slot, sequence.steps : sequence.steps + end]
-            # Other steps took the time of a compilation.
-            chooser.record(chosen, shape, seconds, steps, sequences, accepted, emitted, timed=compiled)
-        if bursts and chosen.most_steps is None:
-            group.burst = next_burst(steps, seconds * n_groups)
-        with self._lock:
-            self._counts["speculative_steps"] += sum(taken) * drafts
-        for slot, sequence in live:
-            self._update(group, slot, sequence, snapshot)
 
     def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> None:
         """Update a request's handle; free its slot at the end."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +24,8 @@ from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.shapes import StateShapes, put_sequence
-from hydrajax.serve.step_executors import StepExecutors
+from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
-
-WORTH = 0.97  # prefill stays unread if that takes less than this share of the time
 
 
 @dataclass(frozen=True)
@@ -51,11 +48,10 @@ class PoolSizes:
 
 
 class ExecutorPool:
-    """The executors of one served model, one per batch size and choice. Each compiles at its first use.
+    """The executors of one served model, one per batch size. Each compiles at its first use.
 
     Attributes:
         spec: the decode spec of a request, to be changed in rule, processors and limits: greedy, full context.
-        steps: the executors of the ways to take a step.
     """
 
     def __init__(
@@ -64,7 +60,7 @@ class ExecutorPool:
         sizes: PoolSizes,
         tree_for: Callable[[int], CandidateTree] | None = None,
         *,
-        chooses: bool = False,
+        drops_draft: bool = False,
     ):
         """Build the executors.
 
@@ -72,7 +68,7 @@ class ExecutorPool:
             executor: base and draft; the rule, processors and limits of its spec are ignored.
             sizes: limits.
             tree_for: the tree for a batch size; the executor's own tree by default.
-            chooses: also build executors for steps without a draft and with a smaller tree.
+            drops_draft: also build an executor for plain steps.
 
         Raises:
             HydrajaxError: for a tree that does not suit the drafter, and for sizes below 1.
@@ -88,7 +84,7 @@ class ExecutorPool:
         own = executor.spec.tree
         trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
         if executor.one_tree:
-            trees, chooses = dict.fromkeys(trees, trees[1]), False
+            trees, drops_draft = dict.fromkeys(trees, trees[1]), False
         self.spec = executor.spec.replace(
             tree=trees[1],
             rule=ExactSampling(temperature=0.0),
@@ -96,22 +92,23 @@ class ExecutorPool:
             max_new_tokens=self.context,
             logprobs=sizes.logprobs,
         )
-        self.steps = StepExecutors(executor, self.spec, trees, chooses)
-        self.spec = self.executor.spec
-        self._unread: set[int] = set()  # cache lengths for which `prefill_unread` is compiled and worth it
+        plain = [presets.root()] if drops_draft else []
+        made = {
+            tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys([*trees.values(), *plain])
+        }
+        self._speculative = {batch: made[tree] for batch, tree in trees.items()}
+        # In plain steps the drafter still observes the tokens, so that speculative steps can follow.
+        self._plain = made[presets.root()] if drops_draft and len(made) > 1 else None
         # Prefilled states have room for the paths of every tree, and of forced tokens.
-        self._prefill = max(self.steps, key=lambda each: each.engine.depth)
+        self._prefill = max(made.values(), key=lambda each: each.engine.depth)
         self.max_path = self._prefill.engine.depth + 1
         self._constrained: dict[int, SteppedExecutor] = {}
         if isinstance(executor, FusedExecutor):
             self._prefill = self._prefill.with_spec(forced_nodes=FORCED_NODES)
             self._constrained_prefill = executor.of_kind(SteppedExecutor, self._prefill.spec)
-            for batch in self.batches:
-                spec = self.steps.wanted(batch).spec.replace(forced_nodes=FORCED_NODES)
+            for batch, each in self._speculative.items():
+                spec = each.spec.replace(forced_nodes=FORCED_NODES)
                 self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
-        if self.steps.chooses:
-            unread = self._prefill.spec.drafter.without_reading()
-            self._prefill_unread = self._prefill.with_spec(drafter=unread)
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
         if self.spec.eos_ids:
@@ -124,19 +121,34 @@ class ExecutorPool:
         self._neutral = self.sampling(self.spec, jax.random.key(0))
         self.shapes = StateShapes(self._prefill, self._neutral)
         self.constrained_path = self._prefill.engine.depth + 1
-        self.headroom = max(each.spec.verified_nodes for each in (*self.steps, *self._constrained.values()))
+        self.headroom = max(each.spec.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
+        self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
+        self._warming_up = False
 
     @property
     def executor(self) -> Executor:
-        """The executor of batch size 1 with the wanted tree."""
-        return self.steps.wanted(1)
+        """The executor of batch size 1."""
+        return self._speculative[1]
+
+    @property
+    def drops_draft(self) -> bool:
+        """Whether plain steps are possible."""
+        return self._plain is not None
 
     @property
     def nodes(self) -> int:
         """Tokens per sequence that a step feeds to the base, root included."""
         return self.executor.spec.verified_nodes
+
+    def is_compiled(self, batch: int, cache_len: int, speculative: bool) -> bool:
+        """Return whether steps of this kind and shape have run before."""
+        return (batch, cache_len, speculative) in self._stepped
+
+    def can_be_plain(self, batch: int, cache_len: int) -> bool:
+        """Return whether steps of this shape may be plain: not before `programs` have compiled them, if they will."""
+        return self.drops_draft and (self.is_compiled(batch, cache_len, False) or not self._warming_up)
 
     @property
     def follows_grammars(self) -> bool:
@@ -149,18 +161,22 @@ class ExecutorPool:
         cache_len: int,
         stopped: np.ndarray,
         steps: int,
-        choice: int,
+        speculative: bool,
         constraints: Sequence[Constraint | None] = (),
     ) -> tuple[State, Snapshot]:
         """Take at most ``steps`` steps, see `Executor.advance`; ``cache_len`` is that of the state.
 
-        If any sequence has a constraint, every step returns to the host and has the wanted tree.
+        If any sequence has a constraint, every step returns to the host.
         """
+        batch = len(stopped)
         if any(constraints):
             constrained = SteppedState(state, tuple(constraints))
-            constrained, found = self._constrained[len(stopped)].advance(constrained, stopped, steps)
+            constrained, found = self._constrained[batch].advance(constrained, stopped, steps)
             return constrained.decode, found
-        return self.steps.advance(state, cache_len, stopped, steps, choice)
+        executor = self._speculative[batch] if speculative or self._plain is None else self._plain
+        found = executor.advance(state, stopped, steps)
+        self._stepped.add((batch, cache_len, speculative))
+        return found
 
     def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
         """Return the sampling arrays of one sequence, which EOS does not end if the spec has no EOS ids.
@@ -204,33 +220,19 @@ class ExecutorPool:
         counts = TokenCounts.of_text(ids[:length], self._vocab_size) if self.sizes.penalties else None
         return self._prefill.rewind(state, np.array([length], np.int32), counts)
 
-    def may_stay_unread(self, cache_len: int) -> bool:
-        """Return whether prefill that the draft does not read saves time, and is compiled."""
-        return cache_len in self._unread
-
-    def feed(self, state: State, ids: np.ndarray, following: int, unread: bool = False) -> State:
-        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated.
-
-        unread: the draft does not read it, but catches up before it drafts.
-        """
+    def feed(self, state: State, ids: np.ndarray, following: int) -> State:
+        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated."""
         text, lengths = right_padded([ids], self.chunk)
-        prefill = self._prefill_unread if unread else self._prefill
-        return prefill.feed(state, text, lengths, np.array([following], np.int32))
+        return self._prefill.feed(state, text, lengths, np.array([following], np.int32))
 
     def finish(
-        self,
-        state: State,
-        ids: np.ndarray,
-        key,
-        spec: DecodeSpec,
-        constraint: Constraint | None = None,
-        unread: bool = False,
+        self, state: State, ids: np.ndarray, key, spec: DecodeSpec, constraint: Constraint | None = None
     ) -> State:
-        """Prefill the last chunk, after which the sequence can join a batch; see `feed`. ``state`` is donated."""
+        """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated."""
         text, lengths = right_padded([ids], self._padded(len(ids)))
         sampling = self.sampling(spec, key)
         if constraint is None:
-            return (self._prefill_unread if unread else self._prefill).extend(state, text, lengths, sampling)
+            return self._prefill.extend(state, text, lengths, sampling)
         sampling = sampling._replace(constraints=(constraint,))
         return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
 
@@ -266,19 +268,18 @@ class ExecutorPool:
     def programs(self) -> list[Callable[[], None]]:
         """Return functions that compile every program by running it on an empty state, the most wanted first.
 
-        From now on, steps differ from the wanted tree only in shapes that are compiled, see `StepExecutors.available`.
+        From now on, steps are plain only in shapes that are compiled, see `can_be_plain`.
 
-        Small batches of short sequences come first. Steps without a draft and with a smaller tree, in whose place those
-        of the wanted tree are taken until then, come after them. The last one is for a single short sequence with a
-        grammar; others compile at their first use.
-        For p cache lengths, b batch sizes, c choices and w padded lengths of a last chunk, these are at most
-        2 * p * (w + 2) prefill programs, c * p * b decode programs, p * b programs that catch up, p * (b + 1) rewinds,
-        and for each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
+        Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
+        then, after them. The last one is for a single short sequence with a grammar; others compile at their first use.
+        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
+        p * (w + 2) prefill programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for
+        each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
         found: list[Callable[[], None]] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
         for batch, cache_len in shapes:
-            steps = partial(self._compile_steps, batch, cache_len, 0)
+            steps = partial(self._compile_steps, batch, cache_len, True)
             if batch > 1:
                 found.append(steps)
                 continue
@@ -286,13 +287,9 @@ class ExecutorPool:
             found += [first, steps, *others]
             if cache_len > self.chunk:
                 found.append(partial(self._compile_feed, cache_len))
-        if self.steps.chooses:
-            self.steps.warming_up = True
-            most = max(map(len, self.steps.offered.values()))
-            for rank in range(-1, -most, -1):  # first the one without a draft
-                some = (shape for shape in shapes if -rank < len(self.steps.offered[shape[0]]))
-                found += [partial(self._compile_steps, *shape, rank) for shape in some]
-            found += [partial(self._compile_unread, cache_len) for cache_len in self.cache_lens]
+        if self.drops_draft:
+            self._warming_up = True
+            found += [partial(self._compile_steps, batch, cache_len, False) for batch, cache_len in shapes]
         if self._constrained and find_spec("llguidance"):
             found.append(partial(self._compile_constrained, self.cache_lens[0]))
         return found
@@ -303,33 +300,18 @@ class ExecutorPool:
             compile_program()
 
     def _compile_prefill(self, width: int, cache_len: int) -> None:
-        state = self.finish(self._text(cache_len, 0), np.zeros(width, np.int32), self.key(0, 0), self.spec)
+        state = self.finish(self._blank(cache_len), np.zeros(width, np.int32), self.key(0, 0), self.spec)
         for other in self.cache_lens:
             self.take(state, 0, other)
 
-    def _compile_feed(self, cache_len: int, unread: bool = False) -> None:
-        state = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
-        self.feed(state, np.zeros(self.chunk, np.int32), 0, unread)
+    def _compile_feed(self, cache_len: int) -> None:
+        self.feed(self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32)), np.zeros(self.chunk, np.int32), 0)
 
-    def _compile_unread(self, cache_len: int) -> None:
-        """Compile prefill that the draft does not read, and time it next to the other kind."""
-        if cache_len > self.chunk:
-            self._compile_feed(cache_len, unread=True)
-        for width in (width for width in self.last_chunks if width <= cache_len):
-            seconds: list[list[float]] = [[], []]
-            for unread in 3 * (False, True):
-                state, ids = jax.block_until_ready(self._text(cache_len, 0)), np.zeros(width, np.int32)
-                began = time.perf_counter()
-                jax.block_until_ready(self.finish(state, ids, self.key(0, 0), self.spec, unread=unread))
-                seconds[unread].append(time.perf_counter() - began)
-        if min(seconds[True]) < WORTH * min(seconds[False]):  # of the longest chunk
-            self._unread.add(cache_len)
-
-    def _compile_steps(self, batch: int, cache_len: int, rank: int) -> None:
-        """Compile steps, and the moves into and out of the batch; ``rank``: of the choice among those offered."""
-        one = self._text(cache_len, self.last_chunks[0])
+    def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
+        """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
+        one = self._blank(cache_len)
         state = self.tile(one, batch, cache_len)
-        state = self.steps.compile(state, cache_len, batch, self.steps.offered[batch][rank])
+        state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
         self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
 
     def _compile_constrained(self, cache_len: int) -> None:
@@ -338,13 +320,12 @@ class ExecutorPool:
         for constraint in self._constrained[1].stand_ins():
             state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraint)
             state = self.tile(state, 1, cache_len)
-            self.advance(state, cache_len, np.zeros(1, bool), 1, 0, (constraint,))
+            self.advance(state, cache_len, np.zeros(1, bool), 1, True, (constraint,))
 
-    def _text(self, cache_len: int, length: int) -> State:
-        """Return a sequence that EOS does not end, whose arrays lie on the same devices as those of one in use."""
-        ids, spec = np.zeros(self.last_chunks[0], np.int32), self.spec.replace(eos_ids=())
-        state = self.finish(self.empty(cache_len), ids, self.key(0, 0), spec)
-        return self.rewind(state, length, ids[:length])
+    def _blank(self, cache_len: int) -> State:
+        """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
+        ids = np.zeros(self.last_chunks[0], np.int32)
+        return self.rewind(self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec), 0, ids)
 
 
 def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from hydrajax.scheduling.chooser import Report
 from hydrajax.serve.batcher import Stats
 from hydrajax.serve.requests import RequestHandle
 
@@ -38,10 +37,10 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 
 
 class ServerMetrics:
-    """A Prometheus registry; ``stats`` and ``schedules``, by model, are called at every scrape."""
+    """A Prometheus registry; ``stats`` is called at every scrape."""
 
-    def __init__(self, stats: Callable[[], Stats], schedules: Callable[[], Mapping[str, Report]]):
-        self._stats, self._schedules, self._registry = stats, schedules, CollectorRegistry()
+    def __init__(self, stats: Callable[[], Stats]):
+        self._stats, self._registry = stats, CollectorRegistry()
         self._registry.register(self)
         histogram = partial(Histogram, namespace="hydrajax", registry=self._registry)
         self._first = histogram("time_to_first_token_seconds", "Time to the first token", buckets=SECONDS)
@@ -74,23 +73,3 @@ class ServerMetrics:
         for use, field in BYTES.items():
             memory.add_metric([use], getattr(stats, field))
         yield memory
-        yield from self._choices()
-
-    def _choices(self) -> Iterator[Metric]:
-        bursts = CounterMetricFamily("hydrajax_bursts", "Bursts of steps", labels=["model", "choice"])
-        probes = CounterMetricFamily("hydrajax_probes", "Bursts that tried another choice", labels=["model"])
-        lost = CounterMetricFamily("hydrajax_probe_seconds", "Seconds that probes have cost", labels=["model"])
-        costs = GaugeMetricFamily(
-            "hydrajax_step_seconds", "Measured seconds of a step", labels=["model", "choice", "rows", "places"]
-        )
-        rates = GaugeMetricFamily(
-            "hydrajax_acceptance", "Accepted draft tokens of those tried", labels=["model", "choice", "depth"]
-        )
-        for model, found in self._schedules().items():
-            probes.add_metric([model], found.probes)
-            lost.add_metric([model], found.lost)
-            for family, values in ((bursts, found.bursts), (costs, found.costs), (rates, found.rates)):
-                for key, value in values.items():
-                    labels = map(str, key if isinstance(key, tuple) else (key,))
-                    family.add_metric([model, *labels], value)
-        yield from (bursts, probes, lost, costs, rates)

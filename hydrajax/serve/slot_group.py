@@ -16,7 +16,6 @@ from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
 from hydrajax.generation import growing_text
-from hydrajax.scheduling.acceptance import SequenceAcceptance
 from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.requests import RequestHandle
@@ -34,11 +33,10 @@ class RunningSequence:
         constraint: the grammar's, at the end of the text; None without a grammar.
         emitted: tokens so far.
         steps: decode steps so far.
-        acceptance: of its draft tokens.
     """
 
-    def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int, acceptance: SequenceAcceptance):
-        self.handle, self.max_length, self.acceptance = handle, max_length, acceptance
+    def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
+        self.handle, self.max_length = handle, max_length
         self.text = growing_text(tokenizer, handle.request.stop)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.emitted, self.steps = 0, 0
@@ -57,7 +55,6 @@ class SlotGroup:
         reserved: maximum length of the sequence in prefill that will join, or None.
         cache_len: positions of each slot's KV cache.
         burst: steps per call.
-        draft_waits: it has missed the last steps.
     """
 
     def __init__(self, pool: ExecutorPool, lock: threading.Condition):
@@ -66,7 +63,6 @@ class SlotGroup:
         self.slots: list[RunningSequence | None] = []
         self.reserved: int | None = None
         self.cache_len, self._too_large, self.burst = 0, 0, 1
-        self.draft_waits = False
 
     @property
     def live(self) -> list[tuple[int, RunningSequence]]:
@@ -93,10 +89,9 @@ class SlotGroup:
         """Bytes of the present shape."""
         return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
 
-    def join(self, state: State, sequence: RunningSequence, unread: bool = False) -> None:
-        """Copy a prefilled sequence, which the draft may have left unread, into a free slot; the group may grow."""
+    def join(self, state: State, sequence: RunningSequence) -> None:
+        """Copy a prefilled sequence into a free slot; the group may grow."""
         self.reserved = None
-        self.draft_waits |= unread
         batch, cache_len = self._needed([*(running for _, running in self.live), sequence], 1)
         if self._state is None:
             self._state = self._pool.tile(state, batch, cache_len)
@@ -109,29 +104,14 @@ class SlotGroup:
         with self._lock:
             self.slots[slot] = sequence
 
-    def fit(self, steps: int) -> None:
-        """Grow the cache at once if ``steps`` more need it; shrink if a smaller shape has been enough for a while."""
-        needed = self._needed([sequence for _, sequence in self.live], steps)
-        if needed[1] > self.cache_len:
-            self._reshape(*needed)
-        self._too_large = self._too_large + 1 if needed != (len(self.slots), self.cache_len) else 0
-        if self._too_large >= STEPS_BEFORE_SHRINKING:
-            self._reshape(*needed)
-
-    def advance(self, steps: int, choice: int) -> Snapshot:
-        """Take at most ``steps`` decode steps of this choice; `fit` and `prepare` first."""
+    def advance(self, steps: int, speculative: bool = True) -> Snapshot:
+        """Take at most ``steps`` decode steps, speculative or plain."""
+        self._fit(steps)
         stopped = np.array([sequence is None for sequence in self.slots])
         self._state, snapshot = self._pool.advance(
-            self._state, self.cache_len, stopped, steps, choice, self.constraints
+            self._state, self.cache_len, stopped, steps, speculative, self.constraints
         )
         return snapshot
-
-    def prepare(self, choice: int) -> None:
-        """Let the draft catch up if steps of this choice need it."""
-        drafts = self._pool.steps.choices[choice].drafts or any(self.constraints)
-        if drafts and self.draft_waits:
-            self._state = self._pool.steps.catch_up(self._state, self.cache_len)
-        self.draft_waits = not drafts
 
     def remove(self, slot: int) -> None:
         with self._lock:
@@ -139,7 +119,7 @@ class SlotGroup:
 
     def free_if_empty(self) -> None:
         if self._state is not None and not any(self.slots):
-            self._state, self.draft_waits = None, False
+            self._state = None
             self._set_slots([], 0)
 
     def copy_of(self, slot: int, cache_len: int) -> State:
@@ -152,6 +132,15 @@ class SlotGroup:
         growth = steps * (self._pool.constrained_path if constrained else self._pool.max_path)
         longest = max(min(sequence.length + growth, sequence.max_length) for sequence in sequences)
         return self._pool.batch_for(len(sequences)), self._pool.cache_len_for(longest + self._pool.headroom)
+
+    def _fit(self, steps: int) -> None:
+        """Grow the cache at once if needed; shrink if a smaller shape has been enough for a while."""
+        needed = self._needed([sequence for _, sequence in self.live], steps)
+        if needed[1] > self.cache_len:
+            self._reshape(*needed)
+        self._too_large = self._too_large + 1 if needed != (len(self.slots), self.cache_len) else 0
+        if self._too_large >= STEPS_BEFORE_SHRINKING:
+            self._reshape(*needed)
 
     def _reshape(self, batch: int, cache_len: int) -> None:
         """Move running sequences to the front; free slots become copies of the first one, which take no step."""

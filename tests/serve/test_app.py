@@ -83,19 +83,6 @@ def test_streamed_choices_join_to_the_answers_of_their_seed(served, client):
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), sum(result.new_tokens for result in wanted))
 
 
-def test_a_stream_without_news_sends_comments(served, small):
-    (wanted,) = expected(served, ["abc"], limit=20)
-    body = {"model": "letters", "prompt": "abc", "max_tokens": 20, "stream": True}
-    with running(small, model="letters", keep_alive=1e-4) as (address, _):
-        page = httpx.post(f"{address}/v1/completions", json=body, timeout=SECONDS).text
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
-        found = client.completions.create(**body)
-        assert "".join(piece.choices[0].text for piece in found if piece.choices) == wanted.text
-    assert "\n\n: waiting\n\n" in f"\n\n{page}"
-    texts = [json.loads(line[6:]) for line in page.splitlines() if line.startswith("data: {")]
-    assert "".join(piece["choices"][0]["text"] for piece in texts if piece["choices"]) == wanted.text
-
-
 def test_an_answer_ends_before_a_stop_string(served, client):
     (full,) = expected(served, ["abc"], limit=30)
     stop = [full.text[7:9], "not generated"]
@@ -138,11 +125,6 @@ def test_models_health_and_metrics(address, client):
     assert values["hydrajax_time_to_first_token_seconds_count"] == values["hydrajax_ended_total"] > 0
     assert 0 < values['hydrajax_cache_bytes{use="kept"}'] < values['hydrajax_cache_bytes{use="limit"}']
     assert values["hydrajax_waiting"] == values["hydrajax_running"] == 0
-    of_choice = 'choice="10 nodes"'
-    assert values[f'hydrajax_bursts_total{{{of_choice},model="letters"}}'] > 0
-    assert any(name.startswith(f"hydrajax_step_seconds{{{of_choice}") and value > 0 for name, value in values.items())
-    assert 0 < values[f'hydrajax_acceptance{{{of_choice},depth="1",model="letters"}}'] < 1
-    assert values['hydrajax_probes_total{model="letters"}'] == 0  # there is no other choice
 
 
 HELLO = {"messages": [{"role": "user", "content": "a"}]}

@@ -14,7 +14,6 @@ import pytest
 from helpers.compilations import no_compilation
 from helpers.lab import NEW, shared_lab
 from helpers.letters import END, TREE, answers, model, pool
-from helpers.schedules import choose_at_random
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.lookup import PromptLookup
@@ -150,16 +149,13 @@ def test_greedy_answers_are_those_of_uncached_passes(small, start):
 def test_random_arrivals_with_several_shapes_trees_and_a_cache_of_the_draft(start):
     served = model("hydra++")
     trees = {1: TREE, 2: TREE, 5: presets.chain(2)}
-    executors = pool(served, PoolSizes(slots=5, chunk=32, cache_len=32), trees.get, chooses=True)
+    executors = pool(served, PoolSizes(slots=5, chunk=32, cache_len=32), trees.get, drops_draft=True)
     assert (executors.batches, len(executors.cache_lens)) == ((1, 2, 5), 3)
     executors.warm_up()
-    for seed in range(2):
-        batcher = start(executors)
-        taken = choose_at_random(batcher, seed)
-        check_random_arrivals(served, batcher, 60, 0.03)
-        stats = batcher.stats()
-        assert 0 < stats.speculative_steps < stats.steps
-        assert set(taken) == {choice for offered in executors.steps.offered.values() for choice in offered}
+    batcher = start(executors)
+    check_random_arrivals(served, batcher, 60, 0.03)
+    stats = batcher.stats()
+    assert 0 < stats.speculative_steps < stats.steps
     # Also with memory for little more than one long sequence, or for two short ones in addition; never more is used.
     for memory, groups in ((executors.nbytes(1, 90), 1), (executors.nbytes(1, 90) + executors.nbytes(2, 20), 2)):
         memory += executors.prefill_nbytes(90)
@@ -179,10 +175,9 @@ def test_random_arrivals_with_lookup(start, draft):
     drafter = PromptLookup(depth=4) if draft == "lookup" else WithLookup(inner.drafter, 3)
     params = inner.params._replace(draft={}) if draft == "lookup" else inner.params
     served = replace(inner, drafter=drafter, params=params)
-    executors = pool(served, PoolSizes(slots=2, chunk=32, cache_len=32), chooses=True)
+    executors = pool(served, PoolSizes(slots=2, chunk=32, cache_len=32), drops_draft=True)
     executors.warm_up()
     batcher = start(executors)
-    choose_at_random(batcher)
     check_random_arrivals(served, batcher, 40, 0.0)
     stats = batcher.stats()
     assert stats.cached > 0

@@ -15,7 +15,6 @@ import pytest
 from helpers.compilations import no_compilation
 from helpers.host_grammars import HostGrammar
 from helpers.letters import TREE, pool
-from helpers.schedules import check_answers, choose_at_random
 from hydrajax.models.backend import host_calls
 from hydrajax.serve.batcher import Batcher, Stats
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
@@ -67,24 +66,22 @@ def test_it_stops_after_the_program_in_progress():
 
 
 def test_the_most_wanted_programs_come_first(served, monkeypatch):
-    """Short texts and small batches; then the choices in whose place others can be taken; grammars last."""
-    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), chooses=True)
+    """Short texts and small batches; then plain steps, in whose place others can be taken; grammars last."""
+    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
     assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
-    assert [choice.name for choice in found.steps.choices] == ["10 nodes", "4 nodes", "none"]
     done = []
-    for kind in ("prefill", "feed", "steps", "unread", "constrained"):
+    for kind in ("prefill", "feed", "steps", "constrained"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
-    assert found.steps.available(1, 64) == [0, 1, 2]
+    assert found.can_be_plain(1, 64)
     found.warm_up()
     shapes = [(1, 64), (1, 114), (2, 64), (2, 114)]
-    none, smaller = ([("steps", *shape, rank) for shape in shapes] for rank in (-1, -2))
+    plain = [("steps", *shape, False) for shape in shapes]
     assert done == [
-        ("prefill", 16, 64), ("steps", 1, 64, 0), ("feed", 64),
-        ("prefill", 16, 114), ("steps", 1, 114, 0), ("feed", 114),
-        ("steps", 2, 64, 0), ("steps", 2, 114, 0), *none, *smaller,
-        ("unread", 64), ("unread", 114), ("constrained", 64),
+        ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
+        ("prefill", 16, 114), ("steps", 1, 114, True), ("feed", 114),
+        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("constrained", 64),
     ]  # fmt: skip
-    assert found.steps.available(1, 64) == [0]  # they have only been noted
+    assert not found.can_be_plain(1, 64)  # they have only been noted
 
 
 @dataclass(frozen=True)
@@ -96,11 +93,8 @@ class Mixed(HostGrammar):
 
 
 def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(served):
-    """A request that comes first, while each program compiles, needs no program that is compiled again.
-
-    Afterwards the choice of steps changes at random with every burst, and the answers do not.
-    """
-    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=128), chooses=True)
+    """A request that comes first, while each program compiles, needs no program that is compiled again."""
+    found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=128), drops_draft=True)
     prompts = [np.array([at, 3], np.int32) for at in range(2)]
     wanted = served.generate([*prompts], tree=TREE, max_new_tokens=9, batch_size=2)
     compiled = Counter()
@@ -127,20 +121,12 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
         batcher.close()
     assert [answer.output_ids for answer in answers] == 2 * [answer.output_ids for answer in wanted]
     assert warm_up.compiled == warm_up.total
-    # Two batch sizes and three choices.
-    assert compiled["jit(burst)"] == 6
-    assert compiled["jit(_caught_up)"] == 2
-    assert compiled["jit(extend)"] == 3  # the second one is not read by the draft, the third one has a mask
+    # Two batch sizes and two kinds of steps.
+    assert compiled["jit(burst)"] == 4
+    assert compiled["jit(extend)"] == 2  # the second one with a mask
     # Without forced tokens, with one, and with as many as the tree is deep.
     constrained_steps = ["steps"] if host_calls() else ["verify", "settle"]
     assert [compiled[f"jit({name})"] for name in constrained_steps] == [3] * len(constrained_steps)
-    steered = Batcher(found).start()
-    taken = choose_at_random(steered)
-    try:
-        check_answers(served, steered)
-    finally:
-        steered.close()
-    assert set(taken) == {0, 1, 2}
 
 
 def test_health_counts_the_programs(small):
@@ -159,18 +145,6 @@ def test_health_counts_the_programs(small):
     response = asyncio.run(api.health(Request({"type": "http"})))
     assert response.status_code == 200
     assert json.loads(response.body) == {"status": "ok", "compiled": 0, "programs": 3}
-
-    async def comment(found: Api, news: bool) -> str | None:
-        event = asyncio.Event()
-        if news:
-            event.set()
-        return await found._waits(event)
-
-    quick = ServerSettings(keep_alive=0.01)
-    for of, expected in ((warm_up, "compiling, 0 of 3 programs"), (None, "waiting")):
-        api = Api([ServedModel("letters", Batcher(small))], encoder, quick, of)
-        assert asyncio.run(comment(api, False)) == expected
-        assert asyncio.run(comment(api, True)) is None
 
 
 def test_a_plain_step_is_timed_while_no_request_runs(small, monkeypatch):

@@ -47,7 +47,6 @@ async function* events(response) {
     const lines = (rest + value).split("\n\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith(":")) continue; // a comment that keeps the connection alive
       const content = line.replace(/^data: /, "");
       if (content === "[DONE]") return;
       yield JSON.parse(content);
