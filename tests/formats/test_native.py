@@ -488,6 +488,7 @@ def test_another_base(tiny_model, copied):
     refused(copied, config.replace(vocab_size=62), "draft", "made for another base", "vocabulary: got 61, expected 62")
 
 
+@pytest.mark.quick("{'n_kv_heads': 4}")
 @pytest.mark.parametrize("change", [{"n_kv_heads": 4}, {"mlp_width": 96}, {"head_dim": 16}], ids=str)
 def test_a_prefix_layer_of_another_base(tiny_model, copied, change, monkeypatch):
     """In one line, with no later complaint of a background task."""

@@ -88,6 +88,7 @@ def test_rope_frequencies(pairs, family):
         np.testing.assert_allclose(factor, getattr(rope, f"{name}attention_scaling"), rtol=1e-6)
 
 
+@pytest.mark.quick("gemma3_text-hydra++")
 @pytest.mark.parametrize(("family", "kind"), [("gemma2", "medusa"), ("gemma3_text", "hydra++"), ("phi3", "lookup")])
 def test_trees_give_transformers_greedy_ids(pairs, family, kind):
     prompts = prompts_of(3)
@@ -101,7 +102,7 @@ def test_trees_give_transformers_greedy_ids(pairs, family, kind):
 def test_fifty_prompts_with_and_without_drafts(pairs, family):
     prompts = prompts_of(50)
     expected = greedy_ids(pairs(family), prompts)
-    for kind in ("none", "hydra", "eagle3", "draft-model"):
+    for kind in ("none", "lookup", "hydra", "eagle3", "dflash"):
         assert generated(pairs(family), prompts, kind) == expected, kind
 
 
