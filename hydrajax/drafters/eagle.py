@@ -126,9 +126,27 @@ class EagleDrafter(Trained):
     """The procedure of EAGLE for any of its networks.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
-    ``depth``, ``ttt_length``, ``aux_hidden_layers``, ``vocabulary``, ``lm_head`` and ``network``. ``ttt_length`` is the
-    number of successive predictions in training (EAGLE-3's training-time test).
+    ``depth``, ``ttt_length``, ``aux_hidden_layers``, ``vocabulary`` and ``network``. ``ttt_length`` is the number of
+    successive predictions in training (EAGLE-3's training-time test). The lm head is the base's unless a subclass has
+    its own.
     """
+
+    @classmethod
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        """Return a draft with a layer like the base's."""
+        s = settings or EagleSettings()
+        vocabulary = vocabulary_of(s.vocabulary, base, target_counts)
+        layer, ttt_length = cls.layer_of(base), s.ttt_length or cls.ttt_length
+        return cls(layer, dtype=jnp.dtype(dtype), ttt_length=ttt_length, vocabulary=vocabulary)
+
+    @staticmethod
+    def layer_of(base: LlamaConfig) -> LlamaConfig:
+        """Return the configuration of the layer."""
+        return base.plain_layer
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @cached_property
     def spec(self) -> DrafterSpec:
@@ -153,7 +171,7 @@ class EagleDrafter(Trained):
         hidden, block = self._apply(
             params,
             self._embed(base, following_tokens(tokens, counts, bonus_token)),
-            self._fused(params, aux_hidden_states, base),
+            self._apply(params, aux_hidden_states, method="fused"),
             state.cache.lengths[:, None] + jnp.arange(tokens.shape[1]),
             causal_mask(tokens.shape[1]),
             state.cache.segments(0),
@@ -201,10 +219,6 @@ class EagleDrafter(Trained):
             xp.concatenate([sees, xp.broadcast_to(itself, (*sees.shape[:-1], n_nodes))], axis=-1),
         )
 
-    def _fused(self, params, aux_hidden_states: Float[Array, "B T nD"], base) -> Float[Array, "B T D"]:
-        """Return the network's input at positions that the base has processed."""
-        return self._apply(params, aux_hidden_states, method="fused")
-
     def _fed_back(self, params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Return the network's input at drafted positions, from its output at the parent."""
         return hidden
@@ -238,7 +252,7 @@ class EagleDrafter(Trained):
         """
         if positions is None:
             positions, mask = row_layout(tokens)
-        hidden, outputs, past = self._fused(params, aux_hidden_states, base), [], []
+        hidden, outputs, past = self._apply(params, aux_hidden_states, method="fused"), [], []
         for k in range(self.ttt_length):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
             visible = SamePosition() if k else mask
@@ -283,17 +297,6 @@ class Eagle(EagleDrafter):
     vocabulary: Vocabulary | None = None
     aux_hidden_layers: ClassVar[tuple[int, ...]] = (0,)
     Settings = EagleSettings
-
-    @classmethod
-    def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """Return a draft with a layer like the base's."""
-        s = settings or EagleSettings()
-        vocabulary = vocabulary_of(s.vocabulary, base, target_counts)
-        return cls(base.plain_layer, jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length, vocabulary=vocabulary)
-
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @property
     def network(self) -> EagleNetwork:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -26,10 +25,9 @@ from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
-from hydrajax.drafters.settings import vocabulary_of
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
+from hydrajax.models.base_model import BEFORE_FINAL_NORM
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, project
@@ -46,33 +44,14 @@ class MTPNetwork(nn.Module):
     def setup(self):
         c = self.config
         norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
-        start = nn.initializers.zeros if c.norm_offset else nn.initializers.ones
-        self.embedding_norm = norm()
-        self.hidden_scale = declare(self, "hidden_norm", (c.width,), ("width",), start)
+        self.embedding_norm, self.hidden_norm = norm(), norm()
         self.fc = declare(self, "fc", (2 * c.width, c.width), ("width", "mlp"), nn.initializers.normal(0.02))
         self.layer = DecoderLayer(c, self.dtype)
         self.norm = norm()
 
-    def normed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        """Return norm(h), which the module reads."""
-        return backend.add_norm(hidden, None, self._scale(), self.config.norm_eps)[1]
-
-    def fused(
-        self, aux_hidden_states: Float[Array, "B T D"], final_norm: Float[Array, " D"] | None = None
-    ) -> Float[Array, "B T D"]:
-        """Return norm(h) of the base's hidden states.
-
-        With ``final_norm`` h is the input x of the base's final norm, of which the base returns the output,
-        x / rms(x) * final_norm. So norm(h) = x / rms(x) * scale follows without x, and exactly.
-        """
-        hidden = aux_hidden_states.astype(self.dtype)
-        if final_norm is None:
-            return self.normed(hidden)
-        ratio = self._scale().astype(jnp.float32) / jnp.where(final_norm == 0, 1, final_norm)
-        return (hidden * ratio).astype(self.dtype)
-
-    def _scale(self) -> Float[Array, " D"]:
-        return 1 + self.hidden_scale.astype(jnp.float32) if self.config.norm_offset else self.hidden_scale
+    def fused(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Return norm(h), of the base's hidden states or of the module's own outputs."""
+        return self.hidden_norm(hidden.astype(self.dtype))
 
     def __call__(self, embeddings, hidden, positions, block_mask, past=()):
         """Return normed outputs ``[B, T, D]`` at T positions, and their keys and values."""
@@ -89,11 +68,6 @@ class MTPNetwork(nn.Module):
         """Touch every parameter, for `init`."""
         outputs, _ = self(embeddings, self.fused(aux_hidden_states), positions, np.ones((1, 1), bool))
         return self.logits(outputs, base_logits)
-
-
-def layer_of(base: LlamaConfig) -> LlamaConfig:
-    """Return the module's layer: the base's last one, attending to all tokens."""
-    return base.of_layer(base.n_layers - 1).replace(n_layers=1, sliding_window=None)
 
 
 @dataclass(frozen=True)
@@ -116,29 +90,20 @@ class MTP(EagleDrafter):
     depth: int = DEPTH
     ttt_length: int = 1
     vocabulary: Vocabulary | None = None
-    aux_hidden_layers: ClassVar[tuple[int, ...]] = (0,)
     Settings = EagleSettings
 
-    @classmethod
-    def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """Return a module as in GLM-4 and DeepSeek-V3, with a layer like the base's last."""
-        s = settings or EagleSettings()
-        vocabulary = vocabulary_of(s.vocabulary, base, target_counts)
-        return cls(layer_of(base), jnp.dtype(dtype), ttt_length=s.ttt_length or cls.ttt_length, vocabulary=vocabulary)
+    @staticmethod
+    def layer_of(base):
+        """Return the configuration of the base's last layer, attending to all tokens."""
+        return base.of_layer(base.n_layers - 1).replace(n_layers=1, sliding_window=None)
 
     @property
-    def lm_head(self) -> LmHead:
-        return LmHead(shared=True, vocabulary=self.vocabulary)
+    def aux_hidden_layers(self) -> tuple[int, ...]:
+        return (BEFORE_FINAL_NORM if self.before_final_norm else 0,)
 
     @property
     def network(self) -> MTPNetwork:
         return MTPNetwork(self.config, self.dtype, self.lm_head, self.embedding_first)
 
-    def _fused(self, params, aux_hidden_states, base):
-        if not self.before_final_norm:
-            return super()._fused(params, aux_hidden_states, base)
-        final_norm = base.params["norm"]["scale"].astype(jnp.float32) + base.config.norm_offset
-        return self._apply(params, aux_hidden_states, final_norm, method="fused")
-
     def _fed_back(self, params, hidden):
-        return self._apply(params, hidden, method="normed")
+        return self._apply(params, hidden, method="fused")

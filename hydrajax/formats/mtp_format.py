@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hydrajax.drafters.mtp import MTP, layer_of
+from hydrajax.drafters.mtp import MTP
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.eagle_parts import check_all_tokens, check_class, check_vocabulary
@@ -80,7 +80,7 @@ class MTPFormat(HeadFormat):
         if "vocab_size" in config:
             check_sizes((config["vocab_size"],), base)
         facts = {"embedding_first": self.embedding_first, "before_final_norm": self.before_final_norm}
-        drafter = MTP(layer_of(base), **facts)
+        drafter = MTP(MTP.layer_of(base), **facts)
         wanted = shapes(self.layout(drafter, config))
         if f"{prefix}{EXPERTS}" in found - wanted.keys():
             raise HydrajaxError(f"the MTP module is a mixture of experts ({EXPERTS}), and the base's last layer is not")
@@ -95,7 +95,7 @@ class MTPFormat(HeadFormat):
         return [
             transposed(("fc",), projection, c.width, 2 * c.width),
             same(("embedding_norm", "scale"), embedding, c.width),
-            same(("hidden_norm",), hidden, c.width),
+            same(("hidden_norm", "scale"), hidden, c.width),
             *decoder_layer(("layer",), prefix, c),
             same(("norm", "scale"), last, c.width),
         ]
@@ -162,7 +162,7 @@ def check(heads: MTP, base: LlamaConfig) -> None:
         if not 1 <= getattr(heads, name) <= MOST:
             raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
     check_sizes((heads.config.vocab_size, heads.config.width), base)
-    expected = layer_of(base).replace(max_positions=heads.config.max_positions)
+    expected = MTP.layer_of(base).replace(max_positions=heads.config.max_positions)
     if heads.config != expected:
         other = [name for name, value in vars(expected).items() if getattr(heads.config, name) != value]
         raise HydrajaxError(f"config: got another {', '.join(other)} than the base's layers; made for another base")

@@ -20,6 +20,8 @@ from hydrajax.models.attention import Mask
 from hydrajax.models.cache import Block, KVCache, PendingKVCache
 from hydrajax.models.llama_config import LlamaConfig
 
+BEFORE_FINAL_NORM = -1  # among ``aux_hidden_layers`` of `BaseModel.__call__`
+
 
 class Forward(NamedTuple):
     """The result of a forward pass over T tokens.
@@ -63,7 +65,8 @@ class BaseModel(Protocol):
                 the cache are visible.
             cache: The KV cache, or one with pending tokens.
             aux_hidden_layers: The hidden states to return for the drafter: 0 is the output after the final norm, n > 0
-                the input of the n-th layer from the end (``hidden_state_offset`` in the released Hydra code).
+                the input of the n-th layer from the end (``hidden_state_offset`` in the released Hydra code), and
+                `BEFORE_FINAL_NORM` the input of the final norm.
         """
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:

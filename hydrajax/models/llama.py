@@ -16,7 +16,7 @@ from hydrajax.models import backend
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
-from hydrajax.models.base_model import Forward
+from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import Experts, LlamaConfig
@@ -159,7 +159,8 @@ class Llama(nn.Module):
             past = () if cache is None else cache.segments(i, first_seen)
             x, added, key_value = layer(x, added, rope, mask, past)
             block.append(key_value)
-        _, hidden = self.norm.of_sum(x, added)
-        wanted = [hidden if place == 0 else inputs[-place] for place in aux_hidden_layers]
+        last, hidden = self.norm.of_sum(x, added)
+        named = {0: hidden, BEFORE_FINAL_NORM: last}
+        wanted = [named[place] if place in named else inputs[-place] for place in aux_hidden_layers]
         aux_hidden_states = wanted[0] if len(wanted) == 1 else jnp.concatenate(wanted, axis=-1)
         return Forward(hidden, aux_hidden_states, tuple(block))

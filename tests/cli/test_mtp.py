@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from hydrajax.decoding.keywords import RULES
-from hydrajax.drafters.mtp import layer_of
+from hydrajax.drafters.mtp import MTP
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.tensors import save_safetensors
@@ -25,7 +25,7 @@ def with_module(base, tmp_path_factory) -> Path:
     """The tiny base with a random module after its last layer."""
     folder = Path(shutil.copytree(base, tmp_path_factory.mktemp("mtp") / "tiny"))
     config = json.loads((folder / "config.json").read_text())
-    layer, prefix = layer_of(read_config(folder)), f"model.layers.{config['num_hidden_layers']}."
+    layer, prefix = MTP.layer_of(read_config(folder)), f"model.layers.{config['num_hidden_layers']}."
     wanted = shapes(decoder_layer((), prefix, layer)) | {f"{prefix}eh_proj.weight": (layer.width, 2 * layer.width)}
     wanted |= {f"{prefix}{name}.weight": (layer.width,) for name in ("enorm", "hnorm", "shared_head.norm")}
     random = np.random.default_rng(0)
