@@ -11,20 +11,17 @@ kernels = (
     [
         Extension(
             "hydrajax.models.kernels._few_rows",
-            sources=[f"hydrajax/models/kernels/{name}.cc" for name in ("few_rows", "few_bits", "append_rows")],
-            depends=[f"hydrajax/models/kernels/{name}.h" for name in ("amx", "cpu_kernels", "experts", "few_bits_256")],
+            sources=[
+                f"hydrajax/models/kernels/{name}.cc" for name in ("few_rows", "few_bits", "append_rows", "call_host")
+            ],
+            depends=[
+                "setup.py",  # another list of sources needs another build
+                *(f"hydrajax/models/kernels/{name}.h" for name in ("amx", "cpu_kernels", "experts", "few_bits_256")),
+            ],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
             language="c++",
             extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],
             optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
-        ),
-        Extension(
-            "hydrajax.models.kernels._call_host",
-            sources=["hydrajax/models/kernels/call_host.cc"],
-            include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O2"],
-            optional=True,  # constrained steps then return to Python between programs
         ),
     ]
     if jaxlib

@@ -466,11 +466,11 @@ def host_calls() -> ModuleType | None:
     After 100 MB of weights have passed through the caches, a program's start takes 130 microseconds, and 3 per array.
     SmolLM2 with its cache has 330 arrays (two cores of an AMD EPYC).
     """
-    if not (platforms.on_cpu() and platforms.platform().devices == 1):
+    if not (platforms.has_cpu_kernels() and platforms.platform().devices == 1):
         return None
     from hydrajax.models.kernels import call_host
 
-    return call_host if call_host.available() else None
+    return call_host
 
 
 def compiler_options() -> dict[str, str | bool] | None:

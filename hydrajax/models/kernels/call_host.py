@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib.machinery
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,21 +23,6 @@ from hydrajax.models.arrays import Array
 NAME = "hydrajax_call_host"
 _functions: dict[int, Callable[..., None]] = {}
 _numbers = itertools.count()
-
-
-@functools.cache
-def available() -> bool:
-    """Return whether programs can call the host; loads and registers the library the first time."""
-    paths = (Path(__file__).with_name("_call_host" + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    path = next((path for path in paths if path.is_file()), None)
-    if path is None:
-        return False
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError:  # built for another machine
-        return False
-    jax.ffi.register_ffi_target(NAME, jax.ffi.pycapsule(getattr(loaded, NAME)), platform="cpu")
-    return True
 
 
 def call_host(entry: UInt32[Array, "3"], results: Sequence[jax.ShapeDtypeStruct], *inputs: Array) -> Sequence[Array]:

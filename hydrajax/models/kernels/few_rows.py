@@ -80,6 +80,7 @@ TARGETS = (
     "hydrajax_matmul_experts",
     "hydrajax_matmul_few_bits_experts",
     "hydrajax_append_rows",
+    "hydrajax_call_host",
 )
 
 
