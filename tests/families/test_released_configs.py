@@ -10,7 +10,6 @@ from transformers import AutoConfig
 
 from helpers.configs import FULL, SLIDING, as_transformers_reads, sizes, written
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.measure.shapes import MIXTURES
 from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5}
@@ -433,84 +432,6 @@ RELEASED = {
         ),
     ),
 }
-
-EXPERT_FILES = {
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        **sizes(4096, 14336, 32, 32, 8, 32000),
-        "max_position_embeddings": 32768,
-        "num_experts_per_tok": 2,
-        "num_local_experts": 8,
-        "output_router_logits": False,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        **sizes(2048, 6144, 48, 32, 4, 151936),
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 48,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-    },
-    "olmoe-1b-7b": {
-        "architectures": ["OlmoeForCausalLM"],
-        "model_type": "olmoe",
-        **sizes(2048, 1024, 16, 16, 16, 50304),
-        "attention_bias": False,
-        "clip_qkv": None,
-        "max_position_embeddings": 4096,
-        "norm_topk_prob": False,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    },
-    "glm-4.5-air": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        **sizes(4096, 10944, 46, 96, 8, 151552),
-        "attention_bias": True,
-        "first_k_dense_replace": 1,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "moe_intermediate_size": 1408,
-        "n_group": 1,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "norm_topk_prob": True,
-        "num_experts_per_tok": 8,
-        "num_nextn_predict_layers": 1,
-        "partial_rotary_factor": 0.5,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "routed_scaling_factor": 1.0,
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "use_qk_norm": False,
-    },
-}
-RELEASED |= {name: (raw, MIXTURES[name]) for name, raw in EXPERT_FILES.items()}
 
 
 @pytest.mark.parametrize("name", list(RELEASED))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+from transformers import AutoConfig
 
 from helpers.configs import as_transformers_reads, sizes, written
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
+from hydrajax.measure.shapes import MIXTURES
 from hydrajax.models.layout import shapes
 
 QWEN3 = {
@@ -143,16 +146,29 @@ RELEASED = {
         33.63,
     ),
 }
+# Those that `hydrajax.measure.shapes` has by name.
+NAMED = {
+    "Mixtral-8x7B-v0.1": "mixtral-8x7b",
+    "Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "OLMoE-1B-7B-0924": "olmoe-1b-7b",
+    "GLM-4.5-Air": "glm-4.5-air",
+}
 
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_a_released_config(name, tmp_path):
     raw, billions, used = RELEASED[name]
     config = to_llama_config(raw)
-    assert config == as_transformers_reads(written(tmp_path, raw))
+    if name in NAMED:
+        assert config == MIXTURES[NAMED[name]]
+    folder = written(tmp_path / "released", raw)
+    assert as_transformers_reads(folder) == config
+    AutoConfig.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    assert to_llama_config(json.loads((tmp_path / "saved" / "config.json").read_text())) == config
     fields = from_llama_config(config, "export")
     assert fields["model_type"] == raw["model_type"]
     assert to_llama_config(fields) == config
+    assert as_transformers_reads(written(tmp_path / "export", fields)) == config
 
     all_sizes = {name: math.prod(shape) for name, shape in shapes(base_layout(config)).items()}
     in_experts = sum(size for name, size in all_sizes.items() if ".experts." in name)
@@ -160,3 +176,7 @@ def test_a_released_config(name, tmp_path):
     assert total / 1e9 == pytest.approx(billions, abs=0.005)
     one_token = total - in_experts * (1 - experts.per_token / experts.count)
     assert one_token / 1e9 == pytest.approx(used, abs=0.005)
+
+
+def test_every_shape_with_experts_is_a_released_one():
+    assert set(NAMED.values()) == set(MIXTURES)

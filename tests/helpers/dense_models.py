@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -72,6 +74,11 @@ def random_pair(
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder, save_original_format=not fused)
     return Pair(model.float(), *load_llama(folder), folder)
+
+
+def random_pairs(tmp_path_factory, examples: Mapping[str, dict]) -> Callable[[str], Pair]:
+    """Return ``pair(family)``: `random_pair` with the family's settings, made once."""
+    return functools.cache(lambda family: random_pair(tmp_path_factory.mktemp(family), family, examples[family]))
 
 
 def yarn(draw) -> dict:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from helpers.dense_models import EXAMPLES, FAMILIES, N_TOKENS, QUICK, VOCAB, random_pair
+from helpers.dense_models import EXAMPLES, FAMILIES, N_TOKENS, QUICK, VOCAB, random_pair, random_pairs
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
@@ -31,14 +31,7 @@ from hydrajax.roofline.traced import trace
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Return ``pairs(family)``: the model of `EXAMPLES` in both packages."""
-    made = {}
-
-    def pair(family: str):
-        if family not in made:
-            made[family] = random_pair(tmp_path_factory.mktemp(family), family, EXAMPLES[family])
-        return made[family]
-
-    return pair
+    return random_pairs(tmp_path_factory, EXAMPLES)
 
 
 @pytest.mark.parametrize("family", EXAMPLES)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from helpers.dense_models import N_TOKENS, QUICK, VOCAB, random_pair
+from helpers.dense_models import N_TOKENS, QUICK, VOCAB, random_pair, random_pairs
 from helpers.expert_models import EXPERT_EXAMPLES, EXPERT_FAMILIES
 from helpers.released import refusal
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
@@ -33,14 +33,7 @@ BIAS = "e_score_correction_bias"
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Return ``pairs(family)``: the model of `EXPERT_EXAMPLES` in both packages."""
-    made = {}
-
-    def pair(family: str):
-        if family not in made:
-            made[family] = random_pair(tmp_path_factory.mktemp(family), family, EXPERT_EXAMPLES[family])
-        return made[family]
-
-    return pair
+    return random_pairs(tmp_path_factory, EXPERT_EXAMPLES)
 
 
 @pytest.mark.parametrize("family", EXPERT_EXAMPLES)
