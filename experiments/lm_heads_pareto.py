@@ -13,7 +13,7 @@ import common
 
 from hydrajax import assets
 from hydrajax.formats.huggingface import read_config
-from hydrajax.measure.benchmark import nbytes
+from hydrajax.measure.device_memory import nbytes
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
 from hydrajax.roofline.devices import DEVICES
 from hydrajax.roofline.prediction import predict

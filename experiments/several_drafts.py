@@ -3,8 +3,8 @@
     python experiments/several_drafts.py [--quick] [--draft DIR]
 
 Trees: the heads with lookup's chain as a branch, and the tree of the most likely nodes of heads and lookup, with the
-same number of verified nodes. Loop: a task ten times, each attempt after a line that says what went wrong, as an agent
-asks again; greedy, with and without the corpus, whose nodes go to lookup instead. Nothing is timed.
+same number of verified nodes. Loop: an agent attempts a task ten times; before each attempt the prompt gets one more
+line about the last error. Greedy, with and without the corpus, whose nodes go to lookup instead. Nothing is timed.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ NAME = "corpus"  # among the parameters of a draft
 
 
 class Index(NamedTuple):
-    """What a program reads of a corpus of C tokens, all int32.
+    """The arrays of a corpus of C tokens that a program reads, all int32.
 
     Attributes:
         tokens: ``[C]`` a ring of texts, `END` after each.
@@ -136,7 +136,7 @@ class Corpus:
 
     @property
     def index(self) -> Index:
-        """What programs read, on the device."""
+        """The arrays on the device."""
         with self._lock:
             if self._index is None:
                 order = np.zeros(self.capacity, np.int32)
@@ -157,7 +157,7 @@ def _unflatten(_, arrays) -> Corpus:
     return found
 
 
-# A program reads the index as it is when the program is called, whoever holds the parameters.
+# Registered as a node, so that every call reads the index of that moment, also through copies of the parameters.
 jax.tree_util.register_pytree_node(Corpus, _flatten, _unflatten)
 
 

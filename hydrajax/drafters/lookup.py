@@ -20,7 +20,7 @@ from hydrajax.drafters.drafter import DrafterSpec, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
-# Estimates of acceptance for `hydrajax.drafters.chains.estimated`, measured as docs/trees.md says.
+# Estimates of acceptance for `hydrajax.drafters.chains.estimated`; docs/trees.md describes how they were measured.
 SURVIVAL, DOUBT = (0.45, 0.7, 0.8, 0.95), 0.3
 
 
@@ -37,7 +37,7 @@ class Continuations(NamedTuple):
 
     @property
     def found(self) -> Bool[Array, "B Q M"]:
-        """Whether there is a match."""
+        """True where there is a match."""
         return self.lengths > 0
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
+from hydrajax.measure.device_memory import copy_bandwidth, nbytes, peak_memory
 from hydrajax.measure.timing import StepTimer, interleaved_ms
 from hydrajax.measure.woken_experts import asleep
 from hydrajax.models.base_model import BaseModel
@@ -94,11 +94,6 @@ def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, 
         weights -= nbytes(params["embedding"])
     cache = 2 * config.n_layers * batch * config.n_kv_heads * slots * config.head_dim * jnp.dtype(model.dtype).itemsize
     return weights + cache
-
-
-def nbytes(tree: Any) -> int:
-    """Return the bytes of all arrays, or of arrays of these shapes, in a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def room_for(depths: Iterable[int]) -> int:

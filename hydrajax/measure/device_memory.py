@@ -1,9 +1,10 @@
-"""Bandwidth of the device's memory, and peak memory use."""
+"""Bandwidth of the device's memory, bytes of arrays, and peak memory use."""
 
 from __future__ import annotations
 
 import resource
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,11 @@ def copy_bandwidth(megabytes: int = 1024) -> float:
         return kept[0]
 
     return 2 * COPIES * size / (median_ms(run, 10) / 1e3)
+
+
+def nbytes(tree: Any) -> int:
+    """Return the bytes of all arrays, or of arrays of these shapes, in a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def peak_memory() -> int:

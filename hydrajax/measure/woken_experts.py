@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from hydrajax.measure.device_memory import nbytes
 from hydrajax.models.llama_config import LlamaConfig
 
 KERNELS = ("gate_up", "down")  # the parameters that experts do not share
@@ -19,11 +20,6 @@ def woken(count: float, per_token: float, tokens: int) -> float:
     continue one text and resemble each other, and a router has favourites, so this is an upper estimate.
     """
     return count * (1 - (1 - per_token / count) ** tokens)
-
-
-def nbytes(leaf: Any) -> int:
-    """Return the bytes of an array, or of an array of this shape."""
-    return leaf.size * leaf.dtype.itemsize
 
 
 def asleep(params: Any, config: LlamaConfig, tokens: int, size: Callable[[Any], int] = nbytes) -> int:

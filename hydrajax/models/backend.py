@@ -289,54 +289,6 @@ def matmul_float32(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"]) -> F
     return out.reshape(*x.shape[:-1], -1)
 
 
-ROWS_OF_BLOCK = 128  # rows that are multiplied with one expert's matrices at once
-
-
-def multiplies_pairs(dtype, kernel: Array) -> bool:
-    """Return whether our CPU kernels multiply tokens with the matrices of their experts, of this type.
-
-    8 experts of width 1024 and 3584, 2 for each token, float32, on a busy machine with two cores, in turn, in ms:
-
-    | rows                       | 1   | 2    | 8    | 64   |
-    |----------------------------|-----|------|------|------|
-    | the kernel                 | 4.8 | 27   | 67   | 174  |
-    | a loop over chosen experts | 4.4 | 33   | 104  | 166  |
-    | a gather of their matrices | 112 | 413  | 2283 |      |
-    | `jax.lax.ragged_dot`       | 554 | 1067 | 1628 | 1112 |
-    | all experts                | 206 | 456  | 590  | 535  |
-
-    The loop copies an expert's matrices for our kernels; XLA computes `ragged_dot` with all experts there.
-    """
-    in_tiles = platforms.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
-    floats = dtype in kernels.DTYPES and kernel.dtype in kernels.DTYPES
-    return platforms.has_cpu_kernels() and (in_tiles or floats)
-
-
-def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | None:
-    """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
-    operations do.
-
-    128 experts of width 2048 and 768, 8 for each token, as compiled for an H100, in bytes of one expert: for one row
-    the kernel reads 8, `ragged_dot` 128, and a loop over the chosen ones 3 for each, as it copies their matrices first.
-    On a TPU the loop's products read them in place, in 1.59 times the cycles of their bytes (v5e, 8 rows, by the
-    compiler's estimate), and `ragged_dot` first lays out the matrices of all experts anew.
-    """
-    if not platforms.has_triton():
-        return None
-    from hydrajax.models.kernels import experts_gpu
-
-    return experts_gpu if all(w is not None and experts_gpu.fits(w, dtype) for w in weights) else None
-
-
-def gathers_experts(rows: int) -> bool:
-    """Return whether XLA gathers the matrices of each token's experts while it multiplies: on a GPU, for one row.
-
-    As compiled for an H100, two kernels then read the chosen experts once, without a copy. Of several rows each would
-    read its own experts.
-    """
-    return platforms.platform().name == "gpu" and rows == 1
-
-
 def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Return rows of an embedding; indices outside it are clipped.
 

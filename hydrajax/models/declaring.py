@@ -1,4 +1,4 @@
-"""Modules as what declares parameters, and those that declare one parameter for many kernels of a shape."""
+"""The part of a module that declares parameters, and modules that declare one parameter for many equal kernels."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.models import backend
+from hydrajax.models import platforms
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.kernels import few_bits, few_rows
 from hydrajax.models.kernels.few_rows import with_gradient_of
@@ -25,6 +25,7 @@ from hydrajax.models.quantized import Int8, Quantized, Tiles
 from hydrajax.models.weights import project, project_parts
 
 Kernels = Array | Quantized  # of all experts, each array with a leading axis
+ROWS_OF_BLOCK = 128  # rows that are multiplied with one expert's matrices at once
 
 
 def expert_sum(
@@ -83,12 +84,12 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
 
     @with_gradient_of(plain)
     def chosen(x, ids, weights, gate_up, down):
-        if backend.multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
+        if multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
             gate, up = jnp.split(_of_pairs(x, ids, gate_up, x.dtype), 2, axis=-1)
             outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
-        elif kernel := backend.expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
+        elif kernel := expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
             outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
-        elif not isinstance(gate_up, Quantized) and backend.gathers_experts(len(x)):
+        elif not isinstance(gate_up, Quantized) and gathers_experts(len(x)):
             outs = _by_pair(x, ids, gate_up, down, activation)
         else:
             outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, gate_up, down))
@@ -99,6 +100,51 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
         return total
 
     return chosen(x, ids, weights, gate_up, down)
+
+
+def multiplies_pairs(dtype, kernel: Array) -> bool:
+    """Return whether our CPU kernels multiply tokens with the matrices of their experts, of this type.
+
+    8 experts of width 1024 and 3584, 2 for each token, float32, on a busy machine with two cores, in turn, in ms:
+
+    | rows                       | 1   | 2    | 8    | 64   |
+    |----------------------------|-----|------|------|------|
+    | the kernel                 | 4.8 | 27   | 67   | 174  |
+    | a loop over chosen experts | 4.4 | 33   | 104  | 166  |
+    | a gather of their matrices | 112 | 413  | 2283 |      |
+    | `jax.lax.ragged_dot`       | 554 | 1067 | 1628 | 1112 |
+    | all experts                | 206 | 456  | 590  | 535  |
+
+    The loop copies an expert's matrices for our kernels; XLA computes `ragged_dot` with all experts there.
+    """
+    in_tiles = platforms.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
+    floats = dtype in few_rows.DTYPES and kernel.dtype in few_rows.DTYPES
+    return platforms.has_cpu_kernels() and (in_tiles or floats)
+
+
+def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | None:
+    """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
+    operations do.
+
+    128 experts of width 2048 and 768, 8 for each token, as compiled for an H100, in bytes of one expert: for one row
+    the kernel reads 8, `ragged_dot` 128, and a loop over the chosen ones 3 for each, as it copies their matrices first.
+    On a TPU the loop's products read them in place, in 1.59 times the cycles of their bytes (v5e, 8 rows, by the
+    compiler's estimate), and `ragged_dot` first lays out the matrices of all experts anew.
+    """
+    if not platforms.has_triton():
+        return None
+    from hydrajax.models.kernels import experts_gpu
+
+    return experts_gpu if all(w is not None and experts_gpu.fits(w, dtype) for w in weights) else None
+
+
+def gathers_experts(rows: int) -> bool:
+    """Return whether XLA gathers the matrices of each token's experts while it multiplies: on a GPU, for one row.
+
+    As compiled for an H100, two kernels then read the chosen experts once, without a copy. Of several rows each would
+    read its own experts.
+    """
+    return platforms.platform().name == "gpu" and rows == 1
 
 
 def _of_pairs(x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType) -> Array:
@@ -160,10 +206,10 @@ def _in_blocks(
 ) -> Float[Array, "pairs D"]:
     """Return ``product(rows, expert)`` of every pair, in float32, a block at a time; zeros for absent experts.
 
-    A step of up to `backend.ROWS_OF_BLOCK` rows takes a block for each chosen expert.
+    A step of up to `ROWS_OF_BLOCK` rows takes a block for each chosen expert.
     """
     n_pairs, per_token = ids.size, ids.shape[1]
-    blocks = blocks_of(ids, count, min(len(ids), backend.ROWS_OF_BLOCK))
+    blocks = blocks_of(ids, count, min(len(ids), ROWS_OF_BLOCK))
 
     def block(i, out):
         chosen = blocks.pairs[i]

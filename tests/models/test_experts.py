@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.released import refusal
-from hydrajax.models import backend, platforms
+from hydrajax.models import expert_products, platforms
 from hydrajax.models.expert_products import expert_sum
 from hydrajax.models.experts import route
 from hydrajax.models.llama_config import Experts
@@ -47,8 +47,8 @@ def summed(*args):
 def way(request, monkeypatch):
     """Choose how to multiply: by our CPU kernels, if they are built, or by XLA, a block of rows at a time."""
     if request.param == "blocks":
-        monkeypatch.setattr(backend, "multiplies_pairs", lambda *_: False)
-        monkeypatch.setattr(backend, "ROWS_OF_BLOCK", 8)
+        monkeypatch.setattr(expert_products, "multiplies_pairs", lambda *_: False)
+        monkeypatch.setattr(expert_products, "ROWS_OF_BLOCK", 8)
 
 
 @pytest.mark.parametrize(("n_tokens", "dtype"), [(1, np.float32), (40, np.float32), (7, jnp.bfloat16)])

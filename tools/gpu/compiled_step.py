@@ -30,7 +30,8 @@ from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes, nbytes
+from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes
+from hydrajax.measure.device_memory import nbytes
 from hydrajax.measure.shapes import SHAPES
 from hydrajax.measure.timing import verify_again
 from hydrajax.measure.woken_experts import asleep
