@@ -184,8 +184,8 @@ class DecodeFn(Protocol):
 
         Args:
             params: `Params(base, draft)`.
-            prompt: int32 ``[B, P]``, right-padded. P is padded to a power of two, so prompts of one bucket share a
-                program.
+            prompt: int32 ``[B, P]``, right-padded. P is padded (`hydrajax.decoding.prompt_batch.bucket`), so prompts of
+                similar lengths share a program.
             lengths: int32 ``[B]`` prompt lengths; P by default.
             rng: a `jax.random.key`, or one per sequence ``[B]``; required by rules that sample. A sequence's draws
                 depend only on its key; a single key is folded with the sequence's number.

@@ -31,8 +31,13 @@ class PromptBatch(NamedTuple):
 
 
 def bucket(length: int, max_positions: int) -> int:
-    """Return the padded width of a prompt: the next power of two, at most the context."""
+    """Return the padded width of a prompt: the next power of two, or 3/4 of it from 96 on, at most the context.
+
+    A wider prompt takes longer to prefill, and more widths mean more programs to compile.
+    """
     width = max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
+    if width >= 128 and length <= width // 4 * 3:
+        width = width // 4 * 3
     return max(length, min(width, max_positions))
 
 
