@@ -12,11 +12,15 @@ kernels = (
         Extension(
             "hydrajax.models.kernels._few_rows",
             sources=[
-                f"hydrajax/models/kernels/{name}.cc" for name in ("few_rows", "few_bits", "append_rows", "call_host")
+                f"hydrajax/models/kernels/{name}.cc"
+                for name in ("few_rows", "few_bits", "attention", "add_norm", "append_rows", "call_host")
             ],
             depends=[
                 "setup.py",  # another list of sources needs another build
-                *(f"hydrajax/models/kernels/{name}.h" for name in ("amx", "cpu_kernels", "experts", "few_bits_256")),
+                *(
+                    f"hydrajax/models/kernels/{name}.h"
+                    for name in ("amx", "cpu_kernels", "experts", "few_bits_256", "numbers")
+                ),
             ],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
             language="c++",

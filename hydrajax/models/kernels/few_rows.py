@@ -1,4 +1,4 @@
-"""CPU kernels for a decode step's few rows: matrix products, attention and norms (`few_rows.cc`).
+"""CPU kernels for a decode step's few rows: matrix products, attention and norms.
 
 The library is built at installation if there is a C++ compiler; without one `available` returns False and XLA computes
 the same more slowly. A row's result does not depend on the number of rows, to the last bit.
