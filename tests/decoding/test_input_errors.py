@@ -16,15 +16,15 @@ from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
 
+WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000))
-def test_bucket_is_a_power_of_two_within_the_context(length, context):
+def test_bucket_is_the_next_width_within_the_context(length, context):
     width = bucket(length, context)
     assert width >= length
     if length <= context:
-        power = 16
-        while power < length:
-            power *= 2
-        assert width == min(power, context)
+        assert width == min(next(one for one in WIDTHS if one >= length), context)
 
 
 @pytest.mark.parametrize(
