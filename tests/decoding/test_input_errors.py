@@ -15,7 +15,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
-
 WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
