@@ -295,7 +295,10 @@ class BlockDrafter(SeesAcceptedOnly):
             base: The base with its parameters.
             segments: int32 ``[B, T]`` documents, if packed.
         """
-        text = self.read(params, aux_hidden_states, tokens, segments, base)
+        return self.blocks_of(params, self.read(params, aux_hidden_states, tokens, segments, base), anchors, base)
+
+    def blocks_of(self, params, text: Text, anchors: Int[Array, "B A"], base: BoundBase) -> Float[Array, "B A K D"]:
+        """Return `blocks` of the result of `read`."""
         n_blocks, at_once = anchors.shape[1], max(ROWS_AT_ONCE // self.block_size, 1)
         if n_blocks <= at_once:
             return self.blocks_after(params, text, anchors, base)
@@ -305,13 +308,21 @@ class BlockDrafter(SeesAcceptedOnly):
         hidden = jax.lax.map(chunk, into_chunks(anchors, -(-n_blocks // n_chunks)))  # [chunks, B, width, K, D]
         return jnp.moveaxis(hidden, 0, 1).reshape(len(anchors), -1, *hidden.shape[3:])[:, :n_blocks]
 
+    def lengths(self, n_blocks: int) -> list[tuple[int, int]]:
+        """Return ``(number of blocks, guesses of each)`` of the blocks of a row in training, the longest first."""
+        return [(n_blocks, self.depth)]
+
+    def guessing(self, depth: int) -> BlockDrafter:
+        """Return the draft whose blocks have this many guesses; only those of several `lengths` have others."""
+        return self
+
     def read(self, params, aux_hidden_states, tokens, segments, base) -> Text:
         """Return what the blocks of these texts attend to."""
         positions, _ = row_layout(tokens, segments)
         return Text(tokens, positions, segments, self._apply(params, aux_hidden_states, positions, method="context"))
 
     def blocks_after(self, params, text: Text, anchors: Int[Array, "B A"], base) -> Float[Array, "B A K D"]:
-        """Return `blocks`, all in one pass, of the result of `read`."""
+        """Return `blocks_of`, all in one pass."""
         (batch, n_blocks), size = anchors.shape, self.block_size
         rows = n_blocks * size
         known = jnp.take_along_axis(text.tokens, anchors, axis=1)[:, :, None]

@@ -5,12 +5,14 @@ embedding of the token that follows, and predicts token p + 2. The K - 1 further
 positions, which read a mask token's embedding and one learned vector in the place of the base's hidden states. Mask
 rows see the text and earlier mask rows; their keys and values are never cached.
 
-Training differs from the paper's: rollouts start at random anchors and all have K guesses, where the paper trains the
-first guess at every position and drops more of the later ones.
+Training has the paper's conditional drop-token (COD, of PARD, arXiv 2504.18583) if `PEagleSettings.retention` is less
+than 1 and ``num_anchors`` is at least the length of the text: the first guess is trained at every position, and guess
+g only in ``retention ** g`` of the rollouts, all of which have guess g - 1 too. Dropped guesses are not computed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -26,6 +28,7 @@ from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
 from hydrajax.drafters.settings import vocabulary_of
+from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, causal_mask, rope_table
@@ -34,6 +37,25 @@ from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import row_layout
 from hydrajax.models.weights import declare, project
+
+
+@dataclass(frozen=True)
+class PEagleSettings(BlockSettings):
+    """Settings of P-EAGLE drafts.
+
+    Attributes:
+        retention: r of COD; 1 drops nothing.
+        least_retention: At least this part of the rollouts has each guess.
+    """
+
+    retention: float = 1.0
+    least_retention: float = 0.2
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("retention", "least_retention"):
+            if not 0 < (value := getattr(self, name)) <= 1:
+                raise HydrajaxError(f"draft.{name}: got {value}, expected more than 0 and at most 1")
 
 
 class PEagleState(NamedTuple):
@@ -123,6 +145,7 @@ class PEagle(BlockDrafter):
         vocabulary: The tokens that it can propose; None for all.
         num_anchors: Rollouts per row of training text.
         norm_before_residual, own_embedding: See `PEagleNetwork`.
+        retention, least_retention: See `PEagleSettings`.
     """
 
     config: LlamaConfig
@@ -134,11 +157,13 @@ class PEagle(BlockDrafter):
     num_anchors: int = 64
     norm_before_residual: bool = False
     own_embedding: bool = False
+    retention: float = 1.0
+    least_retention: float = 0.2
     first_slot: ClassVar[int] = 0
     ends_at_gaps: ClassVar[bool] = False
     causal: ClassVar[bool] = True
     windows: ClassVar[tuple[int, ...]] = ()
-    Settings = BlockSettings
+    Settings = PEagleSettings
 
     def __post_init__(self):
         self.check_block()
@@ -146,7 +171,7 @@ class PEagle(BlockDrafter):
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
         """Return a draft with layers like the base's, which reads EAGLE-3's layers unless the settings name others."""
-        s = settings or BlockSettings()
+        s = settings or PEagleSettings()
         return cls(
             base.plain_layer.replace(n_layers=s.n_layers),
             s.reads(base) if s.target_layers else default_aux_hidden_layers(base.n_layers),
@@ -155,6 +180,8 @@ class PEagle(BlockDrafter):
             vocabulary_of(s.vocabulary, base, target_counts),
             jnp.dtype(dtype),
             s.num_anchors,
+            retention=s.retention,
+            least_retention=s.least_retention,
         )
 
     @property
@@ -206,6 +233,20 @@ class PEagle(BlockDrafter):
         return self._apply(params, tokens, base.embed, method="embed").astype(self.dtype)
 
     # --- training -----------------------------------------------------------------------------------------------------
+
+    def lengths(self, n_blocks):
+        """Return the rollouts by length: a random order of them makes guess g one of the first ``n r^g``."""
+        parts = [max(self.retention**guess, self.least_retention) for guess in range(self.depth)]
+        counts = [n_blocks] + [int(n_blocks * part) for part in parts[1:]] + [0]
+        ends = [(counts[k] - counts[k + 1], k + 1) for k in reversed(range(self.depth))]
+        return [(count, length) for count, length in ends if count]
+
+    def guessing(self, depth):
+        return dataclasses.replace(self, block_size=depth)
+
+    def trained_on(self, found):
+        drafter = super().trained_on(found)
+        return dataclasses.replace(drafter, retention=self.retention, least_retention=self.least_retention)
 
     def read(self, params, aux_hidden_states, tokens, segments, base):
         positions, mask = row_layout(tokens, segments)

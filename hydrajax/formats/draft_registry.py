@@ -28,7 +28,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.peagle import PEagle
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.several import FromText, Several
 from hydrajax.drafters.with_lookup import NODES, WithLookup
@@ -96,7 +96,7 @@ KINDS = {
     "dflash": DrafterKind("DFlash", DFlash, block_format.DFLASH_FILES, BlockSettings(5, 16)),
     "jetspec": DrafterKind("JetSpec", JetSpec, block_format.JETSPEC_FILES, BlockSettings(5, 16)),
     "dspark": DrafterKind("DSpark", DSpark, block_format.DSPARK_FILES, DSparkSettings(5, 7, markov_rank=256)),
-    "p-eagle": DrafterKind("P-EAGLE", PEagle, peagle_format.FILES, BlockSettings(4, 8)),
+    "p-eagle": DrafterKind("P-EAGLE", PEagle, peagle_format.FILES, PEagleSettings(4, 8)),
     "model": DrafterKind("draft model", DraftModel),
 }
 WITHOUT_WEIGHTS = {name: kind for name, kind in KINDS.items() if kind.about}

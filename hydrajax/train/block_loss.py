@@ -12,6 +12,9 @@ The loss is the weighted mean over all guesses, in float32, of
 - ``distance_weight`` · Σ_v |q(v) - p(v)|, the distance of the draft's and the base's distributions (DSpark), and
 - ``confidence_weight`` · the binary cross entropy of the confidence head with the acceptance rate 1 - Σ_v |q - p| / 2.
 
+A draft can have blocks of several lengths (`hydrajax.drafters.block.BlockDrafter.lengths`); which anchors have the long
+ones is random.
+
 With a reduced vocabulary, p is the base's distribution over it, as in speculators. The acceptance rate is then too high
 by up to the probability of the other tokens.
 """
@@ -38,7 +41,7 @@ EPSILON = 1e-6  # DeepSpec's, in every mean
 
 
 class Anchors(NamedTuple):
-    """The blocks of a batch: int32 ``[B, A]`` positions of the anchors, ascending, and which of them are real."""
+    """The blocks of a batch: int32 ``[B, A]`` positions of the anchors, and which of them are real."""
 
     positions: Int[Array, "B A"]
     keep: Bool[Array, "B A"]
@@ -58,10 +61,13 @@ def check_objective(objective: Objective, drafter: BlockDrafter) -> None:
         )
 
 
-def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int) -> Anchors:
+def draw_anchors(
+    rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int, *, ascending: bool = True
+) -> Anchors:
     """Draw anchors without replacement among the targets that are followed by a target (DeepSpec).
 
-    Text of the same document comes before an anchor.
+    Text of the same document comes before an anchor. If not ``ascending``, they are in the order of drawing, and those
+    that are not real come last.
     """
     counts = labels != IGNORED
     may = (counts[:, :-1] & counts[:, 1:]).at[:, 0].set(False)
@@ -72,7 +78,8 @@ def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B 
     n_drawn = min(n_blocks, may.shape[1])
     order = jnp.where(may, jax.random.uniform(rng, may.shape), -1.0)
     drawn, places = jax.lax.top_k(order, n_drawn)
-    places = jnp.sort(jnp.where(drawn >= 0, places, labels.shape[1]), axis=1)
+    places = jnp.where(drawn >= 0, places, labels.shape[1])
+    places = jnp.sort(places, axis=1) if ascending else places
     return Anchors(jnp.minimum(places, labels.shape[1] - 1), places < labels.shape[1])
 
 
@@ -105,7 +112,9 @@ def block_targets(batch: Mapping[str, Array], anchors: Anchors, drafter: BlockDr
     counts = inside & (at_places(labels) != IGNORED)
     if segments is not None:
         counts &= at_places(segments) == at_places(segments)[:, :, :1]
-    counts = counts[:, :, 1:] & anchors.keep[:, :, None]
+    n_blocks, lengths = zip(*drafter.lengths(anchors.positions.shape[1]), strict=True)
+    lengths = np.repeat(lengths, n_blocks)
+    counts = counts[:, :, 1:] & anchors.keep[:, :, None] & (np.arange(drafter.depth) < lengths[:, None])
     if drafter.ends_at_gaps:
         counts = jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
     text = at_places(tokens)
@@ -155,9 +164,7 @@ def block_loss(
     """
     targets = block_targets(batch, anchors, drafter, objective.head_decay)
     totals = block_totals(targets) if totals is None else totals
-    read = drafter.blocks(
-        draft_params, aux_hidden_states, batch["tokens"], anchors.positions, base, batch.get("segments")
-    )
+    text = drafter.read(draft_params, aux_hidden_states, batch["tokens"], batch.get("segments"), base)
     teaches = bool(objective.teacher_weight or objective.distance_weight or objective.confidence_weight)
     vocabulary, n_rows = drafter.vocabulary, len(anchors.positions)
     known = None if vocabulary is None else vocabulary.tokens
@@ -194,10 +201,19 @@ def block_loss(
         index = targets.places_before.reshape(n_rows, -1, 1)
         teacher = jnp.take_along_axis(jax.lax.stop_gradient(hidden), index, axis=1)
         teacher = teacher.reshape(*targets.places_before.shape, -1)
-    width = max(objective.chunk_tokens // (n_rows * drafter.depth), 1)
-    chunks = into_chunks((read, (targets, teacher)), min(width, anchors.positions.shape[1]))
     shared = base.params, 1 / totals.weights
-    loss, (sums,) = sum_over_chunks(
-        [chunk_loss], lambda shared, index: shared, draft_params, [chunks[0]], [chunks[1]], shared
-    )
+    losses, sums, first = [], [], 0
+    for count, length in drafter.lengths(anchors.positions.shape[1]):
+        part = drafter.guessing(length)
+        read = part.blocks_of(draft_params, text, anchors.positions[:, first : first + count], base)
+        rows = jax.tree.map(lambda x, at=first, n=count, k=length: x[:, at : at + n, :k], (targets, teacher))
+        width = max(objective.chunk_tokens // (n_rows * length), 1)
+        chunks = into_chunks((read, rows), min(width, count))
+        loss, (of_part,) = sum_over_chunks(
+            [chunk_loss], lambda shared, index: shared, draft_params, [chunks[0]], [chunks[1]], shared
+        )
+        losses.append(loss)
+        sums.append({name: jnp.pad(x, (0, drafter.depth - length)) for name, x in of_part.items()})
+        first += count
+    loss, sums = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *zip(losses, sums, strict=True))
     return loss, jax.lax.stop_gradient({name: x / totals.targets for name, x in sums.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import jax
@@ -20,12 +21,14 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.peagle import PEagle
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
+from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.block_loss import Anchors, block_loss
+from hydrajax.train.flops import drafter_forward_flops
 from hydrajax.train.losses import Objective
 from hydrajax.trees import presets
 
@@ -130,9 +133,11 @@ def test_output_is_unchanged(drafted, tree):
     np.testing.assert_array_equal(decode(Params(base, params), tokens, lengths).tokens, expected.tokens)
 
 
-def test_loss_is_that_of_the_logits(drafted):
-    """KL's cross entropy at every guess, without decay: the default objective."""
+@pytest.mark.parametrize(("retention", "lengths"), [(1.0, (4, 4)), (0.5, (2, 1))])
+def test_loss_is_that_of_the_logits(drafted, retention, lengths):
+    """KL's cross entropy at every guess, without decay: the default objective. COD keeps the first guesses of some."""
     module, _, drafter, params, model, base = drafted
+    drafter = dataclasses.replace(drafter, retention=retention)
     tokens = np.random.default_rng(7).integers(0, 61, (1, 12), dtype=np.int32)
     anchors = Anchors(np.array([[2, 6, 7]], np.int32), np.array([[True, True, False]]))
 
@@ -145,13 +150,30 @@ def test_loss_is_that_of_the_logits(drafted):
 
     (loss, parts), aux, teacher = jax.device_get(run(params))
     embedding, nats = np.asarray(base["embedding"]), []
-    for at in (2, 6):
-        logits = expected_logits(module, embedding, aux[0, :at], tokens[0, :at], tokens[0, at], 4)
+    for at, n in zip((2, 6), lengths, strict=True):
+        logits = expected_logits(module, embedding, aux[0, :at], tokens[0, :at], tokens[0, at], 4)[:n]
         log_q = np.asarray(jax.nn.log_softmax(logits, axis=-1))
-        p = np.asarray(jax.nn.softmax(teacher[0, at : at + 4], axis=-1))
+        p = np.asarray(jax.nn.softmax(teacher[0, at : at + n], axis=-1))
         nats.append(-(p * log_q).sum(-1))
-    assert float(loss) == pytest.approx(np.mean(nats), abs=1e-5)
-    np.testing.assert_allclose(parts["teacher"], np.mean(nats, axis=0), atol=1e-5)
+    assert float(loss) == pytest.approx(np.concatenate(nats).mean(), abs=1e-5)
+    for guess, mean in enumerate(parts["teacher"]):
+        found = [x[guess] for x in nats if len(x) > guess]
+        assert mean == pytest.approx(np.mean(found) if found else 0, abs=1e-5)
+
+
+def test_conditional_drop_token(tiny_model):
+    """Guess g is trained in r^g of the rollouts, those that have guess g - 1; what is dropped is not computed."""
+    model, _ = tiny_model
+    settings = PEagleSettings(1, 5, num_anchors=100, retention=0.5, least_retention=0.2)
+    drafter = PEagle.for_base(model.config, jnp.float32, settings)
+    assert drafter.lengths(100) == [(20, 5), (5, 3), (25, 2), (50, 1)]  # 100, 50, 25, 20 and 20 have each guess
+    whole = dataclasses.replace(drafter, retention=1.0)
+    assert whole.lengths(100) == [(100, 5)]
+    dropped, all_guesses = (drafter_forward_flops(one, model, 101) for one in (drafter, whole))
+    assert dropped < 0.7 * all_guesses
+    assert whole.trained_on(drafter) == whole
+    with pytest.raises(HydrajaxError, match=r"draft\.retention: got 0, expected more than 0 and at most 1"):
+        PEagleSettings(retention=0)
 
 
 def test_files(drafted, tmp_path):

@@ -108,7 +108,9 @@ class BlocksLoss(HeadsLoss):
     drafter: BlockDrafter
 
     def prepared(self, batch: Batch, rng):
-        anchors = draw_anchors(rng, batch["labels"], batch.get("segments"), self.drafter.num_anchors)
+        size = self.drafter.num_anchors
+        alike = len(self.drafter.lengths(size)) == 1
+        anchors = draw_anchors(rng, batch["labels"], batch.get("segments"), size, ascending=alike)
         return batch | {"anchors": anchors.positions, "keep": anchors.keep}
 
     def totals(self, batch: Batch):
@@ -179,7 +181,8 @@ class HeadsTask:
         logits = bool(objective.teacher_weight)
         if isinstance(drafter, BlockDrafter):  # the teacher's logits are those of the blocks
             teaches = logits or objective.distance_weight or objective.confidence_weight
-            guesses = min(drafter.num_anchors, length - 1) * drafter.depth / length if teaches else 0
+            blocks = drafter.lengths(min(drafter.num_anchors, length - 1))
+            guesses = sum(count * size for count, size in blocks) / length if teaches else 0
             config, logits = self.model.config, False
             base = 2 * guesses * config.width * drafter.lm_head.size(config.vocab_size)
         if "hidden" not in self.extras:
