@@ -14,6 +14,7 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+from shipped_corpus import installed_name
 
 from hydrajax import assets
 from hydrajax.formats.export import export_heads
@@ -73,9 +74,9 @@ def about(runs: Path) -> None:
     config = load_config(CONFIGS / "base.yaml")
     items = [name.relative_to(runs / "corpus").as_posix() for name in sorted((runs / "corpus").rglob("*.py"))]
     _, held_out = dataset.packing.split(items, config.data.held_out, config.seed)
-    # The standard library comes first, as it is better known. Package files have their installed names.
+    # The standard library comes first, as it is better known.
     names = sorted(held_out, key=lambda name: not name.startswith("standard_library/"))
-    names = ["packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name for name in names]
+    names = [installed_name(name) for name in names]
     content = {"note": NOTE, "sources": json.loads((runs / "SOURCES.json").read_text()), "held_out": names}
     (assets.FOLDER / "ABOUT.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,6 +1,7 @@
 """Write the training text of the shipped model: the Python source code in an installation of this package.
 
     python experiments/shipped_corpus.py --output runs/shipped/corpus
+    python experiments/shipped_corpus.py --output runs/shipped/corpus --without-held-out  # for its drafts
 
 The text is the standard library and every installed dependency (including the extras') with a permissive licence,
 without tests, generated code and near-duplicates. Files go to ``standard_library/`` and ``packages/NAME/``, versions
@@ -22,6 +23,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hydrajax import assets
 from hydrajax.train.data import corpus
 
 # Limit of a package, so that the largest two (PyTorch, transformers) are not half of the text.
@@ -49,6 +51,9 @@ class Package(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("runs/shipped/corpus"))
+    parser.add_argument(
+        "--without-held-out", action="store_true", help="leave out the files on which the shipped base is evaluated"
+    )
     args = parser.parse_args()
 
     files = [file._replace(name=f"standard_library/{file.name}") for file in corpus.standard_library(10**12)]
@@ -57,6 +62,9 @@ def main() -> None:
         found = corpus.as_many_as_fit(package.files, package.folder, CHARS_PER_PACKAGE, seed=0)
         files += [file._replace(name=f"packages/{package.name}/{file.name}") for file in found]
     files = list(without_near_duplicates(files))
+    if args.without_held_out:
+        held_out = set(assets.about()["held_out"])
+        files = [file for file in files if installed_name(file.name) not in held_out]
 
     shutil.rmtree(args.output, ignore_errors=True)
     for file in files:
@@ -72,6 +80,11 @@ def main() -> None:
     }
     args.output.with_name("SOURCES.json").write_text(json.dumps(sources, indent=1) + "\n")
     print(f"{args.output}: {sources['files']} files, {sources['characters']:,} characters, of {len(kept)} packages")
+
+
+def installed_name(name: str) -> str:
+    """Return the name in ``ABOUT.json`` of a file of the corpus: files of packages have their installed names."""
+    return "packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name
 
 
 def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corpus.SourceFile]:

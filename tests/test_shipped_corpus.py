@@ -7,6 +7,7 @@ from email.message import Message
 import pytest
 
 from helpers.scripts import EXPERIMENTS, module
+from hydrajax import assets
 from hydrajax.train.data.corpus import SourceFile
 
 shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")
@@ -60,6 +61,13 @@ def test_packages_of_extras():
     assert "pluggy" in with_tests  # which pytest needs
     assert "pytest" not in needed
     assert needed.keys() < with_tests.keys()
+
+
+def test_held_out_files_have_their_installed_names():
+    held_out = assets.about()["held_out"]
+    assert "standard_library/argparse.py" in held_out
+    assert shipped_corpus.installed_name("standard_library/argparse.py") == "standard_library/argparse.py"
+    assert shipped_corpus.installed_name("packages/typer/typer/_display.py") in held_out
 
 
 def test_near_duplicates_are_left_out():
