@@ -1,4 +1,4 @@
-"""Compare drafts of one pass with Medusa, Hydra++, Amphista and EAGLE, all trained on the same text alike.
+"""Compare drafts of one pass with Medusa, Hydra, Amphista and EAGLE, all trained on the same text alike.
 
 Each draft decodes with a chain, with the best static tree of 64 nodes, with a grown one (``best-64``; dynamic for
 drafts of several passes), and with the tree that is fastest here. Tokens per step are measured on all prompts, speed on
@@ -10,6 +10,7 @@ import sys
 
 import ablation
 import common
+from eagle_table import VARIANTS as OF_SEVERAL_PASSES
 from eagle_table import dynamic
 
 from hydrajax.trees import BestFirstTree, DynamicTree, presets
@@ -19,14 +20,18 @@ DISTANCE = (
     "objective.lm_weight=0.1", "objective.teacher_weight=0", "objective.distance_weight=0.9",
     "objective.confidence_weight=0.5", "objective.head_decay=0.78", *ablation.OTHERS,
 )  # fmt: skip
-BLOCK = ("draft.n_layers=2", "draft.target_layers=[1,4,7]", "draft.num_anchors=32")
-VARIANTS = {name: ablation.ALIKE[name] for name in ("Medusa", "Hydra++")} | {
-    "EAGLE-1": (),  # the base configuration
+READS = "draft.target_layers=[1,4,7]"
+BLOCK = ("draft.n_layers=2", READS, "draft.num_anchors=32")
+VARIANTS = OF_SEVERAL_PASSES | {
     "Amphista": ("draft.heads=amphista", *ablation.SHARED, *ablation.BOTH),
     "DFlash": ("draft.heads=dflash", *BLOCK, *CE, "tree=chain-7"),
     "JetSpec": ("draft.heads=jetspec", *BLOCK, *CE, "tree=chain-7"),
     "DSpark": ("draft.heads=dspark", "draft.block_size=7", *BLOCK, *DISTANCE, "tree=chain-7"),
-}
+    "P-EAGLE": (
+        "draft.heads=p-eagle", "draft.n_layers=2", "draft.block_size=7", "draft.vocabulary=3072",
+        READS, "draft.num_anchors=256", "draft.retention=0.7", *ablation.TEACHER, "tree=chain-7",
+    ),
+}  # fmt: skip
 FULL = {"count": 48, "calibration": 48, "prompt_tokens": 64, "new_tokens": 128, "timed": 8, "repeats": 3, "rounds": 30}
 FULL |= {"sizes": [2, 3, 4, 6, 8, 12], "steps": 400}
 QUICK = {
