@@ -11,7 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt32
 
-WORD, ALL = 32, 0xFFFFFFFF  # tokens per word of a mask, and a word that allows all of them
+from hydrajax.drafters.allowed import WORD
+
+ALL = 0xFFFFFFFF  # a word of a mask that allows all of its tokens
 
 
 def words(vocab_size: int) -> int:

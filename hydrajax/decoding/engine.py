@@ -19,6 +19,7 @@ from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
+from hydrajax.drafters.allowed import Allowed, only
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -98,10 +99,18 @@ class Engine:
     # --- the five verbs ---------------------------------------------------------------------------------------
 
     @exact
-    def propose(self, params: Params, state: DecodeState) -> Proposal:
-        """Return candidate tokens in node order: best guesses or draws, as the rule requires."""
+    def propose(self, params: Params, state: DecodeState, allowed: Allowed | None = None) -> Proposal:
+        """Return candidate tokens in node order: best guesses or draws, as the rule requires.
+
+        Args:
+            params: Parameters of base and drafter.
+            state: The state before the step.
+            allowed: The tokens that may follow a path; None for all.
+        """
         draw = state.output.rule.draw(self._keys_below(state))
-        return self.drafter.propose(params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw)
+        given = params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw
+        with only(allowed):
+            return self.drafter.propose(*given)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:

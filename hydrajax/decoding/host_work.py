@@ -33,7 +33,13 @@ class HostWork:
     """
 
     def __init__(
-        self, constraints: Constraints, stopped: Bool[np.ndarray, " B"], spec: DecodeSpec, vocab_size: int, steps: int
+        self,
+        constraints: Constraints,
+        stopped: Bool[np.ndarray, " B"],
+        spec: DecodeSpec,
+        vocab_size: int,
+        steps: int,
+        held_tokens: int = 0,
     ):
         """Prepare at most ``steps`` steps; `follow` must come first.
 
@@ -43,9 +49,11 @@ class HostWork:
             spec: How to decode.
             vocab_size: The base's.
             steps: Maximum number of steps.
+            held_tokens: Forced tokens that the drafter's tree holds without a branch (`DecodeSpec.held_tokens`).
         """
         self._constraints, self._stopped, self._vocab_size, self._steps = constraints, stopped, vocab_size, steps
         self._depth, self._forces = spec.longest_path - spec.forced_nodes, spec.forced_nodes > 0
+        self._held = held_tokens
         self.ended, self.running, self.plan = np.array(stopped), False, Plan.TREE
         self.forced = np.full((len(constraints), max(spec.longest_path, 1)), -1, np.int32)
 
@@ -75,17 +83,35 @@ class HostWork:
                 constraint.allow(tokens[row], parents[row], allowed[row])
         return allowed
 
+    def next_masks(self) -> UInt32[np.ndarray, "B 1 W"]:
+        """Return which tokens may follow the texts."""
+        nothing = np.full((len(self.ended), 1), -1, np.int32)
+        return self.masks(nothing, nothing)
+
+    def masks_after(self, paths: Int[np.ndarray, "B n d"]) -> UInt32[np.ndarray, "B n W"]:
+        """Return which tokens may follow n paths of d tokens, the first of which is the root."""
+        batch, n, d = paths.shape
+        # A tree of n chains below the root; a path of the root alone is the root.
+        tokens = np.concatenate([paths[:, 0, :1], paths[:, :, 1:].reshape(batch, -1)], axis=1)
+        parents = np.arange(-1, tokens.shape[1] - 1, dtype=np.int32)
+        parents[1 :: max(d - 1, 1)] = 0
+        ends = np.arange(1, n + 1) * (d - 1)
+        return self.masks(tokens, np.broadcast_to(parents, tokens.shape))[:, ends]
+
     def _force(self) -> None:
-        """Fetch the forced tokens. If they are as many as the tree is deep, they replace it: it reaches no further."""
+        """Fetch the forced tokens. If they are as many as the tree is deep, they replace it: it reaches no further. If
+        it holds them by itself, they need no branch.
+        """
         self.forced[:] = -1
         for row, constraint in enumerate(self._constraints):
             if constraint is not None and not self.ended[row]:
                 found = constraint.forced(self.forced.shape[1])
                 self.forced[row, : len(found)] = found
-        if (self.forced < 0).all():
-            self.plan = Plan.TREE
-        elif self._depth == 0 or (self.forced[~self.ended, self._depth - 1] >= 0).all():
+        none = (self.forced < 0).all()
+        if not none and (self._depth == 0 or (self.forced[~self.ended, self._depth - 1] >= 0).all()):
             self.plan = Plan.FORCED
+        elif none or (self._held and (self.forced[:, self._held :] < 0).all()):
+            self.plan = Plan.TREE
         else:
             self.plan = Plan.JOINED
 

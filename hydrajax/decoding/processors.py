@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from hydrajax.decoding import numbers
-from hydrajax.decoding.constraints import WORD
 from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
+from hydrajax.drafters.allowed import is_allowed
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
@@ -343,8 +343,7 @@ class AllowedTokens(NamedTuple):
 
     def __call__(self, logits, context):
         words = self.allowed[jnp.arange(len(logits)), context.node]
-        bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-        return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] > 0, logits, -jnp.inf)
+        return jnp.where(is_allowed(words, logits.shape[1]), logits, -jnp.inf)
 
 
 # Processors that flags and keywords construct by the names of their fields, in the order of application (vLLM's).

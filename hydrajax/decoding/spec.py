@@ -144,6 +144,18 @@ class DecodeSpec:
         """Maximum number of accepted draft tokens per step."""
         return self.drafter.spec.longest_path(self.tree) + self.forced_nodes
 
+    @property
+    def held_tokens(self) -> int:
+        """Maximum number of forced tokens that the drafter's tree holds if a grammar masks each of its levels: those of
+        the path of best guesses.
+        """
+        can, tree = self.drafter.spec, self.tree
+        if not can.fills_levels or (can.one_pass and isinstance(tree, BestFirstTree)):
+            return 0
+        if isinstance(tree, DynamicTree):
+            return tree.depth
+        return max((len(choice) for choice in tree.choices if not any(choice)), default=0)
+
     def shown_rule(self) -> str:
         """Return the rule with its numbers, and the processors, as reports record them."""
         return " with ".join([str(self.rule), *map(str, self.processors)])

@@ -5,7 +5,8 @@ on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose 
 which join the tree as a branch, or replace it where it reaches no further. Between propose and accept it masks every
 node.
 
-On an accelerator a step is three programs, and the parser masks while the base verifies. On a CPU, whose cores the base
+On an accelerator a step is three programs, and the parser masks while the base verifies; the draft's guesses are
+masked after the root. On a CPU, whose cores the base
 needs itself, steps are one program that calls the parser: starting a program costs 3 microseconds per array there,
 because the weights have displaced everything else from the caches.
 """
@@ -58,16 +59,19 @@ class SteppedExecutor(FusedExecutor):
         engine, vocab_size = self.engine, self.model.config.vocab_size
         self.host_calls = host = None if self.mesh else backend.host_calls()
 
-        def candidates(params, state, forced, plan):
+        def candidates(params, state, forced, plan, allowed):
             if plan is Plan.FORCED:
                 root = state.target.root
                 return with_branch(Proposal(root[:, None], presets.root().topology), forced, engine.forced_nodes)
-            proposal = engine.propose(params, state)
+            proposal = engine.propose(params, state, allowed)
             return proposal if plan is Plan.TREE else with_branch(proposal, forced, engine.forced_nodes)
 
         # A static tree stays a constant of each program and is not passed between them.
-        def propose(params, state, forced, plan):
-            proposal = candidates(params, state, forced, plan)
+        def propose(params, state, forced, first, plan):
+            def after(paths):
+                return first if paths.shape[2] == 1 else None
+
+            proposal = candidates(params, state, forced, plan, after)
             return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
@@ -83,19 +87,27 @@ class SteppedExecutor(FusedExecutor):
         def steps(params, state, ended, forced, entries, plan):
             """Step until the host ends it, which it also does if the next step has another plan."""
 
+            def masks(entry, shape, *given):
+                (found,) = host.call_host(
+                    entries[entry], [jax.ShapeDtypeStruct((*shape, words(vocab_size)), jnp.uint32)], *given
+                )
+                return found
+
+            def after(paths):
+                return masks(1, paths.shape[:2], paths)
+
             def step(carry):
                 state, ended, forced, _ = carry
                 state = _with_ended(state, ended)
-                proposal = candidates(params, state, forced, plan)
+                proposal = candidates(params, state, forced, plan, after)
                 tokens = proposal.tokens
                 parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), tokens.shape)
-                mask = jax.ShapeDtypeStruct((*tokens.shape, words(vocab_size)), jnp.uint32)
-                (allowed,) = host.call_host(entries[0], [mask], tokens, parents)
+                allowed = masks(0, tokens.shape, tokens, parents)
                 forward, logits = engine.verify(params, state.target.cache, proposal)
                 extra = (AllowedTokens(allowed),)
                 state = engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
                 found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
-                return state, *host.call_host(entries[1], found, *_to_follow(state))
+                return state, *host.call_host(entries[2], found, *_to_follow(state))
 
             carry = (state, ended, forced, jnp.asarray(True))
             state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
@@ -111,17 +123,33 @@ class SteppedExecutor(FusedExecutor):
 
     def _compile(self, given):
         constraints, sampling = self._constraints(given.sampling, len(given.prompt))
-        for stand_in in self.stand_ins() if any(constraints) else (None,):
-            others = tuple(None if one is None else stand_in for one in constraints)
+        for others in self.stand_ins(constraints) if any(constraints) else (constraints,):
             Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)))
 
-    def stand_ins(self) -> tuple[AnyText, ...]:
-        """Return constraints whose steps have every `Plan` that steps can have: those without forced tokens, with one,
-        and with more than the draft's tree is deep.
+    def stand_ins(self, constraints: Constraints) -> list[Constraints]:
+        """Return constraints to compile with in place of others: the first steps under them have every `Plan` that
+        steps of such a batch can have.
         """
-        if not self.spec.forced_nodes:
-            return (AnyText([]),)
-        return AnyText([]), AnyText([0]), AnyText([0] * self.spec.longest_path)
+        spec, followed = self.spec, [row for row, one in enumerate(constraints) if one is not None]
+
+        def forcing(counts: dict[int, int]) -> Constraints:
+            return tuple(
+                None if one is None else AnyText([0] * counts.get(row, 0)) for row, one in enumerate(constraints)
+            )
+
+        found = [forcing({})]
+        if spec.forced_nodes:
+            found.append(forcing(dict.fromkeys(followed, spec.longest_path)))
+            # More than the tree holds, but as many as it is deep in no sequence or not in all.
+            some = spec.longest_path if len(constraints) > 1 else self._held_tokens + 1
+            if len(constraints) > 1 or some < spec.longest_path - spec.forced_nodes:
+                found.append(forcing({followed[0]: some}))
+        return found
+
+    @property
+    def _held_tokens(self) -> int:
+        """Forced tokens that the drafter's tree holds because each of its levels is masked: not with three programs."""
+        return 0 if self.host_calls is None else self.spec.held_tokens
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         constraints, sampling = self._constraints(sampling, len(lengths))
@@ -156,7 +184,9 @@ class SteppedExecutor(FusedExecutor):
         """Step while the host works during the base's passes."""
         while work.running:
             ended, forced, plan = *self._placed((work.ended, work.forced)), work.plan
-            proposal = self._propose(self.params, decode, forced, plan=plan)
+            masks = self.spec.drafter.spec.fills_levels and plan is not Plan.FORCED
+            first = self._placed(work.next_masks()) if masks else None
+            proposal = self._propose(self.params, decode, forced, first, plan=plan)
             forward, logits = self._verify(self.params, decode.target.cache, proposal)
             extra = (AllowedTokens(self._placed(work.masks(*self._on_host(proposal)))),)
             decode = self._settle(self.params, decode, ended, forward, logits, proposal, extra, plan=plan)
@@ -171,13 +201,17 @@ class SteppedExecutor(FusedExecutor):
             tokens, parents = (x.view(np.int32).reshape(batch, -1).copy() for x in (tokens, parents))
             allowed.view(np.uint32)[:] = work.masks(tokens, parents).reshape(-1)
 
+        def mask_after(paths, allowed):
+            allowed = allowed.view(np.uint32).reshape(batch, -1, words(self.model.config.vocab_size))
+            allowed[:] = work.masks_after(paths.view(np.int32).reshape(*allowed.shape[:2], -1).copy())
+
         def follow(done, lengths, roots, tokens, ended, forced, same):
             before, tokens = work.plan, tokens.view(np.int32).reshape(batch, -1)
             work.follow(done.view(bool), lengths.view(np.int32), roots.view(np.int32), tokens)
             ended.view(bool)[:], forced.view(np.int32)[:] = work.ended, work.forced.reshape(-1)
             same.view(bool)[:] = work.running and work.plan is before
 
-        with self.host_calls.calling(mask, follow) as entries:
+        with self.host_calls.calling(mask, mask_after, follow) as entries:
             while work.running:
                 given = self.params, decode, work.ended, work.forced.copy(), entries
                 decode = jax.block_until_ready(self._steps(*given, plan=work.plan))
@@ -195,7 +229,7 @@ class SteppedExecutor(FusedExecutor):
         return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
 
     def _host_work(self, constraints: Constraints, stopped, steps: int) -> HostWork:
-        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps)
+        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, self._held_tokens)
 
     def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
         """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""
@@ -207,9 +241,8 @@ class SteppedExecutor(FusedExecutor):
         """Return the masks of the token after a prompt, none without constraints."""
         if not any(constraints):
             return ()
-        nothing = np.full((len(constraints), 1), -1, np.int32)
         work = self._host_work(constraints, np.zeros(len(constraints), bool), 0)
-        return (AllowedTokens(self._placed(work.masks(nothing, nothing))),)
+        return (AllowedTokens(self._placed(work.next_masks())),)
 
 
 def _with_ended(state: DecodeState, ended) -> DecodeState:

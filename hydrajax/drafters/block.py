@@ -157,6 +157,7 @@ class BlockDrafter(SeesAcceptedOnly):
             aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
+            fills_levels=not self.confidence,
             one_pass=self.markov is None,
             num_draft_heads=self.depth,
             shared_lm_head=self.lm_head.shared,

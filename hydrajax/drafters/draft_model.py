@@ -148,6 +148,7 @@ class DraftModel:
             default_tree="chain-5",
             supports_sampling=True,
             supports_dynamic_tree=True,
+            fills_levels=not self.confidence,
             has_distribution=True,
             independent=True,
         )

@@ -120,6 +120,8 @@ class DrafterSpec:
             by this number.
         shared_lm_head: Its logits are those of the base's lm head.
         prefix_layer: Its heads read a prefix layer (`hydrajax.drafters.prefix`).
+        fills_levels: It fills a tree level by level from logits (`hydrajax.drafters.filling.fill`) and leaves no node
+            out, so under a grammar the nodes hold allowed tokens, those that must follow among them.
         remembers: It drafts from past outputs (`hydrajax.drafters.corpus`), so it gets better with use.
     """
 
@@ -137,6 +139,7 @@ class DrafterSpec:
     branch_nodes: int = 0
     shared_lm_head: bool = False
     prefix_layer: bool = False
+    fills_levels: bool = False
     remembers: bool = False
 
     def candidate_nodes(self, tree: CandidateTree) -> int:

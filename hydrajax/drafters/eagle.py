@@ -156,6 +156,7 @@ class EagleDrafter(Trained):
             aux_hidden_layers=self.aux_hidden_layers,
             supports_sampling=True,
             supports_dynamic_tree=True,
+            fills_levels=True,
             num_draft_heads=self.ttt_length,  # each successive prediction is a head in training, with shared parameters
             shared_lm_head=self.lm_head.shared,
         )

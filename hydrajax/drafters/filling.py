@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.drafters.allowed import Mask
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.drafters.growing import Beam, Guess, grow
@@ -27,7 +28,8 @@ def fill(
 ) -> tuple[Proposal, Any]:
     """Fill a tree with the best guesses, or by drawing if ``draw`` is given.
 
-    A static tree takes one top-k per level, at its widest rank; a dynamic one is grown.
+    A static tree takes one top-k per level, at its widest rank; a dynamic one is grown. Under a grammar, every level is
+    filled with allowed tokens (`hydrajax.drafters.allowed`).
 
     Args:
         tree: The candidate tree.
@@ -48,17 +50,20 @@ def fill(
     for k, level in enumerate(tree.levels):
         parents = np.searchsorted(before, tree.parents[level.parents])
         # Nodes are ordered by depth, so the tokens so far hold every path down to this level's parents.
-        carry, logits = guess(carry, Beam(k, tokens[:, level.parents], tokens[:, level.paths], parents))
+        paths = tokens[:, level.paths]
+        carry, logits = guess(carry, Beam(k, tokens[:, level.parents], paths, parents))
         before = level.parents
+        mask = Mask.after(paths, lm_head)
+        logits = mask.over(logits)
         if estimates is not None:
-            guesses, log_p = lm_head.likeliest(logits, level.width)
+            guesses, log_p = mask.keep_likely(*lm_head.likeliest(logits, level.width))
         elif draw is None:
-            guesses = lm_head.top(logits, level.width)
+            guesses = mask.keep(lm_head.top(logits, level.width))
         else:
             # Every parent draws its own children, also if all share one distribution.
             logits = logits / over_rows(draw.temperature, logits)
             logits = jnp.broadcast_to(logits, (len(root), len(level.parents), logits.shape[-1]))
-            guesses = lm_head.sampled(draw.keys[:, k], logits, level.width)
+            guesses = mask.keep(lm_head.sampled(draw.keys[:, k], logits, level.width))
             drawn_from.append(lm_head.over_all_tokens(logits, vocab_size))
         # Medusa heads predict once for all parents of a level.
         slot = level.parent_slot if guesses.shape[1] > 1 else np.zeros_like(level.parent_slot)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.allowed import Mask
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.models.arrays import Array
@@ -97,13 +98,15 @@ def grow(
     expanded = [jnp.full((batch, 1), -1, jnp.int32)]  # the candidate above each k of them; -1 is the root
     for depth in range(tree.expansions + 1):
         carry, logits = guess(carry, beam)
+        mask = Mask.after(beam.paths, lm_head)
+        logits = mask.over(logits)
         if draw is None:
-            children, log_p = lm_head.likeliest(logits, k)
+            children, log_p = mask.keep_likely(*lm_head.likeliest(logits, k))
             scored = worth = likelihood[:, :, None] + log_p
         else:
             logits = logits / over_rows(draw.temperature, logits)
             logits = jnp.broadcast_to(logits, (*likelihood.shape, logits.shape[-1]))
-            children, log_p = lm_head.drawn(_keys_of_level(draw, depth), logits, k)
+            children, log_p = mask.keep_likely(*lm_head.drawn(_keys_of_level(draw, depth), logits, k))
             drawn_from.append(logits)
             looked_at, accepted = _prospects(log_p)
             worth = jnp.where(children < 0, -jnp.inf, likelihood[:, :, None] + looked_at)

@@ -245,6 +245,7 @@ class HeadStack(Trained):
             aux_hidden_layers=(self.hidden_state_offset,),
             supports_sampling=True,
             supports_dynamic_tree=True,
+            fills_levels=True,
             num_draft_heads=self.num_draft_heads,
             shared_lm_head=self.lm_head.shared,
             prefix_layer=self.prefix is not None,

@@ -65,17 +65,19 @@ class Matcher:
         """
         self._vocabulary, self._source = vocabulary, source
         self._text: list[int] = []
+        self._masks: dict[tuple[int, ...], np.ndarray] = {}  # after paths below the text
         self.error: str | None = None
         self._compile()
         allowed_next(self, vocabulary.vocab_size)  # without any token there is an error
 
     def copy(self) -> Matcher:
         found = copy.copy(self)
-        found._matcher = self._matcher.deep_copy()
+        found._matcher, found._masks = self._matcher.deep_copy(), {}
         return found
 
     def follow(self, text: Sequence[int]) -> None:
         new, self._text = list(text[len(self._text) :]), list(text)
+        self._masks.clear()
         if not (self._ended or self.error or self._matcher.consume_tokens(new)):
             self._compile_again()
 
@@ -98,11 +100,15 @@ class Matcher:
         allowed[:] = 0
 
         def visit(node: int, path: list[int]) -> None:
-            mask = allowed[node]
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                mask[:] = 0
-                return
+            mask, known = allowed[node], self._masks.get(tuple(path))
+            if known is not None:
+                mask[:] = known
+            else:
+                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                if self._matcher.is_error():
+                    mask[:] = 0
+                    return
+                self._masks[tuple(path)] = mask.copy()
             for child in children.get(node, ()):
                 token = int(tokens[child])
                 if not mask[token // WORD] >> np.uint32(token % WORD) & 1 or token in self._vocabulary.eos_tokens:

@@ -22,6 +22,7 @@ PROMPTS = [
 ]
 BATCH = len(PROMPTS)
 TREE = "chain-3"
+DRAFTS = ("none", "lookup", "lookahead", "medusa", "hydra", "hydra++", "draft-model", "lookup+hydra++")
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +85,13 @@ def test_random_schemas(models):
 
 @pytest.mark.slow
 def test_many_random_schemas(models):
-    """200 schemas with each draft, with and without forced tokens."""
+    """201 schemas with each draft, with and without forced tokens."""
     rng = random.Random(1)
-    drafts = [(draft, nodes) for draft in ("none", "lookup", "hydra++") for nodes in (0, 8)]
+    drafts = [(draft, nodes) for draft in DRAFTS for nodes in (0, 8)]
     ends = check_schemas(models, [random_schema(rng) for _ in range(201)], 192, drafts[1:])
     assert ends["eos"] > 150
     # Forced tokens need fewer steps, also in addition to a draft.
-    for draft in ("none", "lookup", "hydra++"):
+    for draft in DRAFTS:
         assert ends[f"steps of {draft}, 8 forced"] < ends[f"steps of {draft}, 0 forced"]
 
 
