@@ -5,14 +5,16 @@ on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose 
 which join the tree as a branch, or replace it where it reaches no further. Between propose and accept it masks every
 node.
 
-On an accelerator a step is three programs, and the parser masks while the base verifies; the draft's guesses are
-masked after the root. On a CPU, whose cores the base
-needs itself, steps are one program that calls the parser: starting a program costs 3 microseconds per array there,
-because the weights have displaced everything else from the caches.
+The draft's guesses are masked too, so that no node holds a forbidden token (`hydrajax.drafters.allowed`).
+
+On an accelerator a step is three programs, and the parser masks while the base verifies; only the guesses after the
+root are masked. On a CPU, whose cores the base needs itself, all steps are one program that calls the parser: starting
+a program costs 3 microseconds per array there, because the weights have displaced everything else from the caches.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +43,7 @@ class SteppedState(NamedTuple):
 
 
 class SteppedExecutor(FusedExecutor):
-    """Decode under grammars; programs are compiled once per shape and `Plan`.
+    """Decode under grammars; programs are compiled once per shape, of three programs per step once per `Plan`.
 
     Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A batch
     without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
@@ -84,72 +86,67 @@ class SteppedExecutor(FusedExecutor):
             state = _with_ended(state, ended)
             return engine.settle(params, state, forward, logits, with_tree(proposal), extra, plan is not Plan.TREE)
 
-        def steps(params, state, ended, forced, entries, plan):
-            """Step until the host ends it, which it also does if the next step has another plan."""
+        def steps(params, state, ended, forced, plan, entries, plans):
+            """Step until the host ends it."""
 
-            def masks(entry, shape, *given):
-                (found,) = host.call_host(
-                    entries[entry], [jax.ShapeDtypeStruct((*shape, words(vocab_size)), jnp.uint32)], *given
-                )
-                return found
+            def masks(entry, *given):
+                shape = (*given[0].shape[:2], words(vocab_size))
+                return host.call_host(entry, [jax.ShapeDtypeStruct(shape, jnp.uint32)], *given)[0]
 
-            def after(paths):
-                return masks(1, paths.shape[:2], paths)
-
-            def step(carry):
+            def step(plan, carry):
                 state, ended, forced, _ = carry
                 state = _with_ended(state, ended)
-                proposal = candidates(params, state, forced, plan, after)
+                proposal = candidates(params, state, forced, plan, partial(masks, entries[1]))
                 tokens = proposal.tokens
                 parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), tokens.shape)
-                allowed = masks(0, tokens.shape, tokens, parents)
+                allowed = masks(entries[0], tokens, parents)
                 forward, logits = engine.verify(params, state.target.cache, proposal)
                 extra = (AllowedTokens(allowed),)
                 state = engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
                 found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
                 return state, *host.call_host(entries[2], found, *_to_follow(state))
 
-            carry = (state, ended, forced, jnp.asarray(True))
-            state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3], step, carry)
+            def rounds(carry):
+                """Take the steps of one plan after the other: a conditional would copy the caches."""
+                for number, one in enumerate(plans):
+                    carry = jax.lax.while_loop(lambda carry, it=number: carry[3] == it, partial(step, one), carry)
+                return carry
+
+            state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3] >= 0, rounds, (state, ended, forced, plan))
             return _with_ended(state, ended)
 
         options: dict[str, Any] = {"compiler_options": backend.compiler_options(), "static_argnames": "plan"}
         self._propose = self._jit(propose, **options)
         self._verify = self._jit(verify, compiler_options=backend.compiler_options())
         self._settle = self._jit(settle, donate_argnums=1, **options)
+        options["static_argnames"] = "plans"
         self._steps = self._jit(steps, donate_argnums=1, **options)
 
     decode = Executor.decode
 
     def _compile(self, given):
         constraints, sampling = self._constraints(given.sampling, len(given.prompt))
-        for others in self.stand_ins(constraints) if any(constraints) else (constraints,):
+        for stand_in in self.stand_ins() if any(constraints) else (None,):
+            others = tuple(None if one is None else stand_in for one in constraints)
             Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)))
 
-    def stand_ins(self, constraints: Constraints) -> list[Constraints]:
-        """Return constraints to compile with in place of others: the first steps under them have every `Plan` that
-        steps of such a batch can have.
+    def stand_ins(self) -> tuple[AnyText, ...]:
+        """Return constraints to compile with: any, or for steps of three programs those with every `Plan`, which are
+        without forced tokens, with one, and with more than the draft's tree is deep.
         """
-        spec, followed = self.spec, [row for row, one in enumerate(constraints) if one is not None]
+        if self.host_calls or not self.spec.forced_nodes:
+            return (AnyText([]),)
+        return AnyText([]), AnyText([0]), AnyText([0] * self.spec.longest_path)
 
-        def forcing(counts: dict[int, int]) -> Constraints:
-            return tuple(
-                None if one is None else AnyText([0] * counts.get(row, 0)) for row, one in enumerate(constraints)
-            )
-
-        found = [forcing({})]
-        if spec.forced_nodes:
-            found.append(forcing(dict.fromkeys(followed, spec.longest_path)))
-            # More than the tree holds, but as many as it is deep in no sequence or not in all.
-            some = spec.longest_path if len(constraints) > 1 else self._held_tokens + 1
-            if len(constraints) > 1 or some < spec.longest_path - spec.forced_nodes:
-                found.append(forcing({followed[0]: some}))
-        return found
-
-    @property
-    def _held_tokens(self) -> int:
-        """Forced tokens that the drafter's tree holds because each of its levels is masked: not with three programs."""
-        return 0 if self.host_calls is None else self.spec.held_tokens
+    def _plans(self, batch: int) -> tuple[Plan, ...]:
+        """Return the plans that steps of a batch in one program can have."""
+        spec = self.spec
+        depth = spec.longest_path - spec.forced_nodes
+        if not spec.forced_nodes:
+            return (Plan.TREE,)
+        # A single sequence needs a branch for more tokens than the tree holds and fewer than it is deep.
+        joined = depth > 0 and (batch > 1 or spec.held_tokens + 1 < depth)
+        return (Plan.TREE, Plan.FORCED, Plan.JOINED) if joined else (Plan.TREE, Plan.FORCED)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
         constraints, sampling = self._constraints(sampling, len(lengths))
@@ -194,8 +191,8 @@ class SteppedExecutor(FusedExecutor):
         return decode
 
     def _in_one_program(self, decode: DecodeState, work: HostWork) -> DecodeState:
-        """Step in programs that call the host, one after another for each plan."""
-        batch = len(work.ended)
+        """Step in a program that calls the host."""
+        batch, plans = len(work.ended), self._plans(len(work.ended))
 
         def mask(tokens, parents, allowed):
             tokens, parents = (x.view(np.int32).reshape(batch, -1).copy() for x in (tokens, parents))
@@ -205,16 +202,16 @@ class SteppedExecutor(FusedExecutor):
             allowed = allowed.view(np.uint32).reshape(batch, -1, words(self.model.config.vocab_size))
             allowed[:] = work.masks_after(paths.view(np.int32).reshape(*allowed.shape[:2], -1).copy())
 
-        def follow(done, lengths, roots, tokens, ended, forced, same):
-            before, tokens = work.plan, tokens.view(np.int32).reshape(batch, -1)
+        def follow(done, lengths, roots, tokens, ended, forced, plan):
+            tokens = tokens.view(np.int32).reshape(batch, -1)
             work.follow(done.view(bool), lengths.view(np.int32), roots.view(np.int32), tokens)
             ended.view(bool)[:], forced.view(np.int32)[:] = work.ended, work.forced.reshape(-1)
-            same.view(bool)[:] = work.running and work.plan is before
+            plan.view(np.int32)[:] = plans.index(work.plan) if work.running else -1
 
         with self.host_calls.calling(mask, mask_after, follow) as entries:
-            while work.running:
-                given = self.params, decode, work.ended, work.forced.copy(), entries
-                decode = jax.block_until_ready(self._steps(*given, plan=work.plan))
+            if work.running:
+                given = self.params, decode, work.ended, work.forced.copy(), np.int32(plans.index(work.plan)), entries
+                decode = jax.block_until_ready(self._steps(*given, plans=plans))
         return decode
 
     # --- the host's part ----------------------------------------------------------------------------------------------
@@ -229,7 +226,8 @@ class SteppedExecutor(FusedExecutor):
         return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
 
     def _host_work(self, constraints: Constraints, stopped, steps: int) -> HostWork:
-        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, self._held_tokens)
+        held = self.spec.held_tokens if self.host_calls else 0  # three programs mask the first level only
+        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, held)
 
     def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
         """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""

@@ -17,7 +17,6 @@ from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor, State
-from hydrajax.decoding.host_work import AnyText
 from hydrajax.decoding.keywords import FORCED_NODES
 from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
@@ -318,10 +317,10 @@ class ExecutorPool:
     def _compile_constrained(self, cache_len: int) -> None:
         """Compile the steps of one sequence with a constraint, which takes one step of every shape."""
         ids = np.zeros(self.last_chunks[0], np.int32)
-        for constraints in self._constrained[1].stand_ins((AnyText([]),)):
-            state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraints[0])
+        for constraint in self._constrained[1].stand_ins():
+            state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraint)
             state = self.tile(state, 1, cache_len)
-            self.advance(state, cache_len, np.zeros(1, bool), 1, True, constraints)
+            self.advance(state, cache_len, np.zeros(1, bool), 1, True, (constraint,))
 
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
