@@ -31,6 +31,7 @@ constexpr int kSteps = kDepth / 4;
 constexpr int kMostTilesPerScale = 4;
 constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
 constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
+constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by line, in the order of memory
 
 // Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
 // numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
@@ -48,6 +49,17 @@ struct Weight {
   const uint8_t* zeros;
 };
 
+int64_t TileBytes(const Weight& weight) { return kDepth * kColumns / (weight.four_bits ? 2 : 1); }
+
+const uint8_t* TileAt(const Weight& weight, int64_t t, int64_t group) {
+  return weight.tiles + (t * weight.groups + group) * TileBytes(weight);
+}
+
+// The place of a tile's scales.
+int64_t ScalesAt(const Weight& weight, int64_t t, int64_t group) {
+  return (t * weight.scale_groups + group / weight.tiles_per_scale) * kColumns;
+}
+
 // Of a tile's columns, widened once for all rows.
 struct Scales {
   float scales[kColumns], offsets[kColumns];
@@ -61,18 +73,18 @@ struct Tile {
 
 // Rows of x in 8 bits, in groups of 32 that are padded with zeros. T is int8_t or float.
 struct Rows {
-  void* values;   // T [rows, groups, 32]
-  float* scales;  // [rows, groups]
-  float* sums;    // [rows, groups], of the values
-  int64_t groups;
+  void* values;   // T [groups, rows, 32]
+  float* scales;  // [groups, rows]
+  float* sums;    // [groups, rows], of the values
+  int64_t rows;
 };
 
 // Rounds rows of x: a group's largest number becomes 127. NaN and infinity stay so by their scale.
 template <typename T>
-inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, int64_t rows, const Rows& to) {
+inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
   T* values = static_cast<T*>(to.values);
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t g = 0; g < to.groups; ++g) {
+  for (int64_t r = 0; r < to.rows; ++r) {
+    for (int64_t g = 0; g * kDepth < depth; ++g) {
       float in[kDepth] = {};
       std::memcpy(in, x + r * depth + g * kDepth, sizeof(float) * std::min<int64_t>(kDepth, depth - g * kDepth));
       int32_t bits[kDepth], largest_bits = 0;
@@ -81,7 +93,8 @@ inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, int64_t ro
       float largest;
       std::memcpy(&largest, &largest_bits, sizeof(largest));
       const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
-      T* out = values + (r * to.groups + g) * kDepth;
+      const int64_t at = g * to.rows + r;
+      T* out = values + at * kDepth;
       int32_t sum = 0;
       for (int i = 0; i < kDepth; ++i) {
         const float shifted = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
@@ -91,8 +104,8 @@ inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, int64_t ro
         out[i] = static_cast<T>(static_cast<int8_t>(rounded));
         sum += static_cast<int8_t>(rounded);
       }
-      to.scales[r * to.groups + g] = largest / 127.0f;
-      to.sums[r * to.groups + g] = static_cast<float>(sum);
+      to.scales[at] = largest / 127.0f;
+      to.sums[at] = static_cast<float>(sum);
     }
   }
 }
@@ -107,17 +120,24 @@ typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 
 FOR_EVERY_CPU
-void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<float>(x, depth, rows, to); }
+void Quantize(const float* x, int64_t depth, const Rows& to) { QuantizeRows<float>(x, depth, to); }
 
 // float16 without infinities and NaN.
 inline ALWAYS_INLINE Lanes FromHalves(const uint16_t* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
   const Bits bits = __builtin_convertvector(halves, Bits);
-  const Bits wide = (bits & 0x7fff) << 13 | (bits & 0x8000) << 16;
+  const Bits size = (bits & 0x7fff) << 13;
+  // XLA's threads take a denormal float32 for zero. A denormal float16 is made from a normal one.
+  const Bits raised = size + (113 << 23);
   Lanes small;
+  std::memcpy(&small, &raised, sizeof(small));
+  small -= 0x1p-14f;
+  Bits wide;
+  std::memcpy(&wide, &small, sizeof(wide));
+  wide = (size < 1 << 23 ? wide : size + (112 << 23)) | (bits & 0x8000) << 16;
   std::memcpy(&small, &wide, sizeof(small));
-  return small * 0x1p112f;  // also right for denormal numbers
+  return small;
 }
 
 // Widens the scales from `at` on. A zero becomes -zero * scale, which float32 holds exactly if the scale is float16.
@@ -166,20 +186,21 @@ inline ALWAYS_INLINE void Widen(const uint8_t* tile, bool four_bits, float* wide
 template <int R>
 inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, const Rows& x, int64_t group, int64_t row,
                                        float* sums) {
-  const float* numbers = static_cast<const float*>(x.values) + (row * x.groups + group) * kDepth;
+  const int64_t first = group * x.rows + row;
+  const float* numbers = static_cast<const float*>(x.values) + first * kDepth;
   for (int c = 0; c < kColumns; c += 2 * kLanes) {
     Lanes products[R][2] = {};
     for (int d = 0; d < kDepth; ++d) {
       Lanes w[2];
       std::memcpy(w, wide + d * kColumns + c, sizeof(w));
       for (int r = 0; r < R; ++r) {
-        const float number = numbers[r * x.groups * kDepth + d];
+        const float number = numbers[r * kDepth + d];
         products[r][0] += number * w[0];
         products[r][1] += number * w[1];
       }
     }
     for (int r = 0; r < R; ++r) {
-      const int64_t at = (row + r) * x.groups + group;
+      const int64_t at = first + r;
       for (int v = 0; v < 2; ++v) {
         float* place = sums + (row + r) * kColumns + c + v * kLanes;
         Lanes sum = products[r][v], to, scale, offset;
@@ -198,11 +219,26 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, cons
 }
 
 FOR_EVERY_CPU
-void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+void MultiplyTile(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, float* sums) {
   alignas(64) float wide[kDepth * kColumns];
   Widen(tile.values, weight.four_bits, wide);
-  for (int64_t row = 0; row < rows; row += 8) {
-    WithRows<8>(rows - row, [&](auto r) ALWAYS_INLINE { MultiplyRows<r>(tile, wide, x, group, row, sums); });
+  for (int64_t row = 0; row < x.rows; row += 8) {
+    WithRows<8>(x.rows - row, [&](auto r) ALWAYS_INLINE { MultiplyRows<r>(tile, wide, x, group, row, sums); });
+  }
+}
+
+// Adds the products of rows and the tiles `t` of columns to sums [rows, 64].
+template <auto MultiplyTile>
+void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums) {
+  alignas(64) Scales scales;
+  for (int64_t g = 0; g < weight.groups; ++g) {
+    const uint8_t* packed = TileAt(weight, t, g);
+    for (int64_t b = 0; b < TileBytes(weight); b += 64) {
+      __builtin_prefetch(packed + b + kTilesAhead * TileBytes(weight), 0, kL2);
+    }
+    if (g % weight.tiles_per_scale == 0) WidenScales(weight, ScalesAt(weight, t, g), scales);
+    const Tile tile = {packed, scales.scales, scales.has_offsets ? scales.offsets : nullptr};
+    MultiplyTile(weight, tile, x, g, sums);
   }
 }
 
@@ -216,69 +252,113 @@ void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t gro
 
 namespace vnni {
 
-constexpr int kVectors = kColumns / 16;
+constexpr int kLanes = 16;
+constexpr int kGroupsAtOnce = 8;  // whose weights stay in the L1 cache for all rows
 
-void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<int8_t>(x, depth, rows, to); }
+void Quantize(const float* x, int64_t depth, const Rows& to) { QuantizeRows<int8_t>(x, depth, to); }
 
-template <int R, bool FourBits>
-inline void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t row, float* sums) {
-  const int8_t* a[R];
-  __m512i products[R][kVectors];
-  for (int r = 0; r < R; ++r) {
-    const int64_t at = (row + r) * x.groups + group;
-    a[r] = static_cast<const int8_t*>(x.values) + at * kDepth;
-    // The instruction multiplies unsigned by signed bytes: 128 is added to int8 weights, and 128 times the sum of x is
-    // taken off.
-    const __m512i start = _mm512_set1_epi32(FourBits ? 0 : -128 * static_cast<int32_t>(x.sums[at]));
-    for (int c = 0; c < kVectors; ++c) products[r][c] = start;
-  }
-  const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
-  auto add = [&](int step, const __m512i* w) ALWAYS_INLINE {
-    for (int r = 0; r < R; ++r) {
-      int32_t four;
-      std::memcpy(&four, a[r] + 4 * step, sizeof(four));
-      const __m512i numbers = _mm512_set1_epi32(four);
-      for (int c = 0; c < kVectors; ++c) products[r][c] = _mm512_dpbusd_epi32(products[r][c], w[c], numbers);
+inline __m512 FromHalves(const uint16_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// Reads scales of 16 columns, and what is added to their numbers: see plain::WidenScales.
+template <bool HasOffsets>
+inline void Read(const Weight& weight, int64_t at, __m512& scale, __m512& offset) {
+  scale = weight.scales != nullptr ? FromHalves(weight.scales + at) : _mm512_loadu_ps(weight.wide_scales + at);
+  if constexpr (HasOffsets) {
+    if (weight.offsets != nullptr) {
+      offset = FromHalves(weight.offsets + at);
+    } else {
+      const __m128i zeros = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weight.zeros + at));
+      const __m512i minus = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(zeros));
+      offset = _mm512_mul_ps(_mm512_cvtepi32_ps(minus), scale);
     }
-  };
-  for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
-    __m512i w[kVectors], high[kVectors];
-    for (int c = 0; c < kVectors; ++c) {
-      w[c] = _mm512_loadu_si512(tile.values + (s * kVectors + c) * 64);
-      if constexpr (FourBits) {
-        high[c] = _mm512_and_si512(_mm512_srli_epi16(w[c], 4), nibble);
-        w[c] = _mm512_and_si512(w[c], nibble);
-      } else {
-        w[c] = _mm512_xor_si512(w[c], flip);
+  }
+}
+
+// Adds the products of up to R rows and groups `begin` to `end` of the tiles `t`.
+//
+// R rows of V vectors are summed in registers, and their weights are unpacked once. The multipliers are busy for 8 of 11
+// instructions (10 without offsets); the others are those that scale a group's sums.
+template <int R, bool FourBits, bool HasOffsets>
+void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, float* sums) {
+  if constexpr (R > 1) {
+    if (x.rows - row < R) return MultiplyRows<R - 1, FourBits, HasOffsets>(weight, t, begin, end, x, row, sums);
+  }
+  constexpr int V = R > 4 ? 1 : R > 2 ? 2 : 4;
+  constexpr int kBytes = kDepth * kColumns / (FourBits ? 2 : 1);
+  const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
+  for (int column = 0; column < kColumns; column += V * kLanes) {
+    __m512 totals[R][V];
+    float* to = sums + row * kColumns + column;
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) totals[r][v] = _mm512_loadu_ps(to + r * kColumns + v * kLanes);
+    }
+    const uint8_t* tile = TileAt(weight, t, begin) + 4 * column;
+    for (int64_t g = begin; g < end; ++g, tile += kBytes) {
+      const int64_t first = g * x.rows + row;
+      const int8_t* numbers = static_cast<const int8_t*>(x.values) + first * kDepth;
+      __m512i products[R][V];
+      for (int r = 0; r < R; ++r) {
+        // The instruction multiplies unsigned by signed bytes: 128 is added to int8 weights, and 128 times the sum of x is
+        // taken off.
+        const int32_t start = FourBits ? 0 : -128 * static_cast<int32_t>(x.sums[first + r]);
+        for (int v = 0; v < V; ++v) products[r][v] = _mm512_set1_epi32(start);
+      }
+      auto add = [&](int step, const __m512i* w) ALWAYS_INLINE {
+        for (int r = 0; r < R; ++r) {
+          int32_t four;
+          std::memcpy(&four, numbers + r * kDepth + 4 * step, sizeof(four));
+          for (int v = 0; v < V; ++v) products[r][v] = _mm512_dpbusd_epi32(products[r][v], w[v], _mm512_set1_epi32(four));
+        }
+      };
+      for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
+        __m512i w[V], high[V];
+        for (int v = 0; v < V; ++v) {
+          const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
+          if (row == 0) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
+          w[v] = _mm512_loadu_si512(from);
+          if constexpr (FourBits) {
+            high[v] = _mm512_and_si512(_mm512_srli_epi16(w[v], 4), nibble);
+            w[v] = _mm512_and_si512(w[v], nibble);
+          } else {
+            w[v] = _mm512_xor_si512(w[v], flip);
+          }
+        }
+        add(s, w);
+        if constexpr (FourBits) add(s + kSteps / 2, high);
+      }
+      for (int v = 0; v < V; ++v) {
+        __m512 scale, offset;
+        Read<HasOffsets>(weight, ScalesAt(weight, t, g) + column + v * kLanes, scale, offset);
+        for (int r = 0; r < R; ++r) {
+          __m512 wide = _mm512_mul_ps(_mm512_cvtepi32_ps(products[r][v]), scale);
+          if constexpr (HasOffsets) wide = _mm512_fmadd_ps(_mm512_set1_ps(x.sums[first + r]), offset, wide);
+          totals[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(x.scales[first + r]), wide, totals[r][v]);
+        }
       }
     }
-    add(s, w);
-    if constexpr (FourBits) add(s + kSteps / 2, high);
-  }
-  for (int r = 0; r < R; ++r) {
-    const int64_t at = (row + r) * x.groups + group;
-    const __m512 scale = _mm512_set1_ps(x.scales[at]), sum = _mm512_set1_ps(x.sums[at]);
-    for (int c = 0; c < kVectors; ++c) {
-      float* to = sums + (row + r) * kColumns + c * 16;
-      __m512 wide = _mm512_cvtepi32_ps(products[r][c]);
-      wide = _mm512_mul_ps(wide, _mm512_loadu_ps(tile.scales + c * 16));
-      if (tile.offsets != nullptr) wide = _mm512_fmadd_ps(sum, _mm512_loadu_ps(tile.offsets + c * 16), wide);
-      _mm512_storeu_ps(to, _mm512_fmadd_ps(scale, wide, _mm512_loadu_ps(to)));
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) _mm512_storeu_ps(to + r * kColumns + v * kLanes, totals[r][v]);
     }
   }
 }
 
-template <bool FourBits>
-void MultiplyTile(const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
-  int64_t row = 0;
-  for (; row + 4 <= rows; row += 4) MultiplyRows<4, FourBits>(tile, x, group, row, sums);
-  if (rows - row == 3) MultiplyRows<3, FourBits>(tile, x, group, row, sums);
-  if (rows - row == 2) MultiplyRows<2, FourBits>(tile, x, group, row, sums);
-  if (rows - row == 1) MultiplyRows<1, FourBits>(tile, x, group, row, sums);
+template <bool FourBits, bool HasOffsets>
+void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums) {
+  for (int64_t g = 0; g < weight.groups; g += kGroupsAtOnce) {
+    const int64_t end = std::min<int64_t>(weight.groups, g + kGroupsAtOnce);
+    for (int64_t row = 0; row < x.rows; row += 8) MultiplyRows<8, FourBits, HasOffsets>(weight, t, g, end, x, row, sums);
+  }
 }
 
-void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
-  (weight.four_bits ? MultiplyTile<true> : MultiplyTile<false>)(tile, x, group, rows, sums);
+void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
+  const bool has_offsets = weight.offsets != nullptr || weight.zeros != nullptr;
+  if (weight.four_bits) {
+    (has_offsets ? MultiplyColumns<true, true> : MultiplyColumns<true, false>)(weight, t, x, sums);
+  } else {
+    (has_offsets ? MultiplyColumns<false, true> : MultiplyColumns<false, false>)(weight, t, x, sums);
+  }
 }
 
 }  // namespace vnni
@@ -297,7 +377,7 @@ namespace narrow {
 constexpr int kLanes = 8;    // columns of a vector
 constexpr int kVectors = 2;  // side by side: with four rows their sums take half of the registers
 
-void Quantize(const float* x, int64_t depth, int64_t rows, const Rows& to) { QuantizeRows<int8_t>(x, depth, rows, to); }
+void Quantize(const float* x, int64_t depth, const Rows& to) { QuantizeRows<int8_t>(x, depth, to); }
 
 template <typename Isa, bool FourBits, int R>
 inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t group, int64_t row, int column,
@@ -305,7 +385,7 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t 
   const int8_t* a[R];
   __m256i products[R][kVectors];
   for (int r = 0; r < R; ++r) {
-    const int64_t at = (row + r) * x.groups + group;
+    const int64_t at = group * x.rows + row + r;
     a[r] = static_cast<const int8_t*>(x.values) + at * kDepth;
     for (int v = 0; v < kVectors; ++v) products[r][v] = Isa::template Zero<FourBits>(x.sums[at]);
   }
@@ -335,7 +415,7 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t 
     const __m256 scale = _mm256_loadu_ps(tile.scales + column);
     const __m256 offset = tile.offsets != nullptr ? _mm256_loadu_ps(tile.offsets + column) : _mm256_setzero_ps();
     for (int r = 0; r < R; ++r) {
-      const int64_t at = (row + r) * x.groups + group;
+      const int64_t at = group * x.rows + row + r;
       float* to = sums + (row + r) * kColumns + column;
       __m256 wide = _mm256_cvtepi32_ps(Isa::template Total<FourBits>(products[r][v]));
       wide = _mm256_mul_ps(wide, scale);
@@ -346,19 +426,19 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const Rows& x, int64_t 
 }
 
 template <typename Isa, bool FourBits>
-void MultiplyTile(const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
+void MultiplyTile(const Tile& tile, const Rows& x, int64_t group, float* sums) {
   for (int column = 0; column < kColumns; column += kVectors * kLanes) {
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) MultiplyRows<Isa, FourBits, 4>(tile, x, group, row, column, sums);
-    if (rows - row == 3) MultiplyRows<Isa, FourBits, 3>(tile, x, group, row, column, sums);
-    if (rows - row == 2) MultiplyRows<Isa, FourBits, 2>(tile, x, group, row, column, sums);
-    if (rows - row == 1) MultiplyRows<Isa, FourBits, 1>(tile, x, group, row, column, sums);
+    for (; row + 4 <= x.rows; row += 4) MultiplyRows<Isa, FourBits, 4>(tile, x, group, row, column, sums);
+    if (x.rows - row == 3) MultiplyRows<Isa, FourBits, 3>(tile, x, group, row, column, sums);
+    if (x.rows - row == 2) MultiplyRows<Isa, FourBits, 2>(tile, x, group, row, column, sums);
+    if (x.rows - row == 1) MultiplyRows<Isa, FourBits, 1>(tile, x, group, row, column, sums);
   }
 }
 
 template <typename Isa>
-void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows, float* sums) {
-  (weight.four_bits ? MultiplyTile<Isa, true> : MultiplyTile<Isa, false>)(tile, x, group, rows, sums);
+void MultiplyAnyTile(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, float* sums) {
+  (weight.four_bits ? MultiplyTile<Isa, true> : MultiplyTile<Isa, false>)(tile, x, group, sums);
 }
 
 }  // namespace narrow
@@ -370,9 +450,9 @@ void Multiply(const Weight& weight, const Tile& tile, const Rows& x, int64_t gro
 
 struct Code {
   int64_t bytes;  // of T
-  void (*quantize)(const float* x, int64_t depth, int64_t rows, const Rows& to);
-  void (*multiply)(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, int64_t rows,
-                   float* sums);  // adds to sums [rows, 64]
+  void (*quantize)(const float* x, int64_t depth, const Rows& to);
+  // Adds the products of rows and the tiles `t` of columns to sums [rows, 64].
+  void (*multiply)(const Weight& weight, int64_t t, const Rows& x, float* sums);
 };
 
 // The best code for this CPU. HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the one that it names, or plain code.
@@ -386,12 +466,14 @@ const Code& BestCode() {
     if (vnni && chosen("avx512vnni")) return Code{sizeof(int8_t), vnni::Quantize, vnni::Multiply};
 #endif
 #ifdef HAS_256_BIT_CODE
-    auto code = [](auto isa) { return Code{sizeof(int8_t), narrow::Quantize, narrow::Multiply<decltype(isa)>}; };
+    auto code = [](auto isa) {
+      return Code{sizeof(int8_t), narrow::Quantize, plain::MultiplyColumns<narrow::MultiplyAnyTile<decltype(isa)>>};
+    };
     if (AvxVnni::Available() && chosen(AvxVnni::kName)) return code(AvxVnni());
     if (Avx2::Available() && chosen(Avx2::kName)) return code(Avx2());
 #endif
     static_cast<void>(chosen);
-    return Code{sizeof(float), plain::Quantize, plain::Multiply};
+    return Code{sizeof(float), plain::Quantize, plain::MultiplyColumns<plain::MultiplyTile>};
   }();
   return best;
 }
@@ -399,27 +481,17 @@ const Code& BestCode() {
 // Tiles `begin` to `end` of the columns. Row r of the product is row r of `out`, or row `places[r]`.
 void ProductOfTiles(const Code& code, const float* x, int64_t depth, const Weight& weight, float* out, int64_t rows,
                     int64_t begin, int64_t end, const int64_t* places = nullptr) {
-  const int64_t tile_bytes = kDepth * kColumns / (weight.four_bits ? 2 : 1);
   const int64_t groups = weight.groups, in_rows = std::min<int64_t>(kMostRows, rows);
   const int64_t value_floats = in_rows * groups * kDepth * code.bytes / 4, n_sums = in_rows * kColumns;
   float* sums = Scratch(n_sums + value_floats + 2 * in_rows * groups);
   float* values = sums + n_sums;
-  const Rows quantized = {values, values + value_floats, values + value_floats + in_rows * groups, groups};
-  alignas(64) Scales scales;
+  Rows quantized = {values, values + value_floats, values + value_floats + in_rows * groups, 0};
   for (int64_t row = 0; row < rows; row += kMostRows) {
-    const int64_t n = std::min<int64_t>(kMostRows, rows - row);
-    code.quantize(x + row * depth, depth, n, quantized);
+    const int64_t n = quantized.rows = std::min<int64_t>(kMostRows, rows - row);
+    code.quantize(x + row * depth, depth, quantized);
     for (int64_t t = begin; t < end; ++t) {
       std::memset(sums, 0, sizeof(float) * n * kColumns);
-      for (int64_t g = 0; g < groups; ++g) {
-        const uint8_t* packed = weight.tiles + (t * groups + g) * tile_bytes;
-        for (int64_t b = 0; b < tile_bytes; b += 64) __builtin_prefetch(packed + kTilesAhead * tile_bytes + b, 0, 2);
-        if (g % weight.tiles_per_scale == 0) {
-          plain::WidenScales(weight, (t * weight.scale_groups + g / weight.tiles_per_scale) * kColumns, scales);
-        }
-        const Tile tile = {packed, scales.scales, scales.has_offsets ? scales.offsets : nullptr};
-        code.multiply(weight, tile, quantized, g, n, sums);
-      }
+      code.multiply(weight, t, quantized, sums);
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
         const float* from = sums + r * kColumns;
