@@ -147,7 +147,7 @@ def load(
             shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
             a batch over its ``data`` axis. None is the default device.
         quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
-            in one. ``"int4-64"`` and ``"int4-128"`` have a scale for 64 and 128 inputs in place of 32. Logits differ
+            in one. ``"int8-64"``, ``"int4-128"`` and the like have a scale for 64 or 128 inputs, not 32. Logits differ
             slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
             products read them as they are stored. ``"fp8"`` requires a GPU of compute capability 8.9.
         kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per

@@ -1,7 +1,7 @@
 """Kernels of products in 8 and 4 bits: how they are stored and multiplied.
 
 On one CPU device they lie in tiles for our own kernels (`hydrajax.models.kernels.few_bits`), which round x to 8 bits
-too. Elsewhere `Int8` keeps the kernel's shape, and XLA widens it within the product.
+too. Elsewhere `Int8`, with a scale per output, keeps the kernel's shape, and XLA widens it within the product.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def quantized_type(name: str, kernel: str, stored: Array | jax.ShapeDtypeStruct 
         )
     if name == FP8 and kernel != "lm_head":
         return Fp8
-    if name in FOUR_BITS and kernel not in ("lm_head", "embedding"):
-        tiles, elsewhere = FOUR_BITS[name]
-        return tiles if _in_tiles(stored) else elsewhere
-    return Int8Tiles if _in_tiles(stored) else Int8
+    if name not in EIGHT_BITS and kernel in ("lm_head", "embedding"):
+        name = "int8"
+    tiles, elsewhere = (EIGHT_BITS | FOUR_BITS)[name]
+    return tiles if _in_tiles(stored) else elsewhere
 
 
 def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
@@ -356,6 +356,8 @@ class Int8Tiles(Tiles):
         scale: float16 ``[tiles, groups, 64]`` (`few_bits.per_group`).
     """
 
+    group = few_bits.GROUP  # inputs that share a scale
+
     values: Any  # leaves of a pytree, which transformations replace by other things than arrays
     scale: Any
     shape_: tuple[int, ...]
@@ -363,30 +365,31 @@ class Int8Tiles(Tiles):
     @classmethod
     def parameters(cls, depth, width):
         tiles = few_bits.tile_shape(depth, width)
-        return {"values": (tiles, jnp.int8), "scale": (few_bits.scale_shape(depth, width), jnp.float16)}
+        return {"values": (tiles, jnp.int8), "scale": (few_bits.scale_shape(depth, width, cls.group), jnp.float16)}
 
     @classmethod
     def of(cls, kernel):
         """Return the nearest kernel; the largest number of each group becomes 127."""
-        values, scale = in_groups(kernel, eight_bits)
+        values, scale = in_groups(kernel, eight_bits, cls.group)
         return cls(few_bits.to_tiles(values), few_bits.per_group(scale), kernel.shape)
 
     @staticmethod
     def widened(depth, width, values, scale):
-        tiles = values.astype(jnp.float32) * scale.astype(jnp.float32)[:, :, None, :, None]
-        return few_bits.from_tiles(tiles, depth, width)
+        scale = few_bits.for_tiles(scale.astype(jnp.float32), values.shape[1], axis=1)[:, :, None, :, None]
+        return few_bits.from_tiles(values.astype(jnp.float32) * scale, depth, width)
 
     def columns(self, at: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return some columns in float32: rows of an embedding that is also the lm head."""
         tile, place = at // few_bits.COLUMNS, at % few_bits.COLUMNS
-        scale = self.scale[tile, :, place].astype(jnp.float32)[..., None, None]
+        scale = self.scale[tile, :, place].astype(jnp.float32)  # [*rows, scales]
+        scale = few_bits.for_tiles(scale, self.values.shape[1], axis=-1)[..., None, None]
         rows = self.values[tile, :, :, place].astype(jnp.float32) * scale  # [*rows, groups, 8, 4]
         return rows.reshape(*at.shape, math.prod(rows.shape[at.ndim :]))[..., : self.shape_[0]]
 
     def select(self, columns: Int[np.ndarray, " n"]) -> Int8Tiles:
         """Return the kernel of some columns, which are constants of the program."""
         values, scale = few_bits.select(self.values, self.scale, columns)
-        return Int8Tiles(values, scale, (self.shape_[0], len(columns)))
+        return type(self)(values, scale, (self.shape_[0], len(columns)))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset", "order"), meta_fields=("shape_",))
@@ -451,31 +454,33 @@ class Int4Tiles(Tiles):
     @staticmethod
     def widened(depth, width, values, scale, offset):
         tiles = jnp.concatenate([values & 15, values >> 4], axis=2).astype(jnp.float32)
-        has_zeros, repeats = offset.dtype == jnp.uint8, few_bits.tiles_per_scale(tiles.shape[1], scale.shape[1])
-
-        def of_tiles(numbers: Array) -> Array:
-            repeated = jnp.repeat(numbers.astype(jnp.float32), repeats, axis=1)[:, : tiles.shape[1]]
-            return repeated[:, :, None, :, None]
-
-        scale, offset = of_tiles(scale), of_tiles(offset)
+        has_zeros = offset.dtype == jnp.uint8
+        scale, offset = (
+            few_bits.for_tiles(numbers.astype(jnp.float32), tiles.shape[1], axis=1)[:, :, None, :, None]
+            for numbers in (scale, offset)
+        )
         wide = (tiles - offset) * scale if has_zeros else tiles * scale + offset
         return few_bits.from_tiles(wide, depth, width)
 
 
 def _with_group(kind: type[Quantized], size: int) -> type[Quantized]:
-    """Return a type of 4 bits that quantises with a scale and an offset for each ``size`` inputs."""
+    """Return a type that quantises with a scale, and an offset if it has some, for each ``size`` inputs."""
     found = type(f"{kind.__name__}By{size}", (kind,), {"group": size, "__doc__": f"Groups of {size} inputs."})
     arrays = [field.name for field in dataclasses.fields(kind) if field.name != "shape_"]
     return jax.tree_util.register_dataclass(found, data_fields=arrays, meta_fields=("shape_",))
 
 
 # In tiles, and elsewhere.
+EIGHT_BITS: dict[str, tuple[type[Quantized], type[Quantized]]] = {
+    "int8": (Int8Tiles, Int8),
+    **{f"int8-{size}": (_with_group(Int8Tiles, size), Int8) for size in (64, 128)},
+}
 FOUR_BITS: dict[str, tuple[type[Quantized], type[Quantized]]] = {
     "int4": (Int4Tiles, Int4),
     **{f"int4-{size}": (_with_group(Int4Tiles, size), _with_group(Int4, size)) for size in (64, 128)},
 }
 FP8 = "fp8"
-QUANTIZED = ("int8", *FOUR_BITS, FP8)  # by the user's name
+QUANTIZED = (*EIGHT_BITS, *FOUR_BITS, FP8)  # by the user's name
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:

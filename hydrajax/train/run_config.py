@@ -217,8 +217,8 @@ class TrainConfig:
         teacher: with task ``base``, a model whose distribution is learned in place of the text's tokens, as a draft
             model learns from its target model.
         dtype: of the computation and of the frozen base. Trained parameters are float32.
-        quantize: ``int8``, ``int4``, ``int4-64`` or ``int4-128`` keeps the frozen base's weights of products in fewer
-            bits (medusa 2.2.1: 4 bits).
+        quantize: one of `hydrajax.models.quantized.QUANTIZED`, such as ``int4``, keeps the frozen base's weights of
+            products in fewer bits (medusa 2.2.1: 4 bits).
         matmul_precision: ``bfloat16`` rounds the operands of float32 matmuls to bfloat16 and accumulates in float32;
             everything else stays float32. The fastest on a CPU with AMX.
         batch_size: sequences per optimizer step, in ``accumulation`` micro-batches.

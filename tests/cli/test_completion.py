@@ -26,7 +26,10 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [("hydrajax ev", "evaluate "), ("hydrajax generate --quantize ", "int8\x0bint4\x0bint4-64\x0bint4-128\x0bfp8")],
+    [
+        ("hydrajax ev", "evaluate "),
+        ("hydrajax generate --quantize ", "int8\x0bint8-64\x0bint8-128\x0bint4\x0bint4-64\x0bint4-128\x0bfp8"),
+    ],
 )
 def test_the_program_answers_a_shell(line, expected, tmp_path):
     """argcomplete's protocol: the line and the cursor are in the environment, the answer is in a file."""

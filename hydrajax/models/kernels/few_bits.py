@@ -76,9 +76,13 @@ def scale_shape(depth: int, width: int, group: int = GROUP) -> tuple[int, ...]:
     return (-(-width // COLUMNS), -(-depth // group), COLUMNS)
 
 
-def tiles_per_scale(n_tiles: int, n_scales: int) -> int:
-    """Return how many tiles share a scale, from the numbers of both along the inputs."""
-    return next(size // GROUP for size in GROUPS if -(-n_tiles // (size // GROUP)) == n_scales)
+def for_tiles(numbers: Shaped[Array, "..."], n_tiles: int, axis: int) -> Shaped[Array, "..."]:
+    """Return the scales of groups along ``axis`` as one of each of ``n_tiles`` tiles."""
+    n_scales = numbers.shape[axis]
+    per_scale = next(size // GROUP for size in GROUPS if -(-n_tiles // (size // GROUP)) == n_scales)
+    if per_scale == 1:
+        return numbers
+    return jax.lax.slice_in_dim(jnp.repeat(numbers, per_scale, axis=axis), 0, n_tiles, axis=axis)
 
 
 def to_tiles(values: Shaped[np.ndarray, "D F"]) -> Shaped[np.ndarray, "tiles groups 8 64 4"]:
@@ -103,8 +107,8 @@ def per_group(values: Shaped[np.ndarray, "groups F"]) -> Shaped[np.ndarray, "til
 
 
 def select(
-    tiles: Int8[Array, "tiles groups 8 64 4"], scales: Float16[Array, "tiles groups 64"], columns: np.ndarray
-) -> tuple[Int8[Array, "tiles_ groups 8 64 4"], Float16[Array, "tiles_ groups 64"]]:
+    tiles: Int8[Array, "tiles groups 8 64 4"], scales: Float16[Array, "tiles scales 64"], columns: np.ndarray
+) -> tuple[Int8[Array, "tiles_ groups 8 64 4"], Float16[Array, "tiles_ scales 64"]]:
     """Return some columns in tiles, and their scales."""
     filled = np.resize(columns, -(-len(columns) // COLUMNS) * COLUMNS)
     tile, place = filled // COLUMNS, filled % COLUMNS

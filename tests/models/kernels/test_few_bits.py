@@ -13,7 +13,7 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits, few_rows
-from hydrajax.models.quantized import FOUR_BITS, Int4Tiles, Int8Tiles
+from hydrajax.models.quantized import EIGHT_BITS, FOUR_BITS, Int4Tiles, Int8Tiles
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
@@ -21,8 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
 Int4Tiles64, Int4Tiles128 = FOUR_BITS["int4-64"][0], FOUR_BITS["int4-128"][0]
-KINDS = [Int8Tiles, Int4Tiles, Int4Tiles64, Int4Tiles128]
-GROUPS = {Int8Tiles: 32, Int4Tiles: 32, Int4Tiles64: 64, Int4Tiles128: 128}
+Int8Tiles64, Int8Tiles128 = EIGHT_BITS["int8-64"][0], EIGHT_BITS["int8-128"][0]
+KINDS = [Int8Tiles, Int8Tiles128, Int4Tiles, Int4Tiles64, Int4Tiles128]
+GROUPS = {Int8Tiles: 32, Int8Tiles64: 64, Int8Tiles128: 128, Int4Tiles: 32, Int4Tiles64: 64, Int4Tiles128: 128}
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -150,7 +151,7 @@ def test_numbers_from_gguf_stay_what_they_are(kind, name):
     np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(Int8Tiles, 127), *((kind, 7.5) for kind in KINDS[1:])])
+@pytest.mark.parametrize(("kind", "steps"), [(kind, 7.5 if issubclass(kind, Int4Tiles) else 127) for kind in KINDS])
 def test_weights_are_within_half_a_step(kind, steps):
     kernel = np.random.default_rng(3).standard_normal((300, 2, 35)).astype(np.float32)
     kernel[:, 1, 4] = 0
@@ -172,10 +173,11 @@ def test_weights_beyond_float16_are_refused(kind, bad):
         kind.of(kernel)
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_a_weight(kind):
     weight = kind.of(np.ones((256, 64), np.float32))
-    assert sum(x.nbytes for x in weight.arrays().values()) * 8 / (256 * 64) == 4 + 32 / GROUPS[kind]
+    expected = 4 + 32 / GROUPS[kind] if issubclass(kind, Int4Tiles) else 8 + 16 / GROUPS[kind]
+    assert sum(x.nbytes for x in weight.arrays().values()) * 8 / (256 * 64) == expected
 
 
 def test_scales_that_do_not_fit_the_weight_are_refused():
@@ -185,9 +187,10 @@ def test_scales_that_do_not_fit_the_weight_are_refused():
             few_bits.matmul(x, 64, weight.values, bad, bad)
 
 
-def test_columns_of_an_embedding():
+@pytest.mark.parametrize("kind", [Int8Tiles, Int8Tiles64])
+def test_columns_of_an_embedding(kind):
     table = np.random.default_rng(4).standard_normal((150, 48)).astype(np.float32)  # [tokens, D]
-    kernel = jax.tree.map(jnp.asarray, Int8Tiles.of(table.T))
+    kernel = jax.tree.map(jnp.asarray, kind.of(table.T))
     whole = np.asarray(kernel.dequantized()).T
     tokens = np.array([[149, 0], [64, 63]])
     np.testing.assert_array_equal(kernel.columns(jnp.asarray(tokens)), whole[tokens])
