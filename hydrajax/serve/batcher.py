@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.decode_loop import Snapshot, next_burst
+from hydrajax.decoding.decode_loop import BURSTS_PER_SECOND, Snapshot, next_burst
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.keywords import with_keywords
 from hydrajax.decoding.processors import MinTokens
@@ -372,18 +372,21 @@ class Batcher:
         # Single steps while a prompt waits for prefill or a sequence for its first token.
         bursts = not (prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live))
         for group in groups:
-            start = time.perf_counter()
             shape = group.shape
-            speculative = not self._pool.can_be_plain(*shape) or self._policy.is_worth_it(len(group.slots))
+            if bursts:
+                speculative, most = self._next_burst(group, len(groups))
+            else:
+                speculative, most = self._policy.is_worth_it(len(group.slots), self._pool.can_be_plain(*shape)), 1
+            start = time.perf_counter()
             compiled = self._pool.is_compiled(*shape, speculative)
-            snapshot = group.advance(group.burst if bursts else 1, speculative)
+            snapshot = group.advance(most, speculative)
             seconds = time.perf_counter() - start
             # A burst ends early if all its sequences end, so count the steps taken.
             taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
             emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
             steps, total = max(*taken, 1), sum(taken)
-            # Other steps took the time of a compilation, of a move or of grammars.
-            if compiled and shape == group.shape and not any(group.constraints):
+            # Other steps took the time of a compilation, of a move or of grammars, and single ones return to the host.
+            if bursts and compiled and shape == group.shape and not any(group.constraints):
                 self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
             if bursts:
                 group.burst = next_burst(steps, seconds * len(groups))
@@ -392,6 +395,14 @@ class Batcher:
             for slot, sequence in group.live:
                 self._update(group, slot, sequence, snapshot)
         self._batch.drop_empty()
+
+    def _next_burst(self, group: SlotGroup, n_groups: int) -> tuple[bool, int]:
+        """Return whether the group's next burst is speculative, and its steps."""
+        if any(group.constraints):
+            return True, group.burst
+        can_be_plain, seconds = self._pool.can_be_plain(*group.shape), 1 / (BURSTS_PER_SECOND * n_groups)
+        speculative, steps = self._policy.next_burst(len(group.slots), seconds, can_be_plain)
+        return speculative, steps or group.burst
 
     def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> None:
         """Update a request's handle; free its slot at the end."""

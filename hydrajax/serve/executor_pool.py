@@ -257,7 +257,7 @@ class ExecutorPool:
 
     def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
-        return put_sequence(state, slot, self._prefill.stay(self.shapes.gather(sequence, [0], cache_len)))
+        return put_sequence(state, np.int32(slot), self._prefill.stay(self.shapes.gather(sequence, [0], cache_len)))
 
     def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
         """Move the given slots of ``state``, which is deleted, into a batch of another shape."""
@@ -313,6 +313,7 @@ class ExecutorPool:
         state = self.tile(one, batch, cache_len)
         state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
         self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+        self.reshape(self.tile(one, batch, cache_len), range(batch), cache_len)
 
     def _compile_constrained(self, cache_len: int) -> None:
         """Compile the steps of one sequence with a constraint, which takes one step of every shape."""

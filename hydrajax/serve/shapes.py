@@ -1,8 +1,9 @@
 """Move sequences between decode states: join a batch, leave it, and change its shape.
 
-Axis 0 of every array of a state is the batch, and the KV caches also have an axis of positions. Arrays are moved one by
-one and sequence by sequence: take one out, cut or pad it to the new cache length, put it in. So there is no program
-per pair of shapes but a few small ones per shape, which can all be compiled at the start.
+Axis 0 of every array of a state is the batch, and the KV caches also have an axis of positions. Sequences are moved one
+by one: take one out, cut or pad it to the new cache length, put it in. So there is no program per pair of shapes but a
+few small ones per shape, which can all be compiled at the start. A program moves all arrays of a sequence, because each
+call costs more than a small copy. A change of shape moves them array by array.
 """
 
 from __future__ import annotations
@@ -34,48 +35,51 @@ class StateShapes:
 
     def gather(self, state: State, slots: Sequence[int], cache_len: int) -> State:
         """Copy the given slots into a new state, in that order; only the first slot may be repeated."""
-        return jax.tree.map(lambda x, like: _gather(x, slots, like.shape), state, self._state(len(slots), cache_len))
+        return _gather(state, slots, self._state(len(slots), cache_len))
 
     def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
         """Like `gather`, but delete each old array after its copy, so that only one exists twice at a time."""
         leaves, treedef = jax.tree.flatten(state)
         for number, like in enumerate(jax.tree.leaves(self._state(len(slots), cache_len))):
-            old, leaves[number] = leaves[number], _gather(leaves[number], slots, like.shape)
+            old = leaves[number]
+            leaves[number] = _gather(old, slots, like)
             old.delete()
         return jax.tree.unflatten(treedef, leaves)
 
 
-def put_sequence(state: State, slot: int, sequence: State) -> State:
+@functools.partial(jax.jit, donate_argnums=0)
+def put_sequence(state: State, slot: jax.Array | np.int32, sequence: State) -> State:
     """Replace a slot of ``state``, which is donated, by a state of batch size 1 with the same cache length."""
-    return jax.tree.map(lambda x, new: _put(x, np.int32(slot), new), state, sequence)
+    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, slot, axis=0), state, sequence)
 
 
-def _gather(x: jax.Array, slots: Sequence[int], shape: tuple[int, ...]) -> jax.Array:
-    def fitted(slot: int) -> jax.Array:
-        taken = x if len(x) == 1 else _take(x, np.int32(slot))
-        return taken if taken.shape[1:] == shape[1:] else _fit(taken, shape[1:])
+def _gather(state: State, slots: Sequence[int], like: State) -> State:
+    """Copy slots of a state, or of one of its arrays, into arrays with the shapes of ``like``."""
+    alone = len(jax.tree.leaves(state)[0]) == 1
 
-    new = _tile(fitted(slots[0]), len(slots))
+    def fitted(slot: int) -> State:
+        taken = state if alone else _take(state, np.int32(slot))
+        return jax.tree.map(lambda x, to: x if x.shape[1:] == to.shape[1:] else _fit(x, to.shape[1:]), taken, like)
+
+    # The only sequence of a state is copied too, because the original may be donated to another program.
+    new = fitted(slots[0]) if len(slots) == 1 and not alone else _tile(fitted(slots[0]), len(slots))
     for at, slot in enumerate(slots):
         if slot != slots[0]:
-            new = _put(new, np.int32(at), fitted(slot))
+            new = put_sequence(new, np.int32(at), fitted(slot))
     return new
 
 
 @jax.jit
-def _take(x: jax.Array, slot: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(x, slot)
+def _take(state: State, slot: jax.Array) -> State:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot), state)
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _tile(sequence: jax.Array, count: int) -> jax.Array:
-    """Repeat a sequence. A single one is copied too, because the original may be donated to another program."""
-    return jnp.broadcast_to(sequence, (count, *sequence.shape[1:])) if count > 1 else jnp.array(sequence, copy=True)
+def _tile(sequence: State, count: int) -> State:
+    def tiled(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (count, *x.shape[1:])) if count > 1 else jnp.array(x, copy=True)
 
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(x: jax.Array, slot: jax.Array, sequence: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, sequence, slot, axis=0)
+    return jax.tree.map(tiled, sequence)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 SMOOTHING = 0.1  # weight of the newest value in the running means
+PROBE_SMOOTHING = 0.5  # the same for seconds of the slower kind of step, which are rarely measured
 PROBE_EVERY = 40  # bursts of a batch size after which the slower kind of step is measured again
+MOST_PROBE_EVERY = 640  # each probe that changes nothing doubles the number of bursts to the next one
+PROBE_SHARE = 0.5  # of a burst's seconds
+FEWEST_STEPS = 2  # of a probe: a single step would measure the return to the host
+MARGIN = 1.03  # the present kind of step stays until the other one is better by this factor
 
 
 class SpeculationPolicy:
@@ -17,16 +24,43 @@ class SpeculationPolicy:
     def __init__(self):
         self._tokens: float | None = None  # per speculative step and sequence
         self._seconds: dict[tuple[int, bool], float | None] = {}  # of a step, by batch size and kind
-        self._bursts: dict[int, int] = {}
+        self._better: dict[int, bool] = {}
+        self._bursts: dict[int, int] = {}  # since the last probe
+        self._probe_every: dict[int, int] = {}
 
-    def is_worth_it(self, batch_size: int) -> bool:
-        """Return whether the next steps at this batch size should be speculative."""
+    def is_worth_it(self, batch_size: int, can_be_plain: bool = True) -> bool:
+        """Return whether steps at this batch size should be speculative."""
+        if not can_be_plain:
+            return True
         speculative, plain = (self._seconds.get((batch_size, kind)) for kind in (True, False))
         if speculative is None or plain is None:
             return speculative is None
-        self._bursts[batch_size] = self._bursts.get(batch_size, 0) + 1
-        better = self._tokens * plain >= speculative
-        return not better if self._bursts[batch_size] % PROBE_EVERY == 0 else better
+        gain, last = self._tokens * plain / speculative, self._better.get(batch_size)
+        better = gain >= {None: 1, True: 1 / MARGIN, False: MARGIN}[last]
+        if better != last:
+            self._better[batch_size], self._bursts[batch_size] = better, 0
+            self._probe_every[batch_size] = PROBE_EVERY
+        return better
+
+    def next_burst(self, batch_size: int, seconds: float, can_be_plain: bool = True) -> tuple[bool, int | None]:
+        """Return whether the next burst is speculative, and its steps.
+
+        Args:
+            batch_size: of the group.
+            seconds: that the burst may take. A probe takes fewer.
+            can_be_plain: plain steps are compiled.
+
+        Returns:
+            The kind, and the steps or None if their seconds are unknown.
+        """
+        kind = self.is_worth_it(batch_size, can_be_plain)
+        if can_be_plain and batch_size in self._better:
+            self._bursts[batch_size] += 1
+            if self._bursts[batch_size] > (every := self._probe_every[batch_size]):
+                self._bursts[batch_size], self._probe_every[batch_size] = 0, min(2 * every, MOST_PROBE_EVERY)
+                kind, seconds = not kind, PROBE_SHARE * seconds
+        known = self._seconds.get((batch_size, kind))
+        return kind, None if known is None else max(math.ceil(seconds / known), FEWEST_STEPS)
 
     def record(
         self, batch_size: int, speculative: bool, steps: int, seconds: float, sequence_steps: int, tokens: int
@@ -39,10 +73,11 @@ class SpeculationPolicy:
         if key not in self._seconds:
             self._seconds[key] = None
             return
-        self._seconds[key] = _smoothed(self._seconds[key], seconds / steps)
+        weight = PROBE_SMOOTHING if self._better.get(batch_size, speculative) != speculative else SMOOTHING
+        self._seconds[key] = _smoothed(self._seconds[key], seconds / steps, weight)
         if speculative:
-            self._tokens = _smoothed(self._tokens, tokens / sequence_steps)
+            self._tokens = _smoothed(self._tokens, tokens / sequence_steps, SMOOTHING)
 
 
-def _smoothed(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + SMOOTHING * (value - mean)
+def _smoothed(mean: float | None, value: float, weight: float) -> float:
+    return value if mean is None else mean + weight * (value - mean)

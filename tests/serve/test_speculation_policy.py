@@ -13,9 +13,9 @@ def simulated(seconds, tokens, turns: int, policy: SpeculationPolicy | None = No
     random, policy, chosen = np.random.default_rng(0), policy or SpeculationPolicy(), []
     for _ in range(turns):
         batch = int(random.choice([batch for batch, speculative in seconds if speculative]))
-        speculative = policy.is_worth_it(batch)
+        speculative, steps = policy.next_burst(batch, 8.0)
         chosen.append((batch, speculative))
-        steps = int(random.integers(1, 9))
+        steps = steps or int(random.integers(1, 9))
         took = steps * seconds[batch, speculative] * random.uniform(0.9, 1.1)
         emitted = round(batch * steps * (tokens * random.uniform(0.8, 1.2) if speculative else 1))
         policy.record(batch, speculative, steps, took, batch * steps, emitted)
