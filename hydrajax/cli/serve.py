@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,9 +14,11 @@ from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.models import backend
 from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.smaller import with_size
 
 if TYPE_CHECKING:
     from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
@@ -232,7 +235,13 @@ class _Offer(NamedTuple):
         executor = make_executor(model, model.spec(tree=self.tree))
         if self.tree is not None:
             return ExecutorPool(executor, sizes)
-        return ExecutorPool(executor, sizes, model.default_tree, drops_draft=True)
+        return ExecutorPool(executor, sizes, partial(_tree_for, model), drops_draft=True)
+
+
+def _tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
+    """Return the tree that was searched for this batch size, else the likeliest nodes of the tree for one sequence."""
+    one, found = model.default_tree(), model.default_tree(batch_size)
+    return with_size(found, backend.step_rows() // batch_size) if batch_size > 1 and found == one else found
 
 
 def _also(name: str, text: str) -> _Offer:

@@ -40,7 +40,7 @@ class PrefixCache:
         The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
         `shrink`.
         """
-        found = [(common_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
+        found = [(_shared(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
         shared, index = max(found, default=(0, -1))
         if shared < SHORTEST:
             return None
@@ -50,12 +50,12 @@ class PrefixCache:
 
     def accepts(self, ids: np.ndarray, nbytes: int) -> bool:
         """Return whether `add` would keep a new entry: it fits and no entry begins with it."""
-        covered = any(common_length(entry.ids, ids) == len(ids) for entry in self._entries)
+        covered = any(_shared(entry.ids, ids) == len(ids) for entry in self._entries)
         return len(ids) >= SHORTEST and nbytes <= self._limit and not covered
 
     def add(self, new: CachedPrefix) -> None:
         """Add an entry that the cache `accepts`, in place of those that are its prefixes."""
-        self._entries = [old for old in self._entries if common_length(old.ids, new.ids) < len(old.ids)]
+        self._entries = [old for old in self._entries if _shared(old.ids, new.ids) < len(old.ids)]
         self._entries.append(new)
         self.shrink(self._limit)
 
@@ -64,3 +64,11 @@ class PrefixCache:
         self._limit = limit
         while self._entries and self.nbytes > limit:
             self._entries.pop(0)
+
+
+def _shared(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common prefix, 0 if shorter than `SHORTEST`. Most pairs differ at that place."""
+    if min(len(a), len(b)) < SHORTEST or a[SHORTEST - 1] != b[SHORTEST - 1]:
+        return 0
+    found = common_length(a, b)
+    return found if found >= SHORTEST else 0

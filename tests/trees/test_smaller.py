@@ -1,0 +1,65 @@
+"""Smaller trees keep the most likely nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hydrajax.cli.serve import _tree_for
+from hydrajax.models import backend
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
+from hydrajax.trees.smaller import with_size
+
+TREE = "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0]]"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "choices"),
+    [
+        (TREE, 2, [[0]]),
+        (TREE, 4, [[0], [0, 0], [0, 0, 0]]),
+        (TREE, 6, [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]),
+        ("chain-5", 3, [[0], [0, 0]]),
+        ("chain-5", 0, [[0]]),
+    ],
+)
+def test_static_trees_keep_the_likeliest_nodes(name, size, choices):
+    assert with_size(presets.by_name(name), size) == presets.tree_of(choices)
+
+
+def test_large_trees_keep_nodes_of_their_own():
+    for name in ("mc_sim_7b_63", "cartesian-4x2x2"):
+        whole = presets.by_name(name)
+        found = with_size(whole, 10)
+        assert found.size == 10
+        assert set(found.choices) < set(whole.choices)
+
+
+def test_dynamic_trees_keep_their_kind():
+    assert with_size(BestFirstTree(16), 6) == BestFirstTree(6)
+    for size, expansions, top_k in ((60, 7, 10), (8, 5, 3), (8, 2, 4), (5, 1, 2)):
+        for smaller in (2, 3, 5):
+            assert with_size(DynamicTree(size, expansions, top_k), smaller).size == smaller
+
+
+def test_trees_that_are_small_enough_stay():
+    for tree in (presets.root(), presets.chain(2), BestFirstTree(3)):
+        assert with_size(tree, 3) is tree
+
+
+class Searched:
+    """Stands for a `LanguageModel`. trees: those that were searched, by batch size."""
+
+    def __init__(self, **trees: str):
+        self._trees = {int(name[1:]): presets.by_name(tree) for name, tree in trees.items()}
+
+    def default_tree(self, batch_size: int = 1):
+        return self._trees[max(size for size in self._trees if size <= batch_size)]
+
+
+def test_the_server_cuts_only_trees_that_were_searched_for_one_sequence(monkeypatch):
+    monkeypatch.setattr(backend, "step_rows", lambda: 10)
+    sizes = [_tree_for(Searched(b1="chain-15"), batch).size for batch in (1, 2, 4, 8, 32)]
+    assert sizes == [16, 5, 2, 2, 2]
+    both = Searched(b1="chain-15", b4="chain-7")
+    assert [_tree_for(both, batch).size for batch in (1, 2, 4, 8)] == [16, 5, 8, 8]
