@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 SMOOTHING = 0.1  # weight of the newest value in the running means
-PROBE_SMOOTHING = 0.5  # the same for seconds of the slower kind of step, which are rarely measured
-PROBE_EVERY = 40  # bursts of a batch size after which the slower kind of step is measured again
-MOST_PROBE_EVERY = 640  # each probe that changes nothing doubles the number of bursts to the next one
+PROBE_SMOOTHING = 0.5  # the same for the slower kind of step, which is rarely measured
+# Bursts of a batch size after which the slower kind of step is measured again. Each probe that changes nothing doubles
+# the number: the first measurements are of few steps, and later probes only follow slow changes.
+FIRST_PROBE, PROBE_EVERY = 5, 160
 FEWEST_STEPS = 2  # of a burst: a single step would mostly measure the return to the host
 # Speculative steps begin at the first gain and end below the second. Small gains are lost in the draft's prefill, in
 # moves of its state, and in slots of sequences that end early in a burst: 3% with eight sequences.
@@ -17,13 +18,12 @@ BEGIN, END = 1.06, 1.03
 class SpeculationPolicy:
     """Running means of a step's seconds and of a speculative step's tokens.
 
-    The seconds depend on the batch size, because a tree costs little only while the device waits for the parameters.
-    The tokens per step depend on the sequences alone and have one mean for all batch sizes. Both kinds of steps emit
-    the same tokens.
+    Both depend on the batch size: a tree costs little only while the device waits for the parameters, and larger
+    batches have smaller trees. Both kinds of steps emit the same tokens.
     """
 
     def __init__(self):
-        self._tokens: float | None = None  # per speculative step and sequence
+        self._tokens: dict[int, float] = {}  # per speculative step and sequence, by batch size
         self._seconds: dict[tuple[int, bool], float | None] = {}  # of a step, by batch size and kind
         self._better: dict[int, bool] = {}
         self._bursts: dict[int, int] = {}  # since the last probe
@@ -36,11 +36,11 @@ class SpeculationPolicy:
         speculative, plain = (self._seconds.get((batch_size, kind)) for kind in (True, False))
         if speculative is None or plain is None:
             return speculative is None
-        gain, last = self._tokens * plain / speculative, self._better.get(batch_size)
+        gain, last = self._tokens[batch_size] * plain / speculative, self._better.get(batch_size)
         better = gain >= (END if last else BEGIN)
         if better != last:
             self._better[batch_size], self._bursts[batch_size] = better, 0
-            self._probe_every[batch_size] = PROBE_EVERY
+            self._probe_every[batch_size] = FIRST_PROBE
         return better
 
     def next_burst(self, batch_size: int, seconds: float, can_be_plain: bool = True) -> tuple[bool, int | None]:
@@ -59,7 +59,7 @@ class SpeculationPolicy:
         if can_be_plain and batch_size in self._better:
             self._bursts[batch_size] += 1
             if self._bursts[batch_size] > (every := self._probe_every[batch_size]):
-                self._bursts[batch_size], self._probe_every[batch_size] = 0, min(2 * every, MOST_PROBE_EVERY)
+                self._bursts[batch_size], self._probe_every[batch_size] = 0, min(2 * every, PROBE_EVERY)
                 kind = not kind
         known = self._seconds.get((batch_size, kind))
         return kind, None if known is None else max(math.ceil(seconds / known), FEWEST_STEPS)
@@ -78,7 +78,7 @@ class SpeculationPolicy:
         weight = PROBE_SMOOTHING if self._better.get(batch_size, speculative) != speculative else SMOOTHING
         self._seconds[key] = _smoothed(self._seconds[key], seconds / steps, weight)
         if speculative:
-            self._tokens = _smoothed(self._tokens, tokens / sequence_steps, SMOOTHING)
+            self._tokens[batch_size] = _smoothed(self._tokens.get(batch_size), tokens / sequence_steps, weight)
 
 
 def _smoothed(mean: float | None, value: float, weight: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydrajax.serve.speculation_policy import PROBE_EVERY, SpeculationPolicy
+from hydrajax.serve.speculation_policy import SpeculationPolicy
 
 
 def simulated(seconds, tokens, turns: int, policy: SpeculationPolicy | None = None):
@@ -37,9 +37,9 @@ SECONDS = {(1, True): 1.5, (1, False): 1.0, (2, True): 2.6, (2, False): 1.3, (8,
 
 @pytest.mark.parametrize(("tokens", "worth"), [(1.2, ()), (1.75, (1,)), (2.4, (1, 2)), (3.5, (1, 2, 8))])
 def test_the_kind_of_step_with_more_tokens_per_second_is_chosen(tokens, worth):
-    chosen, _ = simulated(SECONDS, tokens, 1000)
+    chosen, _ = simulated(SECONDS, tokens, 2000)
     for batch, share in shares(chosen).items():
-        tried = 2 / PROBE_EVERY
+        tried = 2 / 40
         assert share == pytest.approx(1.0 if batch in worth else 0.0, abs=tried)
         assert 0 < share < 1  # the other kind is probed now and then
 
@@ -62,3 +62,25 @@ def test_the_time_of_a_compilation_is_left_out():
         assert not policy.is_worth_it(4)
         policy.record(4, False, 1, seconds, 4, 4)
     assert policy.is_worth_it(4)
+
+
+def test_each_batch_size_has_its_own_tokens():
+    """Larger batches have smaller trees."""
+    policy = SpeculationPolicy()
+    for batch, tokens in ((1, 3.0), (8, 1.5)):
+        for speculative, seconds in ((True, 2.0), (False, 1.0)):
+            for _ in range(2):
+                policy.record(batch, speculative, 1, seconds, 10, round(10 * tokens))
+    assert policy.is_worth_it(1)
+    assert not policy.is_worth_it(8)
+
+
+def test_bursts_of_both_kinds_take_as_long():
+    policy = SpeculationPolicy()
+    assert policy.next_burst(2, 1.0) == (True, None)
+    for speculative, seconds in ((True, 0.2), (False, 0.1)):
+        for _ in range(2):
+            policy.record(2, speculative, 1, seconds, 2, 8)
+    bursts = {policy.next_burst(2, 1.0) for _ in range(100)}
+    assert bursts == {(True, 5), (False, 10)}  # also a probe
+    assert policy.next_burst(2, 1.0, can_be_plain=False) == (True, 5)
