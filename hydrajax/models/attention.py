@@ -201,7 +201,7 @@ def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     n_features = 2 * rope[0].shape[-1]
     if n_features < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :n_features], rope), x[..., n_features:]], axis=-1)
-    return backend.rotate_halves(x.astype(jnp.float32), *rope).astype(x.dtype)
+    return backend.rotate_halves(x, *rope).astype(x.dtype)
 
 
 def attend(

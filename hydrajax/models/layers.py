@@ -109,8 +109,7 @@ class DecoderLayer(nn.Module):
         qkv = project_parts(attends_from, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
-        qkv = qkv.transpose(2, 0, 1, 3, 4)
-        queries, keys, values = jnp.split(qkv, [c.queries_per_kv, c.queries_per_kv + 1], axis=2)
+        queries, keys, values = backend.split_heads(qkv, (c.queries_per_kv, 1, 1))
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:
