@@ -108,17 +108,27 @@ def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Return whether cuDNN attends within a text: it stores no square of scores and compiles at once.
+    """Return whether a library attends within a text: it stores no square of scores and compiles at once.
 
-    7B, a prompt of 8192 tokens: XLA's own operations take 356 kernels and 70 seconds of compilation per layer.
+    7B, a prompt of 8192 tokens on a GPU: XLA's own operations take 356 kernels and 70 seconds of compilation per layer.
     """
+    if platforms.on_tpu():
+        from hydrajax.models.kernels import text_attention_tpu
+
+        return text_attention_tpu.fits(queries) and platforms.has_mosaic()
     head_dim = queries.shape[3]
     sixteen_bit = queries.dtype in (jnp.bfloat16, jnp.float16)
     return platforms.on_ampere() and sixteen_bit and head_dim % 8 == 0 and head_dim <= 128
 
 
 def attend_text(queries, keys, values, window: int | None) -> Float[Array, "B T width"]:
-    """Compute `hydrajax.models.attention.attend` within a text by cuDNN; ``window`` as in `Causal`."""
+    """Compute `hydrajax.models.attention.attend` within a text by cuDNN, or on a TPU by splash attention; ``window`` as
+    in `Causal`.
+    """
+    if platforms.on_tpu():
+        from hydrajax.models.kernels import text_attention_tpu
+
+        return text_attention_tpu.attend(queries, keys, values, window)
     by_token = (x.swapaxes(1, 2) for x in (queries, keys, values))
     sizes = None if window is None else (window - 1, 0)
     out = jax.nn.dot_product_attention(*by_token, is_causal=True, local_window_size=sizes, implementation="cudnn")
@@ -243,26 +253,26 @@ def matmul_parts(
         return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
     heads, flat = "k" * (len(features) - 2), x.reshape(-1, x.shape[-1])
     if platforms.on_tpu() and len(flat) > FUSED_ROWS:
-        out = _by_section(flat, kernel, dtype, stored, rows if heads else flat.shape[:1])
-    else:
-        out = _contract_rows(f"rd,d{heads}pf->{heads}prf", flat, kernel, dtype, stored)
+        return _by_section(x, kernel, dtype, stored)
+    out = _contract_rows(f"rd,d{heads}pf->{heads}prf", flat, kernel, dtype, stored)
     return out.reshape(*features[:-1], *rows, features[-1])
 
 
-def _by_section(x, kernel, dtype, stored: bool, rows: tuple[int, ...]):
+def _by_section(x, kernel, dtype, stored: bool):
     """Return the products with queries, keys and values, or gate and up, joined for callers that take them apart.
 
     In a verify of 8 x 64 nodes of a 7B, XLA needs 147,000 cycles a layer to copy gate out of a fused product, and
     118,000 for the heads (v5e, by its estimate). It removes this concatenation, if no reshape follows.
     """
-    parts, n = kernel.shape[-2], len(rows)
-    sections = jnp.split(kernel, [max(0, parts - 2), parts - 1], axis=-2)
-    if kernel.ndim == 3:
-        products = [_contract_rows("rd,dpf->prf", x, one, dtype, stored) for one in sections]
-        return jnp.concatenate(products)
-    products = [_contract_rows("rd,dpkf->rpkf", x, jnp.moveaxis(one, 2, 1), dtype, stored) for one in sections]
-    products = [product.reshape(*rows, *product.shape[1:]) for product in products]
-    return jnp.concatenate([product.transpose(n + 1, n, *range(n), n + 2) for product in products], axis=1)
+    parts, heads, rows = kernel.shape[-2], "k" * (kernel.ndim - 3), tuple(range(x.ndim - 1))
+    products = []
+    for section in jnp.split(kernel, [max(0, parts - 2), parts - 1], axis=-2):
+        section = jnp.moveaxis(section, -2, 1)
+        product = _contract_rows(f"rd,dp{heads}f->rp{heads}f", x.reshape(-1, x.shape[-1]), section, dtype, stored)
+        product = product.reshape(*x.shape[:-1], *product.shape[1:])
+        last = range(len(rows), product.ndim)  # part, perhaps head, feature
+        products.append(product.transpose(*reversed(last[:-1]), *rows, last[-1]))
+    return jnp.concatenate(products, axis=len(heads))
 
 
 def split_heads(qkv: Num[Array, "kv parts B T H"], sizes: Sequence[int]) -> list[Num[Array, "B kv part T H"]]:

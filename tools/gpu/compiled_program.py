@@ -132,6 +132,10 @@ class CompiledProgram:
         body = self._loop_body()
         return list(self._kernels(body, {}, moves)) if body else []
 
+    def entry_instructions(self) -> list[Instruction]:
+        """Return the instructions outside loops."""
+        return self._computations[self._entry]
+
     def loop_instructions(self) -> list[Instruction]:
         """Return the instructions of that loop's body."""
         return self._computations.get(self._loop_body(), [])

@@ -166,8 +166,11 @@ def _compile(case: Case, place: Callable) -> Compiled:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params.base))
     numbers -= asleep(params.base, config, 1, lambda leaf: leaf.size)  # a token multiplies with its own experts
     numbers -= 0 if config.tied_lm_head else params.base["embedding"].size
+    flops = 2 * case.batch * tokens * numbers
+    if alone:  # only the last token's logits are computed
+        flops -= 2 * case.batch * (tokens - 1) * config.width * config.vocab_size
     temporary = program.memory_analysis().temp_size_in_bytes
-    return Compiled(program.as_text(), floor, 2 * case.batch * tokens * numbers, temporary, time.perf_counter() - began)
+    return Compiled(program.as_text(), floor, flops, temporary, time.perf_counter() - began)
 
 
 def _weights_of(drafter: Drafter, model: BaseModel):

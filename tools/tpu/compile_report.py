@@ -13,12 +13,14 @@ slots, for a whole step the draft's weights), and that of the operations of the 
 
     ar        decoding without a draft
     verify    one pass of the base over the tree
+    prefill   a prompt of ``--contexts`` tokens, without a loop
     medusa, hydra, hydra++, lookup    a whole step with this drafter
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from collectives import counted, listed  # noqa: E402
 from compile_command import cells_of, parser_of, remarks_of, run, words  # noqa: E402
 from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
-from compiled_tpu import cycles_of, is_large_copy, operands_of  # noqa: E402
+from compiled_tpu import cycles_of, is_large_copy, operands_of, repeated  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 from expert_blocks import blocks_of  # noqa: E402
 
@@ -54,8 +56,8 @@ def main(args: argparse.Namespace) -> int:
         for chip in args.chips:
             if chip not in CHIPS:
                 raise HydrajaxError(f"--chips: got {chip}, expected some of {', '.join(CHIPS)}")
-        for what in set(args.what) & {"ar-step", "prefill"}:
-            raise HydrajaxError(f"--what: got {what}, which has no loop; use ar, verify or a drafter's name")
+        if "ar-step" in args.what:
+            raise HydrajaxError("--what: got ar-step, which has no loop; use ar, verify, prefill or a drafter's name")
         shared = {name: getattr(args, name) for name in ("shape", "dtype", "layers")}
         return [
             Case(
@@ -98,7 +100,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         "chip": case.device,
         "batch": case.batch,
         "context": case.context,
-        "nodes": 1 if case.what == "ar" else case.nodes,
+        "nodes": 1 if case.what in ("ar", "prefill") else case.nodes,
         "weights": case.stored_as,
         "devices": case.devices,
     }
@@ -119,7 +121,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         )
         return row | {"fits": False} | dict.fromkeys(missing), [], ""
     program = CompiledProgram(compiled.hlo)
-    step = program.loop_instructions()
+    step = repeated(program, program.entry_instructions()) if case.what == "prefill" else program.loop_instructions()
     own, of_experts = own_cycles(step, case, chip), expert_cycles(program, step, case)
     row |= {
         "fits": True,
@@ -149,6 +151,8 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
             filled = cache[0] * case.context * cache[2]
             size = 4 if case.dtype == "float32" else 2
             seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[1] / chip.device.flops)
+        elif one.opcode == "custom-call" and "splash" in one.name:
+            seconds += _text_seconds(operands_of(one), chip)
         elif one.opcode == "custom-call" and few_bits_tpu.NAMES["int8"] in one.name:
             (rows, depth), (parts, _, width), *_ = operands_of(one)
             numbers = parts * depth * width
@@ -161,6 +165,14 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
             widened = INT4_OPERATIONS * numbers / (VECTOR_OPERATIONS * chip.hertz)
             seconds += max(moved / chip.device.bandwidth, 2 * rows * numbers / chip.device.flops, widened)
     return seconds * chip.hertz
+
+
+def _text_seconds(shapes: list[tuple[int, ...]], chip: Chip) -> float:
+    """Return the seconds of a prompt's attention: all products of the blocks on and below the diagonal."""
+    (*_, blocks, _), (*heads, tokens, head_dim), keys = shapes[0], shapes[-4], shapes[-3]
+    pairs = tokens * (tokens + tokens // blocks) / 2
+    moved = 2 * 2 * (math.prod(keys) + math.prod(heads) * tokens * head_dim)  # of 16 bits: keys and values, in and out
+    return max(moved / chip.device.bandwidth, 4 * math.prod(heads) * pairs * head_dim / chip.device.flops)
 
 
 def expert_cycles(program: CompiledProgram, step: list[Instruction], case: Case) -> float:

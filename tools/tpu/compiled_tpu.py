@@ -19,6 +19,17 @@ def cycles_of_loop(hlo: str) -> int:
     return sum(map(cycles_of, CompiledProgram(hlo).loop_instructions()))
 
 
+def repeated(program: CompiledProgram, instructions: list[Instruction]) -> list[Instruction]:
+    """Return the instructions with those of loops as often as XLA knows that they run."""
+    found = []
+    for one in instructions:
+        found.append(one)
+        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
+        if one.opcode == "while" and turns:
+            found += repeated(program, program.loop_body(one)) * int(turns[1])
+    return found
+
+
 def is_large_copy(instruction: Instruction) -> bool:
     """Return whether the instruction copies, converts or transposes a large array and does nothing else."""
     return instruction.opcode in ("copy", "convert", "transpose") and array_bytes(instruction.shape) > LARGE

@@ -14,7 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.models.kernels import experts_gpu, few_bits_gpu, few_bits_tpu, tree_attention, tree_attention_tpu
+from hydrajax.models.kernels import (
+    experts_gpu,
+    few_bits_gpu,
+    few_bits_tpu,
+    text_attention_tpu,
+    tree_attention,
+    tree_attention_tpu,
+)
 from hydrajax.models.kernels.add_norm import add_norm
 from hydrajax.models.kernels.append_rows import append_rows
 
@@ -37,7 +44,7 @@ def _disagreement(device: str, interpret: bool) -> str | None:
     if device == "GPU":
         checks |= {"appending to caches": _appending, "a row's norm": _norm, "int4 weights": _int4, "experts": _experts}
     else:
-        checks |= {"int8 weights": _int8_tpu, "int4 weights": _int4_tpu}
+        checks |= {"a prompt's attention": _text, "int8 weights": _int8_tpu, "int4 weights": _int4_tpu}
     for name, check in checks.items():
         try:
             difference = float(check(interpret))
@@ -74,6 +81,19 @@ def _attention(attend: Callable, interpret: bool):
         want = weights / weights.sum(axis=-1, keepdims=True) @ -keys
         worst = max(worst, np.max(np.abs(got - want.swapaxes(1, 2).reshape(got.shape))))
     return worst
+
+
+def _text(interpret: bool):
+    """Check a text of several blocks with grouped heads and a window."""
+    queries, keys = _normal(1, 2, 600, 64), _normal(1, 1, 600, 64)
+    call = functools.partial(text_attention_tpu.attend, window=200, interpret=interpret)
+    got = jax.jit(call)(queries, keys, -keys)
+    distance = np.arange(600)[:, None] - np.arange(600)
+    wide = keys.astype(np.float32).repeat(2, axis=1)
+    scores = queries.astype(np.float32) @ wide.swapaxes(2, 3) / np.sqrt(64)
+    weights = np.where((distance >= 0) & (distance < 200), np.exp(scores), 0.0)
+    want = weights / weights.sum(axis=-1, keepdims=True) @ -wide
+    return np.max(np.abs(got - want.swapaxes(1, 2).reshape(got.shape)))
 
 
 def _appending(interpret: bool):
