@@ -1,4 +1,4 @@
-"""Decode-step times of a published shape with random weights on one GPU, against the bandwidth floor.
+"""Decode-step times of a published shape with random weights on one GPU or TPU, against the bandwidth floor.
 
     python tools/gpu/decode_bench.py --out results.jsonl            # 7B in bfloat16, as the time limit allows
     python tools/gpu/decode_bench.py --shape tiny --contexts 128 --nodes 8,1 --dtype float32
@@ -116,6 +116,7 @@ def main() -> int:
         "lm_head": args.lm_head,
         "dynamic": args.dynamic,
         "gpu_kernels": platforms.has_triton(),
+        "tpu_kernels": platforms.has_mosaic(),
         "compiler_options": backend.compiler_options(),
         "copy_gigabytes_per_second": bandwidth / 1e9,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HYDRAJAX", "XLA"))},

@@ -1,9 +1,9 @@
-"""Check kernels and decoding on a GPU in five minutes, without pytest.
+"""Check kernels and decoding on a GPU or a TPU in five minutes, without pytest.
 
     python tools/gpu/device_check.py --out device_check.json
 
-Compares the GPU kernels with NumPy, and tree decoding of the shipped model and its heads with autoregressive decoding:
-in float32 and bfloat16, with and without the kernels and CUDA graphs.
+Compares the device's kernels with NumPy, and tree decoding of the shipped model and its heads with autoregressive
+decoding: in float32 and bfloat16, with and without the kernels and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ def main() -> int:
     args = parser.parse_args()
 
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": []}
-    found["kernels"] = check.disagreement("GPU", interpret=platforms.platform().name == "cpu") or "agree with NumPy"
+    kernels = "TPU" if platforms.on_tpu() else "GPU"
+    found["kernels"] = check.disagreement(kernels, interpret=platforms.on_cpu()) or "agree with NumPy"
     print(found["kernels"], flush=True)
     for dtype, own in itertools.product(["float32", "bfloat16"], ["1", "0"]):
-        os.environ["HYDRAJAX_GPU_KERNELS"] = os.environ["HYDRAJAX_CUDA_GRAPHS"] = own
+        os.environ[f"HYDRAJAX_{kernels}_KERNELS"] = os.environ["HYDRAJAX_CUDA_GRAPHS"] = own
         base = hydrajax.load(assets.base(), dtype=dtype)
         prompts = np.random.default_rng(0).integers(0, base.model.config.vocab_size, (args.prompts, 32), dtype=np.int32)
         want = make_autoregressive_fn(base.model, max_new_tokens=args.new_tokens)(Params(base.params.base, {}), prompts)

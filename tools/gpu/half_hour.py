@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,22 +61,23 @@ PARTS = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(parts: Sequence[Part], doc: str) -> int:
+    """Run the parts that the command line chooses; ``doc`` begins with the command's description."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=28.0, help="time of this call (default %(default)s)")
     parser.add_argument("--tiny", action="store_true", help="test the scripts in seconds on a CPU")
-    parser.add_argument("--only", metavar="PART,PART", help=f"any of {', '.join(part.name for part in PARTS)}")
+    parser.add_argument("--only", metavar="PART,PART", help=f"any of {', '.join(part.name for part in parts)}")
     args = parser.parse_args()
-    chosen = args.only.split(",") if args.only else [part.name for part in PARTS]
-    if unknown := set(chosen) - {part.name for part in PARTS}:
+    chosen = args.only.split(",") if args.only else [part.name for part in parts]
+    if unknown := set(chosen) - {part.name for part in parts}:
         parser.error(f"--only: got {', '.join(sorted(unknown))}, expected names of parts")
 
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "parts.json"
     done = json.loads(record.read_text()) if record.exists() else {}
     end = time.monotonic() + 60 * args.minutes
-    for part in PARTS:
+    for part in parts:
         if part.name not in chosen or part.name in done:
             continue
         left = min(60 * part.minutes, end - time.monotonic())
@@ -110,4 +112,4 @@ def run(part: Part, args: argparse.Namespace, seconds: float) -> dict:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(PARTS, __doc__))
