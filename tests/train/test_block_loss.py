@@ -85,18 +85,21 @@ def test_micro_batches_add_up(parallel):
 
 
 def test_anchors_are_targets_followed_by_targets_of_their_document():
-    labels = np.array([[IGNORED, 5, 6, IGNORED, 7, 8, 9, 3, IGNORED, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORED]])
-    segments = np.array([[1] * 6 + [2] * 4, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
+    labels = jnp.array([[IGNORED, 5, 6, IGNORED, 7, 8, 9, 3, IGNORED, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORED]])
+    segments = jnp.array([[1] * 6 + [2] * 4, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
     allowed = [{1, 4}, {1, 4, 5}]
     seen = [set(), set()]
     for seed in range(30):
-        drawn = draw_anchors(jax.random.key(seed), jnp.asarray(labels), jnp.asarray(segments), 2)
+        drawn = draw_anchors(jax.random.key(seed), labels, segments, 2)
         for row in range(2):
             places = np.asarray(drawn.positions[row])[np.asarray(drawn.keep[row])]
             assert len(set(places.tolist())) == len(places) == min(2, len(allowed[row]))
             assert (np.diff(places) > 0).all()
             seen[row] |= set(places.tolist())
     assert seen == allowed
+    drawn = [draw_anchors(jax.random.key(seed), labels, segments, 4, ascending=False) for seed in range(8)]
+    assert all(one.keep.tolist() == [[True, True, False, False], [True, True, True, False]] for one in drawn)
+    assert {tuple(np.asarray(one.positions[0, :2]).tolist()) for one in drawn} == {(1, 4), (4, 1)}
 
 
 def test_blocks_of_a_packed_row_read_their_own_document(parallel):
