@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend
+from hydrajax.models import products
 from hydrajax.models.layout import Parameter, Stack
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import DATA, MODEL
@@ -229,7 +229,7 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter | Stack, tuple
     """Return ``place(array, logical_axes)``, which shards an array over the mesh, or uses the default device.
 
     On a mesh, the slices of this process's devices are read one by one, each once. The array lies in memory as this
-    platform's products read it (`hydrajax.models.backend.stored_order`).
+    platform's products read it (`hydrajax.models.products.stored_order`).
     """
     if mesh is None:
         return lambda x, axes: _in_stored_order(
@@ -256,7 +256,7 @@ def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) ->
 
 
 def _in_stored_order(array: jax.Array, axes: Iterable[str | None] | None) -> jax.Array:
-    order = backend.stored_order(array.shape, array.dtype, axes)
+    order = products.stored_order(array.shape, array.dtype, axes)
     return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.models import backend
+from hydrajax.models import backend, products
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
@@ -298,7 +298,7 @@ def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None =
             s = jnp.einsum("bkgtd,bktd->bkgt", by_place, segment.keys, preferred_element_type=jnp.float32)
             return capped(s, softcap)[..., None]
         keys, factors = in_parts(segment.keys, rows.dtype)
-        s = backend.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
+        s = products.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
         s = s if factors is None else s * factors
         s = s.reshape(batch, n_kv, -1, n_tokens, segment.keys.shape[2])
         s = capped(s, softcap)
@@ -311,7 +311,7 @@ def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None =
         values, factors = in_parts(segment.values, rows.dtype)
         weights = exps.reshape(batch, n_kv, -1, values.shape[2])
         weights = weights if factors is None else weights * factors
-        return backend.contract("bkrs,bksd->bkrd", weights.astype(values.dtype), values, jnp.float32)
+        return products.contract("bkrs,bksd->bkrd", weights.astype(values.dtype), values, jnp.float32)
 
     # One softmax over all segments without concatenating them: a common maximum, separate sums, and one division at the
     # end on [T, H] and not on [T, S]. On a CPU this is 20% faster for a 64-node tree than softmax over the

@@ -1,4 +1,4 @@
-"""Every choice that depends on the backend, each with the figure that justifies it.
+"""Every choice that depends on the backend, each with the figure that justifies it; for products see `products`.
 
 The rest of the package calls these functions and does not depend on the backend. A new kernel for a backend belongs
 here, behind the function that it replaces, with its measurement. GPU kernels are imported where they are used: Pallas
@@ -7,11 +7,8 @@ takes a tenth of the package's import.
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
 
@@ -21,70 +18,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Num
 
-from hydrajax.models import platforms
+from hydrajax.models import platforms, products
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows as kernels
 from hydrajax.models.per_device import DATA, MODEL, axis_over, mesh_in_use, on_each_device, take_divided
-
-
-def contract(spec: str, a: Array, b: Array, dtype) -> Array:
-    """Return ``einsum(spec, a, b)``, accumulated and returned in ``dtype``.
-
-    Under `jax.default_matmul_precision` ("bfloat16"), float32 inputs (and float32 gradients in the backward pass) are
-    rounded to bfloat16 and accumulated in float32. XLA does this itself on accelerators; on a CPU it ignores the
-    setting, so the inputs are rounded here. On a CPU with AMX a [4096, 512] by [512, 1536] product then takes 4.5 ms,
-    before 25 (jax 0.10, 2 cores).
-
-    On a CPU, bfloat16 inputs with a bfloat16 result are also accumulated in float32: XLA uses AMX for a float32 result
-    only. A [128, 2048] by [2048, 11264] product takes 68 ms, before 311 (float32: 182; jax 0.10, one thread).
-    """
-    if platforms.on_cpu() and jax.config.jax_default_matmul_precision == "bfloat16" and a.dtype == jnp.float32:
-        return _rounded_contract(spec, a, b).astype(dtype)
-    if platforms.on_cpu() and a.dtype == b.dtype == dtype == jnp.bfloat16:
-        return _contract_bfloat16(spec, a, b).astype(dtype)
-    return jnp.einsum(spec, a, b, preferred_element_type=dtype)
-
-
-def _contract_bfloat16(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_contract(spec: str, a: Array, b: Array) -> Array:
-    return _contract_bfloat16(spec, a, b)
-
-
-def _rounded_contract_forward(spec: str, a: Array, b: Array):
-    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # stays rounded: half the memory between the two passes
-    return _contract_bfloat16(spec, a, b), (a, b)
-
-
-def _rounded_contract_backward(spec: str, inputs, gradient: Array):
-    a, b = inputs
-    left, right, out = re.split(",|->", spec)
-    gradient = gradient.astype(jnp.bfloat16)
-    to_a = _contract_bfloat16(f"{out},{right}->{left}", gradient, b)
-    return to_a, _contract_bfloat16(f"{left},{out}->{right}", a, gradient)
-
-
-_rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
-
-
-def few_rows(rows: int, *dtypes) -> bool:
-    """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows and these dtypes.
-
-    1.1B parameters in bfloat16, one thread of an Intel Xeon with AMX: XLA, which widens each weight in memory, takes
-    603 ms for a token and 1,100 for a verify of 8 nodes, the kernels 139 and 162 (float32: 278 and 328).
-    """
-    small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
-    return small and platforms.has_cpu_kernels()
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
     """Return whether our own CPU kernel attends from these queries."""
     n_tokens, head_dim = queries.shape[2:]
     fits = head_dim % kernels.LANES == 0 and head_dim <= kernels.LONGEST_HEAD
-    return fits and few_rows(n_tokens, queries.dtype)
+    return fits and products.few_rows(n_tokens, queries.dtype)
 
 
 def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType | None:
@@ -183,7 +127,7 @@ def _add_norm(x, added, scale, eps: float):
         return total, normed.astype(x.dtype) * scale
 
     summands = (x,) if added is None else (x, added)
-    if few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == x.dtype:
+    if products.few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == x.dtype:
         first, *second = (y.reshape(-1, x.shape[-1]) for y in summands)
         total, normed = kernels.add_norm(plain, eps, first, scale, *second)
         return total.reshape(x.shape), normed.reshape(x.shape)
@@ -217,134 +161,6 @@ def whole_slots(slots: int) -> int:
 TPU_TILE_ROWS = 16  # of bfloat16; a multiple of those of float32
 
 
-def stored_order(shape: tuple[int, ...], dtype, axes: Iterable[str | None] | None = None) -> tuple[int, ...] | None:
-    """Return the order of a weight's axes in memory, outermost first, for `jax.experimental.layout`; None: JAX's own.
-
-    A TPU stores the last two axes in tiles of 8 by 128, and a fused kernel ``[D, 2, F]`` as it is declared would be
-    laid out anew in every step: 180 MB per layer of a 7B, three times the cycles of its product. With D next to F, it
-    is read in place. cuBLAS multiplies int8 where both factors have D as their last axis.
-
-    Kernels of experts, by the logical names ``axes``, have a leading axis, which stays the outermost: each expert's is
-    one stretch of memory.
-    """
-    if next(iter(axes or ()), None) == "experts":
-        order = stored_order(shape[1:], dtype)
-        return None if order is None else (0, *(axis + 1 for axis in order))
-    if platforms.on_turing() and dtype == jnp.int8 and len(shape) > 1:
-        return (*range(1, len(shape)), 0)
-    if not platforms.on_tpu() or len(shape) < 3:
-        return None
-    last = len(shape) - 1
-    return (*reversed(range(last)), last)
-
-
-FUSED_ROWS = 128  # of a fused product on a TPU; with more, XLA copies the parts of the result
-
-
-def matmul_parts(
-    x: Num[Array, "*rows D"], kernel: Num[Array, " D *parts F"], dtype, *, stored: bool = True
-) -> Num[Array, "*parts *rows F"]:
-    """Return `matmul` of a fused kernel, part by part. On a TPU the kernel is read as `stored_order` stores it.
-
-    On a mesh, a kernel ``[D, 2, F]`` that is divided over F would be gathered to be reshaped, in every step.
-    """
-    rows, features = x.shape[:-1], kernel.shape[1:]
-    if not platforms.on_tpu() and mesh_in_use() is None:
-        return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
-    heads, flat = "k" * (len(features) - 2), x.reshape(-1, x.shape[-1])
-    if platforms.on_tpu() and len(flat) > FUSED_ROWS:
-        return _by_section(x, kernel, dtype, stored)
-    out = _contract_rows(f"rd,d{heads}pf->{heads}prf", flat, kernel, dtype, stored)
-    return out.reshape(*features[:-1], *rows, features[-1])
-
-
-def _by_section(x, kernel, dtype, stored: bool):
-    """Return the products with queries, keys and values, or gate and up, joined for callers that take them apart.
-
-    In a verify of 8 x 64 nodes of a 7B, XLA needs 147,000 cycles a layer to copy gate out of a fused product, and
-    118,000 for the heads (v5e, by its estimate). It removes this concatenation, if no reshape follows.
-    """
-    parts, heads, rows = kernel.shape[-2], "k" * (kernel.ndim - 3), tuple(range(x.ndim - 1))
-    products = []
-    for section in jnp.split(kernel, [max(0, parts - 2), parts - 1], axis=-2):
-        section = jnp.moveaxis(section, -2, 1)
-        product = _contract_rows(f"rd,dp{heads}f->rp{heads}f", x.reshape(-1, x.shape[-1]), section, dtype, stored)
-        product = product.reshape(*x.shape[:-1], *product.shape[1:])
-        last = range(len(rows), product.ndim)  # part, perhaps head, feature
-        products.append(product.transpose(*reversed(last[:-1]), *rows, last[-1]))
-    return jnp.concatenate(products, axis=len(heads))
-
-
-def split_heads(qkv: Num[Array, "kv parts B T H"], sizes: Sequence[int]) -> list[Num[Array, "B kv part T H"]]:
-    """Return the heads of a fused product in parts of these sizes. A TPU's products are already apart."""
-    places = np.cumsum(sizes)[:-1]
-    if platforms.on_tpu():
-        return [part.transpose(2, 0, 1, 3, 4) for part in jnp.split(qkv, places, axis=1)]
-    return jnp.split(qkv.transpose(2, 0, 1, 3, 4), places, axis=2)
-
-
-def parts_first(product: Num[Array, "*rows F"], features: tuple[int, ...]) -> Num[Array, "*parts *rows f"]:
-    """Return a fused kernel's product with the parts, all features but the last, as leading axes."""
-    rows, parts = product.ndim - 1, len(features) - 1
-    split = product.reshape(*product.shape[:-1], *features)
-    return jnp.moveaxis(split, range(rows, rows + parts), range(parts))
-
-
-def matmul(x: Num[Array, "*rows D"], kernel: Num[Array, "D F"], dtype, *, stored: bool = True) -> Num[Array, "*rows F"]:
-    """Return ``x @ kernel``, accumulated and returned in ``dtype``.
-
-    On a CPU without our kernels a single row is multiplied as two half contractions whose results are added. XLA runs
-    the two on two cores, while it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us instead of
-    196, and no shape was more than 10% slower (jax 0.10, 2 cores). With more rows this loses up to threefold.
-
-    Args:
-        x: Rows.
-        kernel: The weight.
-        dtype: Of the result and the accumulation.
-        stored: The kernel lies in memory as it is (it is not dequantised on the way).
-    """
-    width, rows = x.shape[-1], math.prod(x.shape[:-1])
-    flat = x.reshape(rows, width)
-    if platforms.on_tpu() and dtype != x.dtype:  # an lm head
-        # XLA would lay its weight out anew (262 MB of a 7B), and with several rows compute a draft head's block again
-        # for each part of the vocabulary: 1.10M cycles in place of 0.62M and 0.09M (v5e, by the compiler's estimate).
-        flat = jax.lax.optimization_barrier(flat)
-    if few_rows(rows, x.dtype, kernel.dtype, dtype):
-        out = kernels.matmul(flat, kernel, dtype)
-    elif platforms.on_cpu() and rows == 1 and width % 2 == 0 and mesh_in_use() is None:
-        halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
-        out = jnp.einsum("gd,gdf->gf", *halves, preferred_element_type=dtype).sum(axis=0)
-    else:
-        out = _contract_rows("rd,df->rf", flat, kernel, dtype, stored)
-    return out.reshape(*x.shape[:-1], -1)
-
-
-def matmul_transposed(x: Float[Array, "*rows D"], weight: Float[Array, "F D"], dtype) -> Float[Array, "*rows F"]:
-    """Return ``x @ weight.T``, accumulated and returned in ``dtype``: an embedding that is also the lm head.
-
-    XLA's CPU products of a few rows would first transpose the weight, in every step.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    if few_rows(len(flat), x.dtype, weight.dtype):
-        out = kernels.matmul_transposed(flat, weight).astype(dtype)
-    else:
-        out = _contract_rows("rd,fd->rf", flat, weight, dtype)
-    return out.reshape(*x.shape[:-1], -1)
-
-
-def matmul_float32(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"]) -> Float[Array, "*rows F"]:
-    """Return ``x @ kernel`` in float32 without rounding the inputs: the scores of a router, which decide.
-
-    An accelerator would round float32 inputs to TF32 or bfloat16.
-    """
-    wide = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    if few_rows(len(wide), kernel.dtype):
-        out = kernels.matmul(wide, kernel, jnp.float32)
-    else:
-        out = jnp.matmul(wide, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-    return out.reshape(*x.shape[:-1], -1)
-
-
 def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
     """Return rows of an embedding; indices outside it are clipped.
 
@@ -363,20 +179,6 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
 
     widens = table.dtype == jnp.bfloat16 and index.size
     return take_divided(copied if widens and platforms.has_cpu_kernels() else plain, table, index)
-
-
-def _contract_rows(spec: str, x: Num[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
-    """Apply `contract` to rows of ``x``; ``r`` in the specification.
-
-    cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step:
-    1.05 GB for the lm head of a 7B model instead of 0.26. A TPU multiplies a single row on the vector unit, in 3.8
-    times the cycles that two take on the matrix unit (v5e, by the compiler's estimate). Repeating the row avoids both.
-    """
-    widened = stored and platforms.platform().name == "gpu" and dtype == jnp.float32 and x.dtype != jnp.float32
-    if len(x) == 1 and (widened or platforms.on_tpu()):
-        twice = contract(spec, jnp.concatenate([x, x]), weight, dtype)
-        return jax.lax.slice_in_dim(twice, 0, 1, axis=spec.partition("->")[2].index("r"))
-    return contract(spec, x, weight, dtype)
 
 
 # XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then

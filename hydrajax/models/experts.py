@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.models import backend
+from hydrajax.models import products
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.expert_products import expert_sum
 from hydrajax.models.llama_config import Experts
@@ -52,7 +52,7 @@ class ExpertMLP(nn.Module):
             bias = self.param("choice_bias", zeros, (e.count,), jnp.float32)
         gate_up = declare_experts(self, "gate_up", e.count, (width, 2, e.width))
         down = declare_experts(self, "down", e.count, (e.width, width))
-        ids, weights = route(backend.matmul_float32(x, router), e, bias)
+        ids, weights = route(products.matmul_float32(x, router), e, bias)
         out = expert_sum(x, ids, weights, gate_up, down, e.count, self.activation)
         if not e.shared_width:
             return out
@@ -62,7 +62,7 @@ class ExpertMLP(nn.Module):
         shared = project(self.activation(gate) * up, shared_down)
         if e.shared_gate:
             gate = declare(self, "shared_gate", (width, 1), (None, None), normal)
-            shared = shared * jax.nn.sigmoid(backend.matmul_float32(x, gate)).astype(shared.dtype)
+            shared = shared * jax.nn.sigmoid(products.matmul_float32(x, gate)).astype(shared.dtype)
         return out + shared
 
 

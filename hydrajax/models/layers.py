@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models import backend
+from hydrajax.models import backend, products
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
         qkv = project_parts(attends_from, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
-        queries, keys, values = backend.split_heads(qkv, (c.queries_per_kv, 1, 1))
+        queries, keys, values = products.split_heads(qkv, (c.queries_per_kv, 1, 1))
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:

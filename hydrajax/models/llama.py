@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.models import backend
+from hydrajax.models import backend, products
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
@@ -110,7 +110,7 @@ class Llama(nn.Module):
             return project(hidden, head if tokens is None else head.select(tokens), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
-            return backend.matmul_transposed(hidden, rows, jnp.float32)
+            return products.matmul_transposed(hidden, rows, jnp.float32)
         kernel = head if tokens is None else self._head_kernel()[:, tokens]
         return project(hidden, kernel, jnp.float32)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Shaped
 
-from hydrajax.models import backend, platforms
+from hydrajax.models import platforms, products
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.digits import DIGIT, digits
@@ -44,12 +44,12 @@ def matmul_scaled(
         return (product * jnp.expand_dims(scale, -2)).astype(dtype)
 
     def plain(x, values, scale):
-        return scaled(backend.matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
+        return scaled(products.matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
 
     @with_gradient_of(plain)
     def as_integers(x, values, scale):
         first, second, step = digits(x)
-        sums = backend.matmul_parts(jnp.concatenate([first, second]), values, jnp.int32, stored=False)
+        sums = products.matmul_parts(jnp.concatenate([first, second]), values, jnp.int32, stored=False)
         first, second = jnp.split(sums.astype(jnp.float32), 2, axis=-2)
         return scaled((first + second / DIGIT) * step, scale)
 
@@ -94,7 +94,7 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
     def flattened(product: Callable) -> Int4Parts:
         def call(x, values, scale, offset, dtype):
             columns = (a.reshape(*a.shape[: a.ndim - len(parts) - 1], -1) for a in (values, scale, offset))
-            return backend.parts_first(product(x, *columns, dtype), (*parts, width))
+            return products.parts_first(product(x, *columns, dtype), (*parts, width))
 
         return call
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend, low_bit_products, platforms
+from hydrajax.models import low_bit_products, platforms, products
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring
 from hydrajax.models.group_rounding import ROWS, eight_bits, four_bits, in_groups
@@ -119,7 +119,7 @@ class Quantized(abc.ABC):
 
     def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
         """Return ``x @ kernel`` with the parts of a fused kernel as leading axes."""
-        return backend.parts_first(self.project(x, x.dtype), self.shape[1:])
+        return products.parts_first(self.project(x, x.dtype), self.shape[1:])
 
     def stored(self, name: str) -> dict[str, Array]:
         """Return the arrays by parameter name; the first has the kernel's own name."""
@@ -267,7 +267,7 @@ class Int4(Quantized):
     def _parts(self, rows: Float[Array, "rows D"], dtype) -> Float[Array, "*parts rows f"]:
         def plain(rows, *arrays):
             kernel = type(self)(*arrays, self.shape_).dequantized().astype(rows.dtype)
-            return backend.matmul_parts(rows, kernel, dtype, stored=False)
+            return products.matmul_parts(rows, kernel, dtype, stored=False)
 
         kernel = low_bit_products.int4_kernel(len(rows), self.values.shape, rows.dtype)
         if kernel is None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models import backend
+from hydrajax.models import products
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring, OfEach
@@ -98,17 +98,17 @@ def project(
         return project(x, kernel.kernel, dtype) + _added(x, kernel, dtype)
     if isinstance(kernel, Quantized):
         return kernel.project(x, dtype)
-    return backend.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
+    return products.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
 
 
 def project_parts(x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank) -> Float[Array, "*parts *rows F"]:
     """Return ``x @ kernel`` of a fused kernel ``[D, *parts, F]`` with its parts as leading axes."""
     if isinstance(kernel, LowRank):
-        added = backend.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
+        added = products.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
         return project_parts(x, kernel.kernel) + added
     if isinstance(kernel, Quantized):
         return kernel.project_parts(x)
-    return backend.matmul_parts(x, kernel, x.dtype)
+    return products.matmul_parts(x, kernel, x.dtype)
 
 
 def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from hydrajax.models.arrays import Array
-from hydrajax.models.backend import contract
+from hydrajax.models.products import contract
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of the published code: a x + b x^3 + c x^5 on each singular value
 ITERATIONS = 5

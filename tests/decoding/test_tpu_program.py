@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers import described_programs
-from hydrajax.models import backend, platforms
+from hydrajax.models import platforms, products
 from hydrajax.sharding import placer
 
 TPU = platforms.Platform("tpu", 1)
@@ -59,11 +59,11 @@ def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
 
 @pytest.mark.parametrize("features", [(2, 24), (3, 3, 8), (3, 6, 8)])
 def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
-    """More than `backend.FUSED_ROWS`, where a TPU multiplies by section: gate and up, one and four queries to a key."""
+    """More rows than `products.FUSED_ROWS`, where a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(3, 70, 16)).astype(np.float32), rng.normal(size=(16, *features)).astype(np.float32)
     with platforms.traced_for(TPU):
-        found = jax.jit(lambda x, kernel: backend.matmul_parts(x, kernel, np.float32))(x, kernel)
+        found = jax.jit(lambda x, kernel: products.matmul_parts(x, kernel, np.float32))(x, kernel)
     want = np.moveaxis(np.tensordot(x, kernel, 1), (0, 1), (-3, -2))
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 

@@ -23,7 +23,7 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
-from hydrajax.drafters.peagle import PEagle
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_llama, load_llama
@@ -43,7 +43,7 @@ MIMO = MTP(BASE.replace(n_layers=1), embedding_first=False, before_final_norm=Tr
 DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
 JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
 DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
-PEAGLE = PEagle.for_base(BASE, np.float32, BlockSettings(2, 3, (0,)))
+PEAGLE = PEagle.for_base(BASE, np.float32, PEagleSettings(2, 3, (0,)))
 AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),

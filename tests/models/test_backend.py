@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hydrajax.models import backend, platforms
+from hydrajax.models import backend, platforms, products
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="other backends follow the precision setting")
 
@@ -22,7 +22,7 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
     a, b, slope = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 70, 300), (2, 300, 90), (2, 70, 90)))
 
     def product(a, b):
-        return backend.contract("bij,bjk->bik", a, b, jnp.float32)
+        return products.contract("bij,bjk->bik", a, b, jnp.float32)
 
     with jax.default_matmul_precision("bfloat16"):
         out, gradient = jax.vjp(product, a, b)
@@ -37,12 +37,12 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
 def test_bfloat16_products_are_accumulated_in_float32_and_rounded_once():
     rng = np.random.default_rng(1)
     a, b = (rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for shape in ((70, 1000), (1000, 90)))
-    found = backend.contract("ij,jk->ik", a, b, jnp.bfloat16)
+    found = products.contract("ij,jk->ik", a, b, jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), rounded(a) @ rounded(b), rtol=2**-8, atol=1e-4)
 
 
-@pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
+@pytest.mark.parametrize("product", [products.matmul, products.matmul_transposed])
 def test_a_single_row_is_doubled_on_a_gpu(product):
     """cuBLAS has no 16-bit matrix-vector product with a float32 result: XLA would convert the whole weight."""
     rng = np.random.default_rng(0)
@@ -55,7 +55,7 @@ def test_a_single_row_is_doubled_on_a_gpu(product):
             found = call(x, weight)
         assert found.shape == (rows, 24)
         wide = np.asarray(weight, np.float64)
-        exact = np.asarray(x, np.float64) @ (wide.T if product is backend.matmul_transposed else wide)
+        exact = np.asarray(x, np.float64) @ (wide.T if product is products.matmul_transposed else wide)
         np.testing.assert_allclose(found, exact, atol=1e-4)
 
 

@@ -24,7 +24,7 @@ from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
-from hydrajax.drafters.peagle import PEagle
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
@@ -53,7 +53,7 @@ HEADS = {
     "eagle": (Eagle.for_base(BASE, np.float32), "eagle"),
     "eagle_3": (EAGLE_3, "speculators"),
     "nextn": (MTP.for_base(BASE, np.float32), "nextn"),
-    "p_eagle": (PEagle.for_base(BASE, np.float32, BlockSettings(2, 3, (0,))), "p-eagle"),
+    "p_eagle": (PEagle.for_base(BASE, np.float32, PEagleSettings(2, 3, (0,))), "p-eagle"),
     "dflash": (DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), "dflash"),
     "dspark": (
         DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=8, markov="gated")),

@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
-from hydrajax.models import backend
+from hydrajax.models import products
 from hydrajax.sharding import AXES, sharding
 
 
@@ -37,7 +37,7 @@ def placed_shapes(devices: Sequence) -> Callable:
 
     def weight(leaf):
         x, axes = (leaf.value, leaf.names) if isinstance(leaf, nn.LogicallyPartitioned) else (leaf, None)
-        order, home = backend.stored_order(x.shape, x.dtype, axes), home_of(x.shape, axes)
+        order, home = products.stored_order(x.shape, x.dtype, axes), home_of(x.shape, axes)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home if order is None else Format(Layout(order), home))
 
     def other(x):

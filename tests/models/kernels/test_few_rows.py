@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import attention, backend
+from hydrajax.models import attention, backend, products
 from hydrajax.models.attention import KVSegment
 from hydrajax.models.kernels import few_rows
 
@@ -217,14 +217,14 @@ def test_a_query_without_visible_keys_gives_finite_numbers():
     assert np.isfinite(attention.attend(queries, [part])).all()
 
 
-@pytest.mark.parametrize("product", [backend.matmul, backend.matmul_transposed])
+@pytest.mark.parametrize("product", [products.matmul, products.matmul_transposed])
 def test_gradients_of_bfloat16_products_are_rounded_once(product):
     rng = np.random.default_rng(7)
     x, slope = normal(rng, 5, 32, dtype="bfloat16"), normal(rng, 5, 32, dtype="bfloat16")
     weight = normal(rng, 32, 32, dtype="bfloat16")
     out, gradient = jax.vjp(lambda x, weight: product(x, weight, jnp.bfloat16), x, weight)
     wide_x, wide_weight, wide_slope = (array.astype(np.float64) for array in (x, weight, slope))
-    if product is backend.matmul_transposed:
+    if product is products.matmul_transposed:
         expected = wide_x @ wide_weight.T, wide_slope @ wide_weight, wide_slope.T @ wide_x
     else:
         expected = wide_x @ wide_weight, wide_slope @ wide_weight.T, wide_x.T @ wide_slope
@@ -270,13 +270,13 @@ def test_vmap():
 )
 def test_shapes_that_use_the_kernels(rows, dtype, taken):
     x, weight = jnp.ones((rows, 32), dtype), jnp.ones((32, 64), dtype)
-    text = jax.jit(lambda x, w: backend.matmul(x, w, x.dtype)).lower(x, weight).as_text()
+    text = jax.jit(lambda x, w: products.matmul(x, w, x.dtype)).lower(x, weight).as_text()
     assert ("hydrajax_matmul" in text) == taken
 
 
 def test_xla_gives_the_same_products(monkeypatch):
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 8, 64), normal(rng, 64, 96)
-    with_kernels = backend.matmul(x, weight, jnp.float32)
+    with_kernels = products.matmul(x, weight, jnp.float32)
     monkeypatch.setattr(few_rows, "available", lambda: False)
-    np.testing.assert_allclose(backend.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)
+    np.testing.assert_allclose(products.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)
