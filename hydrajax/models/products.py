@@ -177,10 +177,10 @@ def matmul_parts(
     rows, features = x.shape[:-1], kernel.shape[1:]
     if not platforms.on_tpu() and mesh_in_use() is None:
         return parts_first(matmul(x, kernel.reshape(len(kernel), -1), dtype, stored=stored), features)
-    heads, flat = "k" * (len(features) - 2), x.reshape(-1, x.shape[-1])
-    if platforms.on_tpu() and len(flat) > FUSED_ROWS:
+    flat, parts = x.reshape(-1, x.shape[-1]), "kp"[3 - len(features) :]
+    if platforms.on_tpu() and len(flat) > FUSED_ROWS and parts:
         return _by_section(x, kernel, dtype, stored)
-    out = _contract_rows(f"rd,d{heads}pf->{heads}prf", flat, kernel, dtype, stored)
+    out = _contract_rows(f"rd,d{parts}f->{parts}rf", flat, kernel, dtype, stored)
     return out.reshape(*features[:-1], *rows, features[-1])
 
 

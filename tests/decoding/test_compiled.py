@@ -35,7 +35,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.peagle import PEagle
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.layers import DecoderLayer
@@ -60,7 +60,7 @@ DRAFTERS = {
     "mtp": (MTP(CONFIG.replace(n_layers=1), embedding_first=False, before_final_norm=True), DynamicTree(8, 2, 3)),
     "dflash": (DFlash.for_base(CONFIG, jnp.float32, BLOCK), BestFirstTree(8).reaching(4)),
     "dspark": (DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=3)), TREE),
-    "peagle": (PEagle.for_base(CONFIG, jnp.float32, BLOCK), TREE),
+    "peagle": (PEagle.for_base(CONFIG, jnp.float32, PEagleSettings(2, 5, (0, 1))), TREE),
     "lookup+hydra++": (WithLookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),

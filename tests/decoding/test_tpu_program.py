@@ -57,7 +57,7 @@ def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
     assert placer(None)(array, None).format.layout.major_to_minor == tuple(range(len(shape)))
 
 
-@pytest.mark.parametrize("features", [(2, 24), (3, 3, 8), (3, 6, 8)])
+@pytest.mark.parametrize("features", [(24,), (2, 24), (3, 3, 8), (3, 6, 8)])
 def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
     """More rows than `products.FUSED_ROWS`, where a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
     rng = np.random.default_rng(0)
