@@ -22,6 +22,7 @@ def quantized_parts(params) -> int:
 
 
 @pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.quick("int4")
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
     m = hydrajax.load("shipped", "hydra++", quantize=quantize)

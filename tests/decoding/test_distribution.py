@@ -249,7 +249,7 @@ PROCESSORS = (
         pytest.param(ExactSampling(0.9, min_p=0.05), "hydra", "tree", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05, draft_temperature=1.2), "far", "tree", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup with far", "grown", marks=pytest.mark.slow),
-        (RejectionSampling(0.9, min_p=0.05), "near", "chain"),
+        pytest.param(RejectionSampling(0.9, min_p=0.05), "near", "chain", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
