@@ -79,7 +79,7 @@ class Placement:
 
     @property
     def split(self) -> bool:
-        """Whether the draft has its own devices."""
+        """True if the draft has its own devices."""
         return self.draft is not None
 
     def homes(self) -> tuple[Sharding, Sharding]:

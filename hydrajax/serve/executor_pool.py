@@ -134,7 +134,7 @@ class ExecutorPool:
 
     @property
     def drops_draft(self) -> bool:
-        """Whether plain steps are possible."""
+        """True if plain steps are possible."""
         return self._plain is not None
 
     @property

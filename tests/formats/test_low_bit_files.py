@@ -1,16 +1,12 @@
-"""Bases of other quantisers: layers bit by bit, logits of transformers, layers left in float, errors of one line."""
+"""Bases of other quantisers: layers bit by bit, logits of transformers, layers left in float."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
-import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,57 +17,19 @@ from transformers import LlamaForCausalLM
 
 import hydrajax
 from helpers.lora_files import apply_lora, write_lora
-from helpers.low_bit_layers import AWQ, CASES, FP8, GPTQ, compressed
+from helpers.low_bit_layers import CASES, UP, change, compressed, read_all
 from helpers.released import refusal
-from hydrajax.errors import HydrajaxError
 from hydrajax.formats import huggingface
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import export_merged, load_llama, read_config, stored_dtype
+from hydrajax.formats.huggingface import export_merged, load_llama, stored_dtype
 from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
-from hydrajax.formats.tensors import open_tensors, save_safetensors
+from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.quantized import Fp8, Int4Tiles
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
-UP = "model.layers.0.mlp.up_proj"
-
-
-@pytest.fixture(scope="module")
-def plain(llama_checkpoint) -> Path:
-    """A float checkpoint whose linear layers have 32 or 96 inputs."""
-    return llama_checkpoint(intermediate_size=96)
-
-
-@pytest.fixture
-def quantised(plain, tmp_path) -> Callable:
-    """``quantised(case, skip=("lm_head",), save=..., **fields) -> (directory, float state dict)``.
-
-    Every linear layer outside ``skip`` is random. ``fields`` change ``quantization_config``.
-    """
-
-    def make(case: str, skip=("lm_head",), save=None, **fields):
-        config, pack, settings = CASES[case]
-        rng, tensors, weights = np.random.default_rng(0), {}, {}
-        for name, tensor in load_file(plain / "model.safetensors").items():
-            layer = name.removesuffix(".weight")
-            if ("_proj" in name or layer == "lm_head") and layer not in skip:
-                parts, weights[name] = pack(rng, *tensor.shape, **settings)
-                tensors |= {f"{layer}.{part}": x for part, x in parts.items()}
-            else:
-                tensors[name] = weights[name] = tensor
-        directory = Path(shutil.copytree(plain, tmp_path / case))
-        raw = json.loads((directory / "config.json").read_text()) | {"quantization_config": config | fields}
-        (directory / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
-        (directory / "model.safetensors").unlink()
-        if save is None:
-            save_safetensors(directory / "model.safetensors", tensors)
-        else:
-            save(directory, tensors)
-        return directory, weights
-
-    return make
 
 
 def logits_of(model, params) -> np.ndarray:
@@ -80,8 +38,8 @@ def logits_of(model, params) -> np.ndarray:
     return np.asarray(BoundBase(model, params).logits(hidden))[0]
 
 
-def logits_of_transformers(plain: Path, weights: dict[str, np.ndarray]) -> np.ndarray:
-    model = LlamaForCausalLM.from_pretrained(plain)
+def logits_of_transformers(float_checkpoint: Path, weights: dict[str, np.ndarray]) -> np.ndarray:
+    model = LlamaForCausalLM.from_pretrained(float_checkpoint)
     model.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0].numpy()
@@ -91,21 +49,6 @@ def identical(found: np.ndarray, expected: np.ndarray) -> None:
     assert found.dtype == expected.dtype == np.float32
     assert found.shape == expected.shape
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
-
-
-def change(directory: Path, parts: dict[str, Any]) -> None:
-    """Change the tensors of `UP`; None removes one. ``config`` replaces ``quantization_config``."""
-    if "config" in parts:
-        raw = json.loads((directory / "config.json").read_text()) | {"quantization_config": parts["config"]}
-        (directory / "config.json").write_text(json.dumps(raw))
-    tensors = read_all(directory) | {f"{UP}.{part}": x for part, x in parts.items() if part != "config"}
-    tensors = {name: np.asarray(x) for name, x in tensors.items() if x is not None}
-    save_safetensors(directory / "model.safetensors", tensors)
-
-
-def read_all(directory: Path) -> dict[str, np.ndarray]:
-    files = open_tensors(directory, "model", "base")
-    return {name: files.read(name) for name in files}
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -153,27 +96,27 @@ def test_a_zero_of_0_in_gptq_borrows_from_the_next_number(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_the_widened_model(plain, quantised, case):
+def test_logits_are_those_of_the_widened_model(float_checkpoint, quantised, case):
     directory, weights = quantised(case)
-    expected = logits_of_transformers(plain, weights)
+    expected = logits_of_transformers(float_checkpoint, weights)
     assert expected.std() > 0.5
     np.testing.assert_allclose(logits_of(*load_llama(directory)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("case", ["awq", "packed_4", "fp8", "bnb_nf4"])
 @pytest.mark.parametrize("skip", [(), (UP, "model.layers.1.self_attn.k_proj")], ids=["none", "two layers"])
-def test_layers_left_in_float(plain, quantised, case, skip):
+def test_layers_left_in_float(float_checkpoint, quantised, case, skip):
     """Without ``skip`` the lm head is quantised too."""
     directory, weights = quantised(case, skip)
-    expected = logits_of_transformers(plain, weights)
+    expected = logits_of_transformers(float_checkpoint, weights)
     np.testing.assert_allclose(logits_of(*load_llama(directory)), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("case", "quantize"), [("awq", "int8"), ("gptq_8_bits", "int4")])
-def test_quantised_again(quantised, plain, tmp_path, case, quantize):
+def test_quantised_again(quantised, float_checkpoint, tmp_path, case, quantize):
     """The same parameters as from a float file with the widened weights."""
     directory, weights = quantised(case)
-    floats = Path(shutil.copytree(plain, tmp_path / "floats"))
+    floats = Path(shutil.copytree(float_checkpoint, tmp_path / "floats"))
     save_safetensors(floats / "model.safetensors", weights)
     ours, theirs = (load_llama(each, jnp.float32, quantize=quantize) for each in (directory, floats))
     np.testing.assert_array_equal(logits_of(*ours), logits_of(*theirs))
@@ -244,13 +187,13 @@ def test_fp8_keeps_the_numbers_of_the_file(quantised, case, same):
 
 
 @pytest.mark.parametrize("platform", [platforms.Platform("cpu", 1), platforms.Platform("gpu", 1, 8.6)])
-def test_devices_without_fp8(plain, platform):
+def test_devices_without_fp8(float_checkpoint, platform):
     expected = (
         "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, files in "
         "fp8 are widened"
     )
     with platforms.traced_for(platform):
-        refusal(lambda: load_llama(plain, quantize="fp8"), expected)
+        refusal(lambda: load_llama(float_checkpoint, quantize="fp8"), expected)
 
 
 @pytest.mark.slow
@@ -285,9 +228,9 @@ def three_shards(directory: Path, tensors: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("save", [one_torch_file, three_shards])
 @pytest.mark.parametrize("case", ["gptq", "fp8"])
-def test_other_containers(plain, quantised, case, save):
+def test_other_containers(float_checkpoint, quantised, case, save):
     directory, weights = quantised(case, save=save)
-    expected = logits_of_transformers(plain, weights)
+    expected = logits_of_transformers(float_checkpoint, weights)
     np.testing.assert_allclose(logits_of(*load_llama(directory)), expected, atol=1e-4, rtol=0)
 
 
@@ -323,10 +266,10 @@ def test_the_dtype_is_the_one_of_the_published_model(quantised):
     assert stored_dtype(quantised("fp8")[0]) == "bfloat16"
 
 
-def test_a_merged_adapter(plain, quantised, tmp_path):
+def test_a_merged_adapter(float_checkpoint, quantised, tmp_path):
     """The adapter of an AWQ base is merged into the widened weights, and the sum is exported in 16 bits."""
     directory, weights = quantised("awq")
-    model = LlamaForCausalLM.from_pretrained(plain)
+    model = LlamaForCausalLM.from_pretrained(float_checkpoint)
     model.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
     adapter = write_lora(tmp_path / "lora", model)
     export_merged(tmp_path / "merged", directory, adapter)
@@ -337,9 +280,9 @@ def test_a_merged_adapter(plain, quantised, tmp_path):
         np.testing.assert_allclose(merged[name].astype(np.float32), expected.numpy(), rtol=2**-8, atol=1e-6)
 
 
-def test_a_draft_model(plain, quantised):
-    expected = hydrajax.load(plain, dtype="float32").generate([IDS], max_new_tokens=8)[0].output_ids
-    drafted = hydrajax.load(plain, str(quantised("awq")[0]), dtype="float32")
+def test_a_draft_model(float_checkpoint, quantised):
+    expected = hydrajax.load(float_checkpoint, dtype="float32").generate([IDS], max_new_tokens=8)[0].output_ids
+    drafted = hydrajax.load(float_checkpoint, str(quantised("awq")[0]), dtype="float32")
     assert "draft model" in repr(drafted)
     assert drafted.generate([IDS], tree="chain-2", max_new_tokens=8)[0].output_ids == expected
 
@@ -361,176 +304,3 @@ def test_two_groups_of_settings(quantised, mixed):
     identical(files.read(f"{UP}.weight"), expected)
     down = "model.layers.0.mlp.down_proj.weight"
     identical(files.read(down), weights[down])
-
-
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-INT_8 = CASES["int_8"][0]
-STATE = "weight.quant_state.bitsandbytes__nf4"
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "message"),
-    [
-        ("awq", {"scales": None}, f"missing tensor '{UP}.scales'"),
-        ("awq", {"qweight": None}, f"missing tensor '{UP}.qweight'"),
-        ("awq", {"qzeros": np.zeros((2, 12), np.int32)}, f"{UP}.qzeros: got shape [2, 12], expected [1, 12]"),
-        ("awq", {"qweight": np.zeros((32, 12))}, f"{UP}.qweight: got dtype float64, expected int32"),
-        ("awq", {"qweight": np.zeros(32, np.int32)}, f"{UP}.qweight: got shape [32], expected two dimensions"),
-        ("awq", {"scales": np.full((1, 96), np.nan, np.float16)}, f"{UP}.scales: got nan, expected finite numbers"),
-        ("awq", {"scales": np.full((1, 96), 1e300)}, f"{UP}.scales: got inf, expected finite numbers"),
-        (
-            "awq", {"config": AWQ | {"group_size": 48}},
-            "model.layers.0.self_attn.q_proj.qweight: got 32 inputs, expected a multiple of group_size 48",
-        ),
-        (
-            "awq", {"qweight": np.zeros((32, 11), np.int32), "qzeros": np.zeros((1, 11), np.int32),
-                    "scales": np.ones((1, 88), np.float16)},
-            f"{UP}.weight: got shape [88, 32], expected [96, 32]",
-        ),
-        ("gptq", {"g_idx": np.full(32, 1, np.int32)}, f"{UP}.g_idx: got group 1, expected 0 to 0"),
-        ("gptq", {"g_idx": np.zeros(31, np.int32)}, f"{UP}.g_idx: got shape [31], expected [32]"),
-        (
-            "gptq", {"g_idx": None, "config": GPTQ | {"bits": 4, "desc_act": True}},
-            f"missing tensor '{UP}.g_idx'",
-        ),
-        (
-            "gptq", {"qweight": np.zeros((4, 90), np.int32)},
-            f"{UP}.qweight: got 90 outputs, expected a multiple of 8",
-        ),
-        ("packed_4", {"weight_scale": None}, f"missing tensor '{UP}.weight_scale'"),
-        ("packed_4", {"weight_packed": None}, f"missing tensor '{UP}.weight_packed'"),
-        (
-            "packed_4", {"weight_shape": np.array([96, 33])},
-            f"{UP}.weight_shape: got [96, 33], expected that of [96, 4] words",
-        ),
-        (
-            "packed_4_zeros", {"weight_zero_point": np.zeros((96, 1), np.int32)},
-            f"{UP}.weight_zero_point: got shape [96, 1], expected [12, 1]",
-        ),
-        (
-            "int_8", {"weight_scale": np.ones((9, 1))},
-            f"{UP}.weight_scale: got shape [9, 1], expected [96, 1] or [96]",
-        ),
-        ("int_8", {"weight": np.ones((96, 32), np.uint8)}, f"{UP}.weight: got dtype uint8, expected int8"),
-        ("fp8", {"weight_scale_inv": None}, f"missing tensor '{UP}.weight_scale_inv'"),
-        ("fp8", {"weight_scale_inv": np.ones((4, 3))}, f"{UP}.weight_scale_inv: got shape [4, 3], expected [4, 2]"),
-        (
-            "fp8", {"weight_scale_inv": np.full((4, 2), -np.inf)},
-            f"{UP}.weight_scale_inv: got -inf, expected finite numbers",
-        ),
-        ("bnb_8", {"SCB": None}, f"missing tensor '{UP}.SCB'"),
-        ("bnb_8", {"weight_format": np.array(2, np.uint8)}, f"{UP}.weight_format: got 2, expected 0 (rows)"),
-        ("bnb_nf4", {"weight.absmax": None}, f"missing tensor '{UP}.weight.absmax'"),
-        (
-            "bnb_nf4", {STATE: np.frombuffer(b"{nonsense", np.uint8)},
-            f"{UP}.{STATE}: got other bytes, expected a JSON object",
-        ),
-        (
-            "bnb_nf4", {STATE: np.frombuffer(b'{"shape": [96, 32], "blocksize": 0}', np.uint8)},
-            f"{UP}.{STATE}: blocksize: got 0, expected a positive integer",
-        ),
-        (
-            "bnb_nf4", {STATE: np.frombuffer(b'{"shape": [96, 64], "blocksize": 64}', np.uint8)},
-            f"{UP}.weight: got 1536 bytes, expected 3072",
-        ),
-    ],
-)  # fmt: skip
-def test_damaged_layers(quantised, case, changes, message):
-    directory, _ = quantised(case)
-    change(directory, changes)
-    assert refusal(lambda: load_llama(directory)) == f"base: {directory}: {message}"
-
-
-METHODS = "'awq', 'bitsandbytes', 'compressed-tensors', 'fbgemm_fp8', 'fp8', 'gptq'"
-GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
-
-
-def with_weights(**fields) -> dict:
-    return INT_8 | {"config_groups": {"a": GROUP | {"weights": GROUP["weights"] | fields}}}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"quant_method": "hqq"},
-            f"quant_method: got 'hqq', expected one of {METHODS}",
-        ),
-        (
-            {"bits": 4},
-            f"quant_method: got None, expected one of {METHODS}",
-        ),
-        (AWQ | {"bits": 3}, "bits: got 3, expected 4"),
-        (AWQ | {"version": "gemv"}, "version: got 'gemv', expected 'gemm'"),
-        (AWQ | {"backend": "llm-awq"}, "backend: got 'llm-awq', expected 'autoawq'"),
-        (AWQ | {"zero_point": False}, "zero_point: got False, expected True"),
-        (AWQ | {"group_size": 0}, "group_size: got 0, expected a positive integer, or -1 for all inputs"),
-        (GPTQ | {"bits": 3}, "bits: got 3, expected one of 4, 8"),
-        (GPTQ | {"bits": 4, "checkpoint_format": "marlin"},
-         "checkpoint_format: got 'marlin', expected one of 'gptq', 'gptq_v2'"),
-        (GPTQ | {"bits": 4, "is_marlin_format": True}, "is_marlin_format: got True, expected False"),
-        (GPTQ | {"bits": 4, "dynamic": {"-:.*down.*": {}, "+:.*up.*": {"bits": 8}}},
-         "dynamic.+:.*up.*: got {'bits': 8}, expected only patterns that begin with '-:'"),
-        (FP8 | {"fmt": "e5m2"}, "fmt: got 'e5m2', expected 'e4m3'"),
-        (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size: got [128, 0], expected two positive integers"),
-        (INT_8 | {"format": "marlin-24"},
-         "format: got 'marlin-24', expected one of 'pack-quantized', 'int-quantized', 'float-quantized', "
-         "'naive-quantized', 'mixed-precision'"),
-        (INT_8 | {"sparsity_config": {"format": "sparse-24-bitmask"}},
-         "sparsity_config.format: got 'sparse-24-bitmask', expected 'dense'"),
-        (INT_8 | {"transform_config": {"a": 1}}, "transform_config: got {'a': 1}, expected none"),
-        (INT_8 | {"config_groups": {}}, "config_groups: got {}, expected a group with weights"),
-        (INT_8 | {"config_groups": {"a": ["Linear"]}}, "config_groups.a: got ['Linear'], expected an object"),
-        (with_weights(num_bits=3), "config_groups.a.weights.num_bits: got 3, expected one of 4, 8"),
-        (with_weights(type="float"), "config_groups.a.weights.num_bits: got 4, expected 8"),
-        (with_weights(strategy="token"),
-         "config_groups.a.weights.strategy: got 'token', expected one of 'tensor', 'channel', 'group', 'block'"),
-        (with_weights(group_size=None),
-         "config_groups.a.weights.group_size: got None, expected a positive integer with the strategy 'group'"),
-        (with_weights(strategy="block"),
-         "config_groups.a.weights.block_structure: got None, expected two positive integers with the strategy 'block'"),
-        ("gptq", ": got 'gptq', expected an object"),
-    ],
-)  # fmt: skip
-def test_settings_that_are_not_supported(plain, tmp_path, config, message):
-    directory = Path(shutil.copytree(plain, tmp_path / "copy"))
-    raw = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
-    dot = "" if message.startswith(":") else "."
-    expected = f"base: {directory}/config.json: quantization_config{dot}{message}"
-    assert refusal(lambda: read_config(directory)) == expected
-    assert refusal(lambda: load_llama(directory)) == expected
-
-
-VALUES = (None, True, 0, -1, 7, 64, 2**31, 10**40, 1.5, float("nan"), "", "group", [], {}, [1], {"a": 1}, [128, 128])
-
-
-def objects(node: dict) -> list[dict]:
-    return [node, *(inner for value in node.values() if isinstance(value, dict) for inner in objects(value))]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_random_changes_are_read_or_refused(tmp_path, case):
-    """A field of the settings, and the shape or dtype of a tensor."""
-    config, pack, settings = CASES[case]
-    (parts, _), refusals = pack(np.random.default_rng(0), 16, 64, **settings), []
-    for seed in range(30):
-        rng, changed, tensors = random.Random(seed), copy.deepcopy(config), dict(parts)
-        if seed % 2:
-            found = rng.choice([each for each in objects(changed) if each])
-            found[rng.choice(list(found))] = rng.choice(VALUES)
-        else:
-            part = rng.choice(list(parts))
-            x = np.atleast_1d(parts[part])
-            tensors[part] = rng.choice([x[:0], x[..., :1], x.ravel(), np.full(x.shape, 1e300), np.zeros(())])
-        save_safetensors(tmp_path / "model.safetensors", {f"a.{name}": x for name, x in tensors.items()})
-        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": changed}))
-        try:
-            files = open_base_tensors(tmp_path, "base")
-            for name in files:
-                files.read(name)
-        except HydrajaxError as error:
-            refusals.append(str(error))
-    assert refusals
-    assert all(line.startswith("base: ") and "\n" not in line for line in refusals)

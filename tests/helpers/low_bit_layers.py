@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from hydrajax.formats.tensors import open_tensors, save_safetensors
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 Layer = tuple[dict[str, np.ndarray], np.ndarray]
@@ -273,3 +277,23 @@ CASES: dict[str, tuple[dict, Callable, dict]] = {
     "bnb_fp4": (BNB_4 | {"bnb_4bit_quant_type": "fp4"}, bnb_4, {"kind": "fp4", "block": 100}),
     "bnb_nf4_in_bfloat16": (BNB_4, bnb_4, {"storage": jnp.bfloat16}),
 }  # fmt: skip
+
+
+# --- a checkpoint's files ---------------------------------------------------------------------------------------------
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def change(directory: Path, parts: dict[str, Any]) -> None:
+    """Change the tensors of `UP`; None removes one. ``config`` replaces ``quantization_config``."""
+    if "config" in parts:
+        raw = json.loads((directory / "config.json").read_text()) | {"quantization_config": parts["config"]}
+        (directory / "config.json").write_text(json.dumps(raw))
+    tensors = read_all(directory) | {f"{UP}.{part}": x for part, x in parts.items() if part != "config"}
+    tensors = {name: np.asarray(x) for name, x in tensors.items() if x is not None}
+    save_safetensors(directory / "model.safetensors", tensors)
+
+
+def read_all(directory: Path) -> dict[str, np.ndarray]:
+    files = open_tensors(directory, "model", "base")
+    return {name: files.read(name) for name in files}
