@@ -17,7 +17,7 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads, stored_in_int8
 from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
-from hydrajax.models.quantized import quantized_draft
+from hydrajax.models.low_bit_types import quantized_draft
 from hydrajax.sharding import Placement
 
 

@@ -22,7 +22,7 @@ from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_
 from hydrajax.formats.tensors import read_json
 from hydrajax.measure.quantization import LogitEffect, logit_effect
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.quantized import QUANTIZED
+from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.text.prompt import PROMPT_FORMATS
 

@@ -27,7 +27,7 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
 from hydrajax.models import platforms
-from hydrajax.models.quantized import QUANTIZED
+from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text

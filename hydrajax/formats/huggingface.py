@@ -39,7 +39,9 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import Fp8, Int4Tiles, Quantized, Tiles, quantized_type, quantizes_embedding
+from hydrajax.models.low_bit_types import quantized_type, quantizes_embedding
+from hydrajax.models.quantized import Fp8, Quantized
+from hydrajax.models.quantized_tiles import Int4Tiles, Tiles
 from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -128,7 +130,7 @@ def load_llama(
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
-        quantize: one of `hydrajax.models.quantized.QUANTIZED`; quantises the weights of matrix products. On a CPU
+        quantize: one of `hydrajax.models.low_bit_types.QUANTIZED`; quantises the weights of matrix products. On a CPU
             layers that a file has in 4 bits keep its numbers with every name of 4 bits.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.

@@ -11,7 +11,7 @@ from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.models.quantized import quantized_draft
+from hydrajax.models.low_bit_types import quantized_draft
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):

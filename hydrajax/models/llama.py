@@ -20,7 +20,9 @@ from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.quantized import Int8Tiles, Quantized, quantizes_embedding
+from hydrajax.models.low_bit_types import quantizes_embedding
+from hydrajax.models.quantized import Quantized
+from hydrajax.models.quantized_tiles import Int8Tiles
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
 
@@ -32,8 +34,8 @@ class Llama(nn.Module):
     Attributes:
         config: Shapes and constants.
         dtype: Of parameters and computation.
-        quantize: How the products' weights are stored (`hydrajax.models.quantized.QUANTIZED`); also the embedding's if
-            it is the lm head too and `hydrajax.models.quantized.quantizes_embedding`.
+        quantize: How the products' weights are stored (`hydrajax.models.low_bit_types`); also the embedding's if it is
+            the lm head too and `quantizes_embedding`.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
         kv_cache: The type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.

@@ -1,6 +1,6 @@
 """Products with weights of 8 and 4 bits away from a CPU: by our kernels, by integers, or by XLA, which widens them.
 
-`hydrajax.models.quantized` has the stored types, `hydrajax.models.kernels.few_bits` the products on a CPU.
+The stored types are in `hydrajax.models.quantized`, the products on a CPU in `hydrajax.models.kernels.few_bits`.
 """
 
 from __future__ import annotations

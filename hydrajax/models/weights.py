@@ -19,7 +19,8 @@ from hydrajax.models import products
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring, OfEach
-from hydrajax.models.quantized import Quantized, quantized_type
+from hydrajax.models.low_bit_types import quantized_type
+from hydrajax.models.quantized import Quantized
 
 
 class LowRank(NamedTuple):
@@ -128,7 +129,7 @@ def declare(
 ) -> Array | Quantized:
     """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
 
-    A kernel that was quantised after loading (`hydrajax.models.quantized.quantized_draft`) is returned as it is.
+    A kernel that was quantised after loading (`hydrajax.models.low_bit_types.quantized_draft`) is returned as it is.
     """
     stored = module.get_variable("params", name)
     if isinstance(stored, Quantized):

@@ -32,7 +32,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.layout import MODEL
-from hydrajax.models.quantized import Int4Tiles, Int8Tiles
+from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.run_config import load_config
 

@@ -27,7 +27,8 @@ from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.quantized import Fp8, Int4Tiles
+from hydrajax.models.quantized import Fp8
+from hydrajax.models.quantized_tiles import Int4Tiles
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
 

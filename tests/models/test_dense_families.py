@@ -21,8 +21,8 @@ from helpers.with_transformers import assert_equal_logits, generated, greedy_ids
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.attention import rope_frequencies, rope_table
+from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.quantized import FP8, QUANTIZED
 from hydrajax.roofline.operators import flops
 from hydrajax.roofline.passes import abstract_params, forward
 from hydrajax.roofline.traced import trace

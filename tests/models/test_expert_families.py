@@ -24,8 +24,8 @@ from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.models.adapter import Adapter, check_adapter
+from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.quantized import FP8, QUANTIZED
 
 BIAS = "e_score_correction_bias"
 

@@ -17,7 +17,7 @@ from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.quantized import quantized_type
+from hydrajax.models.low_bit_types import quantized_type
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"

@@ -26,7 +26,8 @@ from hydrajax.formats.huggingface import load_llama
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.quantized import Int8, Int8Tiles
+from hydrajax.models.quantized import Int8
+from hydrajax.models.quantized_tiles import Int8Tiles
 from hydrajax.models.weights import project
 from hydrajax.trees import presets
 

@@ -20,7 +20,8 @@ from hydrajax.models import platforms
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.quantized import Int4Tiles, Int8, Int8Tiles
+from hydrajax.models.quantized import Int8
+from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
 from hydrajax.sharding import make_mesh
 from hydrajax.train.losses import IGNORED, Objective
 from hydrajax.train.metrics import read_metrics

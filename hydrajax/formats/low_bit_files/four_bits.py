@@ -10,7 +10,7 @@ from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles
 from hydrajax.formats.low_bit_files.stored_linear import Integers
 from hydrajax.models.kernels.few_bits import GROUPS
 from hydrajax.models.layout import Entry
-from hydrajax.models.quantized import Int4Tiles
+from hydrajax.models.quantized_tiles import Int4Tiles
 
 BITS = 4
 

@@ -13,7 +13,8 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
 from hydrajax.models.kernels import few_bits, few_rows
-from hydrajax.models.quantized import EIGHT_BITS, FOUR_BITS, Int4Tiles, Int8Tiles
+from hydrajax.models.low_bit_types import EIGHT_BITS, FOUR_BITS
+from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
