@@ -13,6 +13,14 @@ import pytest
 from hydrajax.cli.signals import Terminated, terminable
 
 
+@pytest.fixture(autouse=True)
+def _interruptible():
+    """Raise KeyboardInterrupt on SIGINT also if the tests run in the background, where a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("number", "raised"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)], ids=["SIGTERM", "SIGINT"]
 )
