@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from common import Setup, draft_milliseconds, speed_rows
@@ -52,14 +53,21 @@ def add_choice(parser, flag: str, known: Sequence[str]) -> None:
     parser.add_argument(flag, nargs="+", choices=names, default=names, metavar="NAME", help=help_)
 
 
-def train(args, variants: Mapping[str, Sequence[str]]) -> None:
+def train(args, variants: Mapping[str, Sequence[str]], jobs: int = 1) -> None:
     """Train variants, given as overrides of the configuration by name, and append their heads to ``args.draft``.
 
     Finished runs are kept, interrupted ones are resumed.
+
+    Args:
+        args: The parsed arguments of the script.
+        variants: Overrides by name.
+        jobs: Runs at the same time, for a GPU that one run leaves idle.
     """
     if args.draft:
         raise HydrajaxError("--draft: this script trains its heads, leave the flag out")
-    for name, overrides in variants.items():
+
+    def finished(variant: tuple[str, Sequence[str]]) -> Path:
+        name, overrides = variant
         folder = name.lower().replace(", ", "-").replace(" ", "_")
         output = Path(args.runs).resolve() / str(args.steps) / folder
         settings = [f"output={output}", f"steps={args.steps}"]
@@ -67,10 +75,19 @@ def train(args, variants: Mapping[str, Sequence[str]]) -> None:
             settings.append(f"model={Path(args.base).resolve() if Path(args.base).exists() else args.base}")
         config = str(Path(args.config).resolve())
         command = [sys.executable, "-m", "hydrajax.train", "--config", config, *settings, *overrides]
-        print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
-        if code := subprocess.run(command).returncode:
-            sys.exit(code)
-        args.draft.append(os.path.relpath(output / "heads"))  # keeps this machine's paths out of the results
+        if not (output / "heads").exists():  # also heads alone, of a run elsewhere
+            print(f"{name}: {shlex.join(['python', *command[1:]])}", flush=True)
+            if code := subprocess.run(command).returncode:
+                raise SystemExit(code)
+        return output / "heads"
+
+    with ThreadPoolExecutor(jobs) as threads:
+        try:
+            for heads in threads.map(finished, variants.items()):
+                args.draft.append(os.path.relpath(heads))  # keeps this machine's paths out of the results
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)  # those that run end as they would alone
+            raise
 
 
 def compare(args, variants: Mapping[str, Sequence[str]]) -> list[dict]:

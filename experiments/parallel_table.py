@@ -1,8 +1,12 @@
 """Compare drafts of one pass with Medusa, Hydra, Amphista and EAGLE, all trained on the same text alike.
 
 Each draft decodes with a chain, with the best static tree of 64 nodes, with a grown one (``best-64``; dynamic for
-drafts of several passes), and with the tree that is fastest here. Tokens per step are measured on all prompts, speed on
-the first of them.
+drafts of several passes), and with the tree that is fastest here; sampled at temperature 0.7 too, drafts with a
+distribution under rejection sampling. Tokens per step are measured on all prompts, speed on the first of them. Each
+greedy row also has the forecast of a 7B's step with a draft of this kind in its released size.
+
+    python experiments/parallel_table.py --train-only --jobs 10     # on a GPU; then here, with its runs/parallel_table
+    python experiments/parallel_table.py --output experiments/results/parallel_table.json
 """
 
 import functools
@@ -10,10 +14,20 @@ import sys
 
 import ablation
 import common
+import jax.numpy as jnp
 from eagle_table import VARIANTS as OF_SEVERAL_PASSES
 from eagle_table import dynamic
 
+from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.measure.shapes import SHAPES
+from hydrajax.roofline.devices import DEVICES
+from hydrajax.roofline.prediction import predict
 from hydrajax.trees import BestFirstTree, DynamicTree, presets
+from hydrajax.trees.dynamic import CandidateTree
 
 CE = ("objective.lm_weight=1", "objective.teacher_weight=0", "objective.head_decay=0.78", *ablation.OTHERS)
 DISTANCE = (
@@ -33,7 +47,7 @@ VARIANTS = OF_SEVERAL_PASSES | {
     ),
 }  # fmt: skip
 FULL = {"count": 48, "calibration": 48, "prompt_tokens": 64, "new_tokens": 128, "timed": 8, "repeats": 3, "rounds": 30}
-FULL |= {"sizes": [2, 3, 4, 6, 8, 12], "steps": 400}
+FULL |= {"sizes": [2, 3, 4, 6, 8, 12], "steps": 2000, "jobs": 1}
 QUICK = {
     "count": 4,
     "calibration": 4,
@@ -44,20 +58,31 @@ QUICK = {
     "sizes": [4],
     "steps": 8,
 }
-SIZE = 64
+SIZE, TEMPERATURE = 64, 0.7
+LARGE, FORECAST = SHAPES["7b"], {"h100": DEVICES["H100"], "v5e": DEVICES["TPUv5e"]}
+KIND_OF = {name: name.lower() for name in VARIANTS} | {"EAGLE-1": "eagle", "EAGLE-3": "eagle3"}
 
 
 def run(args) -> None:
-    ablation.train(args, {name: VARIANTS[name] for name in args.variants})
+    ablation.train(args, {name: VARIANTS[name] for name in args.variants}, args.jobs)
+    if args.train_only:
+        args.parts.remove()
+        sys.exit(0)
     setup = common.Setup(args, args.variants)
     rows = []
     for heads in setup.heads:
         rows += args.parts.rows(heads, functools.partial(measure, setup, heads, args))
     title = "drafts of one pass and others, trained alike"
-    common.write(args, "speed", "hydra figure 10", title, rows, ablation.MEASURED)
+    remarks = [
+        *ablation.MEASURED,
+        f"{TEMPERATURE:g}: relative to sampling without a draft at this temperature",
+        "forecast: milliseconds of a 7B's step at context 1024 in bfloat16, without a draft and with one",
+    ]
+    common.write(args, "speed", "hydra figure 10", title, rows, remarks)
 
 
 def measure(setup: common.Setup, heads: str, args) -> list[dict]:
+    """Return the rows of a kind of heads: greedy with each tree, then sampled with the grown and the fastest one."""
     spec = setup.heads[heads].drafter.spec
     static = setup.grown_trees(heads, [*args.sizes, SIZE])
     trees = {
@@ -69,13 +94,36 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
     executors = {f"{heads}, {name}": setup.executor(heads, tree) for name, tree in trees.items()}
     rows = ablation.measure(setup, executors, args)[1:]
     for row, tree in zip(rows, trees.values(), strict=True):
-        row["tree"] = tree.name if isinstance(tree, DynamicTree) else None
+        row |= {"tree": tree.name if isinstance(tree, DynamicTree) else None, "forecast": forecast(heads, tree)}
+    return rows + sampled(setup, heads, {name: trees[name] for name in ("grown", "fastest")}, args)
+
+
+def sampled(setup: common.Setup, heads: str, trees: dict[str, CandidateTree], args) -> list[dict]:
+    supported = setup.heads[heads].drafter.spec.supports_sampling
+    rule = RejectionSampling(TEMPERATURE) if supported else ExactSampling(TEMPERATURE)
+    plain = {AUTOREGRESSIVE: setup.executor(heads, presets.root(), ExactSampling(TEMPERATURE))}
+    drafted = {f"{heads}, {name}, {TEMPERATURE:g}": setup.executor(heads, tree, rule) for name, tree in trees.items()}
+    rates = contest(plain | drafted, setup.measured[: args.timed], batch_size=1, repeats=args.repeats)
+    rows = common.speed_rows(rates[1:], 1)
+    for row, executor in zip(rows, drafted.values(), strict=True):
+        row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": type(rule).__name__}
     return rows
 
 
+def forecast(heads: str, tree: CandidateTree) -> dict[str, list[float]] | None:
+    """Return milliseconds of a 7B's step without a draft and with one, by device; None for a tree that is too deep."""
+    drafter = KINDS[KIND_OF[heads]].build(LARGE, jnp.bfloat16)
+    try:
+        steps = [next(predict(device, LARGE, drafter, {"": tree}, [1], [1024], 2, [])) for device in FORECAST.values()]
+    except HydrajaxError:
+        return None
+    return {name: [step.autoregressive_step, step.step] for name, step in zip(FORECAST, steps, strict=True)}
+
+
 def add_arguments(parser) -> None:
-    ablation.add_arguments(parser, ablation.OWN_TEXT, "runs/parallel_table")
+    ablation.add_arguments(parser, ablation.CONFIG.with_name("parallel_table.yaml"), "runs/parallel_table")
     ablation.add_choice(parser, "--variants", VARIANTS)
+    parser.add_argument("--train-only", action="store_true", help="train, to measure on another machine")
 
 
 if __name__ == "__main__":
