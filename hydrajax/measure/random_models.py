@@ -19,11 +19,17 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize:
     model = Llama(config, jnp.dtype(dtype), quantize)
 
     def init(rng):
-        leaves, treedef = jax.tree.flatten(init_base(model, rng))
-        for i, leaf in enumerate(leaves):
-            if jnp.issubdtype(leaf.dtype, jnp.integer):  # quantised; a device can be faster with zeros
-                most, key = int(jnp.iinfo(leaf.dtype).max), jax.random.fold_in(rng, i)
+        paths, treedef = jax.tree.flatten_with_path(init_base(model, rng))
+        leaves = [leaf for _, leaf in paths]
+        for i, (path, leaf) in enumerate(paths):  # of quantised kernels; zeros and infinities can be faster
+            key = jax.random.fold_in(rng, i)
+            if jnp.issubdtype(leaf.dtype, jnp.integer):
+                most = int(jnp.iinfo(leaf.dtype).max)
                 leaves[i] = jax.random.randint(key, leaf.shape, -most, most + 1).astype(leaf.dtype)
+            elif leaf.dtype == jnp.float8_e4m3fn:
+                leaves[i] = (64 * jax.random.normal(key, leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
+            elif jax.tree_util.keystr(path[-1:], simple=True).endswith(("_scale", "_offset")):
+                leaves[i] = (1e-3 * leaf).astype(leaf.dtype)
         return jax.tree.unflatten(treedef, leaves)
 
     return model, jax.jit(init)(jax.random.key(seed))

@@ -61,7 +61,7 @@ def test_every_part_of_the_half_hour(tmp_path):
     done = script("half_hour", "--tiny", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout
     parts = json.loads((tmp_path / "parts.json").read_text())
-    assert len(parts) == 11
+    assert len(parts) == 13
     check = json.loads((tmp_path / "check.json").read_text())
     assert check["kernels"] == "agree with NumPy"
     assert len(check["cells"]) == 4  # two dtypes, with and without our kernels

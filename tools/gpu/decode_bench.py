@@ -43,6 +43,7 @@ from hydrajax.measure.random_models import random_base, with_random_params
 from hydrajax.models import backend, platforms
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")
@@ -58,7 +59,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--int8", action="store_true", help="use int8 weights in the base")
+    parser.add_argument("--quantize", choices=QUANTIZED, help="low-bit weights of the base")
     parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="lm heads of the draft heads")
     parser.add_argument(
         "--drafts", type=lambda text: text.split(","), default=list(DRAFTS), help=f"any of {', '.join(TRAINED)}"
@@ -101,7 +102,7 @@ def main() -> int:
     use_compilation_cache()
     began = time.perf_counter()
     bandwidth = copy_bandwidth(args.copy_megabytes)
-    model, base = random_base(config, args.dtype, quantize="int8" if args.int8 else None)
+    model, base = random_base(config, args.dtype, quantize=args.quantize)
     room = room_for(tree.depth for tree in [full, *([grown] if grown else [])])
     executors = {}
     for kind in args.drafts:
@@ -112,7 +113,7 @@ def main() -> int:
         "jax": jax.__version__,
         "shape": args.shape,
         "dtype": args.dtype,
-        "int8": args.int8,
+        "quantize": args.quantize,
         "lm_head": args.lm_head,
         "dynamic": args.dynamic,
         "gpu_kernels": platforms.has_triton(),

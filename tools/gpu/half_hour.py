@@ -40,6 +40,7 @@ class Part:
             "device_check": "--prompts 1 --new-tokens 4 --drafts medusa",
             "decode_bench": "--shape tiny --contexts 128 --batches 1 --nodes 8 --steps-only --copy-megabytes 16"
             " --repeats 1",
+            "product_bench": "--types bfloat16,int8 --rows 1 --products out --megabytes 1 --turns 1",
             "train_bench": "--shape tiny --length 64 --batches 2 --repeats 1 --dtype float32",
         }[self.script]
 
@@ -52,7 +53,9 @@ PARTS = (
     Part("without_graphs", 3, "decode_bench", f"{SHORT} --trace 60", WITHOUT_GRAPHS),
     Part("without_kernels", 3, "decode_bench", SHORT, WITHOUT_KERNELS),
     Part("shared_lm_head", 3, "decode_bench", f"{SHORT} --lm-head shared"),
-    Part("int8", 3, "decode_bench", f"{SHORT} --int8"),
+    Part("int8", 3, "decode_bench", f"{SHORT} --quantize int8 --drafts hydra++"),
+    Part("int4", 3, "decode_bench", f"{SHORT} --quantize int4 --drafts hydra++"),
+    Part("products", 3, "product_bench"),
     Part("batches", 6, "decode_bench", "--contexts 2048 --batches 8,4,2,16 --nodes 64,8,16,32 --steps-only"),
     Part("eagle", 5, "decode_bench", f"{SHORT} --drafts eagle,eagle3 --dynamic dynamic-60-7-10"),
     Part("training", 4, "train_bench", "--batches 4,8"),

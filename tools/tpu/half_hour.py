@@ -22,7 +22,7 @@ SMALL = "--shape 1b --contexts 2048 --nodes 64 --steps-only"
 PARTS = (
     Part("check", 4, "device_check", suffix="json"),
     Part("steps", 6, "decode_bench", "--shape 1b --contexts 2048,512 --nodes 64,16 --steps-only"),
-    Part("int8", 5, "decode_bench", "--int8 --contexts 2048 --nodes 64 --steps-only"),
+    Part("int8", 5, "decode_bench", "--quantize int8 --contexts 2048 --nodes 64 --steps-only"),
     Part("without_kernels", 3, "decode_bench", SMALL, WITHOUT_KERNELS),
     Part("batches", 5, "decode_bench", "--shape 1b --contexts 2048 --batches 8,16 --nodes 64,8 --steps-only"),
     Part("training", 4, "train_bench", "--shape 1b --batches 4"),

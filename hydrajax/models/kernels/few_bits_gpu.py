@@ -10,6 +10,7 @@ Written in Pallas for Triton, like `hydrajax.models.kernels.tree_attention`. It 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,21 @@ NAME = "hydrajax_matmul_int4"  # in a compiled program
 HALF = 16  # inputs of a group whose numbers lie in the low bits of a byte
 LEAST = 16  # rows of a tensor core's product
 TILE, MOST_ROWS = 64, 128  # rows of a program, and of a product; more are bound by operations
-COLUMNS, GROUPS = 64, 8  # of a program, and of a turn of its loop
+COLUMNS = 64  # the width is a multiple of them
 PROGRAMS = 128  # wanted: the multiprocessors of a large GPU
 MOST_SPLITS = {LEAST: 8, TILE: 2}  # by rows of a program: partial sums are written in float32 and read again
+
+
+class Tiles(NamedTuple):
+    """How a product is divided: columns of a program, groups of a turn of its loop, its warps and pipeline stages."""
+
+    columns: int = COLUMNS
+    groups: int = 8
+    warps: int = 4
+    stages: int = 3
+
+
+TILES = {LEAST: Tiles(), TILE: Tiles()}  # by rows of a program
 
 
 def fits(rows: int, groups: int, width: int, dtype) -> bool:
@@ -46,45 +59,45 @@ def matmul(
     """Return ``x @ weight`` in this dtype, summed in float32. The widened weight is rounded to x's dtype."""
     (rows, _), (groups, _, width) = x.shape, values.shape
     tile = LEAST if rows <= LEAST else min(TILE, pl.next_power_of_2(rows))
-    columns = width // COLUMNS
-    turn = next(size for size in (GROUPS, 4, 2, 1) if groups % size == 0)
-    most = MOST_SPLITS[LEAST] if tile == LEAST else MOST_SPLITS[TILE]
-    splits = min(most, pl.next_power_of_2(max(1, PROGRAMS // columns)), groups // turn)
+    tiles, most = (TILES[LEAST], MOST_SPLITS[LEAST]) if tile == LEAST else (TILES[TILE], MOST_SPLITS[TILE])
+    columns = tiles.columns if width % tiles.columns == 0 else COLUMNS
+    turn = next(size for size in (tiles.groups, 8, 4, 2, 1) if groups % size == 0)
+    splits = min(most, pl.next_power_of_2(max(1, PROGRAMS * columns // width)), groups // turn)
     out = pl.pallas_call(
-        functools.partial(_share, tile=tile, turn=turn, splits=splits),
-        grid=(pl.cdiv(rows, tile), columns, splits),
+        functools.partial(_share, tile=tile, columns=columns, turn=turn, splits=splits),
+        grid=(pl.cdiv(rows, tile), width // columns, splits),
         out_shape=jax.ShapeDtypeStruct((splits, rows, width), dtype if splits == 1 else jnp.float32),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name=NAME,
     )(x.reshape(rows, groups, 2, HALF), values, scale, offset)
     return out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
 
 
-def _share(x, values, scale, offset, out, *, tile: int, turn: int, splits: int):
+def _share(x, values, scale, offset, out, *, tile: int, columns: int, turn: int, splits: int):
     """Multiply one tile of rows with some columns of one share of the groups."""
     split = pl.program_id(2)
     row = jnp.minimum(pl.program_id(0) * tile + jnp.arange(tile), x.shape[0] - 1)
-    here = pl.ds(pl.program_id(1) * COLUMNS, COLUMNS)
+    here = pl.ds(pl.program_id(1) * columns, columns)
     turns = values.shape[0] // turn
     per_split = pl.cdiv(turns, splits)
     begin = split * per_split
     dtype, depth = x.dtype, turn * HALF
 
     def per_input(numbers):
-        spread = jnp.broadcast_to(numbers.astype(jnp.float32)[:, None], (turn, HALF, COLUMNS))
-        return spread.reshape(depth, COLUMNS)
+        spread = jnp.broadcast_to(numbers.astype(jnp.float32)[:, None], (turn, HALF, columns))
+        return spread.reshape(depth, columns)
 
     def add(number, total):
         at = pl.ds(number * turn, turn)
-        pairs = values[at, :, here].reshape(depth, COLUMNS).astype(jnp.int32)
+        pairs = values[at, :, here].reshape(depth, columns).astype(jnp.int32)
         step, least = per_input(scale[at, here]), per_input(offset[at, here])
         for half, numbers in enumerate((pairs & 15, pairs >> 4)):
             weight = (numbers.astype(jnp.float32) * step + least).astype(dtype)
             total += triton.dot(x[row, at, half, :].reshape(tile, depth), weight)
         return total
 
-    total = jnp.zeros((tile, COLUMNS), jnp.float32)
+    total = jnp.zeros((tile, columns), jnp.float32)
     total = jax.lax.fori_loop(begin, jnp.minimum(begin + per_split, turns), add, total)
     out[split, row, here] = total.astype(out.dtype)
 
