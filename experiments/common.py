@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -289,7 +290,7 @@ class Setup:
         tokens = steps = 0
         prompts = prompts or self.measured
         for prompt, lengths, n_real in batches(prompts, min(BATCH, len(prompts))):
-            out = executor.decode(prompt, lengths)
+            out = executor.decode(prompt, lengths, jax.random.key(0))  # for rules that sample
             tokens += int(out.lengths[:n_real].sum())
             steps += int(out.steps[:n_real].sum())
         return tokens / steps

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
+from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
 from hydrajax.models.products import contract
 
@@ -92,6 +93,9 @@ def orthogonalise(matrices: Float[Array, "N rows columns"]) -> Float[Array, "N r
     Newton-Schulz iterations, in matrix products only.
     """
     a, b, c = COEFFICIENTS
+    if platforms.on_cpu():
+        # XLA would multiply transposed matrices along their first axis, which it cannot in bfloat16 (jax 0.10, AMX).
+        matrices = jax.lax.optimization_barrier(matrices)
     longer = matrices.shape[2]
     x = matrices / (jnp.linalg.norm(matrices, axis=(1, 2), keepdims=True) + 1e-8)
     for _ in range(ITERATIONS):
