@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
-from hydrajax.serve.batcher import Batcher, Stats
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.protocol import (
     MOST_CHOICES,
@@ -45,6 +45,7 @@ from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.requests import Request as BatcherRequest
 from hydrajax.serve.served_models import ServedModel, check_unique, total
+from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
 from hydrajax.serve.structured import FREE, Structure, structure_of
 from hydrajax.serve.warm_up import WarmUp

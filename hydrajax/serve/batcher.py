@@ -8,73 +8,24 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
-from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.decode_loop import BURSTS_PER_SECOND, Snapshot, next_burst
+from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
-from hydrajax.decoding.keywords import with_keywords
-from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.generation import growing_text, remember, row_result, seed_for
+from hydrajax.generation import remember, row_result
 from hydrajax.serve.admission import CacheBudget
+from hydrajax.serve.bursts import BurstRunner
 from hydrajax.serve.executor_pool import ExecutorPool
+from hydrajax.serve.new_request import new_request
 from hydrajax.serve.prefix_cache import CachedPrefix
+from hydrajax.serve.prompt_prefill import PromptPrefill
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
 from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
-from hydrajax.serve.speculation_policy import SpeculationPolicy
-
-N_COUNTS = 9
-
-
-@dataclass(frozen=True)
-class Stats:
-    """Counts since the start (the first `N_COUNTS`) and present values; bytes are those of KV caches.
-
-    Attributes:
-        cached: of ``prompt_tokens``, those from the prefix cache.
-        tokens, steps: sums over sequences, so that their quotient is tau.
-        speculative_steps: of ``steps``.
-        running: sequences in prefill or decode.
-        slots: of all groups in their present shapes.
-        cache_len: of the longest group.
-        nbytes: of the groups in their present shapes and of the prompt in prefill.
-    """
-
-    requests: int = 0
-    ended: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    cached: int = 0
-    tokens: int = 0
-    steps: int = 0
-    speculative_steps: int = 0
-    waiting: int = 0
-    running: int = 0
-    groups: int = 0
-    slots: int = 0
-    cache_len: int = 0
-    nbytes: int = 0
-    prefix_cache_nbytes: int = 0
-    prefix_cache_entries: int = 0
-    limit_nbytes: int = 0
-    failed: bool = False
-
-
-@dataclass
-class _Prefill:
-    """A prompt in prefill, of which ``position`` tokens are done. prefix: the entry to copy them from, if any."""
-
-    handle: RequestHandle
-    group: SlotGroup
-    cache_len: int
-    position: int
-    prefix: CachedPrefix | None
-    state: State | None = None
+from hydrajax.serve.stats import N_COUNTS, Stats
 
 
 class Batcher:
@@ -102,8 +53,8 @@ class Batcher:
         # Guards what other threads read. Never held while the device works: a compilation may take a minute.
         self._lock = threading.Condition()
         self._batch = RunningBatch(pool, self._lock)
-        self._policy = SpeculationPolicy()
-        self._prefill: _Prefill | None = None
+        self._bursts = BurstRunner(pool)
+        self._prefill: PromptPrefill | None = None
         self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
         self._counts = {each.name: 0 for each in fields(Stats)[:N_COUNTS]}
@@ -125,66 +76,13 @@ class Batcher:
         self._thread.start()
         return self
 
-    def request(
-        self,
-        ids: np.ndarray,
-        *,
-        max_new_tokens: int = 256,
-        stop: Sequence[str] = (),
-        seed: int | None = None,
-        number: int = 0,
-        ignore_eos: bool = False,
-        min_tokens: int = 0,
-        remembered: bool = True,
-        grammar: GrammarLike | None = None,
-        **sampling: Any,
-    ) -> Request:
-        """Return a request for this model.
-
-        Args:
-            ids: token ids of the prompt, int32 ``[P]``.
-            max_new_tokens: limit; beyond the context it means the rest of the context.
-            stop: stop strings.
-            seed: sampling seed; drawn if the rule samples and none is given.
-            number: index of the prompt among those with this seed.
-            ignore_eos: EOS does not end the answer.
-            min_tokens: forbid EOS among the first ``min_tokens`` tokens.
-            remembered: add the answer to the draft's corpus, if it has one.
-            grammar: the texts that may be generated.
-            sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for
-                their defaults.
+    def request(self, ids: np.ndarray, **fields: Any) -> Request:
+        """Return a request for this model; the fields are those of `hydrajax.serve.new_request.new_request`.
 
         Raises:
             HydrajaxError: for a request that can never be answered.
         """
-        spec = self._pool.spec.replace(max_new_tokens=min(max_new_tokens, self._pool.context))
-        if len(ids) >= (context := self._pool.context):
-            raise HydrajaxError(f"prompt: got {len(ids)} tokens, expected fewer than the model's context of {context}")
-        sampling["temperature"] = sampling.get("temperature") or 0.0
-        spec = with_keywords(spec, "exact", **sampling)
-        if min_tokens > max_new_tokens:
-            raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
-        if min_tokens and spec.eos_ids:
-            spec = spec.replace(processors=(*spec.processors, MinTokens(min_tokens, spec.eos_ids)))
-        if not self._pool.sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
-            given = {name: value for name, value in sampling.items() if name.endswith("penalty")}
-            name = next((name for name, value in given.items() if value is not None), "min_tokens")
-            raise HydrajaxError(f"{name}: this server has no penalties; start it without --no-penalties")
-        constraint = None
-        if grammar is not None:
-            for name, value in (("ignore_eos", ignore_eos), ("min_tokens", min_tokens)):
-                if value:
-                    raise HydrajaxError(f"{name}: got {value} with a grammar, which decides where the answer ends")
-            if not self._pool.follows_grammars:
-                raise HydrajaxError("grammar: got one, expected none: this server's draft has devices of its own")
-            model, tokenizer = self._executor.model, self._executor.tokenizer
-            constraint = grammar.start(tokenizer, model.config.vocab_size, spec.eos_ids)
-        if ignore_eos:
-            spec = spec.replace(eos_ids=())
-        spec.check(self._executor.model.config)
-        seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
-        found = Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop), constraint, remembered)
-        growing_text(self._executor.tokenizer, found.stop)  # refuses unusable stop strings
+        found = new_request(self._pool, ids, **fields)
         self._budget.check(found)
         return found
 
@@ -327,42 +225,22 @@ class Batcher:
             request = handle.request
             group = self._batch.reserve(index, self._budget.max_length(request))
             prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
-            cache_len = self._pool.prefill_cache_len(shared, len(request.ids))
-            self._prefill = _Prefill(handle, group, cache_len, shared, prefix)
+            self._prefill = PromptPrefill(self._pool, handle, group, prefix, shared)
             handle.cached = shared
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += shared
             self._budget.shrink_prefix_cache(self._batch.usages, request)
 
-    def _first_state(self, prefill: _Prefill) -> State:
-        """Copy the cached prefix, or start empty."""
-        if (prefix := prefill.prefix) is None:
-            return self._pool.empty(prefill.cache_len)
-        prefill.prefix = None  # so that an evicted entry is freed
-        state = self._pool.take(prefix.state, 0, prefill.cache_len)
-        return self._pool.rewind(state, prefill.position, prefill.handle.request.ids)
-
     def _prefill_chunk(self) -> None:
         """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
-        prefill = self._prefill
-        if prefill is None:
+        if (prefill := self._prefill) is None or (state := prefill.run_chunk()) is None:
             return
-        request, pool = prefill.handle.request, self._pool
-        ids, chunk = request.ids, pool.chunk
-        if prefill.state is None:
-            prefill.state = self._first_state(prefill)
-        if len(ids) - prefill.position > chunk:
-            until = prefill.position + chunk
-            prefill.state = pool.feed(prefill.state, ids[prefill.position : until], int(ids[until]))
-            prefill.position = until
-            return
-        key = pool.key(request.seed or 0, request.number)
-        state = pool.finish(prefill.state, ids[prefill.position :], key, request.spec, request.constraint)
+        request = prefill.handle.request
         max_length = self._budget.max_length(request)
         prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length))
         with self._lock:
             self._prefill = None
-        self._cache_prefix(ids, prefill.cache_len, lambda: state)
+        self._cache_prefix(request.ids, prefill.cache_len, lambda: state)
 
     def _decode(self) -> None:
         """Advance all groups, and update the handles."""
@@ -370,39 +248,14 @@ class Batcher:
             prompts_wait = self._prefill is not None or self._next_group() is not None
         groups = [group for group in self._batch.groups if group.live]
         # Single steps while a prompt waits for prefill or a sequence for its first token.
-        bursts = not (prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live))
+        single = prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
         for group in groups:
-            shape = group.shape
-            if bursts:
-                speculative, most = self._next_burst(group, len(groups))
-            else:
-                speculative, most = self._policy.is_worth_it(len(group.slots), self._pool.can_be_plain(*shape)), 1
-            start = time.perf_counter()
-            compiled = self._pool.is_compiled(*shape, speculative)
-            snapshot = group.advance(most, speculative)
-            seconds = time.perf_counter() - start
-            # A burst ends early if all its sequences end, so count the steps taken.
-            taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
-            emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
-            steps, total = max(*taken, 1), sum(taken)
-            # Other steps took the time of a compilation, of a move or of grammars, and single ones return to the host.
-            if bursts and compiled and shape == group.shape and not any(group.constraints):
-                self._policy.record(len(group.slots), speculative, steps, seconds, max(total, 1), emitted)
-            if bursts:
-                group.burst = next_burst(steps, seconds * len(groups))
+            burst = self._bursts.single_step(group) if single else self._bursts.run(group, len(groups))
             with self._lock:
-                self._counts["speculative_steps"] += total * speculative
+                self._counts["speculative_steps"] += burst.speculative_steps
             for slot, sequence in group.live:
-                self._update(group, slot, sequence, snapshot)
+                self._update(group, slot, sequence, burst.snapshot)
         self._batch.drop_empty()
-
-    def _next_burst(self, group: SlotGroup, n_groups: int) -> tuple[bool, int]:
-        """Return whether the group's next burst is speculative, and its steps."""
-        if any(group.constraints):
-            return True, group.burst
-        can_be_plain, seconds = self._pool.can_be_plain(*group.shape), 1 / (BURSTS_PER_SECOND * n_groups)
-        speculative, steps = self._policy.next_burst(len(group.slots), seconds, can_be_plain)
-        return speculative, steps or group.burst
 
     def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> None:
         """Update a request's handle; free its slot at the end."""

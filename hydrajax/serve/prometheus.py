@@ -8,8 +8,8 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from hydrajax.serve.batcher import Stats
 from hydrajax.serve.requests import RequestHandle
+from hydrajax.serve.stats import Stats
 
 # Name of the metric, field of `Stats`, help text.
 COUNTERS = (

@@ -11,7 +11,8 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.measure.benchmark import step_timer
 from hydrajax.measure.timing import interleaved_ms
-from hydrajax.serve.batcher import Batcher, Stats
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.stats import Stats
 
 CONTEXT, ROUNDS = 256, 5
 

@@ -54,7 +54,6 @@ class SlotGroup:
         slots: None for a free slot; empty if nothing runs, and then the group has no state.
         reserved: maximum length of the sequence in prefill that will join, or None.
         cache_len: positions of each slot's KV cache.
-        burst: steps per call.
     """
 
     def __init__(self, pool: ExecutorPool, lock: threading.Condition):
@@ -62,7 +61,7 @@ class SlotGroup:
         self._state: State | None = None
         self.slots: list[RunningSequence | None] = []
         self.reserved: int | None = None
-        self.cache_len, self._too_large, self.burst = 0, 0, 1
+        self.cache_len, self._too_large = 0, 0
 
     @property
     def live(self) -> list[tuple[int, RunningSequence]]:

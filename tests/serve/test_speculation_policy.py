@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hydrajax.serve.speculation_policy import SpeculationPolicy
+from hydrajax.serve.speculation_policy import FEWEST_STEPS, SpeculationPolicy
 
 
 def simulated(seconds, tokens, turns: int, policy: SpeculationPolicy | None = None):
@@ -15,7 +15,6 @@ def simulated(seconds, tokens, turns: int, policy: SpeculationPolicy | None = No
         batch = int(random.choice([batch for batch, speculative in seconds if speculative]))
         speculative, steps = policy.next_burst(batch, 8.0)
         chosen.append((batch, speculative))
-        steps = steps or int(random.integers(1, 9))
         took = steps * seconds[batch, speculative] * random.uniform(0.9, 1.1)
         emitted = round(batch * steps * (tokens * random.uniform(0.8, 1.2) if speculative else 1))
         policy.record(batch, speculative, steps, took, batch * steps, emitted)
@@ -77,10 +76,19 @@ def test_each_batch_size_has_its_own_tokens():
 
 def test_bursts_of_both_kinds_take_as_long():
     policy = SpeculationPolicy()
-    assert policy.next_burst(2, 1.0) == (True, None)
+    assert policy.next_burst(2, 1.0) == (True, FEWEST_STEPS)
     for speculative, seconds in ((True, 0.2), (False, 0.1)):
         for _ in range(2):
             policy.record(2, speculative, 1, seconds, 2, 8)
     bursts = {policy.next_burst(2, 1.0) for _ in range(100)}
     assert bursts == {(True, 5), (False, 10)}  # also a probe
     assert policy.next_burst(2, 1.0, can_be_plain=False) == (True, 5)
+
+
+def test_steps_under_grammars_have_a_time_of_their_own():
+    policy = SpeculationPolicy()
+    for seconds in (100.0, 0.5):  # the first may include a compilation
+        assert policy.constrained_steps(2, 2.0) == FEWEST_STEPS
+        policy.record_constrained(2, 1, seconds)
+    assert policy.constrained_steps(2, 2.0) == 4
+    assert policy.next_burst(2, 2.0) == (True, FEWEST_STEPS)

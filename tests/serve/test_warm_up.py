@@ -16,8 +16,9 @@ from helpers.compilations import no_compilation
 from helpers.host_grammars import HostGrammar
 from helpers.letters import TREE, pool
 from hydrajax.models.backend import host_calls
-from hydrajax.serve.batcher import Batcher, Stats
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
+from hydrajax.serve.stats import Stats
 from hydrajax.serve.warm_up import WarmUp
 
 SECONDS = 300
