@@ -1,12 +1,14 @@
 """Load test of `hydrajax serve`: throughput and latency over the number of clients, or a soak with broken connections.
 
     python experiments/serve_load.py --output runs/experiments/serve_load.json
+    python experiments/serve_load.py --draft draft-model --draft lookup --rounds 3
     python experiments/serve_load.py --requests 10000 --disconnect 0.1
 
-The server is a new process on the loopback address and shares the machine with the clients. Every client sends its next
-request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are `generate`
-with one prompt at a time, and the same server without a draft. Every complete answer is compared with that of
-`generate` for its prompt and seed.
+The servers are new processes on the loopback address and share the machine with the clients. Every client sends its
+next request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are
+`generate` with one prompt at a time, and a server without a draft. In every round the servers answer in turns, each for
+every number of clients, because the speed of a machine changes within minutes. Every complete answer is compared with
+that of `generate` for its prompt and seed.
 
 A token's latency is the time from the first to the last chunk of an answer, divided by the tokens in between. A pause
 is the time between two chunks, each of which holds the tokens of one step or more.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import signal
@@ -24,7 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -74,10 +77,11 @@ def main() -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--base", metavar="DIR|NAME", default="shipped")
-    add("--draft", metavar="DIR|NAME", default="hydra++")
+    add("--draft", metavar="DIR|NAME", action="append", help="of a server, repeatable (default hydra++)")
     add("--tree", metavar="NAME", help="tree (default: the one searched for the draft)")
     add("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
     add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
+    add("--rounds", type=options.positive, default=1, metavar="N", help="turns of each server (default 1)")
     add("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
     add("--prompt-tokens", type=options.positive, default=64, metavar="N")
     add("--new-tokens", type=options.positive, default=64, metavar="N")
@@ -90,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.disconnect < 1:
         raise HydrajaxError(f"disconnect: got {args.disconnect}, expected at least 0 and below 1")
     soaks = args.disconnect > 0
-    args.requests = args.requests or 64
+    args.draft, args.requests = args.draft or ["hydra++"], args.requests or 64
     args.clients = args.clients or ([SOAK_CLIENTS] if soaks else [1, 2, 4, 8, 16, 32])
     if args.output is None:
         return 0 if (soak if soaks else load)(args)["right"] else 1
@@ -226,30 +230,52 @@ async def ask_all(
 
 
 def load(args) -> dict:
-    loaded = hydrajax.load(args.base, args.draft, dtype="float32")
+    models = {args.draft[0]: hydrajax.load(args.base, args.draft[0], dtype="float32")}
+    models |= {draft: models[args.draft[0]].with_draft(draft) for draft in args.draft[1:]}
     most = max(args.requests, 2 * max(args.clients))
-    questions = questions_for(args, loaded, most, mixed=False)
+    questions = questions_for(args, models[args.draft[0]], args.rounds * most, mixed=False)
     rows, right = [], True
     alone = [question.ids for question in questions[: min(args.requests, 32)]]
-    for name, tree in (("drafted", tree_of(args, loaded)), ("plain", presets.root())):
-        settings = {"tree": tree, "max_new_tokens": args.new_tokens}
-        loaded.generate(alone[:1], **settings)
+    trees = [(draft, tree_of(args, model)) for draft, model in models.items()]
+    for draft, tree in (*trees, ("none", presets.root())):
+        settings, model = {"tree": tree, "max_new_tokens": args.new_tokens}, models.get(draft, models[args.draft[0]])
+        model.generate(alone[:1], **settings)
         began = time.perf_counter()
-        tokens = sum(result.new_tokens for result in loaded.generate(alone, **settings))
+        tokens = sum(result.new_tokens for result in model.generate(alone, **settings))
         rate = tokens / (time.perf_counter() - began)
-        rows.append({"way": f"generate, one at a time, {name}", "clients": 1, "tokens_per_second": rate})
+        rows.append({"way": f"generate, one at a time, {draft}", "clients": 1, "tokens_per_second": rate})
         print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
-    for draft in (args.draft, "none"):
-        with serving(args, draft) as (_, address):
-            for n_clients in args.clients:
-                some = questions[: max(args.requests, 2 * n_clients)]
-                found, seconds = asyncio.run(ask_all(address, n_clients, some))
-                wrong = sum(asked.text != question.answer for asked, question in zip(found, some, strict=True))
+    with ExitStack() as servers:
+        started = {draft: servers.enter_context(serving(args, draft))[1] for draft in (*models, "none")}
+        for number in range(args.rounds):
+            asked = questions[number * most :][:most]
+            order = [*started][number % len(started) :] + [*started][: number % len(started)]
+            for n_clients, draft in itertools.product(args.clients, order):
+                some = asked[: max(args.requests, 2 * n_clients)]
+                found, seconds = asyncio.run(ask_all(started[draft], n_clients, some))
+                wrong = sum(answer.text != question.answer for answer, question in zip(found, some, strict=True))
                 right &= not wrong
-                row = {"way": f"server, {draft}", "clients": n_clients, "wrong": wrong} | figures(found, seconds)
-                rows.append(row)
-                print(line_of(row), flush=True)
-    return {"rows": rows, "right": right}
+                row = {"way": f"server, {draft}", "round": number, "clients": n_clients, "wrong": wrong}
+                rows.append(row | figures(found, seconds))
+                print(line_of(rows[-1]), flush=True)
+    return {"rows": rows, "ratios": ratios_of(rows), "right": right}
+
+
+def ratios_of(rows: Sequence[dict]) -> list[dict]:
+    """Return and print the throughput of each server over that without a draft: the median of the rounds."""
+    served = [row for row in rows if "round" in row]
+    rates = {(row["way"], row["clients"], row["round"]): row["tokens_per_second"] for row in served}
+    found = []
+    for way, n_clients in dict.fromkeys((row["way"], row["clients"]) for row in served):
+        each = [
+            rate / rates["server, none", n_clients, number]
+            for (name, clients, number), rate in rates.items()
+            if (name, clients) == (way, n_clients)
+        ]
+        found.append({"way": way, "clients": n_clients, "ratio": float(np.median(each)), "rounds": each})
+        if way != "server, none":
+            print(f"{way:24} {n_clients:3} clients {found[-1]['ratio']:5.2f} of no draft", flush=True)
+    return found
 
 
 def figures(found: Sequence[Response], seconds: float) -> dict:
@@ -283,13 +309,13 @@ def line_of(row: dict) -> str:
 
 def soak(args) -> dict:
     """Check that no answer is wrong or lost, broken requests end, and the server's memory does not grow."""
-    loaded = hydrajax.load(args.base, args.draft, dtype="float32")
+    loaded = hydrajax.load(args.base, args.draft[0], dtype="float32")
     pool = questions_for(args, loaded, SOAK_QUESTIONS, mixed=True)
     random = np.random.default_rng(args.seed + 1)
     questions = [pool[at] for at in random.integers(len(pool), size=args.requests)]
     cuts = [int(random.integers(0, 6)) if random.random() < args.disconnect else None for _ in questions]
     every, samples = max(1, args.requests // SAMPLES), []
-    with serving(args, args.draft) as (process, address):
+    with serving(args, args.draft[0]) as (process, address):
 
         def sample(at: int) -> None:
             if at % every == 0:

@@ -309,12 +309,20 @@ def test_serve_load_and_soak(tmp_path):
         pytest.importorskip(package, reason=f"{package} is not installed")
     sizes = ["--slots", "2", "--tree", "chain-2", "--prompt-tokens", "24", "--new-tokens", "12"]
     output = tmp_path / "load.json"
-    done = run("serve_load", tmp_path, *sizes, "--clients", "1,3", "--requests", "6", "--output", str(output))
+    drafts = ["--draft", "hydra++", "--draft", "lookup", "--rounds", "2"]
+    done = run("serve_load", tmp_path, *sizes, *drafts, "--clients", "1,3", "--requests", "6", "--output", str(output))
     assert done.returncode == 0, done.stderr
-    *alone, first, last = json.loads(output.read_text())["rows"][:4]
+    found = json.loads(output.read_text())
+    alone, served = found["rows"][:3], found["rows"][3:]
     assert {row["way"].split(",")[0] for row in alone} == {"generate"}
-    assert (first["clients"], last["clients"], last["requests"], last["wrong"]) == (1, 3, 6, 0)
-    assert 0 < last["first_token_ms_50"] <= last["first_token_ms_99"]
+    names = ["hydra++", "lookup", "none"]
+    turns = [(0, clients, name) for clients in (1, 3) for name in names]
+    turns += [(1, clients, name) for clients in (1, 3) for name in (*names[1:], names[0])]
+    assert [(row["round"], row["clients"], row["way"].removeprefix("server, ")) for row in served] == turns
+    for row in served:
+        assert (row["requests"], row["wrong"]) == (6, 0)
+        assert 0 < row["first_token_ms_50"] <= row["first_token_ms_99"]
+    assert [row["ratio"] for row in found["ratios"] if row["way"] == "server, none"] == [1.0, 1.0]
     sizes += ["--clients", "4", "--requests", "40", "--disconnect", "0.3"]
     done = run("serve_load", tmp_path, *sizes, "--output", str(output))
     assert done.returncode == 0, done.stderr

@@ -88,6 +88,13 @@ class CacheBudget:
         """Leave the prefix cache the memory that running sequences cannot come to need."""
         self.prefix_cache.shrink(max(self.limit - self._peak(usages, prefilling), 0) if self._caches_prefixes else 0)
 
+    def has_room(self, usages: Sequence[GroupUsage], length: int) -> bool:
+        """Return whether a text of ``length`` tokens can be prefilled now; this may evict cached prefixes."""
+        left = self.limit - self._peak(usages, None) - self._pool.prefill_nbytes(length)
+        if left >= 0 and self._caches_prefixes:
+            self.prefix_cache.shrink(left)
+        return left >= 0
+
     def _alone(self, max_length: int, prompt_length: int) -> int:
         return self._pool.nbytes(1, max_length) + self._pool.prefill_nbytes(prompt_length)
 

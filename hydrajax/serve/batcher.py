@@ -9,6 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -225,10 +226,10 @@ class Batcher:
             request = handle.request
             group = self._batch.reserve(index, self._budget.max_length(request))
             prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
-            self._prefill = PromptPrefill(self._pool, handle, group, prefix, shared)
-            handle.cached = shared
+            self._prefill = PromptPrefill(self._pool, handle, group, prefix, shared, self._bursts.drafts(group))
+            handle.cached = self._prefill.cached
             self._counts["prompt_tokens"] += len(request.ids)
-            self._counts["cached"] += shared
+            self._counts["cached"] += handle.cached
             self._budget.shrink_prefix_cache(self._batch.usages, request)
 
     def _prefill_chunk(self) -> None:
@@ -236,11 +237,12 @@ class Batcher:
         if (prefill := self._prefill) is None or (state := prefill.run_chunk()) is None:
             return
         request = prefill.handle.request
-        max_length = self._budget.max_length(request)
-        prefill.group.join(state, RunningSequence(prefill.handle, self._executor.tokenizer, max_length))
+        sequence = RunningSequence(prefill.handle, self._executor.tokenizer, self._budget.max_length(request))
+        sequence.read, sequence.missed = prefill.read, prefill.missed
+        prefill.group.join(state, sequence)
         with self._lock:
             self._prefill = None
-        self._cache_prefix(request.ids, prefill.cache_len, lambda: state)
+        self._cache_prefix(sequence, prefill.cache_len, lambda: state)
 
     def _decode(self) -> None:
         """Advance all groups, and update the handles."""
@@ -250,20 +252,27 @@ class Batcher:
         # Single steps while a prompt waits for prefill or a sequence for its first token.
         single = prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
         for group in groups:
-            burst = self._bursts.single_step(group) if single else self._bursts.run(group, len(groups))
+            if single:
+                burst = self._bursts.single_step(group)
+            else:
+                burst = self._bursts.run(group, len(groups), partial(self._budget.has_room, self._batch.usages))
             with self._lock:
-                self._counts["speculative_steps"] += burst.speculative_steps
-            for slot, sequence in group.live:
-                self._update(group, slot, sequence, burst.snapshot)
+                self._counts["speculative_steps"] += burst.sequence_steps * burst.speculative
+            # Clients first: copies for the prefix cache take milliseconds.
+            live = group.live
+            ended = [(slot, each) for slot, each in live if self._update(group, slot, each, burst.snapshot)]
+            for slot, sequence in ended:
+                cache_len = self._pool.cache_len_for(sequence.length + self._pool.headroom)
+                self._cache_prefix(sequence, cache_len, partial(group.copy_of, slot, cache_len))
         self._batch.drop_empty()
 
-    def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> None:
-        """Update a request's handle; free its slot at the end."""
+    def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> bool:
+        """Update a request's handle; free its slot and return True at the end."""
         request, handle = sequence.handle.request, sequence.handle
         done = bool(snapshot.done[slot])
         emitted, sequence.steps = snapshot.tokens[slot, : snapshot.lengths[slot]], int(snapshot.steps[slot])
         sequence.text.grow(emitted.tolist(), final=done)
-        sequence.emitted = len(emitted)
+        sequence.output = emitted
         done |= sequence.text.stopped
         seconds = time.perf_counter() - handle.arrived
         result = row_result(
@@ -275,7 +284,7 @@ class Batcher:
             self._counts["steps"] += result.steps - (0 if before is None else before.steps)
         handle.update(result if done else replace(result, finish_reason=None))
         if not done:
-            return
+            return False
         group.remove(slot)
         with self._lock:
             self._counts["ended"] += 1
@@ -283,14 +292,13 @@ class Batcher:
         handle.finish(HydrajaxError(f"grammar: {failed}") if failed else None)
         if request.remembered:
             remember(self._executor, result)
-        ids = np.concatenate([request.ids, emitted])
-        cache_len = self._pool.cache_len_for(len(ids) + self._pool.headroom)
-        self._cache_prefix(ids, cache_len, lambda: group.copy_of(slot, cache_len))
+        return True
 
-    def _cache_prefix(self, ids: np.ndarray, cache_len: int, copied: Callable[[], State]) -> None:
+    def _cache_prefix(self, sequence: RunningSequence, cache_len: int, copied: Callable[[], State]) -> None:
         """Add a sequence to the prefix cache; ``copied`` returns its state of batch size 1."""
         prefilling = None if self._prefill is None else self._prefill.handle.request
         self._budget.shrink_prefix_cache(self._batch.usages, prefilling)
-        nbytes = self._pool.shapes.nbytes(1, cache_len)
+        ids, nbytes = sequence.ids, self._pool.shapes.nbytes(1, cache_len)
         if self._budget.prefix_cache.accepts(ids, nbytes):
-            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes))
+            read = sequence.read if sequence.draft_is_behind else len(ids)
+            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes, read))

@@ -1,27 +1,39 @@
-"""Bursts of decode steps: their kind and number of steps by measured throughput."""
+"""Bursts of decode steps: their kind and number of steps by measured throughput.
+
+While plain steps are faster, the draft is left out: it reads neither prompts nor the tokens of plain steps, so these
+steps cost what they cost without a draft. Before speculative steps it reads what it has missed.
+"""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from hydrajax.decoding.decode_loop import BURSTS_PER_SECOND, Snapshot
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.slot_group import SlotGroup
-from hydrajax.serve.speculation_policy import SpeculationPolicy
+from hydrajax.serve.speculation_policy import CONSTRAINED, SpeculationPolicy
+
+PATIENCE = 8  # bursts before a group changes its kind of steps, after which the draft may have to read a lot
+WORTH_READING = 16  # tokens that a sequence must be able to reach
 
 
-@dataclass(frozen=True)
-class Burst:
-    """The steps that a group has taken.
+class Burst(NamedTuple):
+    """Steps of a group.
 
     Attributes:
         snapshot: the output after them.
-        speculative_steps: sum over its sequences.
+        steps: most steps of a sequence. A burst ends early if all its sequences end.
+        sequence_steps, tokens: sums over the sequences.
+        speculative: the kind of steps.
     """
 
     snapshot: Snapshot
-    speculative_steps: int
+    steps: int
+    sequence_steps: int
+    tokens: int
+    speculative: bool
 
 
 class BurstRunner:
@@ -30,40 +42,70 @@ class BurstRunner:
     def __init__(self, pool: ExecutorPool):
         self._pool, self._policy = pool, SpeculationPolicy()
 
+    def drafts(self, group: SlotGroup) -> bool:
+        """Return whether the group's steps are speculative, so that the draft should read a prompt that joins it."""
+        if group.drafting is not None:
+            return group.drafting
+        return not self._pool.drops_draft or self._policy.prefers(self._pool.batches[0]) is not False
+
     def single_step(self, group: SlotGroup) -> Burst:
         """Take one step, after which a prompt can be prefilled or a first token be sent."""
-        can_be_plain = self._pool.can_be_plain(*group.shape)
-        return self._advance(group, 1, self._policy.is_worth_it(len(group.slots), can_be_plain))[0]
+        return self._advance(group, 1, self.drafts(group) or not self._pool.can_be_plain(*group.shape))
 
-    def run(self, group: SlotGroup, n_groups: int) -> Burst:
+    def run(self, group: SlotGroup, n_groups: int, has_room: Callable[[int], bool]) -> Burst:
         """Take the steps of a burst.
 
         Args:
             group: its sequences step.
             n_groups: that take turns within a burst's time.
+            has_room: returns whether there is memory to prefill a text of so many tokens.
         """
-        shape, batch, seconds = group.shape, len(group.slots), 1 / (BURSTS_PER_SECOND * n_groups)
-        if constrained := any(group.constraints):
-            speculative, steps = True, self._policy.constrained_steps(batch, seconds)
-        else:
-            speculative, steps = self._policy.next_burst(batch, seconds, self._pool.can_be_plain(*shape))
-        compiled = constrained or self._pool.is_compiled(*shape, speculative)
+        shape, seconds = group.shape, 1 / (BURSTS_PER_SECOND * n_groups)
+        speculative, steps = self._next(group, seconds)
+        compiled = self._pool.is_compiled(*shape, speculative)
+        if speculative:
+            self._catch_up(group, has_room)
+        behind = any(sequence.draft_is_behind for _, sequence in group.live)
+        constrained = any(group.constraints)
         start = time.perf_counter()
-        burst, taken, emitted = self._advance(group, steps, speculative)
-        # Other steps took the time of a compilation or of a move too, and single ones mostly return to the host.
-        if compiled and shape == group.shape:
-            # A burst ends early if all its sequences end, so count the steps taken.
-            steps, seconds = max(*taken, 1), time.perf_counter() - start
-            if constrained:
-                self._policy.record_constrained(batch, steps, seconds)
-            else:
-                self._policy.record(batch, speculative, steps, seconds, max(sum(taken), 1), emitted)
+        burst = self._advance(group, steps, speculative)
+        seconds = (time.perf_counter() - start) / burst.steps
+        # Other steps took the time of a compilation or of a move too.
+        if constrained:
+            self._policy.record(shape[0], CONSTRAINED, seconds)
+        elif compiled and shape == group.shape:
+            tokens = burst.tokens / max(burst.sequence_steps, 1) if speculative and not behind else None
+            self._policy.record(shape[0], speculative, seconds, tokens)
         return burst
 
+    def _next(self, group: SlotGroup, seconds: float) -> tuple[bool, int]:
+        """Return the kind and the number of the next steps."""
+        batch, drafting = len(group.slots), self.drafts(group)
+        if any(group.constraints):
+            return True, self._policy.steps(batch, CONSTRAINED, seconds)
+        if not self._pool.can_be_plain(*group.shape):
+            return True, self._policy.steps(batch, True, seconds)
+        preferred = self._policy.prefers(batch)
+        group.disagreements = group.disagreements + 1 if preferred is (not drafting) else 0
+        if group.disagreements >= PATIENCE:
+            drafting, group.disagreements = not drafting, 0
+        group.drafting = drafting
+        return self._policy.next_burst(batch, drafting, seconds)
+
     @staticmethod
-    def _advance(group: SlotGroup, steps: int, speculative: bool) -> tuple[Burst, list[int], int]:
-        """Return also the steps of each sequence, and the number of all new tokens."""
+    def _catch_up(group: SlotGroup, has_room: Callable[[int], bool]) -> None:
+        """Let the draft read what it has missed of sequences that are not about to end."""
+        for slot, sequence in group.live:
+            left = sequence.max_length - sequence.length
+            if sequence.draft_is_behind and left >= WORTH_READING and has_room(sequence.length):
+                group.catch_up(slot)
+
+    def _advance(self, group: SlotGroup, steps: int, speculative: bool) -> Burst:
+        speculative |= any(group.constraints)
         snapshot = group.advance(steps, speculative)
         taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
-        emitted = sum(int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live)
-        return Burst(snapshot, sum(taken) * speculative), taken, emitted
+        emitted = [int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live]
+        if not speculative:
+            for (_, sequence), count in zip(group.live, emitted, strict=True):
+                sequence.miss(count)
+        return Burst(snapshot, max(*taken, 1), sum(taken), sum(emitted), speculative)

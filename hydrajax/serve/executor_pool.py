@@ -22,10 +22,13 @@ from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenC
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
+from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
+
+MISSED_TOKENS = 64  # that a draft reads again: its guesses hardly depend on earlier ones
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class ExecutorPool:
             executor: base and draft; the rule, processors and limits of its spec are ignored.
             sizes: limits.
             tree_for: the tree for a batch size; the executor's own tree by default.
-            drops_draft: also build an executor for plain steps.
+            drops_draft: also build executors for plain steps and for prompts that the draft does not read.
 
         Raises:
             HydrajaxError: for a tree that does not suit the drafter, and for sizes below 1.
@@ -81,6 +84,7 @@ class ExecutorPool:
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         self.batches = _geometric(1, sizes.slots, 2)
         self.last_chunks = _geometric(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # padded lengths
+        self._caught_up = max(width for width in self.last_chunks if width <= max(MISSED_TOKENS, self.last_chunks[0]))
         own = executor.spec.tree
         trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
         if executor.one_tree:
@@ -92,13 +96,12 @@ class ExecutorPool:
             max_new_tokens=self.context,
             logprobs=sizes.logprobs,
         )
-        plain = [presets.root()] if drops_draft else []
-        made = {
-            tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys([*trees.values(), *plain])
-        }
+        made = {tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys(trees.values())}
         self._speculative = {batch: made[tree] for batch, tree in trees.items()}
-        # In plain steps the drafter still observes the tokens, so that speculative steps can follow.
-        self._plain = made[presets.root()] if drops_draft and len(made) > 1 else None
+        self._plain = self._unread_prefill = None
+        if drops_draft and any(each.engine.depth for each in made.values()):
+            drafter = LeftOut(self.spec.drafter)
+            self._plain = executor.with_spec(self.spec.replace(drafter=drafter, tree=presets.root()))
         # Prefilled states have room for the paths of every tree, and of forced tokens.
         self._prefill = max(made.values(), key=lambda each: each.engine.depth)
         self.max_path = self._prefill.engine.depth + 1
@@ -109,6 +112,8 @@ class ExecutorPool:
             for batch, each in self._speculative.items():
                 spec = each.spec.replace(forced_nodes=FORCED_NODES)
                 self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
+        if self._plain is not None:
+            self._unread_prefill = self._prefill.with_spec(drafter=Unread(self.spec.drafter))
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
         if self.spec.eos_ids:
@@ -125,6 +130,7 @@ class ExecutorPool:
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
         self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
+        self._unread: set[int] = set()  # cache lengths for which the prefill without the draft is compiled
         self._warming_up = False
 
     @property
@@ -149,6 +155,10 @@ class ExecutorPool:
     def can_be_plain(self, batch: int, cache_len: int) -> bool:
         """Return whether steps of this shape may be plain: not before `programs` have compiled them, if they will."""
         return self.drops_draft and (self.is_compiled(batch, cache_len, False) or not self._warming_up)
+
+    def can_be_unread(self, cache_len: int) -> bool:
+        """Return whether the draft may miss a prompt, see `can_be_plain`."""
+        return self.drops_draft and (cache_len in self._unread or not self._warming_up)
 
     @property
     def follows_grammars(self) -> bool:
@@ -220,21 +230,52 @@ class ExecutorPool:
         counts = TokenCounts.of_text(ids[:length], self._vocab_size) if self.sizes.penalties else None
         return self._prefill.rewind(state, np.array([length], np.int32), counts)
 
-    def feed(self, state: State, ids: np.ndarray, following: int) -> State:
-        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated."""
+    def feed(self, state: State, ids: np.ndarray, following: int, read: bool = True) -> State:
+        """Prefill a full chunk that the token ``following`` follows; ``state`` is donated. read: by the draft too."""
         text, lengths = right_padded([ids], self.chunk)
-        return self._prefill.feed(state, text, lengths, np.array([following], np.int32))
+        return self._prefill_for(read).feed(state, text, lengths, np.array([following], np.int32))
 
     def finish(
-        self, state: State, ids: np.ndarray, key, spec: DecodeSpec, constraint: Constraint | None = None
+        self,
+        state: State,
+        ids: np.ndarray,
+        key,
+        spec: DecodeSpec,
+        constraint: Constraint | None = None,
+        read: bool = True,
     ) -> State:
-        """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated."""
+        """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated.
+
+        read: by the draft too, as always with a constraint.
+        """
         text, lengths = right_padded([ids], self._padded(len(ids)))
         sampling = self.sampling(spec, key)
         if constraint is None:
-            return self._prefill.extend(state, text, lengths, sampling)
+            return self._prefill_for(read).extend(state, text, lengths, sampling)
         sampling = sampling._replace(constraints=(constraint,))
         return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
+
+    def _prefill_for(self, read: bool) -> Executor:
+        return self._prefill if read or self._unread_prefill is None else self._unread_prefill
+
+    def read_from(self, read: int, length: int) -> int:
+        """Return the first token of a text that the draft reads next, if it has read the first ``read`` tokens."""
+        return max(read, length - self._caught_up)
+
+    def catch_up(self, state: State, slot: int, ids: np.ndarray, read: int, cache_len: int) -> State:
+        """Let the draft of one slot read the end of the text ``ids``, of which it has read the first ``read`` tokens.
+
+        The base runs these tokens once more for the draft; its own state stays. ``state`` is donated.
+        """
+        start = self.read_from(read, len(ids))
+        one = self.take(state, slot, self.prefill_cache_len(start, len(ids)))
+        one = self.finish(self.rewind(one, start, ids), ids[start:], self.key(0, 0), self.spec)
+        return self._with_draft(state, slot, one, cache_len)
+
+    def _with_draft(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
+        """Replace the draft's state of a slot; ``state`` is donated."""
+        one = self._prefill.stay(self.shapes.gather(sequence, [0], cache_len))
+        return state._replace(draft=put_sequence(state.draft, np.int32(slot), one.draft))
 
     @staticmethod
     @functools.cache
@@ -272,9 +313,9 @@ class ExecutorPool:
 
         Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
         then, after them. The last one is for a single short sequence with a grammar; others compile at their first use.
-        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most
-        p * (w + 2) prefill programs, 2 * p * b decode programs (speculative and plain) and p * (b + 1) rewinds, and for
-        each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
+        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most 2 * p * (w + 2)
+        prefill programs (with and without the draft), 2 * p * b decode programs (speculative and plain) and p * (b + 1)
+        rewinds, and for each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
         found: list[Callable[[], None]] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
@@ -290,6 +331,7 @@ class ExecutorPool:
         if self.drops_draft:
             self._warming_up = True
             found += [partial(self._compile_steps, batch, cache_len, False) for batch, cache_len in shapes]
+            found += [partial(self._compile_unread, cache_len) for cache_len in self.cache_lens]
         if self._constrained and find_spec("llguidance"):
             found.append(partial(self._compile_constrained, self.cache_lens[0]))
         return found
@@ -299,20 +341,34 @@ class ExecutorPool:
         for compile_program in self.programs():
             compile_program()
 
-    def _compile_prefill(self, width: int, cache_len: int) -> None:
-        state = self.finish(self._blank(cache_len), np.zeros(width, np.int32), self.key(0, 0), self.spec)
-        for other in self.cache_lens:
-            self.take(state, 0, other)
+    def _compile_prefill(self, width: int, cache_len: int, read: bool = True) -> None:
+        ids = np.zeros(width, np.int32)
+        state = self.finish(self._blank(cache_len), ids, self.key(0, 0), self.spec, read=read)
+        if read:
+            for other in self.cache_lens:
+                self.take(state, 0, other)
 
-    def _compile_feed(self, cache_len: int) -> None:
-        self.feed(self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32)), np.zeros(self.chunk, np.int32), 0)
+    def _compile_feed(self, cache_len: int, read: bool = True) -> None:
+        empty = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
+        self.feed(empty, np.zeros(self.chunk, np.int32), 0, read)
+
+    def _compile_unread(self, cache_len: int) -> None:
+        """Compile the prefill of prompts that the draft does not read."""
+        for width in (width for width in self.last_chunks if width <= cache_len):
+            self._compile_prefill(width, cache_len, False)
+        if cache_len > self.chunk:
+            self._compile_feed(cache_len, False)
+        self._unread.add(cache_len)
 
     def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
         """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
         one = self._blank(cache_len)
         state = self.tile(one, batch, cache_len)
         state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
-        self.take(self.put(state, 0, one, cache_len), batch - 1, cache_len)
+        state = self.put(state, 0, one, cache_len)
+        if not speculative:
+            state = self._with_draft(state, 0, self._blank(cache_len), cache_len)
+        self.take(state, batch - 1, cache_len)
         self.reshape(self.tile(one, batch, cache_len), range(batch), cache_len)
 
     def _compile_constrained(self, cache_len: int) -> None:

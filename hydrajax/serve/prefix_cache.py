@@ -13,11 +13,15 @@ SHORTEST = 16  # shared tokens that are worth copying a cache
 
 
 class CachedPrefix(NamedTuple):
-    """A sequence's tokens, int32, with the decode state of batch size 1 after them and its bytes."""
+    """A sequence's tokens, int32, with the decode state of batch size 1 after them and its bytes.
+
+    The draft has read the first ``read`` tokens.
+    """
 
     ids: np.ndarray
     state: State
     nbytes: int
+    read: int
 
 
 class PrefixCache:

@@ -16,29 +16,53 @@ class PromptPrefill:
         handle: the request.
         group: that the sequence will join.
         cache_len: positions of its KV cache.
-        position: tokens that are done.
+        cached: tokens that are copied from a cached prefix.
+        missed: tokens that the draft does not read.
+        read: tokens before these.
     """
 
     def __init__(
-        self, pool: ExecutorPool, handle: RequestHandle, group: SlotGroup, prefix: CachedPrefix | None, shared: int
+        self,
+        pool: ExecutorPool,
+        handle: RequestHandle,
+        group: SlotGroup,
+        prefix: CachedPrefix | None,
+        shared: int,
+        drafted: bool,
     ):
-        """``prefix``: the cached sequence whose first ``shared`` tokens are the prompt's, or None."""
+        """Build it; nothing is run yet.
+
+        Args:
+            pool: runs the prompt.
+            handle: the request.
+            group: for it.
+            prefix: a cached sequence, or None.
+            shared: tokens that the prompt shares with it.
+            drafted: the draft reads the prompt, and the end of a cached prefix that it has not read.
+        """
         self._pool, self.handle, self.group = pool, handle, group
-        self.cache_len, self.position = pool.prefill_cache_len(shared, len(handle.request.ids)), shared
+        length, read = len(handle.request.ids), shared if prefix is None else min(shared, prefix.read)
+        drafted |= handle.request.constraint is not None or not pool.can_be_unread(
+            pool.prefill_cache_len(shared, length)
+        )
+        self.cached = pool.read_from(read, shared) if drafted else shared
+        self.cache_len = pool.prefill_cache_len(self.cached, length)
+        self.read, self.missed = (length, 0) if drafted else (read, length - read)
+        self._drafted, self._position = drafted, self.cached
         self._prefix, self._state = prefix, None
 
     def run_chunk(self) -> State | None:
         """Run the next chunk. Return the state after the last one, which can join the group; None before."""
-        request, pool = self.handle.request, self._pool
+        request, pool, ids = self.handle.request, self._pool, self.handle.request.ids
         if self._state is None:
             self._state = self._first_state()
-        if len(request.ids) - self.position > pool.chunk:
-            until = self.position + pool.chunk
-            self._state = pool.feed(self._state, request.ids[self.position : until], int(request.ids[until]))
-            self.position = until
+        if len(ids) - self._position > pool.chunk:
+            until = self._position + pool.chunk
+            chunk, following = ids[self._position : until], int(ids[until])
+            self._state, self._position = pool.feed(self._state, chunk, following, self._drafted), until
             return None
-        key = pool.key(request.seed or 0, request.number)
-        return pool.finish(self._state, request.ids[self.position :], key, request.spec, request.constraint)
+        key, last = pool.key(request.seed or 0, request.number), ids[self._position :]
+        return pool.finish(self._state, last, key, request.spec, request.constraint, self._drafted)
 
     def _first_state(self) -> State:
         """Copy the cached prefix, or start empty."""
@@ -46,4 +70,4 @@ class PromptPrefill:
             return self._pool.empty(self.cache_len)
         state = self._pool.take(self._prefix.state, 0, self.cache_len)
         self._prefix = None  # so that an evicted entry is freed
-        return self._pool.rewind(state, self.position, self.handle.request.ids)
+        return self._pool.rewind(state, self._position, self.handle.request.ids)

@@ -20,6 +20,7 @@ from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.requests import RequestHandle
 
+FEW_TOKENS = 8  # such as those of a burst of plain steps that is only measured
 STEPS_BEFORE_SHRINKING = 8  # bursts for which a smaller shape must have been enough
 
 
@@ -31,20 +32,42 @@ class RunningSequence:
         max_length: tokens that it can reach.
         text: the text so far, cut at stop strings.
         constraint: the grammar's, at the end of the text; None without a grammar.
-        emitted: tokens so far.
+        output: tokens so far, int32.
         steps: decode steps so far.
+        read: tokens of its text, from the first on, that the draft has read.
+        missed: later ones that the draft has missed. A few do not matter, see `draft_is_behind`.
     """
 
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
         self.handle, self.max_length = handle, max_length
         self.text = growing_text(tokenizer, handle.request.stop)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
-        self.emitted, self.steps = 0, 0
+        self.output, self.steps = np.zeros(0, np.int32), 0
+        self.read, self.missed = self.length, 0
+
+    @property
+    def emitted(self) -> int:
+        return len(self.output)
 
     @property
     def length(self) -> int:
         """Tokens in its KV cache."""
         return len(self.handle.request.ids) + self.emitted
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens of prompt and answer."""
+        return np.concatenate([self.handle.request.ids, self.output])
+
+    @property
+    def draft_is_behind(self) -> bool:
+        return self.missed > FEW_TOKENS
+
+    def miss(self, count: int) -> None:
+        """Note that the draft misses the next tokens of the text."""
+        if not self.missed:
+            self.read = self.length
+        self.missed += count
 
 
 class SlotGroup:
@@ -54,6 +77,8 @@ class SlotGroup:
         slots: None for a free slot; empty if nothing runs, and then the group has no state.
         reserved: maximum length of the sequence in prefill that will join, or None.
         cache_len: positions of each slot's KV cache.
+        drafting: steps are speculative; None before the first one.
+        disagreements: bursts since measurements prefer the other kind.
     """
 
     def __init__(self, pool: ExecutorPool, lock: threading.Condition):
@@ -62,6 +87,8 @@ class SlotGroup:
         self.slots: list[RunningSequence | None] = []
         self.reserved: int | None = None
         self.cache_len, self._too_large = 0, 0
+        self.drafting: bool | None = None
+        self.disagreements = 0
 
     @property
     def live(self) -> list[tuple[int, RunningSequence]]:
@@ -112,17 +139,26 @@ class SlotGroup:
         )
         return snapshot
 
+    def catch_up(self, slot: int) -> None:
+        """Let the draft read what it has missed of a sequence."""
+        sequence = self.slots[slot]
+        self._state = self._pool.catch_up(self._state, slot, sequence.ids, sequence.read, self.cache_len)
+        sequence.missed = 0
+
     def remove(self, slot: int) -> None:
         with self._lock:
             self.slots[slot] = None
 
     def free_if_empty(self) -> None:
         if self._state is not None and not any(self.slots):
-            self._state = None
-            self._set_slots([], 0)
+            self._clear()
 
     def copy_of(self, slot: int, cache_len: int) -> State:
-        """Copy one sequence into a state of batch size 1."""
+        """Return one sequence in a state of batch size 1: a copy, or the group's own state if nothing else runs."""
+        if len(self.slots) == 1 and cache_len == self.cache_len and not self.live:
+            state = self._state
+            self._clear()
+            return state
         return self._pool.take(self._state, slot, cache_len)
 
     def _needed(self, sequences: Sequence[RunningSequence], steps: int) -> tuple[int, int]:
@@ -147,6 +183,10 @@ class SlotGroup:
         order = live + [live[0] if live else 0] * (batch - len(live))
         self._state = self._pool.reshape(self._state, order, cache_len)
         self._set_slots([self.slots[slot] for slot in live] + [None] * (batch - len(live)), cache_len)
+
+    def _clear(self) -> None:
+        self._state, self.drafting, self.disagreements = None, None, 0
+        self._set_slots([], 0)
 
     def _set_slots(self, slots: list[RunningSequence | None], cache_len: int) -> None:
         with self._lock:

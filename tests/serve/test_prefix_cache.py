@@ -28,8 +28,8 @@ def test_common_length(a, b, n):
 
 def test_lookup_finds_the_longest_prefix_but_never_the_whole_prompt():
     cache = PrefixCache(1000)
-    cache.add(CachedPrefix(text(1, 2, 3), "first", 10))
-    cache.add(CachedPrefix(text(1, 7), "second", 10))
+    cache.add(CachedPrefix(text(1, 2, 3), "first", 10, 0))
+    cache.add(CachedPrefix(text(1, 7), "second", 10, 0))
     for new, name, shared in (
         (text(1, 2, 9), "first", 42),
         (text(1, 7, 8, 9), "second", 42),
@@ -48,9 +48,9 @@ def test_the_least_recently_used_entry_is_evicted_first():
     texts = {name: np.full(20, number, np.int32) for number, name in enumerate("abcd")}
     for name in "abc":
         assert cache.accepts(texts[name], 10)
-        cache.add(CachedPrefix(texts[name], name, 10))
+        cache.add(CachedPrefix(texts[name], name, 10, 0))
     cache.lookup(np.concatenate([texts["a"], [9]]))
-    cache.add(CachedPrefix(texts["d"], "d", 10))
+    cache.add(CachedPrefix(texts["d"], "d", 10, 0))
     assert (names(cache), cache.nbytes) == ({"a", "c", "d"}, 30)
     cache.shrink(19)
     assert names(cache) == {"d"}
@@ -61,11 +61,11 @@ def test_the_least_recently_used_entry_is_evicted_first():
 
 def test_an_entry_replaces_its_prefixes():
     cache = PrefixCache(100)
-    cache.add(CachedPrefix(text(1), "begun", 10))
-    cache.add(CachedPrefix(text(2), "other", 10))
+    cache.add(CachedPrefix(text(1), "begun", 10, 0))
+    cache.add(CachedPrefix(text(2), "other", 10, 0))
     assert not cache.accepts(text(1), 10)
     assert not cache.accepts(text()[:30], 10)
     assert not cache.accepts(np.arange(SHORTEST - 1) + 7, 10)
     assert cache.accepts(text(1, 5), 10)
-    cache.add(CachedPrefix(text(1, 5), "ended", 10))
+    cache.add(CachedPrefix(text(1, 5), "ended", 10, 0))
     assert names(cache) == {"ended", "other"}

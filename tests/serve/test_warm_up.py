@@ -67,11 +67,13 @@ def test_it_stops_after_the_program_in_progress():
 
 
 def test_the_most_wanted_programs_come_first(served, monkeypatch):
-    """Short texts and small batches; then plain steps, in whose place others can be taken; grammars last."""
+    """Short texts and small batches; then plain steps and prompts without the draft, in whose place others can be
+    taken; grammars last.
+    """
     found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
     assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
     done = []
-    for kind in ("prefill", "feed", "steps", "constrained"):
+    for kind in ("prefill", "feed", "steps", "unread", "constrained"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
     assert found.can_be_plain(1, 64)
     found.warm_up()
@@ -80,9 +82,11 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     assert done == [
         ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
         ("prefill", 16, 114), ("steps", 1, 114, True), ("feed", 114),
-        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("constrained", 64),
+        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("unread", 64), ("unread", 114),
+        ("constrained", 64),
     ]  # fmt: skip
     assert not found.can_be_plain(1, 64)  # they have only been noted
+    assert not found.can_be_unread(64)
 
 
 @dataclass(frozen=True)
@@ -124,7 +128,7 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     assert warm_up.compiled == warm_up.total
     # Two batch sizes and two kinds of steps.
     assert compiled["jit(burst)"] == 4
-    assert compiled["jit(extend)"] == 2  # the second one with a mask
+    assert compiled["jit(extend)"] == 3  # the others with a mask, and without the draft
     # Steps in one program, or in three: without forced tokens, with one, and with as many as the tree is deep.
     constrained_steps = {"steps": 1} if host_calls() else {"verify": 3, "settle": 3}
     assert {name: compiled[f"jit({name})"] for name in constrained_steps} == constrained_steps
