@@ -146,6 +146,16 @@ class Llama(nn.Module):
         aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per sequence through the model; see `hydrajax.models.base_model.BaseModel`."""
+        rows = backend.rows_of_token(tokens.size)
+        if rows > 1 and isinstance(cache, KVCache) and not self.config.any_experts:
+            repeated = (jnp.broadcast_to(x, (1, rows)) for x in (tokens, positions))
+            found = self._run(*repeated, np.eye(rows, dtype=bool), cache, aux_hidden_layers)
+            block = jax.tree.map(lambda x: x[:, :, :1], found.block)
+            return Forward(found.hidden[:, :1], found.aux_hidden_states[:, :1], block)
+        return self._run(tokens, positions, block_mask, cache, aux_hidden_layers)
+
+    @nn.nowrap
+    def _run(self, tokens, positions, block_mask, cache, aux_hidden_layers) -> Forward:
         x = self.embed(tokens)
         kinds = {
             kind: (

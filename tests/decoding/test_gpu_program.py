@@ -51,8 +51,7 @@ def test_each_of_several_gpus_runs_the_kernels():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Interpret the GPU kernels on this CPU, without CUDA graphs."""
-    monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
+    """Interpret the GPU kernels on this CPU."""
     with described_programs.interpreted(GPU, monkeypatch):
         yield
 

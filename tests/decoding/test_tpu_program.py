@@ -15,13 +15,26 @@ import numpy as np
 import pytest
 
 from helpers import described_programs
-from hydrajax.models import platforms, products
+from hydrajax.api import make_autoregressive_fn
+from hydrajax.decoding.state import Params
+from hydrajax.measure.random_models import random_base
+from hydrajax.models import backend, platforms, products
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.cache import append
 from hydrajax.sharding import placer
 
 TPU = platforms.Platform("tpu", 1)
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "tpu" / "compile_report.py"
 
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, TPU, "tpu", "bfloat16"))
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Simulate the TPU kernel on this CPU."""
+    with described_programs.interpreted(TPU, monkeypatch):
+        yield
 
 
 def test_each_layer_has_one_kernel():
@@ -41,6 +54,45 @@ def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
     products = [line for line in lowered_step(kind, tree).splitlines() if "dot_general" in line]
     assert len(products) >= 9  # four for each layer, and the lm head
     assert not any(re.search(r"tensor<1x\d+xbf16>", line) for line in products)
+
+
+def test_a_single_token_fills_a_tile_with_its_rows():
+    """On one TPU; several would exchange all rows."""
+    of_layers = re.findall(r"dot_general .*tensor<16x(?:128|192|256)xbf16>", lowered_step("none", "root"))
+    assert len(of_layers) == 2 * 4
+    two = described_programs.lowered_step(TPU._replace(devices=2), "tpu", "bfloat16", "none", "root")
+    assert not re.search(r"dot_general .*tensor<16x", two)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_repeated_token_gets_the_state_and_tokens_of_a_single_one(simulated, window):
+    """The cache too: only one of the rows may enter it."""
+    model, base = random_base(described_programs.CONFIG.replace(sliding_window=window), np.dtype("float32"))
+    prompt = np.random.default_rng(0).integers(0, 128, (1, 24)).astype(np.int32)
+    bound = BoundBase(model, base)
+    prefilled = bound.forward(prompt, np.arange(24)[None], causal_mask(24))
+    cache = append(model.init_cache(1, 64), prefilled.block, np.array([24], np.int32))
+    token, position = np.array([[7]], np.int32), np.array([[24]], np.int32)
+
+    def passed(platform):
+        with platforms.traced_for(platform):
+            return jax.jit(lambda cache: bound.forward(token, position, np.ones((1, 1), bool), cache, (0, 1)))(cache)
+
+    found, want = passed(TPU), passed(platforms.Platform("none", 1))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, want)
+    decode_fn = make_autoregressive_fn(model, max_new_tokens=24)
+    tokens = decode_fn(Params(base, {}), prompt).tokens
+    with platforms.traced_for(platforms.Platform("none", 1)):
+        again = make_autoregressive_fn(model, max_new_tokens=24)(Params(base, {}), prompt).tokens
+    np.testing.assert_array_equal(tokens, again)
+
+
+def test_products_get_more_vector_memory_unless_the_user_sets_it(monkeypatch):
+    assert backend.compiler_options() is None  # on a CPU
+    with platforms.traced_for(TPU):
+        assert backend.compiler_options() == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+        monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+        assert backend.compiler_options() is None
 
 
 @pytest.mark.parametrize(
@@ -66,13 +118,6 @@ def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
         found = jax.jit(lambda x, kernel: products.matmul_parts(x, kernel, np.float32))(x, kernel)
     want = np.moveaxis(np.tensordot(x, kernel, 1), (0, 1), (-3, -2))
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def simulated(monkeypatch):
-    """Simulate the TPU kernel on this CPU."""
-    with described_programs.interpreted(TPU, monkeypatch):
-        yield
 
 
 # In bfloat16 a tree's sums have another order, so nearly equal tokens may change places.

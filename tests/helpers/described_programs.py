@@ -22,7 +22,7 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models import platforms
+from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
@@ -56,6 +56,7 @@ def interpreted(platform: platforms.Platform, monkeypatch: pytest.MonkeyPatch) -
     """Trace for the platform, with its Pallas kernels interpreted on this CPU."""
     real = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
+    monkeypatch.setattr(backend, "compiler_options", lambda: None)  # this CPU's compiler refuses those of a device
     with platforms.traced_for(platform):
         yield
 
