@@ -24,15 +24,16 @@ def test_best_token_is_the_first_of_equal_maxima(size):
     np.testing.assert_array_equal(top_tokens(logits, 1)[..., 0], found)
 
 
-@pytest.mark.parametrize(("size", "k"), [(4096, 10), (4096, 16), (5000, 10), (32_000, 10), (32_000, 100)])
-def test_top_tokens_of_a_gpu_are_the_first_of_equal_ones(size, k):
-    """Chunk by chunk, as for GPUs, with many ties within and between chunks."""
+@pytest.mark.parametrize("device", [platforms.Platform("gpu", 1, 9.0), platforms.Platform("tpu", 1)])
+@pytest.mark.parametrize(("size", "k"), [(4096, 1), (4096, 10), (4096, 16), (5000, 10), (32_000, 10), (32_000, 100)])
+def test_top_tokens_of_an_accelerator_are_the_first_of_equal_ones(size, k, device):
+    """Chunk by chunk, as for GPUs and TPUs, with many ties within and between chunks."""
     logits = np.random.default_rng(size).integers(0, 40, (3, 2, size)).astype(np.float32)
     logits[0, 0] = 1.0
     logits[0, 1, :-k] = -np.inf
     logits[1, 0, ::ARGMAX_CHUNK] = 50.0  # one in every chunk
     logits[1, 1, 3 * ARGMAX_CHUNK : 3 * ARGMAX_CHUNK + k] = 50.0  # all in one chunk
-    with platforms.traced_for(platforms.Platform("gpu", 1, 9.0)):
+    with platforms.traced_for(device):
         found = np.asarray(jax.jit(lambda logits: top_tokens(logits, k))(logits))
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, np.argsort(-logits, axis=-1, kind="stable")[..., :k])
