@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.drafters.chains import estimated
+from hydrajax.drafters.chains import estimated, leading
 from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Index
 from hydrajax.models.arrays import Array
 
@@ -77,7 +77,7 @@ class CorpusSearch:
         places = first + np.concatenate([each, -1 - each])
         inside = (places >= 0) & (places < index.count)
         at = index.order[jnp.clip(places, 0, len(index.order) - 1)]
-        agrees = jnp.cumsum(contexts(index, at) != end[:, None], axis=2) == 0
+        agrees = leading(contexts(index, at) == end[:, None])
         lengths = jnp.where(inside, jnp.sum(agrees, axis=2, dtype=jnp.int32), 0)
         lengths, best = jax.lax.top_k(lengths, min(self.matches, 2 * self.neighbours))
         at = jnp.take_along_axis(at, best, axis=1)

@@ -44,9 +44,10 @@ def merged(proposal: Proposal, chains: Chains, size: int, depth: int) -> Proposa
     here = on_tree[:, :, None] & (depths[:, None, None] == np.arange(1, k + 1)[:, None])
     exists = chains.tokens >= 0
     same = prefixes_agree(chains.tokens, exists)
-    first = jnp.argmax(same, axis=2)
-    in_tree = jnp.any(here, axis=3)
-    number = jnp.where(in_tree, jnp.argmax(here, axis=3), n_own + np.arange(k) * m + first)
+    first = jnp.min(jnp.where(same, np.arange(m)[:, None], m), axis=2)
+    node = jnp.max(jnp.where(here, np.arange(n_own), -1), axis=3)
+    in_tree = node >= 0
+    number = jnp.where(in_tree, node, n_own + np.arange(k) * m + first)
     best = jnp.max(jnp.where(same, chains.log_p[:, None], -jnp.inf), axis=2)
     own = exists & ~in_tree & (first == np.arange(m)[:, None])
     above = jnp.pad(number[:, :, :-1], ((0, 0), (0, 0), (1, 0)))
