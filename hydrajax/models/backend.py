@@ -165,7 +165,7 @@ def rows_of_token(tokens: int) -> int:
     """Return how often to feed a pass's only token: on a TPU as often as a tile has rows.
 
     A single row would be copied into another layout before and after most kernels, and XLA multiplies it slowly
-    (`products.matmul`). Together with larger tiles of the weights (`compiler_options`), a token of a 7B takes FIGURE of
+    (`products.matmul`). Together with larger tiles of the weights (`compiler_options`), a token of a 7B takes 1.09 of
     the cycles of its bytes, before 1.27 (v5e, by the compiler's estimate). Several devices would exchange all rows.
     """
     return TPU_TILE_ROWS if tokens == 1 and platforms.on_tpu() and platforms.on_one_device() else 1
@@ -312,11 +312,12 @@ def compiler_options() -> dict[str, str | bool] | None:
 
     On a TPU a product's kernel gets 32 MB of vector memory in place of 16, for larger tiles of the weight: gate and up
     of a 7B take 1.28 of the cycles of their bytes, before 1.38 (v5e, by the compiler's estimate). With more, less is
-    left to fetch the next weights into. A limit in LIBTPU_INIT_ARGS has precedence.
+    left to fetch the next weights into, which is most of what several devices gain: their programs keep 16. A limit in
+    LIBTPU_INIT_ARGS has precedence.
     """
     if platforms.on_tpu():
         given = TPU_VECTOR_MEMORY in os.environ.get("LIBTPU_INIT_ARGS", "")
-        return None if given else {TPU_VECTOR_MEMORY: "32768"}
+        return None if given or platforms.platform().devices > 1 else {TPU_VECTOR_MEMORY: "32768"}
     if not platforms.platform().capability or os.environ.get("HYDRAJAX_CUDA_GRAPHS") == "0":
         return None
     options = {"xla_gpu_enable_command_buffer": ",".join(IN_GRAPHS), "xla_gpu_graph_min_graph_size": "1"}

@@ -87,11 +87,13 @@ def test_a_repeated_token_gets_the_state_and_tokens_of_a_single_one(simulated, w
     np.testing.assert_array_equal(tokens, again)
 
 
-def test_products_get_more_vector_memory_unless_the_user_sets_it(monkeypatch):
+def test_products_of_one_tpu_get_more_vector_memory_unless_the_user_sets_it(monkeypatch):
     assert backend.compiler_options() is None  # on a CPU
     with platforms.traced_for(TPU):
         assert backend.compiler_options() == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
         monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+        assert backend.compiler_options() is None
+    with platforms.traced_for(TPU._replace(devices=8)):  # these fetch more weights early
         assert backend.compiler_options() is None
 
 
