@@ -82,7 +82,8 @@ def add_model_arguments(
         "--draft", metavar="DIR|NAME", **listed,
         help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
         f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
-        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes; "
+        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes, "
+        "lookup-0+DRAFT verifies the best nodes of both in DRAFT's tree, at the cost of DRAFT alone; "
         "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all, 8 more for the corpus (default none)"
         + ("; repeatable, the base alone always runs too" if several else ""),
     )  # fmt: skip

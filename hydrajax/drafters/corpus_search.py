@@ -14,7 +14,7 @@ from hydrajax.drafters.chains import estimated, leading
 from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Index
 from hydrajax.models.arrays import Array
 
-# Estimates of acceptance for `hydrajax.drafters.chains.estimated`; docs/trees.md describes how they were measured.
+# Estimates of acceptance (`hydrajax.drafters.chains.estimated`), measured as docs/reference/drafts.md describes.
 SURVIVAL = (0.15, 0.35, 0.4, 0.6, 0.7, 0.75, 0.8, 0.83, 0.86, 0.88, 0.9, 0.92, 0.93, 0.94, 0.95, 0.96)
 DOUBT = 0.5
 

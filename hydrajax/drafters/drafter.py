@@ -123,6 +123,8 @@ class DrafterSpec:
         fills_levels: It fills a tree level by level from logits (`hydrajax.drafters.filling.fill`) and leaves no node
             out, so under a grammar the nodes hold allowed tokens, those that must follow among them.
         remembers: It drafts from past outputs (`hydrajax.drafters.corpus`), so it gets better with use.
+        chooses_nodes: The nodes of a static tree are replaced by likelier ones, so its shape changes with the text
+            (`hydrajax.drafters.several`).
     """
 
     depth: int
@@ -141,6 +143,7 @@ class DrafterSpec:
     prefix_layer: bool = False
     fills_levels: bool = False
     remembers: bool = False
+    chooses_nodes: bool = False
 
     def candidate_nodes(self, tree: CandidateTree) -> int:
         """Return the number of nodes that a step may accept, root included."""

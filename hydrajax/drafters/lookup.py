@@ -20,8 +20,8 @@ from hydrajax.drafters.drafter import DrafterSpec, SeesAcceptedOnly
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
-# Estimates of acceptance for `hydrajax.drafters.chains.estimated`; docs/trees.md describes how they were measured.
-SURVIVAL, DOUBT = (0.45, 0.7, 0.8, 0.95), 0.3
+# Estimates of acceptance (`hydrajax.drafters.chains.estimated`), measured as docs/reference/drafts.md describes.
+SURVIVAL, DOUBT = (0.25, 0.5, 0.7, 0.88), 0.3
 
 
 class Continuations(NamedTuple):

@@ -98,12 +98,13 @@ class Several:
 
     If the drafter draws its candidates, none of them may be left out for being unlikely, because rejection sampling
     relies on q (`hydrajax.drafters.growing`). Then its tree stays whole, and the chain with the most expected tokens is
-    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`.
+    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`; with L = 0 there is none.
 
     Attributes:
         drafter: The drafter of the tree.
         sources: Where chains come from.
-        branch_nodes: L, the number of nodes in addition to those of the requested tree.
+        branch_nodes: L, the number of nodes in addition to those of the requested tree. With 0 the chains compete for
+            the tree's own nodes, at the cost of a step with the drafter alone.
 
     Raises:
         HydrajaxError: For a number of nodes out of range.
@@ -114,9 +115,9 @@ class Several:
     branch_nodes: int = 8
 
     def __post_init__(self):
-        if not 1 <= self.branch_nodes <= MOST_NODES:
+        if not 0 <= self.branch_nodes <= MOST_NODES:
             raise HydrajaxError(
-                f"draft: got {self.branch_nodes} nodes for lookup and corpus, expected 1 to {MOST_NODES}"
+                f"draft: got {self.branch_nodes} nodes for lookup and corpus, expected 0 to {MOST_NODES}"
             )
 
     @cached_property
@@ -131,7 +132,7 @@ class Several:
         """
         return replace(
             self.drafter.spec, branch_nodes=self.branch_nodes, independent=False, has_distribution=False,
-            num_draft_heads=0, remembers=remember(self.sources),
+            num_draft_heads=0, remembers=remember(self.sources), chooses_nodes=True,
         )  # fmt: skip
 
     def init(self, rng, base):
@@ -150,6 +151,8 @@ class Several:
 
     def propose(self, params, state, root, tree, base, draw=None):
         depth = tree.depth + self.branch_nodes
+        if (draw is not None and not self.branch_nodes) or not depth:
+            return self.drafter.propose(params["draft"], state.drafter, root, tree, base, draw)
         chains = self.text.chains(params, state.sources, root, depth)
         if draw is not None:
             proposal = self.drafter.propose(params["draft"], state.drafter, root, tree, base, draw)

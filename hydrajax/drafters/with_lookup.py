@@ -58,7 +58,7 @@ class WithLookup:
     def __post_init__(self):
         if not 1 <= self.branch_nodes <= MOST_NODES:
             raise HydrajaxError(
-                f"draft: got lookup-{self.branch_nodes}+..., expected lookup-L+... with L from 1 to {MOST_NODES}"
+                f"draft: got lookup-{self.branch_nodes}+..., expected lookup-L+... with L up to {MOST_NODES}"
             )
 
     @cached_property

@@ -127,12 +127,17 @@ def without_weights(draft: Any) -> DrafterKind | None:
 
 
 class LookupAndDraft(NamedTuple):
-    """A parsed ``lookup[-L]+DRAFT``: the name or directory of the draft, and the L nodes of `WithLookup`."""
+    """A parsed ``lookup[-L]+DRAFT``: the name or directory of the draft, and the L nodes of `WithLookup`.
+
+    With L = 0 lookup's chains compete for the nodes of the draft's tree (`Several`).
+    """
 
     draft: str
     nodes: int
 
-    def wrap(self, drafter: Drafter) -> WithLookup:
+    def wrap(self, drafter: Drafter) -> WithLookup | Several:
+        if not self.nodes:
+            return Several(drafter, (SOURCES["lookup"],), 0)
         return WithLookup(drafter, self.nodes)
 
 

@@ -53,8 +53,8 @@ def trace_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 
     engine, params, spec = executor.engine, executor.params, executor.spec
     tree, can = spec.tree, spec.drafter.spec
 
-    # The shape changes with the text for dynamic trees, lookup branches and lookahead windows.
-    is_static = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes)
+    # The shape changes with the text for dynamic trees, lookup branches, merged drafts and lookahead windows.
+    is_static = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes or can.chooses_nodes)
     n_candidates = can.candidate_nodes(tree)
 
     @partial(jit_on, executor.mesh)

@@ -100,7 +100,7 @@ def example_topology(engine: Engine, batch: int) -> Topology:
         parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # the longest chain; the rest are children of the root
         parents[tree.depth + 1 :] = 0
         most_children = tree.most_children
-    elif branch or window:
+    elif branch or window or engine.drafter.spec.chooses_nodes:
         parents, most_children = tree.parents, max(tree.max_rank + 1, 1)
     else:
         return tree.topology

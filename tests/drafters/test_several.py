@@ -15,6 +15,7 @@ from helpers.lab import DRAFTERS, NEW, TREES, shared_lab
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.chains import Chains, estimated
 from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.corpus_search import CorpusSearch
@@ -124,8 +125,8 @@ def test_the_tree_has_the_best_paths(seed):
 
 
 @functools.cache
-def decoder(name: str, tree, rule=None):
-    drafter = FromText(BOTH) if name == "text" else Several(DRAFTERS[name], BOTH, 6)
+def decoder(name: str, tree, rule=None, more: int = 6):
+    drafter = FromText(BOTH) if name == "text" else Several(DRAFTERS[name], BOTH, more)
     return make_decode_fn(shared_lab().model, drafter, tree, rule, max_new_tokens=NEW)
 
 
@@ -161,6 +162,33 @@ def test_outputs_are_the_bases_and_the_corpus_shortens_them(lab, rule, name, tre
     assert again.steps.sum() < 0.6 * first.steps.sum()
 
 
+@pytest.mark.parametrize("name", ["hydra", pytest.param("eagle", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tree", ["cartesian", pytest.param("grown", marks=pytest.mark.slow)])
+def test_chains_take_the_place_of_the_drafters_own_nodes(lab, name, tree):
+    """With no node more, a step verifies as many nodes as with the drafter alone."""
+    tree, drafter = TREES[tree], Several(DRAFTERS[name], BOTH, 0)
+    assert drafter.spec.verified_nodes(tree) == tree.size
+    expected = lab.plainly(PROMPTS, Greedy(), 0)
+    texts = list(zip(expected.ids(), PROMPTS, strict=True))
+    found = {}
+    for known, corpus in (("nothing", ()), ("the texts", texts)):
+        found[known] = lab.decode(decoder(name, tree, None, 0), 0, drafts(lab, name, corpus), PROMPTS)
+        np.testing.assert_array_equal(found[known].tokens, expected.tokens)
+    assert found["the texts"].steps.sum() < 0.8 * found["nothing"].steps.sum()
+    assert found["the texts"].accept_lengths.max() == tree.depth
+
+
+def test_drawn_nodes_keep_their_places(lab):
+    """Rejection sampling relies on q, so with no node more the tree is the drafter's own."""
+    rule, tree = RejectionSampling(0.8), TREES["cartesian"]
+    alone = make_decode_fn(lab.model, DRAFTERS["hydra"], tree, rule, max_new_tokens=NEW)
+    texts = [([4, 5, 6] * 8, prompt) for prompt in PROMPTS]
+    expected = lab.decode(alone, 0, lab.draft("hydra", 0), PROMPTS, rule=rule, seed=0)
+    found = lab.decode(decoder("hydra", tree, rule, 0), 0, drafts(lab, "hydra", texts), PROMPTS, rule=rule, seed=0)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.steps, expected.steps)
+
+
 @pytest.mark.slow
 def test_typical_acceptance_covers_long_chains(lab):
     rule = Typical(epsilon=0.0)
@@ -188,8 +216,11 @@ def test_names():
             parse_several(name)
     with pytest.raises(HydrajaxError, match="expected no number of nodes without heads or a model"):
         parse_several("lookup-3+corpus")
-    with pytest.raises(HydrajaxError, match=r"^draft: got 0 nodes for lookup and corpus, expected 1 to 999$"):
-        parse_several("corpus-0+hydra")
+    with pytest.raises(HydrajaxError, match=r"^draft: got 1000 nodes for lookup and corpus, expected 0 to 999$"):
+        parse_several("corpus-1000+hydra")
+    none_more = parse_several("lookup-0+hydra++").wrap(DRAFTERS["hydra++"])
+    assert none_more == Several(DRAFTERS["hydra++"], BOTH[:1], 0)
+    assert title_of(none_more) == "Hydra++ with lookup"
 
 
 def test_sizes():

@@ -227,10 +227,9 @@ def test_names():
     for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
         with pytest.raises(HydrajaxError, match=r"expected heads or a model after 'lookup\+'"):
             parse_lookup(name)
-    for nodes in (0, 1000):
-        message = rf"^draft: got lookup-{nodes}\+\.\.\., expected lookup-L\+\.\.\. with L from 1 to 999$"
-        with pytest.raises(HydrajaxError, match=message):
-            parse_lookup(f"lookup-{nodes}+hydra")
+    message = r"^draft: got lookup-1000\+\.\.\., expected lookup-L\+\.\.\. with L up to 999$"
+    with pytest.raises(HydrajaxError, match=message):
+        parse_lookup("lookup-1000+hydra")
     assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
     assert title_of(WithLookup(DRAFTERS["hydra++"])) == "Hydra++ with lookup"
 

@@ -17,6 +17,7 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.several import Several
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.measure.step_trace import TracedStep, path_probabilities, trace_steps, tree_of
 from hydrajax.models.base_model import BoundBase
@@ -124,6 +125,20 @@ def test_the_lookup_branch_is_in_the_tree(tiny_model):
         assert step.bonus_token == later.tokens[0]
     for step in steps:
         assert len(step.tokens) == step.tree.size == 7 + 4
+        assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+
+
+@pytest.mark.slow
+def test_chains_replace_nodes_of_a_static_tree(tiny_model, wanted):
+    model, base = tiny_model
+    heads = HydraHeads(3, model.config.width, model.config.vocab_size)
+    params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
+    spec = DecodeSpec(Several(heads, (PromptLookup(),), 0), presets.cartesian([3, 1]))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, {"draft": params}), spec), PROMPT, most=12))
+    assert len({step.tree for step in steps}) > 1
+    for step in steps:
+        text = [*step.before, *(step.tokens[node] for node in step.path), step.bonus_token]
+        assert text == wanted[: len(text)]
         assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
 
 
