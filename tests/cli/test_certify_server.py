@@ -156,6 +156,13 @@ def test_what_a_server_does_not_offer_is_skipped(certify):
     assert "gap unknown" in unjudged.out
 
 
+def test_a_validation_error_with_status_500_is_a_refusal(certify):
+    with fake_server(refuses=["response_format"], refusal=(500, "1 validation error: type")) as url:
+        found = certify(url)
+    assert found.code == 0, found.out
+    assert found.outcomes["structured output"] == "skipped"
+
+
 def test_completions_alone(certify):
     with fake_server(refuses=["messages"]) as url:
         found = certify(url)

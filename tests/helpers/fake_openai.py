@@ -137,7 +137,10 @@ class FakeModel:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """HTTP around a `FakeModel`. ``server.options``: key, models, refuses (fields), html, status."""
+    """HTTP around a `FakeModel`.
+
+    ``server.options``: key, models, refuses (fields), refusal (status and message), html, status.
+    """
 
     def log_message(self, *_):
         pass
@@ -156,7 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if refused := [name for name in options.get("refuses", ()) if name in body]:
-            self._json(400, {"error": {"message": f"{refused[0]}: this field is not supported"}})
+            status, said = options.get("refusal", (400, "this field is not supported"))
+            self._json(status, {"error": {"message": f"{refused[0]}: {said}"}})
         elif options.get("status") or (model.fault == "crashes on JSON" and "response_format" in body):
             self._json(options.get("status", 500), {"error": {"message": "internal\nerror"}})
         else:

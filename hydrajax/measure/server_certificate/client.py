@@ -136,7 +136,8 @@ class Client:
                 f"{self.field}: {self.url} is busy or not ready ({status}: {said}); wait, let it queue more requests, "
                 "or lower --concurrency"
             )
-        if status in NOT_OFFERED:
+        # Servers on FastAPI with their own error handler, such as llama-cpp-python's, answer wrong fields with 500.
+        if status in NOT_OFFERED or (status == 500 and "validation error" in said):
             raise Refused(f"{status}: {said}")
         raise NoAnswer(f"{status}: {said}")
 
