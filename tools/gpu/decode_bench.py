@@ -30,6 +30,7 @@ import jax.numpy as jnp
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
 from draft_lm_heads import LM_HEADS, drafter_for
+from json_lines import write_lines
 from kernel_times import kernels_per_step
 
 from hydrajax.compilation import use_compilation_cache
@@ -186,7 +187,7 @@ def main() -> int:
             lines.append(line)
             if args.trace:
                 measured.append((line, timed))
-            finish(lines, args.out)
+            write_lines(lines, args.out)
             print(
                 f"B={batch} S={context} {name:26s} N={nodes:3d} {milliseconds:8.3f} ms "
                 f"{line['over_autoregressive']:6.2f} x AR, {line['floor_fraction']:6.1%} of the bandwidth floor, "
@@ -199,15 +200,8 @@ def main() -> int:
     for line, timed in measured:  # last: the profiler slows down what runs after it
         line |= kernels_per_step(timed.once, TIMED_STEPS, args.trace)
         print(line["what"], f"{line['kernel_milliseconds']:.3f} ms in {line['kernels_per_step']:.1f} kernels per step")
-        finish(lines, args.out)
-    return finish(lines, args.out)
-
-
-def finish(lines: list[dict], out: Path) -> int:
-    """Write all lines so far to a temporary file and rename it."""
-    temporary = out.with_name(out.name + ".partial")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    temporary.replace(out)
+        write_lines(lines, args.out)
+    write_lines(lines, args.out)
     return 0
 
 

@@ -1,10 +1,10 @@
 """Time a layer's products on one GPU, by type of the weights and number of rows, against the memory's bandwidth.
 
-    python tools/gpu/product_bench.py --out products.jsonl                     # the products of a 7B's layer
-    python tools/gpu/product_bench.py --types int4 --tiles 64x8x4x3,128x8x4x3  # other tiles of the kernel for 4 bits
+    python tools/gpu/product_bench.py --out products.jsonl                         # the products of a 7B's layer
+    python tools/gpu/product_bench.py --types int4 --tiles 8x64x8x4x3,8x128x8x4x3  # other tiles for 4 bits
 
 Each program multiplies with several weights in turn, which are together larger than the device's cache. Tiles are
-columns x groups x warps x stages of `hydrajax.models.kernels.few_bits_gpu`. Programs are compiled first, in threads.
+splits x columns x groups x warps x stages of `hydrajax.models.kernels.few_bits_gpu.Tiles`. Programs are compiled first.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
+
+from json_lines import write_lines
 
 from hydrajax.measure.device_memory import copy_bandwidth, nbytes
 from hydrajax.measure.timing import median_ms
@@ -65,54 +69,57 @@ def in_turn(x, weights, turns: int):
     return jax.lax.fori_loop(0, turns, turn, x)
 
 
+def programs(args: argparse.Namespace) -> Iterator[tuple[dict, jax.stages.Lowered, tuple]]:
+    """Yield the description of each product, its program and the arguments."""
+    for kind, name in itertools.product(args.types, args.products):
+        weights = weights_of(kind, *SHAPES[name], args.megabytes * 2**20)
+        for rows, tiles in itertools.product(args.rows, args.tiles if kind.startswith("int4") else [None]):
+            if tiles:
+                few_bits_gpu.TILES = dict.fromkeys(few_bits_gpu.TILES, few_bits_gpu.Tiles(*map(int, tiles.split("x"))))
+            inputs = jax.random.normal(jax.random.key(1), (rows, SHAPES[name][0]), jnp.bfloat16), weights
+            traced_anew = functools.partial(in_turn, turns=args.turns)
+            cell = {"type": kind, "product": name, "rows": rows, "tiles": tiles}
+            yield cell, jax.jit(traced_anew).lower(*inputs), inputs
+
+
+def measured(program: jax.stages.Compiled, inputs: tuple, turns: int, bandwidth: float) -> dict[str, float]:
+    weights = inputs[1]
+    micros = 1e3 * median_ms(functools.partial(program, *inputs), 5) / (turns * len(weights))
+    size = nbytes(weights[0])
+    return {"microseconds": micros, "bytes": size, "bandwidth_share": 1e6 * size / bandwidth / micros}
+
+
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--types", default="bfloat16,int8,int4,fp8", help="default %(default)s")
-    parser.add_argument("--rows", default="1,64", help="default %(default)s")
-    parser.add_argument("--products", default=",".join(SHAPES), help="default %(default)s")
-    parser.add_argument("--tiles", help="COLUMNSxGROUPSxWARPSxSTAGES, several with commas (default: the kernel's)")
+    parser.add_argument("--types", type=words, default=["bfloat16", "int8", "int4", "fp8"], help="default: %(default)s")
+    parser.add_argument("--rows", type=lambda text: [int(word) for word in words(text)], default=[1, 64])
+    parser.add_argument("--products", type=words, default=list(SHAPES), help="default: %(default)s")
+    parser.add_argument("--tiles", type=words, default=[None], help="default: the kernel's own")
     parser.add_argument("--megabytes", type=int, default=256, help="of the weights of a program (default %(default)s)")
     parser.add_argument("--turns", type=int, default=20, help="of a program's loop (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("product_bench.jsonl"))
     args = parser.parse_args()
-    types, products = args.types.split(","), args.products.split(",")
-    if unknown := {*types} - {"bfloat16", *QUANTIZED} or {*products} - {*SHAPES}:
+    if unknown := {*args.types} - {"bfloat16", *QUANTIZED} or {*args.products} - {*SHAPES}:
         parser.error(f"got {', '.join(sorted(unknown))}, expected types and products of the help")
 
-    bandwidth = copy_bandwidth()
+    bandwidth, began = copy_bandwidth(), time.perf_counter()
     lines = [{"device": jax.devices()[0].device_kind, "jax": jax.__version__}]
     lines[0]["copy_gigabytes_per_second"] = bandwidth / 1e9
-    began = time.perf_counter()
-    with ThreadPoolExecutor() as threads:
-        compiling = []
-        for kind in types:
-            for name in products:
-                weights = weights_of(kind, *SHAPES[name], args.megabytes * 2**20)
-                for rows in map(int, args.rows.split(",")):
-                    x = jax.random.normal(jax.random.key(1), (rows, SHAPES[name][0]), jnp.bfloat16)
-                    for tiles in args.tiles.split(",") if args.tiles and kind.startswith("int4") else [None]:
-                        if tiles:
-                            given = few_bits_gpu.Tiles(*map(int, tiles.split("x")))
-                            few_bits_gpu.TILES = dict.fromkeys(few_bits_gpu.TILES, given)
-                        lowered = jax.jit(functools.partial(in_turn, turns=args.turns)).lower(x, weights)  # traced anew
-                        cell = {"type": kind, "product": name, "rows": rows, "tiles": tiles}
-                        compiling.append((cell, threads.submit(lowered.compile), x, weights))
-        for *_, program, _, _ in compiling:
-            program.exception()
-    print(f"{len(compiling)} programs compiled in {time.perf_counter() - began:.0f} s", flush=True)
-    for cell, program, x, weights in compiling:
+    with ThreadPoolExecutor() as threads:  # waits for all
+        compiled = [(cell, threads.submit(lowered.compile), inputs) for cell, lowered, inputs in programs(args)]
+    print(f"{len(compiled)} programs compiled in {time.perf_counter() - began:.0f} s", flush=True)
+    for cell, program, inputs in compiled:
         if error := program.exception():
             cell["error"] = str(error).partition("\n")[0][:200]
         else:
-            run = program.result()
-            micros = (
-                1e3 * median_ms(lambda run=run, x=x, weights=weights: run(x, weights), 5) / (args.turns * len(weights))
-            )
-            floor = 1e6 * nbytes(weights[0]) / bandwidth
-            cell |= {"microseconds": micros, "bytes": nbytes(weights[0]), "bandwidth_share": floor / micros}
+            cell |= measured(program.result(), inputs, args.turns, bandwidth)
         lines.append(cell)
         print(json.dumps(cell), flush=True)
-    args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(lines, args.out)
     return 0
 
 

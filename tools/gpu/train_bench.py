@@ -23,6 +23,8 @@ import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine has no installed hydrajax
 
+from json_lines import write_lines
+
 from hydrajax.measure.device_memory import peak_memory
 from hydrajax.measure.random_models import random_base
 from hydrajax.models.llama_config import PRESETS
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     print(json.dumps(header))
     lines = [header]
-    write(lines, args.out)
+    write_lines(lines, args.out)
     for batch in args.batches:
         if time.perf_counter() - began > args.time_limit:
             print("time limit reached: the remaining batch sizes are not measured")
@@ -90,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             line = {"batch": batch, "out_of_memory": True}
         lines.append(line)
-        write(lines, args.out)
+        write_lines(lines, args.out)
         print(json.dumps(line), flush=True)
     return 0
 
@@ -171,13 +173,6 @@ def timed(call, value, repeats: int):
 
 def count(tree) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
-
-
-def write(lines: list[dict], out: Path) -> None:
-    """Write all lines so far to a temporary file and rename it."""
-    temporary = out.with_name(out.name + ".partial")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    temporary.replace(out)
 
 
 if __name__ == "__main__":
