@@ -26,19 +26,26 @@ LEAST = 16  # rows of a tensor core's product
 TILE, MOST_ROWS = 64, 128  # rows of a program, and of a product; more are bound by operations
 COLUMNS = 64  # the width is a multiple of them
 PROGRAMS = 128  # wanted: the multiprocessors of a large GPU
-MOST_SPLITS = {LEAST: 8, TILE: 2}  # by rows of a program: partial sums are written in float32 and read again
 
 
 class Tiles(NamedTuple):
-    """How a product is divided: columns of a program, groups of a turn of its loop, its warps and pipeline stages."""
+    """How a product is divided.
 
+    Attributes:
+        splits: Programs that share the groups, at most. Their sums are written in float32 and read again.
+        columns: Of a program.
+        groups: Of a turn of its loop.
+        warps, stages: Of a program, and of its pipeline.
+    """
+
+    splits: int
     columns: int = COLUMNS
     groups: int = 8
     warps: int = 4
     stages: int = 3
 
 
-TILES = {LEAST: Tiles(), TILE: Tiles()}  # by rows of a program
+TILES = {LEAST: Tiles(splits=8), TILE: Tiles(splits=2)}  # by rows of a program
 
 
 def fits(rows: int, groups: int, width: int, dtype) -> bool:
@@ -59,10 +66,10 @@ def matmul(
     """Return ``x @ weight`` in this dtype, summed in float32. The widened weight is rounded to x's dtype."""
     (rows, _), (groups, _, width) = x.shape, values.shape
     tile = LEAST if rows <= LEAST else min(TILE, pl.next_power_of_2(rows))
-    tiles, most = (TILES[LEAST], MOST_SPLITS[LEAST]) if tile == LEAST else (TILES[TILE], MOST_SPLITS[TILE])
+    tiles = TILES[LEAST if tile == LEAST else TILE]
     columns = tiles.columns if width % tiles.columns == 0 else COLUMNS
     turn = next(size for size in (tiles.groups, 8, 4, 2, 1) if groups % size == 0)
-    splits = min(most, pl.next_power_of_2(max(1, PROGRAMS * columns // width)), groups // turn)
+    splits = min(tiles.splits, pl.next_power_of_2(max(1, PROGRAMS * columns // width)), groups // turn)
     out = pl.pallas_call(
         functools.partial(_share, tile=tile, columns=columns, turn=turn, splits=splits),
         grid=(pl.cdiv(rows, tile), width // columns, splits),
