@@ -211,9 +211,10 @@ class Setup:
         wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
         return make_executor(self.heads[heads], self.heads[heads].spec(wanted, tree=tree))
 
-    def autoregressive(self) -> Executor:
-        """Return an executor for greedy decoding without a draft."""
-        return make_executor(self.base, self.base.spec(tree="root", max_new_tokens=self._new_tokens))
+    def autoregressive(self, rule: AcceptanceRule | None = None) -> Executor:
+        """Return an executor for decoding without a draft, greedy by default."""
+        wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
+        return make_executor(self.base, self.base.spec(wanted, tree="root"))
 
     def released(self, heads: str) -> TreeTopology:
         """Return the released 63-choice tree, cut to the depth of the heads."""
@@ -273,12 +274,19 @@ class Setup:
         return trees[max(rates, key=lambda rate: rate.tokens_per_second).name]
 
     def contest(
-        self, executors: Mapping[str, Executor], batch_size: int = 1, timed: int | None = None
+        self,
+        executors: Mapping[str, Executor],
+        batch_size: int = 1,
+        timed: int | None = None,
+        rule: AcceptanceRule | None = None,
     ) -> list[Measured]:
-        """Time decoding without a draft and all executors on the measured prompts, or on the first ``timed``."""
+        """Time decoding without a draft and all executors on the measured prompts, or on the first ``timed``.
+
+        ``rule``: that of decoding without a draft, greedy by default.
+        """
         with CONSOLE.status("") as line:
             return contest(
-                {AUTOREGRESSIVE: self.autoregressive()} | dict(executors),
+                {AUTOREGRESSIVE: self.autoregressive(rule)} | dict(executors),
                 self.measured[:timed],
                 batch_size=batch_size,
                 repeats=self.args.repeats,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from eagle_table import VARIANTS as OF_SEVERAL_PASSES
 from eagle_table import dynamic
 
-from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.errors import HydrajaxError
@@ -100,11 +99,10 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
 
 def sampled(setup: common.Setup, heads: str, trees: dict[str, CandidateTree], args) -> list[dict]:
     supported = setup.heads[heads].drafter.spec.supports_sampling
-    rule = RejectionSampling(TEMPERATURE) if supported else ExactSampling(TEMPERATURE)
-    plain = {AUTOREGRESSIVE: setup.executor(heads, presets.root(), ExactSampling(TEMPERATURE))}
+    plain = ExactSampling(TEMPERATURE)
+    rule = RejectionSampling(TEMPERATURE) if supported else plain
     drafted = {f"{heads}, {name}, {TEMPERATURE:g}": setup.executor(heads, tree, rule) for name, tree in trees.items()}
-    rates = contest(plain | drafted, setup.measured[: args.timed], batch_size=1, repeats=args.repeats)
-    rows = common.speed_rows(rates[1:], 1)
+    rows = common.speed_rows(setup.contest(drafted, timed=args.timed, rule=plain)[1:], 1)
     for row, executor in zip(rows, drafted.values(), strict=True):
         row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": type(rule).__name__}
     return rows

@@ -98,7 +98,7 @@ class Several:
 
     If the drafter draws its candidates, none of them may be left out for being unlikely, because rejection sampling
     relies on q (`hydrajax.drafters.growing`). Then its tree stays whole, and the chain with the most expected tokens is
-    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`; with L = 0 there is none.
+    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`. L = 0 means no branch.
 
     Attributes:
         drafter: The drafter of the tree.

@@ -58,7 +58,7 @@ class BurstRunner:
         Args:
             group: its sequences step.
             n_groups: that take turns within a burst's time.
-            has_room: returns whether there is memory to prefill a text of so many tokens.
+            has_room: returns True if the memory suffices to prefill this number of tokens.
         """
         shape, seconds = group.shape, 1 / (BURSTS_PER_SECOND * n_groups)
         speculative, steps = self._next(group, seconds)

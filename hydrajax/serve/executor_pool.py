@@ -98,7 +98,7 @@ class ExecutorPool:
         )
         made = {tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys(trees.values())}
         self._speculative = {batch: made[tree] for batch, tree in trees.items()}
-        self._plain = self._unread_prefill = None
+        self._plain = None
         if drops_draft and any(each.engine.depth for each in made.values()):
             drafter = LeftOut(self.spec.drafter)
             self._plain = executor.with_spec(self.spec.replace(drafter=drafter, tree=presets.root()))
@@ -112,6 +112,7 @@ class ExecutorPool:
             for batch, each in self._speculative.items():
                 spec = each.spec.replace(forced_nodes=FORCED_NODES)
                 self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
+        self._unread_prefill = self._prefill
         if self._plain is not None:
             self._unread_prefill = self._prefill.with_spec(drafter=Unread(self.spec.drafter))
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
@@ -256,7 +257,7 @@ class ExecutorPool:
         return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
 
     def _prefill_for(self, read: bool) -> Executor:
-        return self._prefill if read or self._unread_prefill is None else self._unread_prefill
+        return self._prefill if read else self._unread_prefill
 
     def read_from(self, read: int, length: int) -> int:
         """Return the first token of a text that the draft reads next, if it has read the first ``read`` tokens."""
