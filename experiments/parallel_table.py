@@ -1,8 +1,8 @@
 """Compare drafts of one pass with Medusa, Hydra, Amphista and EAGLE, all trained on the same text alike.
 
 Each draft decodes with a chain, with the best static tree of 64 nodes, with a grown one (``best-64``; dynamic for
-drafts of several passes), and with the tree that is fastest here; sampled at temperature 0.7 too, drafts with a
-distribution under rejection sampling. Tokens per step are measured on all prompts, speed on the first of them. Each
+drafts of several passes), and with the tree that is fastest here; sampled at temperature 0.7 too, under rejection
+sampling where draft and tree allow it. Tokens per step are measured on all prompts, speed on the first of them. Each
 greedy row also has the forecast of a 7B's step with a draft of this kind in its released size.
 
     python experiments/parallel_table.py --train-only --jobs 10     # on a GPU; then here, with its runs/parallel_table
@@ -98,14 +98,24 @@ def measure(setup: common.Setup, heads: str, args) -> list[dict]:
 
 
 def sampled(setup: common.Setup, heads: str, trees: dict[str, CandidateTree], args) -> list[dict]:
-    supported = setup.heads[heads].drafter.spec.supports_sampling
-    plain = ExactSampling(TEMPERATURE)
-    rule = RejectionSampling(TEMPERATURE) if supported else plain
-    drafted = {f"{heads}, {name}, {TEMPERATURE:g}": setup.executor(heads, tree, rule) for name, tree in trees.items()}
+    plain, drafted = ExactSampling(TEMPERATURE), {}
+    for name, tree in trees.items():
+        rule = rejection(tree) if setup.heads[heads].drafter.spec.supports_sampling else None
+        drafted[f"{heads}, {name}, {TEMPERATURE:g}"] = setup.executor(heads, tree, rule or plain)
     rows = common.speed_rows(setup.contest(drafted, timed=args.timed, rule=plain)[1:], 1)
     for row, executor in zip(rows, drafted.values(), strict=True):
-        row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": type(rule).__name__}
+        row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": type(executor.spec.rule).__name__}
     return rows
+
+
+def rejection(tree: CandidateTree) -> RejectionSampling | None:
+    """Return rejection sampling; None for a tree that it cannot judge: searched ones may skip a rank."""
+    rule = RejectionSampling(TEMPERATURE)
+    try:
+        rule.check(tree)
+    except HydrajaxError:
+        return None
+    return rule
 
 
 def forecast(heads: str, tree: CandidateTree) -> dict[str, list[float]] | None:

@@ -172,7 +172,7 @@ def test_medusa_table_2(tmp_path):
             "parallel_table",
             ["--variants", "DFlash", "--calibration", "8", "--sizes", "4"],
             "speed",
-            ["DFlash, chain", "DFlash, static", "DFlash, grown", "DFlash, fastest"],
+            [f"DFlash, {tree}" for tree in ("chain", "static", "grown", "fastest", "grown, 0.7", "fastest, 0.7")],
         ),
         (
             "lm_heads_pareto",
@@ -193,7 +193,7 @@ def test_scripts_that_train_heads(name, which, kind, names, tmp_path):
     ((_, result),), _ = find_results(tmp_path / "runs" / "experiments")
     assert result.kind == kind
     assert [row["name"] for row in result.rows] == names
-    assert all(row["equal"] for row in result.rows)
+    assert all(row["equal"] for row in result.rows if "rule" not in row)  # a row that samples names its rule
     if kind == "pareto":  # a quarter of four full lm heads is one
         full = 4 * 384 * 4096 * 4 / 1e6
         small = [row["draft_megabytes"] for row in result.rows]
