@@ -104,7 +104,8 @@ def add_norm(
     x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None, scale: Float[Array, " D"], eps: float
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
-    if x.ndim == 3:  # the residual stream, which every device of a mesh has; heads are divided
+    few = x.size <= kernels.MOST_ROWS * x.shape[-1]  # kernels have no other norms
+    if x.ndim == 3 and few:  # the residual stream, which every device of a mesh has; heads are divided
         rows = P(axis_over(DATA, len(x)))
         return on_each_device(partial(_add_norm, eps=eps), (rows, rows, P()), rows, x, added, scale)
     return _add_norm(x, added, scale, eps)
@@ -266,9 +267,21 @@ def _append_rows(caches, blocks, index, starts):
     if platforms.has_cpu_kernels():
         return kernels.append_rows(caches, blocks, chosen, starts)
     if index is not None:  # by a gather: see openxla/xla#49176
-        at = index[:, None, :, None]
-        blocks = [jnp.take_along_axis(block, at, axis=2) for block in blocks]
+        blocks = [_rows_of(block, index) for block in blocks]
     return [_write_slots(cache, block, starts) for cache, block in zip(caches, blocks, strict=True)]
+
+
+def _rows_of(block: Num[Array, "B kv T _"], index: Int[Array, "B R"]) -> Num[Array, "B kv R _"]:
+    """Return some tokens of a block.
+
+    For a TPU's gather XLA would copy the block of several sequences, 4 MB each for 8 x 64 nodes of a 7B. A product with
+    ones and zeros reads it in place; it is exact, as each sum has one term.
+    """
+    if not (platforms.on_tpu() and jnp.issubdtype(block.dtype, jnp.floating)):
+        return jnp.take_along_axis(block, index[:, None, :, None], axis=2)
+    chosen = jax.nn.one_hot(index, block.shape[2], dtype=block.dtype)
+    precision = jax.lax.Precision.HIGHEST if block.dtype == jnp.float32 else None
+    return jnp.einsum("brt,bktd->bkrd", chosen, block, precision=precision)
 
 
 def _write_slots(

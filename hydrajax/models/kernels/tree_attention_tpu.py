@@ -72,14 +72,18 @@ def attend(
         return jnp.pad(repeated, widths, mode="edge")
 
     visible = jnp.asarray(block_mask).reshape(-1, n_tokens, n_tokens).astype(jnp.float32)
-    q, *keys_values = (x.reshape(batch * n_kv, -1, head_dim) for x in (queries, *block, *cache))
-    q = jnp.pad(q, ((0, 0), (0, padded - lines), (0, 0)))
+    # Key-value heads first, as products write them: XLA would copy heads and keys of several sequences.
+    q, *block = (x.reshape(batch, n_kv, -1, head_dim).swapaxes(0, 1) for x in (queries, *block))
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - lines), (0, 0)))
     oldest = jnp.zeros_like(lengths) if first_seen is None else jnp.maximum(jnp.min(first_seen, axis=1), 0)
-    inputs = [q, *keys_values[:2], of_lines(visible, 1)]
+    inputs = [q, *block, of_lines(visible, 1)]
     per_sequence = n_kv // heads  # programs
 
-    def of_program(*shape):
-        return pl.BlockSpec((heads, *shape), lambda program, turn, *_: (program, 0, 0))
+    def of_program(rows):
+        return pl.BlockSpec(
+            (heads, None, rows, head_dim),
+            lambda program, turn, *_: (jax.lax.rem(program, per_sequence), jax.lax.div(program, per_sequence), 0, 0),
+        )
 
     def of_sequence(array: Array):
         shared = len(array) == 1 and batch > 1
@@ -92,7 +96,7 @@ def attend(
         blocks = jax.lax.div(lengths[row] + SLOTS - 1, SLOTS)  # filled; staying at the last one fetches nothing
         return program, jnp.minimum(jax.lax.div(oldest[row], SLOTS) + turn, jnp.maximum(blocks - 1, 0)), 0
 
-    specs = [of_program(padded, head_dim), *[of_program(n_tokens, head_dim)] * 2, of_sequence(inputs[3])]
+    specs = [of_program(padded), *[of_program(n_tokens)] * 2, of_sequence(inputs[3])]
     if first_seen is not None:
         inputs.append(of_lines(first_seen, 1)[..., None])
         specs.append(of_sequence(inputs[-1]))
@@ -105,14 +109,14 @@ def attend(
             num_scalar_prefetch=2,
             grid=(batch * n_kv // heads, pl.cdiv(n_slots, SLOTS)),
             in_specs=specs,
-            out_specs=of_program(padded, head_dim),
+            out_specs=pl.BlockSpec((heads, padded, head_dim), lambda program, turn, *_: (program, 0, 0)),
             scratch_shapes=[pltpu.VMEM((heads, padded, size), jnp.float32) for size in (head_dim, 1, 1)],
         ),
-        out_shape=jax.ShapeDtypeStruct(q.shape, queries.dtype),
+        out_shape=jax.ShapeDtypeStruct((batch * n_kv, padded, head_dim), queries.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name=NAME,
-    )(lengths, oldest, *inputs, *keys_values[2:])
+    )(lengths, oldest, *inputs, *(x.reshape(batch * n_kv, n_slots, head_dim) for x in cache))
     out = out[:, :lines].reshape(batch, n_heads, n_tokens, head_dim)
     return out.swapaxes(1, 2).reshape(batch, n_tokens, -1)
 

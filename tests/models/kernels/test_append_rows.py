@@ -53,6 +53,22 @@ def test_on_a_cpu_a_bfloat16_cache_is_written_in_place(batch):
     np.testing.assert_array_equal(compiled(cache, block), want)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tpu_takes_the_rows_by_an_exact_product(dtype):
+    rng = np.random.default_rng(2)
+    cache = np.zeros((2, 3, 16, 8), jnp.dtype(dtype))
+    block = (rng.normal(size=(2, 3, 9, 8)) * 10.0 ** rng.integers(-20, 20, (2, 3, 9, 8))).astype(jnp.dtype(dtype))
+    index, starts = np.array([[0, 4, 8, 8], [0, 0, 1, 2]], np.int32), np.array([0, 12], np.int32)
+    with platforms.traced_for(platforms.Platform("tpu", 1)):
+        program = jax.jit(lambda *args: backend.append_rows([args[0]], [args[1]], *args[2:])).lower(
+            cache, block, index, starts
+        )
+    assert "dot_general" in program.as_text()
+    (found,) = program.compile()(cache, block, index, starts)
+    np.testing.assert_array_equal(found[0, :, :4], block[0][:, index[0]])
+    np.testing.assert_array_equal(found[1, :, 12:], block[1][:, index[1]])
+
+
 def test_a_write_that_does_not_fit_is_moved_as_by_xla():
     cache, block = np.zeros((1, 1, 8, 16), np.float32), np.ones((1, 1, 3, 16), np.float32)
     (found,) = backend.append_rows([cache], [block], None, np.array([7], np.int32))
