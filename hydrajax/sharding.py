@@ -232,11 +232,9 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter | Stack, tuple
     platform's products read it (`hydrajax.models.products.stored_order`).
     """
     if mesh is None:
-        return lambda x, axes: _in_stored_order(
-            jax.device_put(np.asarray(x) if isinstance(x, Parameter | Stack) else x), axes
-        )
+        return lambda x, axes: _stored(jax.device_put(np.asarray(x) if isinstance(x, Parameter | Stack) else x), axes)
     keep_collectives_out(list(mesh.devices.flat))  # the caller may have made the mesh
-    return lambda x, axes: _in_stored_order(_place_slices(x, sharding(mesh, x.shape, axes)), axes)
+    return lambda x, axes: _stored(_place_slices(x, sharding(mesh, x.shape, axes)), axes)
 
 
 def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) -> jax.Array:
@@ -255,9 +253,18 @@ def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) ->
     return jax.make_array_from_single_device_arrays(array.shape, home, placed)
 
 
-def _in_stored_order(array: jax.Array, axes: Iterable[str | None] | None) -> jax.Array:
-    order = products.stored_order(array.shape, array.dtype, axes)
-    return array if order is None else jax.device_put(array, Format(Layout(order), array.sharding))
+def _stored(array: jax.Array, axes: Iterable[str | None] | None) -> jax.Array:
+    return laid_out(array, in_order(array.sharding, products.stored_order(array.shape, array.dtype, axes)))
+
+
+def in_order(home: Sharding, order: tuple[int, ...] | None) -> Sharding | Format:
+    """Return the sharding with an order of axes in memory; None: JAX's own."""
+    return home if order is None else Format(Layout(order), home)
+
+
+def laid_out(arrays: Any, homes: Any) -> Any:
+    """Return placed arrays in the order that `in_order` has added to their shardings."""
+    return jax.tree.map(lambda x, home: jax.device_put(x, home) if isinstance(home, Format) else x, arrays, homes)
 
 
 def distribute(array: np.ndarray, home: NamedSharding) -> jax.Array:

@@ -20,6 +20,7 @@ from hydrajax.drafters.ranks import head_ranks
 from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
+from hydrajax.models.dropout import drop
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import whole
 from hydrajax.models.weights import declare, project, project_parts
@@ -53,13 +54,6 @@ class StackSettings(HeadSettings):
             raise HydrajaxError("draft.prefix_window: got a value, expected none without draft.prefix=true")
         at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
         below("draft.dropout", self.dropout, 1)
-
-
-def drop(x: Float[Array, "*rows D"], rate: float, rng: Array | None) -> Float[Array, "*rows D"]:
-    """Apply inverted dropout, which keeps every element's expectation; without a key, return ``x``."""
-    if rng is None or rate == 0:
-        return x
-    return jnp.where(jax.random.bernoulli(rng, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
 class ResidualBlock(nn.Module):

@@ -19,6 +19,7 @@ from hydrajax.models import products
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring, OfEach
+from hydrajax.models.dropout import drop
 from hydrajax.models.low_bit_types import quantized_type
 from hydrajax.models.quantized import Quantized
 
@@ -114,9 +115,7 @@ def project_parts(x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRan
 
 def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:
     """Return the adapter's addition to ``x @ W``."""
-    if kernel.rng is not None:
-        keep = jax.random.bernoulli(kernel.rng, 1 - kernel.dropout, x.shape)
-        x = jnp.where(keep, x / (1 - kernel.dropout), 0).astype(x.dtype)
+    x = drop(x, kernel.dropout, kernel.rng)
     n_parts, rank = kernel.a.shape[1:]
     inner = project(x, kernel.a).reshape(*x.shape[:-1], n_parts, rank)
     inputs = iter([inner[..., i, :] for i in range(n_parts)])

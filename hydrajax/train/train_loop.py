@@ -23,7 +23,7 @@ from rich.console import Console
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
 from hydrajax.roofline.devices import device_of
-from hydrajax.sharding import replicated
+from hydrajax.sharding import laid_out, replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.data.dataset import Dataset
@@ -133,7 +133,8 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
             if (meta := checkpoints.meta()) is not None:  # else `restore` reports that all checkpoints are damaged
                 check_settings(meta, fingerprint)
             abstract = abstract_state(task.abstract_params, optimizer, shardings)
-            start, state, _ = checkpoints.restore(abstract, on_warning=console.print)
+            start, restored, _ = checkpoints.restore(abstract, on_warning=console.print)
+            state = laid_out(restored, shardings)
             console.print(f"resumed at step {start} of {steps}")
         if start >= steps:
             console.print(f"{output} holds a finished run of {steps} steps; set another output for a new run")

@@ -13,7 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from hydrajax.sharding import distribute, replicated
+from hydrajax.models.products import trained_order
+from hydrajax.sharding import distribute, in_order, jit_on, laid_out, replicated
 
 Batch = dict[str, Any]  # arrays with a leading batch axis
 
@@ -51,6 +52,7 @@ class Loss(Protocol):
 
 def init_state(params, optimizer: optax.GradientTransformation, shardings: TrainState) -> TrainState:
     """Return the state before the first step, with sharded moments: a plain ``jit(optimizer.init)`` replicates them."""
+    params = laid_out(params, shardings.params)
     opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
     zero = np.zeros((), np.int32)
     return TrainState(params, opt_state, distribute(zero, shardings.step), distribute(zero, shardings.bad_steps))
@@ -66,11 +68,14 @@ def abstract_state(params, optimizer: optax.GradientTransformation, shardings: T
 def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the shardings of the state: moments like their parameter, counters replicated.
 
+    On a TPU they include the order of a kernel's axes in memory (`hydrajax.models.products.trained_order`).
+
     A moment's path ends in its parameter's path, whatever transformations wrap it.
     (`optax.tree_utils.tree_map_params` does not see through `optax.partition`, which Muon uses.)
     """
     everywhere = replicated(mesh)
     shapes = {tuple(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    param_shardings = jax.tree.map(lambda x, home: in_order(home, trained_order(x.shape)), params, param_shardings)
     homes = {tuple(path): home for path, home in jax.tree.leaves_with_path(param_shardings)}
 
     def home(path, leaf):
@@ -153,7 +158,8 @@ def make_train_step(
         return TrainState(params, opt_state, state.step + 1, bad_steps), metrics
 
     everywhere = shardings.step
-    return jax.jit(
+    return jit_on(
+        everywhere.mesh,
         step,
         in_shardings=(shardings, frozen_shardings, batch_sharding(everywhere.mesh), everywhere),
         out_shardings=(shardings, everywhere),

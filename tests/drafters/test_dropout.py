@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
-from hydrajax.drafters.head_stack import drop
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
+from hydrajax.models import platforms
+from hydrajax.models.dropout import drop
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 RATE = 0.25
@@ -97,6 +98,16 @@ def test_decoding_and_evaluation_never_drop(base, oracle):
         return np.asarray(forward(params))
 
     np.testing.assert_array_equal(logits(plain), logits(dropping))
+
+
+@pytest.mark.parametrize("tokens", [8, 13])
+def test_a_tpu_drops_the_same_elements(tokens):
+    """There the mask is stored, a bit for each element."""
+    x, key = np.random.default_rng(1).standard_normal((2, tokens, 6)).astype(np.float32), jax.random.key(5)
+    with platforms.traced_for(platforms.Platform("tpu", 1)):
+        program = jax.jit(lambda x: drop(x, RATE, key)).lower(x)
+    assert "ui8" in program.as_text()
+    np.testing.assert_array_equal(program.compile()(x), jax.jit(lambda x: drop(x, RATE, key))(x))
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, float("nan")])

@@ -72,6 +72,30 @@ def test_collectives_of_the_loop_are_counted_once_with_the_bytes_of_their_result
     assert collectives.counted(HLO) == {"collectives": 3, "collective_megabytes": 2 * (4096 + 64 + 8) / 1e6}
 
 
+def test_collectives_of_a_whole_program_are_counted_by_their_channels():
+    """A TPU's program has a collective in parts that share its channel."""
+    parts = "".join(f"  %part.{i} = bf16[8]{{0}} all-gather(%x), channel_id=7, dimensions={{0}}\n" for i in range(3))
+    hlo = HLO.replace("  %before =", parts + "  %before =")
+    assert collectives.counted(hlo, whole=True) == {
+        "collectives": 5, "collective_megabytes": 2 * (8 + 4096 + 4096 + 64 + 8) / 1e6,
+    }  # fmt: skip
+
+
+def test_the_turns_of_a_loop_are_those_of_its_condition():
+    counting = """\
+  %i = s32[] get-tuple-element(%carry), index=0
+  %end = s32[] constant(4)
+  ROOT %on = pred[] compare(%i, %end), direction=LT"""
+
+    def turns(hlo):
+        program = compiled_program.CompiledProgram(hlo)
+        (loop,) = [one for one in program.entry_instructions() if one.opcode == "while"]
+        return program.turns(loop)
+
+    assert turns(HLO) is None  # it ends when the text does
+    assert turns(HLO.replace("  ROOT %on = pred[] constant(true)", counting)) == 4
+
+
 def test_collectives_are_listed_with_the_lines_that_they_come_from():
     first, *others = collectives.listed(HLO)
     assert first.split() == [
@@ -94,6 +118,7 @@ def test_an_asynchronous_collective_is_one_kernel_that_reads_and_writes_each_num
     [
         (["--devices", "3"], "--devices: got 3, expected 1 or 8"),
         (["--devices", "8", "--what", "ar,prefill"], "--what: got prefill, which has no loop"),
+        (["--what", "train"], "--what: got train, expected one of"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message):

@@ -17,8 +17,10 @@ from safetensors.numpy import load_file
 
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 from hydrajax.cli.train import main
+from hydrajax.train import train_step
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import TrainMetrics, read_metrics
+from hydrajax.train.train_loop import Interrupts
 
 STEPS = 60
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
@@ -97,6 +99,29 @@ def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, co
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
     # No line is repeated or missing, and all numbers are equal.
     assert without_clock(output) == without_clock(uninterrupted)
+
+
+def test_a_run_whose_kernels_lie_in_another_order_resumes(config, program, monkeypatch, tmp_path):
+    """As on a TPU, which no test has; the platform's own order is JAX's."""
+    changed = 0
+
+    def reversed_axes(shape):
+        nonlocal changed
+        changed += len(shape) == 3
+        return tuple(reversed(range(3))) if len(shape) == 3 else None
+
+    short = ("steps=3", "checkpoint_every=1", "eval_every=3", "draft.heads=hydra", "draft.num_draft_heads=2")
+    program("--config", config, f"output={tmp_path / 'plain'}", *short)
+    monkeypatch.setattr(train_step, "trained_order", reversed_axes)
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:  # a signal before the second step
+        patch.setattr(Interrupts, "agreed", lambda self, synchronise: True)
+        assert "stopped at step 1 of 3" in program("--config", config, f"output={output}", *short).out
+    assert "resumed at step 1 of 3" in program("--config", config, f"output={output}", *short).out
+    assert changed
+    found, expected = (load_file(heads_file(folder)) for folder in (output, tmp_path / "plain"))
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_metrics_are_on_the_disk_before_their_checkpoint(uninterrupted, order):

@@ -10,19 +10,26 @@ from compiled_program import CompiledProgram, Instruction, array_bytes
 from source_lines import SourceLines
 
 
-def counted(hlo: str) -> dict[str, float]:
-    """Return the fields of a result's row: the number of collectives in the loop, and MB of their results."""
-    found = CompiledProgram(hlo).loop_collectives()
+def counted(hlo: str, whole: bool = False) -> dict[str, float]:
+    """Return the fields of a result's row: the number of collectives in the loop, and MB of their results; ``whole``:
+    in the whole program, each once.
+    """
+    found = _found(hlo, whole)
     return {"collectives": len(found), "collective_megabytes": sum(map(_bytes, found)) / 1e6}
 
 
-def listed(hlo: str) -> list[str]:
-    """Return a line for the collectives of each kind, shape and origin in the loop, largest first."""
+def listed(hlo: str, whole: bool = False) -> list[str]:
+    """Return a line for the collectives of each kind, shape and origin, largest first; as in `counted`."""
     places = SourceLines(hlo)
-    found = Counter((_bytes(one), _described(one, places)) for one in CompiledProgram(hlo).loop_collectives())
+    found = Counter((_bytes(one), _described(one, places)) for one in _found(hlo, whole))
     return [
         f"{count:3} x {moved / 1e6:9.4f} MB  {text}" for (moved, text), count in sorted(found.items(), reverse=True)
     ]
+
+
+def _found(hlo: str, whole: bool) -> list[Instruction]:
+    program = CompiledProgram(hlo)
+    return program.collectives() if whole else program.loop_collectives()
 
 
 def _described(one: Instruction, places: SourceLines) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-ONE_NODE = ("ar", "ar-step", "prefill")  # programs without a tree
+ONE_NODE = ("ar", "ar-step", "prefill", "train")  # programs without a tree
 
 
 def words(text: str) -> list[str]:

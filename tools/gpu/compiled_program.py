@@ -38,7 +38,9 @@ def array_bytes(shape: str) -> int:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO. called: the computation that it calls, if any. target: of a custom call."""
+    """One line of HLO. called: the computation that it calls, if any. target: of a custom call. constant: its value if
+    it is one whole number.
+    """
 
     name: str
     shape: str
@@ -46,6 +48,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
+    constant: int | None = None
 
     @property
     def called(self) -> str | None:
@@ -144,10 +147,27 @@ class CompiledProgram:
         """Return the instructions of one iteration of a loop."""
         return self._computations[loop.called or ""]
 
+    def turns(self, loop: Instruction) -> int | None:
+        """Return how often a loop runs that counts from 0 to a constant: the one in its condition."""
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+        found = self._computations[condition[1]] if condition else []
+        counts = any(one.opcode == "compare" and "direction=LT" in one.attributes for one in found)
+        ends = [one.constant for one in found if one.constant is not None]
+        return ends[0] if counts and len(ends) == 1 else None
+
     def loop_collectives(self) -> list[Instruction]:
         """Return the collectives of one iteration of that loop, also those in fusions, branches and inner loops."""
         body = self._loop_body()
         return [one for one in self._everything(body) if one.is_collective] if body else []
+
+    def collectives(self) -> list[Instruction]:
+        """Return the collectives of the whole program, each once: a TPU's are split into parts with one channel."""
+        found = {}
+        for one in self._everything(self._entry):
+            if one.is_collective:
+                channel = re.search(r"channel_id=(\d+)", one.attributes)
+                found.setdefault(channel[1] if channel else one.name, one)
+        return list(found.values())
 
     def _everything(self, computation: str) -> Iterator[Instruction]:
         for one in self._computations[computation]:
@@ -278,4 +298,5 @@ def _instruction(root: str | None, name: str, shape: str, opcode: str, rest: str
             end = place
             break
     operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
-    return Instruction(name, shape, opcode, operands, rest[end + 1 :], bool(root))
+    constant = int(rest[:end]) if opcode == "constant" and rest[:end].isdecimal() else None
+    return Instruction(name, shape, opcode, operands, rest[end + 1 :], bool(root), constant)

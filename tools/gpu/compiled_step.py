@@ -58,6 +58,7 @@ class Case:
         layers: Layers of the base (None: the shape's).
         devices: One, or several that share the weights. The program of several begins with the prompt, as XLA finds
             where caches and states lie.
+        more: Programs that the caller compiles itself.
     """
 
     what: str
@@ -71,9 +72,10 @@ class Case:
     device: str
     layers: int | None = None
     devices: int = 1
+    more: tuple[str, ...] = ()
 
     def __post_init__(self):
-        known = {"--shape": (self.shape, SHAPES), "--what": (self.what, (*BASE_ALONE, *KINDS))}
+        known = {"--shape": (self.shape, SHAPES), "--what": (self.what, (*BASE_ALONE, *KINDS, *self.more))}
         known["--weights"] = (self.weights, ("float", *QUANTIZED))
         for flag, (found, names) in known.items():
             if found not in names:

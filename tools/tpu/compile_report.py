@@ -15,6 +15,8 @@ slots, for a whole step the draft's weights), and that of the operations of the 
     verify    one pass of the base over the tree
     prefill   a prompt of ``--contexts`` tokens, without a loop
     medusa, hydra, hydra++, lookup    a whole step with this drafter
+    train     a training step of the recipe hydra_pp on ``--batches`` rows of ``--contexts`` tokens, without a loop;
+              operations are those of the base and the heads, bytes those of the weights and the optimizer's state
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from compile_command import cells_of, parser_of, remarks_of, run, words  # noqa:
 from compiled_program import CompiledProgram, Instruction  # noqa: E402
 from compiled_step import Case, Compiled, compile_case  # noqa: E402
 from compiled_tpu import cycles_of, is_large_copy, operands_of, repeated  # noqa: E402
+from compiled_train import compile_train  # noqa: E402
 from described_tpu import CHIPS, Chip  # noqa: E402
 from expert_blocks import blocks_of  # noqa: E402
 
@@ -41,6 +44,7 @@ from hydrajax.models import expert_products  # noqa: E402
 from hydrajax.models.kernels import few_bits_tpu, tree_attention_tpu  # noqa: E402
 
 VECTOR_OPERATIONS = 4 * 8 * 128  # of a cycle
+SPLASH_PRODUCTS = {"dkv": 4, "dq": 3}  # of a gradient's kernels, which compute the scores again; forward 2
 INT4_OPERATIONS = 6  # for a number: take it from its byte, widen, convert, multiply, round, pack
 
 
@@ -62,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         return [
             Case(
                 what, batch=batch, context=context, nodes=nodes, device=chip, devices=devices, lm_head="full",
-                weights=weights, **shared,
+                weights=weights, more=("train",), **shared,
             )
             for chip in args.chips
             for devices, weights, what, nodes, batch, context in cells_of(args)
@@ -88,7 +92,7 @@ def report(args: argparse.Namespace, cases: list[Case]) -> list[dict]:
         for one in sorted(step, key=cycles_of, reverse=True)[: args.show]:
             print(f"    {cycles_of(one):9d} {one.opcode} {one.name} {one.shape[:100]}")
         if args.collectives and hlo:
-            print("\n".join(listed(hlo)), flush=True)
+            print("\n".join(listed(hlo, case.what == "train")), flush=True)
     return rows
 
 
@@ -100,12 +104,12 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         "chip": case.device,
         "batch": case.batch,
         "context": case.context,
-        "nodes": 1 if case.what in ("ar", "prefill") else case.nodes,
+        "nodes": 1 if case.what in ("ar", "prefill", "train") else case.nodes,
         "weights": case.stored_as,
         "devices": case.devices,
     }
     try:
-        compiled = compile_case(case, described_tpu)
+        compiled = compile_train(case) if case.what == "train" else compile_case(case, described_tpu)
     except Exception as error:  # XLA's own type is not public
         if "Ran out of memory" not in str(error):
             raise
@@ -121,7 +125,8 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         )
         return row | {"fits": False} | dict.fromkeys(missing), [], ""
     program = CompiledProgram(compiled.hlo)
-    step = repeated(program, program.entry_instructions()) if case.what == "prefill" else program.loop_instructions()
+    whole = case.what in ("prefill", "train")
+    step = repeated(program, program.entry_instructions()) if whole else program.loop_instructions()
     own, of_experts = own_cycles(step, case, chip), expert_cycles(program, step, case)
     row |= {
         "fits": True,
@@ -133,7 +138,7 @@ def row_of(case: Case) -> tuple[dict, list[Instruction], str]:
         "copies": sum(map(is_large_copy, step)),
         "temporary_megabytes": compiled.temporary / 1e6,
         "compile_seconds": compiled.seconds,
-    } | counted(compiled.hlo)
+    } | counted(compiled.hlo, whole)
     return row, step, compiled.hlo
 
 
@@ -150,9 +155,9 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
             queries, cache = shapes[2], shapes[-1]
             filled = cache[0] * case.context * cache[2]
             size = 4 if case.dtype == "float32" else 2
-            seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[1] / chip.device.flops)
+            seconds += max(2 * filled * size / chip.device.bandwidth, 4 * filled * queries[-2] / chip.device.flops)
         elif one.opcode == "custom-call" and "splash" in one.name:
-            seconds += _text_seconds(operands_of(one), chip)
+            seconds += _text_seconds(one.name, operands_of(one), chip)
         elif one.opcode == "custom-call" and few_bits_tpu.NAMES["int8"] in one.name:
             (rows, depth), (parts, _, width), *_ = operands_of(one)
             numbers = parts * depth * width
@@ -167,12 +172,16 @@ def own_cycles(step: list[Instruction], case: Case, chip: Chip) -> float:
     return seconds * chip.hertz
 
 
-def _text_seconds(shapes: list[tuple[int, ...]], chip: Chip) -> float:
-    """Return the seconds of a prompt's attention: all products of the blocks on and below the diagonal."""
-    (*_, blocks, _), (*heads, tokens, head_dim), keys = shapes[0], shapes[-4], shapes[-3]
+def _text_seconds(name: str, shapes: list[tuple[int, ...]], chip: Chip) -> float:
+    """Return the seconds of a text's attention or of its gradient: all products of the blocks on and below the
+    diagonal.
+    """
+    (*_, blocks, _), (*heads, tokens, head_dim), keys = shapes[0], *shapes[2:4]
     pairs = tokens * (tokens + tokens // blocks) / 2
+    products = next((count for part, count in SPLASH_PRODUCTS.items() if part in name), 2)
     moved = 2 * 2 * (math.prod(keys) + math.prod(heads) * tokens * head_dim)  # of 16 bits: keys and values, in and out
-    return max(moved / chip.device.bandwidth, 4 * math.prod(heads) * pairs * head_dim / chip.device.flops)
+    flops = 2 * products * math.prod(heads) * pairs * head_dim
+    return max(moved / chip.device.bandwidth, flops / chip.device.flops)
 
 
 def expert_cycles(program: CompiledProgram, step: list[Instruction], case: Case) -> float:

@@ -20,13 +20,12 @@ def cycles_of_loop(hlo: str) -> int:
 
 
 def repeated(program: CompiledProgram, instructions: list[Instruction]) -> list[Instruction]:
-    """Return the instructions with those of loops as often as XLA knows that they run."""
+    """Return the instructions with those of counting loops as often as they run."""
     found = []
     for one in instructions:
         found.append(one)
-        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', one.attributes)
-        if one.opcode == "while" and turns:
-            found += repeated(program, program.loop_body(one)) * int(turns[1])
+        if one.opcode == "while" and (turns := program.turns(one)):
+            found += repeated(program, program.loop_body(one)) * turns
     return found
 
 

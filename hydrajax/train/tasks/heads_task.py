@@ -27,7 +27,7 @@ from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
-from hydrajax.sharding import distribute, replicated, tree_shardings
+from hydrajax.sharding import distribute, jit_on, replicated, tree_shardings
 from hydrajax.train.block_loss import (
     Anchors,
     block_loss,
@@ -170,7 +170,7 @@ class HeadsTask:
         self.flops_per_token = self._flops()
         self.tokens_per_step: float | None = None  # of the last evaluation
         self._place = batch_placer(mesh)
-        self._ranks = jax.jit(self._rank_heads, out_shardings=replicated(mesh))
+        self._ranks = jit_on(mesh, self._rank_heads, out_shardings=replicated(mesh))
         spec = drafter.spec
         self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # of the guesses that are evaluated
 
