@@ -12,6 +12,7 @@ The cache holds keys and values of the context alone, so rejected tokens never e
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,6 +107,15 @@ def from_last(layer: int, n_layers: int) -> int:
     embedding's.
     """
     return n_layers - 1 - layer
+
+
+def one_by_one(work: Callable[[Array], Array], chunks: Int[Array, "chunks B ..."]) -> Float[Array, "B rows ..."]:
+    """Return the results ``[B, rows of a chunk, ...]`` of all chunks, side by side."""
+    if len(chunks) == 1:
+        return work(chunks[0])
+    # The gradient computes each chunk again: the scores of all together would be the square of their rows.
+    found = jnp.moveaxis(jax.lax.map(jax.checkpoint(work), chunks), 0, 1)
+    return found.reshape(len(found), -1, *found.shape[3:])
 
 
 class BlockDrafter(SeesAcceptedOnly):
@@ -301,21 +311,18 @@ class BlockDrafter(SeesAcceptedOnly):
     def blocks_of(self, params, text: Text, anchors: Int[Array, "B A"], base: BoundBase) -> Float[Array, "B A K D"]:
         """Return `blocks` of the result of `read`."""
         n_blocks, at_once = anchors.shape[1], max(ROWS_AT_ONCE // self.block_size, 1)
-        if n_blocks <= at_once:
-            return self.blocks_after(params, text, anchors, base)
-        # The gradient computes each chunk again: the scores of all together would be the square of their rows.
-        chunk = jax.checkpoint(lambda anchors: self.blocks_after(params, text, anchors, base))
-        n_chunks = -(-n_blocks // at_once)
-        hidden = jax.lax.map(chunk, into_chunks(anchors, -(-n_blocks // n_chunks)))  # [chunks, B, width, K, D]
-        return jnp.moveaxis(hidden, 0, 1).reshape(len(anchors), -1, *hidden.shape[3:])[:, :n_blocks]
+        chunks = into_chunks(anchors, -(-n_blocks // -(-n_blocks // at_once)))
+        return one_by_one(lambda anchors: self.blocks_after(params, text, anchors, base), chunks)[:, :n_blocks]
 
-    def lengths(self, n_blocks: int) -> list[tuple[int, int]]:
-        """Return ``(number of blocks, guesses of each)`` of the blocks of a row in training, the longest first."""
-        return [(n_blocks, self.depth)]
+    def guesses(self, n_blocks: int) -> Int[np.ndarray, "N k"]:
+        """Return the guesses that `hidden_of_guesses` computes: guess g of block a is a K + g, and -1 is none."""
+        return np.arange(n_blocks * self.depth).reshape(n_blocks, self.depth)
 
-    def guessing(self, depth: int) -> BlockDrafter:
-        """Return the draft whose blocks have this many guesses; only those of several `lengths` have others."""
-        return self
+    def hidden_of_guesses(
+        self, params, text: Text, anchors: Int[Array, "B A"], base: BoundBase
+    ) -> Float[Array, "B N k D"]:
+        """Return the lm head's inputs for `guesses`, of whole blocks or, if some are left out, of single guesses."""
+        return self.blocks_of(params, text, anchors, base)
 
     def read(self, params, aux_hidden_states, tokens, segments, base) -> Text:
         """Return what the blocks of these texts attend to."""
@@ -329,7 +336,7 @@ class BlockDrafter(SeesAcceptedOnly):
         known = jnp.take_along_axis(text.tokens, anchors, axis=1)[:, :, None]
         fill = jnp.full((batch, n_blocks, size - 1), self.mask_token)
         x = base.embed(jnp.concatenate([known, fill], axis=2).reshape(batch, rows)).astype(self.dtype)
-        before, places = text.seen_by_blocks(anchors, size)
+        before, places = text.seen_by(jnp.repeat(anchors, size, axis=1), np.tile(np.arange(size), n_blocks))
         distance, masks, past = places[:, :, None] - text.positions[:, None, :], [], []
         for layer, window in enumerate(self._windows):
             visible = before & (distance < window) if window else before

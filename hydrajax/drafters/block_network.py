@@ -42,15 +42,16 @@ class Text(NamedTuple):
     block: Block
     hidden: Float[Array, "B T D"] | None = None
 
-    def seen_by_blocks(
-        self, anchors: Int[Array, "B A"], size: int
+    def seen_by(
+        self, anchors: Int[Array, "B rows"], ahead: Int[np.ndarray, " rows"]
     ) -> tuple[Bool[Array, "B rows T"], Int[Array, "B rows"]]:
-        """Return which tokens the rows of blocks of ``size`` see, and the rows' positions from the anchors' on."""
+        """Return which tokens the rows of blocks see, by the rows' anchors, and the rows' positions, ``ahead`` of
+        those.
+        """
         before = jnp.arange(self.tokens.shape[1]) < anchors[:, :, None]
         if self.segments is not None:
             before &= self.segments[:, None, :] == jnp.take_along_axis(self.segments, anchors, axis=1)[:, :, None]
-        places = jnp.take_along_axis(self.positions, anchors, axis=1)[:, :, None] + jnp.arange(size)
-        return jnp.repeat(before, size, axis=1), places.reshape(len(anchors), -1)
+        return before, jnp.take_along_axis(self.positions, anchors, axis=1) + ahead
 
 
 class BlockNetwork(nn.Module):

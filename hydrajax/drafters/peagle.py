@@ -20,9 +20,9 @@ from typing import ClassVar, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from hydrajax.drafters.block import BlockDrafter, BlockSettings
+from hydrajax.drafters.block import ROWS_AT_ONCE, BlockDrafter, BlockSettings, one_by_one
 from hydrajax.drafters.block_network import Text
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import following_tokens, last_observed
@@ -234,16 +234,6 @@ class PEagle(BlockDrafter):
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def lengths(self, n_blocks):
-        """Return the rollouts by length: a random order of them makes guess g one of the first ``n r^g``."""
-        parts = [max(self.retention**guess, self.least_retention) for guess in range(self.depth)]
-        counts = [n_blocks] + [int(n_blocks * part) for part in parts[1:]] + [0]
-        ends = [(counts[k] - counts[k + 1], k + 1) for k in reversed(range(self.depth))]
-        return [(count, length) for count, length in ends if count]
-
-    def guessing(self, depth):
-        return dataclasses.replace(self, block_size=depth)
-
     def trained_on(self, found):
         drafter = super().trained_on(found)
         return dataclasses.replace(drafter, retention=self.retention, least_retention=self.least_retention)
@@ -256,16 +246,53 @@ class PEagle(BlockDrafter):
         return Text(tokens, positions, segments, block, hidden)
 
     def blocks_after(self, params, text, anchors, base):
-        """Return the outputs at the row before each anchor, and at mask rows from the anchor's position on.
-
-        The row before pairs the anchor's embedding with the last hidden states that the base has computed.
-        """
-        (batch, n_blocks), size = anchors.shape, self.block_size - 1
-        last = jnp.take_along_axis(text.hidden, jnp.maximum(anchors - 1, 0)[:, :, None], axis=1)[:, :, None]
+        (batch, n_blocks), size = anchors.shape, self.depth - 1
+        first = self._first(text, anchors)[:, :, None]
         if not size:
-            return last
-        before, places = text.seen_by_blocks(anchors, size)
-        own = np.kron(np.eye(n_blocks, dtype=bool), np.tri(size, dtype=bool))
+            return first
+        block, level = np.divmod(np.arange(n_blocks * size), size)
+        masks = self._masks_after(params, text, anchors[:, block], block, level, base)
+        return jnp.concatenate([first, masks.reshape(batch, n_blocks, size, -1)], axis=2)
+
+    def guesses(self, n_blocks):
+        """Return the first guesses of all rollouts, then those of the mask rows of each pass."""
+        rollouts, level = self._mask_rows(n_blocks)
+        masks = np.where(rollouts >= 0, rollouts * self.depth + level + 1, -1)
+        return np.concatenate([np.arange(n_blocks) * self.depth, masks.ravel()])[:, None]
+
+    def hidden_of_guesses(self, params, text, anchors, base):
+        first, (rollouts, level) = self._first(text, anchors), self._mask_rows(anchors.shape[1])
+        if not len(level):
+            return first[:, :, None]
+        masks = one_by_one(
+            lambda anchors: self._masks_after(params, text, anchors, rollouts[0], level, base),
+            jnp.moveaxis(anchors[:, rollouts], 1, 0),
+        )
+        return jnp.concatenate([first, masks], axis=1)[:, :, None]
+
+    def _mask_rows(self, n_blocks: int) -> tuple[Int[np.ndarray, "passes rows"], Int[np.ndarray, " rows"]]:
+        """Return the rollouts of the mask rows of each pass in training, and the guesses of these rows, less 1.
+
+        The rollouts have a random order, so guess g is in the first n r^g of them. The passes take them in turn, and so
+        differ by at most one rollout with a guess. It is -1 where a pass has none; the first pass has all.
+        """
+        retained = np.maximum(self.retention ** np.arange(1, self.depth), self.least_retention)
+        counts = (n_blocks * retained).astype(int)
+        n_passes = max(-(-int(counts.sum()) // ROWS_AT_ONCE), 1)
+        place, level = np.nonzero(np.arange(n_blocks)[:, None] < -(-counts // n_passes))
+        rollouts = place * n_passes + np.arange(n_passes)[:, None]
+        return np.where(rollouts < counts[level], rollouts, -1), level
+
+    def _first(self, text: Text, anchors) -> Float[Array, "B A D"]:
+        """Return the outputs at the row before each anchor.
+
+        It pairs the anchor's embedding with the last hidden states that the base has computed.
+        """
+        return jnp.take_along_axis(text.hidden, jnp.maximum(anchors - 1, 0)[:, :, None], axis=1)
+
+    def _masks_after(self, params, text: Text, anchors, block, level, base) -> Float[Array, "B rows D"]:
+        """Return the outputs of mask rows, each of the rollout ``block`` and ``level`` positions after its anchor."""
+        before, places = text.seen_by(anchors, level)
+        own = (block[:, None] == block) & (level[:, None] >= level)
         past = [(KVSegment(*pair, before[:, None, None]),) for pair in text.block]
-        masks = self._masks(params, places, own, past, base)
-        return jnp.concatenate([last, masks.reshape(batch, n_blocks, size, -1)], axis=2)
+        return self._masks(params, places, own, past, base)

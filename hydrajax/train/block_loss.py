@@ -12,8 +12,8 @@ The loss is the weighted mean over all guesses, in float32, of
 - ``distance_weight`` · Σ_v |q(v) - p(v)|, the distance of the draft's and the base's distributions (DSpark), and
 - ``confidence_weight`` · the binary cross entropy of the confidence head with the acceptance rate 1 - Σ_v |q - p| / 2.
 
-A draft can have blocks of several lengths (`hydrajax.drafters.block.BlockDrafter.lengths`); which anchors have the long
-ones is random.
+A draft can leave out guesses of some blocks (`hydrajax.drafters.block.BlockDrafter.guesses`). These blocks are random,
+as the anchors come in the order of drawing.
 
 With a reduced vocabulary, p is the base's distribution over it, as in speculators. The acceptance rate is then too high
 by up to the probability of the other tokens.
@@ -33,7 +33,7 @@ from hydrajax.drafters.block import BlockDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.packed_forward import into_chunks
+from hydrajax.models.packed_forward import chunk_width, into_chunks
 from hydrajax.train.chunks import sum_over_chunks
 from hydrajax.train.losses import IGNORED, Objective
 
@@ -61,13 +61,11 @@ def check_objective(objective: Objective, drafter: BlockDrafter) -> None:
         )
 
 
-def draw_anchors(
-    rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int, *, ascending: bool = True
-) -> Anchors:
+def draw_anchors(rng: Array, labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, n_blocks: int) -> Anchors:
     """Draw anchors without replacement among the targets that are followed by a target (DeepSpec).
 
-    Text of the same document comes before an anchor. If not ``ascending``, they are in the order of drawing, and those
-    that are not real come last.
+    Text of the same document comes before an anchor. They are in the order of drawing; those that are not real come
+    last.
     """
     counts = labels != IGNORED
     may = (counts[:, :-1] & counts[:, 1:]).at[:, 0].set(False)
@@ -78,50 +76,53 @@ def draw_anchors(
     n_drawn = min(n_blocks, may.shape[1])
     order = jnp.where(may, jax.random.uniform(rng, may.shape), -1.0)
     drawn, places = jax.lax.top_k(order, n_drawn)
-    places = jnp.where(drawn >= 0, places, labels.shape[1])
-    places = jnp.sort(places, axis=1) if ascending else places
-    return Anchors(jnp.minimum(places, labels.shape[1] - 1), places < labels.shape[1])
+    return Anchors(jnp.where(drawn >= 0, places, labels.shape[1] - 1), drawn >= 0)
 
 
 class BlockTargets(NamedTuple):
-    """Targets of the guesses of each block.
+    """Targets of the guesses that are computed (`hydrajax.drafters.block.BlockDrafter.guesses`).
 
     Attributes:
-        before: int32 ``[B, A, K]`` the token before each guess, the anchor first.
-        tokens: int32 ``[B, A, K]`` the token to predict.
-        weights: float32 ``[B, A, K]`` the guess's weight; 0 without a target.
-        places_before: int32 ``[B, A, K]`` positions of ``before``, where the base predicts ``tokens``.
+        before: int32 ``[B, N, k]`` the token before each guess, in whole blocks the anchor first.
+        tokens: int32 ``[B, N, k]`` the token to predict.
+        weights: float32 ``[B, N, k]`` the guess's weight; 0 without a target.
+        places_before: int32 ``[B, N, k]`` positions of ``before``, where the base predicts ``tokens``.
+        numbers: int32 ``[B, N, k]`` g, the number of the guess in its block.
     """
 
-    before: Int[Array, "B A K"]
-    tokens: Int[Array, "B A K"]
-    weights: Float[Array, "B A K"]
-    places_before: Int[Array, "B A K"]
+    before: Int[Array, "B N k"]
+    tokens: Int[Array, "B N k"]
+    weights: Float[Array, "B N k"]
+    places_before: Int[Array, "B N k"]
+    numbers: Int[Array, "B N k"]
+
+    def by_number(self, values: Float[Array, "B N k"], depth: int) -> Float[Array, " K"]:
+        """Return the sums of values over the targets of each guess."""
+        counted = (self.weights > 0)[..., None] & (self.numbers[..., None] == jnp.arange(depth))
+        return jnp.sum(values[..., None], axis=(0, 1, 2), where=counted, dtype=jnp.float32)
 
 
 def block_targets(batch: Mapping[str, Array], anchors: Anchors, drafter: BlockDrafter, decay: float) -> BlockTargets:
     """Return the targets and their weights; see the module."""
     tokens, labels, segments = batch["tokens"], batch["labels"], batch.get("segments")
-    length = tokens.shape[1]
-    steps = anchors.positions[:, :, None] + jnp.arange(drafter.depth + 1)
-    inside, places = steps < length, jnp.minimum(steps, length - 1)
+    guesses, length = drafter.guesses(anchors.positions.shape[1]), tokens.shape[1]
+    block, number = np.divmod(np.maximum(guesses, 0), drafter.depth)
+    roots = anchors.positions[:, block]
+    before, places = (jnp.minimum(roots + number + ahead, length - 1) for ahead in (0, 1))
 
-    def at_places(values):
+    def at(places, values):
         return jnp.take_along_axis(values[:, None], places, axis=2)
 
-    counts = inside & (at_places(labels) != IGNORED)
+    counts = (roots + number + 1 < length) & (at(places, labels) != IGNORED) & anchors.keep[:, block] & (guesses >= 0)
     if segments is not None:
-        counts &= at_places(segments) == at_places(segments)[:, :, :1]
-    n_blocks, lengths = zip(*drafter.lengths(anchors.positions.shape[1]), strict=True)
-    lengths = np.repeat(lengths, n_blocks)
-    counts = counts[:, :, 1:] & anchors.keep[:, :, None] & (np.arange(drafter.depth) < lengths[:, None])
+        counts &= at(places, segments) == at(roots, segments)
     if drafter.ends_at_gaps:
         counts = jnp.cumprod(counts, axis=2, dtype=jnp.int32) > 0
-    text = at_places(tokens)
-    weights = decay ** np.arange(drafter.depth, dtype=np.float32)
+    wanted = at(places, tokens)
     if drafter.vocabulary is not None:
-        counts &= drafter.vocabulary.places_of(text[:, :, 1:], drafter.config.vocab_size) >= 0
-    return BlockTargets(text[:, :, :-1], text[:, :, 1:], jnp.where(counts, weights, 0.0), places[:, :, :-1])
+        counts &= drafter.vocabulary.places_of(wanted, drafter.config.vocab_size) >= 0
+    weights = jnp.where(counts, np.float32(decay) ** number.astype(np.float32), 0.0)
+    return BlockTargets(at(before, tokens), wanted, weights, before, jnp.broadcast_to(number, before.shape))
 
 
 class BlockTotals(NamedTuple):
@@ -131,8 +132,8 @@ class BlockTotals(NamedTuple):
     targets: Float[Array, " K"]
 
 
-def block_totals(targets: BlockTargets) -> BlockTotals:
-    counts = jnp.sum(targets.weights > 0, axis=(0, 1), dtype=jnp.float32)
+def block_totals(targets: BlockTargets, depth: int) -> BlockTotals:
+    counts = targets.by_number(jnp.ones(targets.weights.shape), depth)
     return BlockTotals(jnp.sum(targets.weights) + EPSILON, jnp.maximum(counts, 1))
 
 
@@ -149,7 +150,7 @@ def block_loss(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, " K"]]]:
     """Compute the loss of a draft of one pass by teacher forcing, and its means per guess.
 
-    Logits exist for a chunk of blocks at a time.
+    Logits exist for a chunk of guesses at a time.
 
     Args:
         objective: Weights of the terms.
@@ -163,7 +164,7 @@ def block_loss(
         totals: `block_totals` of the whole batch if this is a micro-batch.
     """
     targets = block_targets(batch, anchors, drafter, objective.head_decay)
-    totals = block_totals(targets) if totals is None else totals
+    totals = block_totals(targets, drafter.depth) if totals is None else totals
     text = drafter.read(draft_params, aux_hidden_states, batch["tokens"], batch.get("segments"), base)
     teaches = bool(objective.teacher_weight or objective.distance_weight or objective.confidence_weight)
     vocabulary, n_rows = drafter.vocabulary, len(anchors.positions)
@@ -193,7 +194,7 @@ def block_loss(
                 logit = drafter.confidence_logits(params, read, targets.before)
                 sums["confidence"] = jax.nn.softplus(logit) - rate * logit
                 nats = nats + objective.confidence_weight * sums["confidence"]
-        totals = {name: jnp.sum(x, axis=(0, 1), where=weights > 0, dtype=jnp.float32) for name, x in sums.items()}
+        totals = {name: targets.by_number(x, drafter.depth) for name, x in sums.items()}
         return scale * jnp.sum(weights * nats), totals
 
     teacher = None
@@ -202,18 +203,8 @@ def block_loss(
         teacher = jnp.take_along_axis(jax.lax.stop_gradient(hidden), index, axis=1)
         teacher = teacher.reshape(*targets.places_before.shape, -1)
     shared = base.params, 1 / totals.weights
-    losses, sums, first = [], [], 0
-    for count, length in drafter.lengths(anchors.positions.shape[1]):
-        part = drafter.guessing(length)
-        read = part.blocks_of(draft_params, text, anchors.positions[:, first : first + count], base)
-        rows = jax.tree.map(lambda x, at=first, n=count, k=length: x[:, at : at + n, :k], (targets, teacher))
-        width = max(objective.chunk_tokens // (n_rows * length), 1)
-        chunks = into_chunks((read, rows), min(width, count))
-        loss, (of_part,) = sum_over_chunks(
-            [chunk_loss], lambda shared, index: shared, draft_params, [chunks[0]], [chunks[1]], shared
-        )
-        losses.append(loss)
-        sums.append({name: jnp.pad(x, (0, drafter.depth - length)) for name, x in of_part.items()})
-        first += count
-    loss, sums = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *zip(losses, sums, strict=True))
+    read = drafter.hidden_of_guesses(draft_params, text, anchors.positions, base)
+    width = chunk_width(objective.chunk_tokens // read.shape[2], read.shape[:2])
+    read, rows = into_chunks((read, (targets, teacher)), width)
+    loss, (sums,) = sum_over_chunks([chunk_loss], lambda shared, index: shared, draft_params, [read], [rows], shared)
     return loss, jax.lax.stop_gradient({name: x / totals.targets for name, x in sums.items()})

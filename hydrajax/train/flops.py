@@ -58,13 +58,10 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
     def forward(params, aux_hidden_states, tokens):
         bound = BoundBase(base, params[1])
         if isinstance(drafter, BlockDrafter):
-            text, found = drafter.read(params[0], aux_hidden_states, tokens, None, bound), []
-            for count, size in drafter.lengths(min(drafter.num_anchors, length - 1)):
-                anchors = jnp.zeros((1, count), jnp.int32)
-                hidden = drafter.guessing(size).blocks_of(params[0], text, anchors, bound)
-                before = jnp.zeros(hidden.shape[:-1], jnp.int32)
-                found.append(drafter.block_logits(params[0], hidden, before, bound))
-            return found
+            text = drafter.read(params[0], aux_hidden_states, tokens, None, bound)
+            anchors = jnp.zeros((1, min(drafter.num_anchors, length - 1)), jnp.int32)
+            hidden = drafter.hidden_of_guesses(params[0], text, anchors, bound)
+            return drafter.block_logits(params[0], hidden, jnp.zeros(hidden.shape[:-1], jnp.int32), bound)
         read = drafter.teacher_hidden(params[0], aux_hidden_states, tokens, bound)
         return [drafter.head_logits(params[0], k, hidden, bound) for k, hidden in enumerate(read)]
 

@@ -21,13 +21,14 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.decode import make_autoregressive_fn
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
+from hydrajax.drafters import peagle
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
-from hydrajax.train.block_loss import Anchors, block_loss
+from hydrajax.train.block_loss import Anchors, block_loss, draw_anchors
 from hydrajax.train.flops import drafter_forward_flops
 from hydrajax.train.losses import Objective
 from hydrajax.trees import presets
@@ -133,10 +134,13 @@ def test_output_is_unchanged(drafted, tree):
     np.testing.assert_array_equal(decode(Params(base, params), tokens, lengths).tokens, expected.tokens)
 
 
-@pytest.mark.parametrize(("retention", "lengths"), [(1.0, (4, 4)), (0.5, (2, 1))])
-def test_loss_is_that_of_the_logits(drafted, retention, lengths):
+@pytest.mark.parametrize(
+    ("retention", "rows_at_once", "lengths"), [(1.0, 512, (4, 4)), (1.0, 5, (4, 4)), (0.5, 512, (2, 1))]
+)
+def test_loss_is_that_of_the_logits(drafted, monkeypatch, retention, rows_at_once, lengths):
     """KL's cross entropy at every guess, without decay: the default objective. COD keeps the first guesses of some."""
     module, _, drafter, params, model, base = drafted
+    monkeypatch.setattr(peagle, "ROWS_AT_ONCE", rows_at_once)
     drafter = dataclasses.replace(drafter, retention=retention)
     tokens = np.random.default_rng(7).integers(0, 61, (1, 12), dtype=np.int32)
     anchors = Anchors(np.array([[2, 6, 7]], np.int32), np.array([[True, True, False]]))
@@ -161,19 +165,59 @@ def test_loss_is_that_of_the_logits(drafted, retention, lengths):
         assert mean == pytest.approx(np.mean(found) if found else 0, abs=1e-5)
 
 
-def test_conditional_drop_token(tiny_model):
+def test_conditional_drop_token(tiny_model, monkeypatch):
     """Guess g is trained in r^g of the rollouts, those that have guess g - 1; what is dropped is not computed."""
     model, _ = tiny_model
     settings = PEagleSettings(1, 5, num_anchors=100, retention=0.5, least_retention=0.2)
     drafter = PEagle.for_base(model.config, jnp.float32, settings)
-    assert drafter.lengths(100) == [(20, 5), (5, 3), (25, 2), (50, 1)]  # 100, 50, 25, 20 and 20 have each guess
+    kept = [(rollout, guess) for guess, n in enumerate((100, 50, 25, 20, 20)) for rollout in range(n)]
+    assert sorted(drafter.guesses(100)[:, 0]) == sorted(5 * rollout + guess for rollout, guess in kept)
     whole = dataclasses.replace(drafter, retention=1.0)
-    assert whole.lengths(100) == [(100, 5)]
+    assert sorted(whole.guesses(100)[:, 0]) == list(range(500))
     dropped, all_guesses = (drafter_forward_flops(one, model, 101) for one in (drafter, whole))
     assert dropped < 0.7 * all_guesses
     assert whole.trained_on(drafter) == whole
     with pytest.raises(HydrajaxError, match=r"draft\.retention: got 0, expected more than 0 and at most 1"):
         PEagleSettings(retention=0)
+    monkeypatch.setattr(peagle, "ROWS_AT_ONCE", 30)  # four passes
+    numbers = drafter.guesses(100)[:, 0]
+    assert sorted(numbers[numbers >= 0]) == sorted(5 * rollout + guess for rollout, guess in kept)
+    assert len(numbers) - len(kept) <= 3 * 4
+
+
+def gradient_of(drafter, model):
+    """Return a function of the draft's and the base's parameters and tokens: the gradient of the loss."""
+
+    def loss(params, base, tokens):
+        bound, out = BoundBase(model, base), run_base(model, base, tokens, drafter.spec.aux_hidden_layers)
+        batch = {"tokens": tokens, "labels": tokens}
+        anchors = draw_anchors(jax.random.key(0), tokens, None, drafter.num_anchors)
+        inputs = out.aux_hidden_states, out.hidden, batch, anchors, bound
+        return block_loss(Objective(chunk_tokens=64), drafter, params, *inputs)[0]
+
+    return jax.grad(loss)
+
+
+def test_dropped_guesses_do_not_enlarge_the_program(drafted):
+    """With a pass for each length of rollouts, a GPU compiled one training step for minutes."""
+    _, _, drafter, params, model, base = drafted
+    tokens = jax.ShapeDtypeStruct((2, 30), jnp.int32)
+
+    def n_products(retention):
+        one = dataclasses.replace(drafter, retention=retention, num_anchors=29)
+        return str(jax.make_jaxpr(gradient_of(one, model))(params, base, tokens)).count("dot_general")
+
+    assert n_products(0.7) == n_products(1.0)
+
+
+def test_passes_do_not_change_the_gradient(drafted, monkeypatch):
+    _, _, drafter, params, model, base = drafted
+    drafter = dataclasses.replace(drafter, retention=0.7, num_anchors=11)
+    tokens = np.random.default_rng(8).integers(0, 61, (2, 12), dtype=np.int32)
+    expected = quick_jit(gradient_of(drafter, model))(params, base, tokens)
+    monkeypatch.setattr(peagle, "ROWS_AT_ONCE", 6)
+    found = quick_jit(gradient_of(drafter, model))(params, base, tokens)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), found, expected)
 
 
 def test_files(drafted, tmp_path):

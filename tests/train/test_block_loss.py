@@ -76,7 +76,7 @@ def test_micro_batches_add_up(parallel):
         inputs = m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base
         return block_loss(DSPARK, *inputs, totals=totals)
 
-    totals = block_totals(block_targets(batch, anchors, m.drafter, DECAY))
+    totals = block_totals(block_targets(batch, anchors, m.drafter, DECAY), m.drafter.depth)
     loss, parts = run(batch, anchors, totals)
     rows = [run(*jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, anchors)), totals) for i in range(2)]
     assert float(loss) == pytest.approx(sum(float(x[0]) for x in rows), abs=1e-6)
@@ -94,10 +94,9 @@ def test_anchors_are_targets_followed_by_targets_of_their_document():
         for row in range(2):
             places = np.asarray(drawn.positions[row])[np.asarray(drawn.keep[row])]
             assert len(set(places.tolist())) == len(places) == min(2, len(allowed[row]))
-            assert (np.diff(places) > 0).all()
             seen[row] |= set(places.tolist())
     assert seen == allowed
-    drawn = [draw_anchors(jax.random.key(seed), labels, segments, 4, ascending=False) for seed in range(8)]
+    drawn = [draw_anchors(jax.random.key(seed), labels, segments, 4) for seed in range(8)]
     assert all(one.keep.tolist() == [[True, True, False, False], [True, True, True, False]] for one in drawn)
     assert {tuple(np.asarray(one.positions[0, :2]).tolist()) for one in drawn} == {(1, 4), (4, 1)}
 

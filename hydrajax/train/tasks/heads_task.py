@@ -108,13 +108,12 @@ class BlocksLoss(HeadsLoss):
     drafter: BlockDrafter
 
     def prepared(self, batch: Batch, rng):
-        size = self.drafter.num_anchors
-        alike = len(self.drafter.lengths(size)) == 1
-        anchors = draw_anchors(rng, batch["labels"], batch.get("segments"), size, ascending=alike)
+        anchors = draw_anchors(rng, batch["labels"], batch.get("segments"), self.drafter.num_anchors)
         return batch | {"anchors": anchors.positions, "keep": anchors.keep}
 
     def totals(self, batch: Batch):
-        return block_totals(block_targets(batch, _anchors(batch), self.drafter, self.objective.head_decay))
+        targets = block_targets(batch, _anchors(batch), self.drafter, self.objective.head_decay)
+        return block_totals(targets, self.drafter.depth)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
         base = BoundBase(self.model, frozen)
@@ -181,8 +180,7 @@ class HeadsTask:
         logits = bool(objective.teacher_weight)
         if isinstance(drafter, BlockDrafter):  # the teacher's logits are those of the blocks
             teaches = logits or objective.distance_weight or objective.confidence_weight
-            blocks = drafter.lengths(min(drafter.num_anchors, length - 1))
-            guesses = sum(count * size for count, size in blocks) / length if teaches else 0
+            guesses = drafter.guesses(min(drafter.num_anchors, length - 1)).size / length if teaches else 0
             config, logits = self.model.config, False
             base = 2 * guesses * config.width * drafter.lm_head.size(config.vocab_size)
         if "hidden" not in self.extras:
