@@ -163,10 +163,11 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
 
             if start == 0:
                 evaluate(0)
-            saved = start
+            saved, before = start, None
             for step, batch in feed:
                 state, report = step_fn(state, task.frozen, batch, rng)
-                done = step + 1
+                jax.block_until_ready(before)  # one step runs ahead: a signal cannot interrupt a wait for many
+                done, before = step + 1, report
                 meter.tick()
                 if done % config.log_every == 0 or done == steps:
                     report = jax.device_get(report)

@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -17,7 +19,7 @@ from safetensors.numpy import load_file
 
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
 from hydrajax.cli.train import main
-from hydrajax.train import train_step
+from hydrajax.train import train_loop, train_step
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.train_loop import Interrupts
@@ -122,6 +124,31 @@ def test_a_run_whose_kernels_lie_in_another_order_resumes(config, program, monke
     found, expected = (load_file(heads_file(folder)) for folder in (output, tmp_path / "plain"))
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
+    """A signal is handled after a step or two, also if no metrics are read. JAX alone runs 16 and more ahead."""
+    make, losses, ahead = train_loop.make_train_step, [], []
+
+    def made(*settings):
+        step = make(*settings)
+        busy = jax.jit(
+            lambda x: x + 0 * jax.lax.fori_loop(0, 200, lambda i, y: y @ y, jnp.full((256, 256), x / 1e9))[0, 0]
+        )
+
+        def slow(*inputs):
+            ahead.append(sum(not loss.is_ready() for loss in losses))
+            state, report = step(*inputs)
+            losses.append(busy(report["loss"]))
+            return state, report | {"loss": losses[-1]}
+
+        return slow
+
+    monkeypatch.setattr(train_loop, "make_train_step", made)
+    few = ("steps=20", "log_every=20", "eval_every=20", "checkpoint_every=20")
+    assert "finished 20 steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
+    assert len(ahead) == 20
+    assert max(ahead) <= 1
 
 
 def test_metrics_are_on_the_disk_before_their_checkpoint(uninterrupted, order):
