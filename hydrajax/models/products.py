@@ -204,7 +204,10 @@ def _by_section(x, kernel, dtype):
     queries' kernels out anew, in 1,200,000 cycles a layer, and without the barrier multiply up within down's kernel, in
     860,000 in place of 746,000.
     """
-    parts, heads, rows = kernel.shape[-2], "k" * (kernel.ndim - 3), "bt"[3 - x.ndim :]
+    parts, heads = kernel.shape[-2], "k" * (kernel.ndim - 3)
+    rows, shape = "bt"[3 - x.ndim :], x.shape[:-1]
+    if heads and len(shape) == 2 and shape[0] == 1 and shape[1] % FUSED_ROWS == 0:  # to XLA this is one axis
+        x = x.reshape(-1, FUSED_ROWS, x.shape[-1])
     spec = f"{rows}d,d{heads}pf->{rows[:-1]}{heads}p{rows[-1]}f"
     products = [
         contract(spec, x, section, dtype) for section in jnp.split(kernel, [max(0, parts - 2), parts - 1], axis=-2)
@@ -213,6 +216,7 @@ def _by_section(x, kernel, dtype):
         products = jax.lax.optimization_barrier(products)
     if len(rows) == 2:
         products = [jnp.moveaxis(product, 0, -3) for product in products]
+    products = [product.reshape(*product.shape[: len(heads) + 1], *shape, product.shape[-1]) for product in products]
     return jnp.concatenate(products, axis=len(heads))
 
 
