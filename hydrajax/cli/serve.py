@@ -123,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
         raise HydrajaxError(needs("starlette")) from None
     from hydrajax.serve.batcher import Batcher
     from hydrajax.serve.executor_pool import PoolSizes
+    from hydrajax.serve.idle_times import idle_times
     from hydrajax.serve.request_encoder import RequestEncoder
-    from hydrajax.serve.served_models import ServedModel, check_unique, close_all, idle_plain_step_seconds
+    from hydrajax.serve.served_models import ServedModel, check_unique, close_all, plain_step_seconds, while_idle
     from hydrajax.serve.warm_up import WarmUp
 
     if args.grace < 0:
@@ -169,7 +170,10 @@ def run(args: argparse.Namespace) -> int:
     def warm(warm_up: WarmUp) -> None:
         if not args.quiet:
             print(f"all {warm_up.total} programs are compiled", file=sys.stderr, flush=True)
-        if seconds := idle_plain_step_seconds(pools[0].executor, batchers, warm_up.wait):
+        for pool, batcher in zip(pools, batchers, strict=True):
+            if pool.drops_draft and (times := while_idle(partial(idle_times, pool), batchers, warm_up.wait)):
+                batcher.expect(times)
+        if seconds := while_idle(partial(plain_step_seconds, pools[0].executor), batchers, warm_up.wait):
             for each in served:
                 each.about["plain_step_seconds"] = seconds
 

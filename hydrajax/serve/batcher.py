@@ -26,6 +26,7 @@ from hydrajax.serve.prefix_cache import CachedPrefix
 from hydrajax.serve.prompt_prefill import PromptPrefill
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
 from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
+from hydrajax.serve.speculation_policy import IdleTimes
 from hydrajax.serve.stats import N_COUNTS, Stats
 
 
@@ -114,6 +115,10 @@ class Batcher:
             self._queue.extend(handles)
             self._lock.notify()
         return handles
+
+    def expect(self, times: IdleTimes) -> None:
+        """Choose between speculative and plain steps by these times until both are measured."""
+        self._bursts.expect(times)
 
     def cancel(self, handle: RequestHandle) -> None:
         """Free the request's slot before the next step. Its answer stays as far as it is."""
@@ -226,7 +231,9 @@ class Batcher:
             request = handle.request
             group = self._batch.reserve(index, self._budget.max_length(request))
             prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
-            self._prefill = PromptPrefill(self._pool, handle, group, prefix, shared, self._bursts.drafts(group))
+            self._prefill = PromptPrefill(
+                self._pool, handle, group, prefix, shared, self._bursts.drafts(group, 1 + len(self._queue))
+            )
             handle.cached = self._prefill.cached
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += handle.cached
@@ -248,12 +255,13 @@ class Batcher:
         """Advance all groups, and update the handles."""
         with self._lock:
             prompts_wait = self._prefill is not None or self._next_group() is not None
+            coming = (self._prefill is not None) + len(self._queue)
         groups = [group for group in self._batch.groups if group.live]
         # Single steps while a prompt waits for prefill or a sequence for its first token.
         single = prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
         for group in groups:
             if single:
-                burst = self._bursts.single_step(group)
+                burst = self._bursts.single_step(group, coming)
             else:
                 burst = self._bursts.run(group, len(groups), partial(self._budget.has_room, self._batch.usages))
             with self._lock:
@@ -288,6 +296,7 @@ class Batcher:
         group.remove(slot)
         with self._lock:
             self._counts["ended"] += 1
+        self._bursts.answered(len(request.ids) - handle.cached, result.new_tokens)
         failed = sequence.constraint is not None and sequence.constraint.error
         handle.finish(HydrajaxError(f"grammar: {failed}") if failed else None)
         if request.remembered:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from hydrajax.decoding.decode_loop import BURSTS_PER_SECOND, Snapshot
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.slot_group import SlotGroup
-from hydrajax.serve.speculation_policy import CONSTRAINED, SpeculationPolicy
+from hydrajax.serve.speculation_policy import CONSTRAINED, IdleTimes, SpeculationPolicy
 
-PATIENCE = 8  # bursts before a group changes its kind of steps, after which the draft may have to read a lot
+PATIENCE = 8  # bursts before plain steps end, because the draft may have to read a lot then
 WORTH_READING = 16  # tokens that a sequence must be able to reach
 
 
@@ -42,15 +42,31 @@ class BurstRunner:
     def __init__(self, pool: ExecutorPool):
         self._pool, self._policy = pool, SpeculationPolicy()
 
-    def drafts(self, group: SlotGroup) -> bool:
-        """Return whether the group's steps are speculative, so that the draft should read a prompt that joins it."""
-        if group.drafting is not None:
-            return group.drafting
-        return not self._pool.drops_draft or self._policy.prefers(self._pool.batches[0]) is not False
+    def expect(self, times: IdleTimes) -> None:
+        """Choose by these times until steps are measured."""
+        self._policy.idle = times
 
-    def single_step(self, group: SlotGroup) -> Burst:
+    def answered(self, prompt: int, answer: int) -> None:
+        """Record an answer, see `SpeculationPolicy.answered`."""
+        self._policy.answered(prompt, answer)
+
+    def drafts(self, group: SlotGroup, coming: int = 0) -> bool:
+        """Return whether the group's steps are speculative, so that the draft should read a prompt that joins it.
+
+        Args:
+            group: the group.
+            coming: sequences that will join it.
+        """
+        if not self._pool.drops_draft:
+            return True
+        sequences = min(len(group.live) + coming, self._pool.sizes.slots)
+        preferred = self._policy.prefers(max(len(group.slots), self._pool.batch_for(sequences)))
+        # To leave the draft out costs nothing.
+        return preferred is not False and group.drafting is not False
+
+    def single_step(self, group: SlotGroup, coming: int) -> Burst:
         """Take one step, after which a prompt can be prefilled or a first token be sent."""
-        return self._advance(group, 1, self.drafts(group) or not self._pool.can_be_plain(*group.shape))
+        return self._advance(group, 1, self.drafts(group, coming) or not self._pool.can_be_plain(*group.shape))
 
     def run(self, group: SlotGroup, n_groups: int, has_room: Callable[[int], bool]) -> Burst:
         """Take the steps of a burst.
@@ -74,8 +90,8 @@ class BurstRunner:
         if constrained:
             self._policy.record(shape[0], CONSTRAINED, seconds)
         elif compiled and shape == group.shape:
-            tokens = burst.tokens / max(burst.sequence_steps, 1) if speculative and not behind else None
-            self._policy.record(shape[0], speculative, seconds, tokens)
+            tokens = burst.tokens / (burst.steps * len(group.live))
+            self._policy.record(shape[0], speculative, seconds, None if speculative and behind else tokens)
         return burst
 
     def _next(self, group: SlotGroup, seconds: float) -> tuple[bool, int]:
@@ -85,10 +101,9 @@ class BurstRunner:
             return True, self._policy.steps(batch, CONSTRAINED, seconds)
         if not self._pool.can_be_plain(*group.shape):
             return True, self._policy.steps(batch, True, seconds)
-        preferred = self._policy.prefers(batch)
-        group.disagreements = group.disagreements + 1 if preferred is (not drafting) else 0
+        group.disagreements = group.disagreements + 1 if self._policy.prefers(batch) and not drafting else 0
         if group.disagreements >= PATIENCE:
-            drafting, group.disagreements = not drafting, 0
+            drafting, group.disagreements = True, 0
         group.drafting = drafting
         return self._policy.next_burst(batch, drafting, seconds)
 

@@ -275,8 +275,7 @@ class ExecutorPool:
 
     def _with_draft(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Replace the draft's state of a slot; ``state`` is donated."""
-        one = self._prefill.stay(self.shapes.gather(sequence, [0], cache_len))
-        return state._replace(draft=put_sequence(state.draft, np.int32(slot), one.draft))
+        return state._replace(draft=put_sequence(state.draft, np.int32(slot), self._fitted(sequence, cache_len).draft))
 
     @staticmethod
     @functools.cache
@@ -299,7 +298,13 @@ class ExecutorPool:
 
     def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
-        return put_sequence(state, np.int32(slot), self._prefill.stay(self.shapes.gather(sequence, [0], cache_len)))
+        return put_sequence(state, np.int32(slot), self._fitted(sequence, cache_len))
+
+    def _fitted(self, sequence: State, cache_len: int) -> State:
+        """Return a state of batch size 1 with this cache length: the given one, or a copy."""
+        if self.shapes.has(sequence, 1, cache_len):
+            return sequence
+        return self._prefill.stay(self.shapes.gather(sequence, [0], cache_len))
 
     def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
         """Move the given slots of ``state``, which is deleted, into a batch of another shape."""

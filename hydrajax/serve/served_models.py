@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
@@ -15,6 +15,7 @@ from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.stats import Stats
 
 CONTEXT, ROUNDS = 256, 5
+Measured = TypeVar("Measured")
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,15 @@ def plain_step_seconds(executor: Executor) -> float:
     return interleaved_ms({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3
 
 
-def idle_plain_step_seconds(
-    executor: Executor, batchers: Sequence[Batcher], wait: Callable[[float], bool]
-) -> float | None:
-    """Return `plain_step_seconds`, measured while no request runs; None once ``wait(seconds)`` returns False."""
+def while_idle(
+    measure: Callable[[], Measured], batchers: Sequence[Batcher], wait: Callable[[float], bool]
+) -> Measured | None:
+    """Return what ``measure`` returns while no request runs; None once ``wait(seconds)`` returns False."""
     while wait(1.0):
         before = total([batcher.stats() for batcher in batchers])
         if before.running or before.waiting:
             continue
-        seconds = plain_step_seconds(executor)
+        found = measure()
         if total([batcher.stats() for batcher in batchers]).requests == before.requests:
-            return seconds
+            return found
     return None

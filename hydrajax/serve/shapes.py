@@ -33,6 +33,11 @@ class StateShapes:
     def nbytes(self, batch: int, cache_len: int) -> int:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._state(batch, cache_len)))
 
+    def has(self, state: State, batch: int, cache_len: int) -> bool:
+        """Return whether a state has this batch size and cache length."""
+        wanted = self._state(batch, cache_len)
+        return all(jax.tree.leaves(jax.tree.map(lambda x, like: x.shape == like.shape, state, wanted)))
+
     def gather(self, state: State, slots: Sequence[int], cache_len: int) -> State:
         """Copy the given slots into a new state, in that order; only the first slot may be repeated."""
         return _gather(state, slots, self._state(len(slots), cache_len))

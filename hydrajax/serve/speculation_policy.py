@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SMOOTHING = 0.1  # weight of the newest value in the running means
 PROBE_SMOOTHING = 0.5  # the same for the slower kind of step, which is rarely measured
@@ -12,7 +13,7 @@ ENOUGH = 3  # bursts of each kind before they are compared
 # Bursts of a batch size after which the slower kind of step is measured again. Each probe that changes nothing doubles
 # the number: the first measurements are of few steps, and later probes only follow slow changes. A probe of
 # speculative steps also costs the time in which the draft reads what it has missed.
-FIRST_PROBE, PROBE_EVERY = {False: 5, True: 40}, {False: 160, True: 640}
+FIRST_PROBE, PROBE_EVERY = {False: 5, True: 160}, {False: 160, True: 1280}
 FEWEST_STEPS = 2  # of a burst: a single step would mostly measure the return to the host
 PROBE_STEPS = 8  # at most, of plain steps: tokens that the draft misses
 CONSTRAINED = "constrained"  # the kind of steps under grammars
@@ -35,33 +36,67 @@ class _Mean:
             self.value = value if self.value is None else self.value + weight * (value - self.value)
 
 
+class IdleTimes(NamedTuple):
+    """Times while no request runs.
+
+    Attributes:
+        steps: seconds of a step by batch size and kind, True for speculative ones.
+        reading: seconds that the draft takes to read a token of a prompt.
+    """
+
+    steps: dict[tuple[int, bool], float]
+    reading: float
+
+
 class SpeculationPolicy:
     """Running means of a step's seconds and of a speculative step's tokens.
 
     Both depend on the batch size: a tree costs little only while the device waits for the parameters, and larger
     batches have smaller trees. Both kinds of steps emit the same tokens.
+
+    Attributes:
+        idle: used until steps are measured.
     """
 
     def __init__(self):
-        self._tokens: dict[int, _Mean] = defaultdict(_Mean)  # per speculative step and sequence, by batch size
-        self._seconds: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)  # of a step, by batch size and kind
+        self.idle = IdleTimes({}, 0.0)
+        self._prompt, self._answer = _Mean(count=0), _Mean(count=0)  # tokens
+        # By batch size and kind: tokens per step of a burst and sequence that began it, and seconds of a step.
+        self._tokens: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
+        self._seconds: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
         self._better: dict[int, bool] = {}
         self._bursts: dict[int, int] = {}  # since the last probe
         self._probe_every: dict[int, int] = {}
 
     def prefers(self, batch_size: int) -> bool | None:
-        """Return whether steps at this batch size should be speculative; None until both kinds are measured."""
-        if min(self._seconds[batch_size, kind].count for kind in (True, False)) < ENOUGH:
+        """Return whether steps at this batch size should be speculative; None if that must be measured."""
+        if (gain := self._gain(batch_size)) is None:
             return None
-        if (tokens := self._tokens[batch_size].value) is None:
-            return None
-        speculative, plain = (self._seconds[batch_size, kind].value for kind in (True, False))
         last = self._better.get(batch_size)
-        better = tokens * plain / speculative >= (END if last else BEGIN)
+        better = gain >= (END if last else BEGIN)
         if better != last:
             self._better[batch_size], self._bursts[batch_size] = better, 0
             self._probe_every[batch_size] = FIRST_PROBE[not better]
         return better
+
+    def _gain(self, batch_size: int) -> float | None:
+        """The throughput of speculative steps, of which prompts are a part, over that of plain ones."""
+        measured = [self._seconds[batch_size, kind] for kind in (True, False)]
+        if min(mean.count for mean in measured) >= ENOUGH:
+            speculative, plain = (mean.value for mean in measured)
+        elif (batch_size, True) in self.idle.steps:
+            speculative, plain = (self.idle.steps[batch_size, kind] for kind in (True, False))
+        else:
+            return None
+        # Larger batches have smaller trees, so the tokens of a smaller one are the most that can be expected.
+        known = {size: mean.value for (size, kind), mean in self._tokens.items() if kind is True and mean.value}
+        if not (known := {size: tokens for size, tokens in known.items() if size <= batch_size}):
+            return None
+        usual = self._tokens[batch_size, False].value or 1.0  # less if sequences end within a burst
+        reading = 0.0
+        if self._answer.value:  # seconds per token of an answer, for each of which the batch takes as many steps
+            reading = self.idle.reading * batch_size * self._prompt.value / self._answer.value
+        return plain / usual / (speculative / known[max(known)] + reading)
 
     def next_burst(self, batch_size: int, speculative: bool, seconds: float) -> tuple[bool, int]:
         """Return whether the next burst is speculative, and its steps: the fewest until their time is known.
@@ -86,7 +121,7 @@ class SpeculationPolicy:
 
     def steps(self, batch_size: int, kind: bool | str, seconds: float) -> int:
         """Return the steps of a burst of this kind (see `record`), the fewest until their time is known."""
-        known = self._seconds[batch_size, kind].value
+        known = self._seconds[batch_size, kind].value or self.idle.steps.get((batch_size, kind))
         return FEWEST_STEPS if known is None else max(math.ceil(seconds / known), FEWEST_STEPS)
 
     def record(self, batch_size: int, kind: bool | str, seconds: float, tokens: float | None = None) -> None:
@@ -96,9 +131,15 @@ class SpeculationPolicy:
             batch_size: of the group.
             kind: True for speculative steps, False for plain ones, or `CONSTRAINED`.
             seconds: of a step.
-            tokens: of a speculative step and sequence; None if the draft had not read the text.
+            tokens: per step and sequence; None if unknown, or if the draft had not read the text. Sequences that end
+                within the burst count for all its steps.
         """
         weight = PROBE_SMOOTHING if self._better.get(batch_size, kind) != kind else SMOOTHING
         self._seconds[batch_size, kind].add(seconds, weight)
         if tokens is not None:
-            self._tokens[batch_size].add(tokens, weight)
+            self._tokens[batch_size, kind].add(tokens, weight)
+
+    def answered(self, prompt: int, answer: int) -> None:
+        """Record the tokens of an answer, and those of its prompt that were prefilled."""
+        self._prompt.add(prompt, SMOOTHING)
+        self._answer.add(answer, SMOOTHING)

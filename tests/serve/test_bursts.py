@@ -138,6 +138,13 @@ def test_the_draft_catches_up_once_when_speculative_steps_have_been_faster_for_a
     assert len(caught_up) == 1
 
 
+def test_plain_steps_begin_at_once_because_they_need_no_preparation(drafted, served_with):
+    batcher, kinds, reads, caught_up = served_with([True, True, False])
+    check_answer(drafted, batcher)
+    assert (kinds.index(False), kinds[-1]) == (3, False)  # after a single step and two bursts
+    assert (reads, caught_up) == ([True], [])
+
+
 def test_measurements_that_alternate_change_nothing(drafted, served_with):
     batcher, kinds, _, caught_up = served_with([False, *[True, False] * 50])
     check_answer(drafted, batcher)

@@ -11,6 +11,7 @@ from hydrajax.serve.speculation_policy import (
     FEWEST_STEPS,
     PROBE_EVERY,
     PROBE_STEPS,
+    IdleTimes,
     SpeculationPolicy,
 )
 
@@ -101,7 +102,7 @@ def test_bursts_of_both_kinds_take_as_long_but_probes_let_the_draft_miss_few_tok
     measured(policy, 2, (0.2, 0.1), 4.0)
     assert {policy.next_burst(2, True, 1.0) for _ in range(100)} == {(True, 5), (False, PROBE_STEPS)}
     measured(policy, 8, (0.2, 0.1), 1.0)
-    assert {policy.next_burst(8, False, 1.0) for _ in range(100)} == {(True, 5), (False, 10)}
+    assert {policy.next_burst(8, False, 1.0) for _ in range(200)} == {(True, 5), (False, 10)}
 
 
 def test_a_probe_that_makes_the_draft_catch_up_is_rarer():
@@ -122,3 +123,38 @@ def test_steps_under_grammars_have_a_time_of_their_own():
         policy.record(2, CONSTRAINED, seconds)
     assert policy.steps(2, CONSTRAINED, 2.0) == 4
     assert policy.next_burst(2, True, 2.0) == (True, FEWEST_STEPS)
+
+
+# A speculative step costs twice a plain one at batch size 1 and 4 times at batch size 8.
+IDLE = IdleTimes({(1, True): 0.2, (1, False): 0.1, (8, True): 0.8, (8, False): 0.2}, 0.0)
+
+
+def test_times_of_an_idle_device_spare_the_measurement_of_slower_steps():
+    policy = SpeculationPolicy()
+    policy.idle = IDLE
+    assert policy.prefers(8) is None  # no step has been speculative
+    assert policy.next_burst(8, True, 1.0) == (True, 2)
+    for _ in range(2):
+        policy.record(1, True, 0.2, 3.0)
+    assert policy.prefers(1)
+    assert policy.prefers(8) is False  # not even with as many tokens as with a smaller batch
+    kinds = [policy.next_burst(8, False, 1.0)[0] for _ in range(1000)]
+    assert 0 < sum(kinds) < 10
+    measured(policy, 8, (0.3, 0.2), 2.5)  # the idle times were wrong
+    assert policy.prefers(8)
+
+
+def test_the_time_to_read_prompts_counts():
+    policy = SpeculationPolicy()
+    policy.idle = IDLE._replace(reading=0.01)
+    for _ in range(2):
+        policy.record(1, True, 0.2, 3.0)
+    assert policy.prefers(1)
+    for prompt, faster in ((200, True), (10_000, False)):
+        other = SpeculationPolicy()
+        other.idle = policy.idle
+        for _ in range(2):
+            other.record(1, True, 0.2, 3.0)
+        other.answered(prompt, 100)
+        # Reading takes 0.02 and 1 s for each token of the answer; the rest takes 0.067 s, and a plain step 0.1 s.
+        assert other.prefers(1) is faster

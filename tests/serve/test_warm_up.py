@@ -18,6 +18,7 @@ from helpers.letters import TREE, pool
 from hydrajax.models.backend import host_calls
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
+from hydrajax.serve.idle_times import idle_times
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.warm_up import WarmUp
 
@@ -152,9 +153,9 @@ def test_health_counts_the_programs(small):
     assert json.loads(response.body) == {"status": "ok", "compiled": 0, "programs": 3}
 
 
-def test_a_plain_step_is_timed_while_no_request_runs(small, monkeypatch):
+def test_times_are_measured_while_no_request_runs(small):
     pytest.importorskip("starlette", reason="starlette is not installed (hydrajax[serve])")
-    from hydrajax.serve import served_models
+    from hydrajax.serve.served_models import while_idle
 
     class Busy(Batcher):
         def stats(self):
@@ -163,8 +164,17 @@ def test_a_plain_step_is_timed_while_no_request_runs(small, monkeypatch):
     # Two with requests, one during which a request arrives, and one without.
     seen = [Stats(running=1), Stats(waiting=1), Stats(requests=1), *[Stats(requests=2)] * 3]
     times = [3.0, 2.0]
-    monkeypatch.setattr(served_models, "plain_step_seconds", lambda executor: times.pop(0))
-    measure = served_models.idle_plain_step_seconds
-    assert measure(small.executor, [Busy(small)], lambda seconds: True) == 2.0
+    assert while_idle(lambda: times.pop(0), [Busy(small)], lambda seconds: True) == 2.0
     assert (seen, times) == ([], [])
-    assert measure(small.executor, [Busy(small)], lambda seconds: False) is None
+    assert while_idle(lambda: times.pop(0), [Busy(small)], lambda seconds: False) is None
+
+
+def test_steps_of_both_kinds_are_timed_for_every_batch_size(served):
+    executors = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
+    executors.warm_up()
+    compiled = {name: executors.is_compiled(2, 64, name) for name in (True, False)}
+    times = idle_times(executors)
+    assert compiled == {True: True, False: True}
+    assert set(times.steps) == {(batch, kind) for batch in (1, 2) for kind in (True, False)}
+    assert all(1e-6 < seconds < 1 for seconds in times.steps.values())
+    assert 0 <= times.reading < 1
