@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from hydrajax.decoding.executor import State
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.speculation_policy import IdleTimes
 
-STEPS, ROUNDS = 8, 3
+STEPS, ROUNDS = 8, 5
 PROMPT = 64  # tokens at most
 
 
@@ -31,25 +33,29 @@ def idle_times(pool: ExecutorPool) -> IdleTimes:
     def prefilled(read: bool) -> State:
         return pool.finish(pool.empty(cache_len), ids, pool.key(0, 0), endless, read=read)
 
-    def step_seconds(batch: int, speculative: bool) -> float:
+    def stepping(batch: int, speculative: bool) -> Callable[[], Any]:
         state = pool.tile(prefilled(True), batch, cache_len)
 
         def some_steps() -> None:
             nonlocal state
             state, _ = pool.advance(state, cache_len, np.zeros(batch, bool), steps, speculative)
 
-        return _seconds(some_steps) / steps
+        return some_steps
 
-    found = {(batch, kind): step_seconds(batch, kind) for batch in pool.batches for kind in (True, False)}
-    reading = _seconds(lambda: prefilled(True)) - _seconds(lambda: prefilled(False))
-    return IdleTimes(found, max(reading, 0.0) / width)
+    found = {}
+    for batch in pool.batches:
+        seconds = _seconds({kind: stepping(batch, kind) for kind in (True, False)})
+        found |= {(batch, kind): each / steps for kind, each in seconds.items()}
+    prefill = _seconds({read: partial(prefilled, read) for read in (True, False)})
+    return IdleTimes(found, max(prefill[True] - prefill[False], 0.0) / width)
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Return the median of `ROUNDS` runs after the first one."""
-    times = []
+def _seconds(runs: dict[bool, Callable[[], Any]]) -> dict[bool, float]:
+    """Run all in turns, `ROUNDS` times after the first round, and return the medians."""
+    times: dict[bool, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):
-        began = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+        for name, run in runs.items():
+            began = time.perf_counter()
+            jax.block_until_ready(run())
+            times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(each[1:]) for name, each in times.items()}

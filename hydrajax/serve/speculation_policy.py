@@ -20,6 +20,7 @@ CONSTRAINED = "constrained"  # the kind of steps under grammars
 # Speculative steps begin at the first gain and end below the second. Small gains are lost in the draft's prefill, in
 # moves of its state, and in slots of sequences that end early in a burst: 3% with eight sequences.
 BEGIN, END = 1.06, 1.03
+LOST = 0.9  # gains on an idle device below which speculative steps are not measured
 
 
 @dataclass
@@ -70,7 +71,12 @@ class SpeculationPolicy:
 
     def prefers(self, batch_size: int) -> bool | None:
         """Return whether steps at this batch size should be speculative; None if that must be measured."""
-        if (gain := self._gain(batch_size)) is None:
+        means = [self._seconds[batch_size, kind] for kind in (True, False)]
+        if measured := min(mean.count for mean in means) >= ENOUGH:
+            seconds = [mean.value for mean in means]
+        else:
+            seconds = [self.idle.steps.get((batch_size, kind)) for kind in (True, False)]
+        if None in seconds or (gain := self._gain(batch_size, *seconds)) is None or (not measured and gain >= LOST):
             return None
         last = self._better.get(batch_size)
         better = gain >= (END if last else BEGIN)
@@ -79,15 +85,8 @@ class SpeculationPolicy:
             self._probe_every[batch_size] = FIRST_PROBE[not better]
         return better
 
-    def _gain(self, batch_size: int) -> float | None:
-        """The throughput of speculative steps, of which prompts are a part, over that of plain ones."""
-        measured = [self._seconds[batch_size, kind] for kind in (True, False)]
-        if min(mean.count for mean in measured) >= ENOUGH:
-            speculative, plain = (mean.value for mean in measured)
-        elif (batch_size, True) in self.idle.steps:
-            speculative, plain = (self.idle.steps[batch_size, kind] for kind in (True, False))
-        else:
-            return None
+    def _gain(self, batch_size: int, speculative: float, plain: float) -> float | None:
+        """The throughput of speculative steps and of the draft's prefill over that of plain steps."""
         # Larger batches have smaller trees, so the tokens of a smaller one are the most that can be expected.
         known = {size: mean.value for (size, kind), mean in self._tokens.items() if kind is True and mean.value}
         if not (known := {size: tokens for size, tokens in known.items() if size <= batch_size}):
