@@ -5,7 +5,6 @@ They spare running requests most measurements of the slower kind of steps.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -51,11 +50,11 @@ def idle_times(pool: ExecutorPool) -> IdleTimes:
 
 
 def _seconds(runs: dict[bool, Callable[[], Any]]) -> dict[bool, float]:
-    """Run all in turns, `ROUNDS` times after the first round, and return the medians."""
+    """Run all in turns, `ROUNDS` times after the first round, and return the minima: other load only adds time."""
     times: dict[bool, list[float]] = {name: [] for name in runs}
     for _ in range(ROUNDS + 1):
         for name, run in runs.items():
             began = time.perf_counter()
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(each[1:]) for name, each in times.items()}
+    return {name: min(each[1:]) for name, each in times.items()}

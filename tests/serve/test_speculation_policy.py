@@ -52,7 +52,7 @@ def measured(policy: SpeculationPolicy, batch: int, seconds, tokens: float) -> S
 SECONDS = {(1, True): 1.5, (1, False): 1.0, (2, True): 2.6, (2, False): 1.3, (8, True): 6.0, (8, False): 2.0}
 
 
-@pytest.mark.parametrize(("tokens", "worth"), [(1.2, ()), (1.75, (1,)), (2.4, (1, 2)), (3.5, (1, 2, 8))])
+@pytest.mark.parametrize(("tokens", "worth"), [(1.2, ()), (1.75, (1,)), (2.4, (1, 2)), (4.0, (1, 2, 8))])
 def test_the_kind_of_step_with_more_tokens_per_second_is_chosen(tokens, worth):
     chosen, _ = simulated(SECONDS, tokens, 4000)
     for batch, share in shares(chosen).items():
@@ -61,11 +61,11 @@ def test_the_kind_of_step_with_more_tokens_per_second_is_chosen(tokens, worth):
 
 
 def test_the_policy_follows_changing_acceptance():
-    chosen, policy = simulated(SECONDS, 3.5, 300)
+    chosen, policy = simulated(SECONDS, 4.0, 300)
     assert shares(chosen)[8] > 0.9
     chosen, policy = simulated(SECONDS, 1.2, 4000, policy)
     assert shares(chosen)[8] < 0.1
-    chosen, _ = simulated(SECONDS, 3.5, 24 * PROBE_EVERY[True], policy)
+    chosen, _ = simulated(SECONDS, 4.0, 24 * PROBE_EVERY[True], policy)
     assert shares(chosen)[8] > 0.9
 
 
