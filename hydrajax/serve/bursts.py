@@ -88,10 +88,11 @@ class BurstRunner:
         seconds = (time.perf_counter() - start) / burst.steps
         # Other steps took the time of a compilation or of a move too.
         if constrained:
-            self._policy.record(shape[0], CONSTRAINED, seconds)
+            self._policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
         elif compiled and shape == group.shape:
             tokens = burst.tokens / (burst.steps * len(group.live))
-            self._policy.record(shape[0], speculative, seconds, None if speculative and behind else tokens)
+            known = None if speculative and behind else tokens
+            self._policy.record(shape[0], speculative, seconds, known, burst.steps)
         return burst
 
     def _next(self, group: SlotGroup, seconds: float) -> tuple[bool, int]:

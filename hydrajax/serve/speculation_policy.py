@@ -26,16 +26,25 @@ LOST = 0.9  # gains on an idle device below which speculative steps are not meas
 
 @dataclass
 class _Mean:
-    """A running mean. The first value is left out, as it may include a compilation."""
+    """A running mean of values, each of several units. The first is left out, as it may include a compilation.
 
-    value: float | None = None
+    Long bursts count more than those that end early, whose steps share the return to the host with few others.
+    """
+
     count: int = -1
+    total: float = 0.0
+    units: float = 0.0
 
-    def add(self, value: float, weight: float) -> None:
+    @property
+    def value(self) -> float | None:
+        return self.total / self.units if self.units else None
+
+    def add(self, value: float, weight: float, units: float = 1.0) -> None:
         self.count += 1
         if self.count:
             weight = max(weight, 1 / self.count)
-            self.value = value if self.value is None else self.value + weight * (value - self.value)
+            self.total += weight * (value * units - self.total)
+            self.units += weight * (units - self.units)
 
 
 class IdleTimes(NamedTuple):
@@ -125,7 +134,9 @@ class SpeculationPolicy:
         known = self._seconds[batch_size, kind].value or self.idle.steps.get((batch_size, kind))
         return FEWEST_STEPS if known is None else max(math.ceil(seconds / known), FEWEST_STEPS)
 
-    def record(self, batch_size: int, kind: bool | str, seconds: float, tokens: float | None = None) -> None:
+    def record(
+        self, batch_size: int, kind: bool | str, seconds: float, tokens: float | None = None, steps: int = 1
+    ) -> None:
         """Record a burst.
 
         Args:
@@ -134,11 +145,12 @@ class SpeculationPolicy:
             seconds: of a step.
             tokens: per step and sequence; None if unknown, or if the draft had not read the text. Sequences that end
                 within the burst count for all its steps.
+            steps: of the burst.
         """
         weight = PROBE_SMOOTHING if self._better.get(batch_size, kind) != kind else SMOOTHING
-        self._seconds[batch_size, kind].add(seconds, weight)
+        self._seconds[batch_size, kind].add(seconds, weight, steps)
         if tokens is not None:
-            self._tokens[batch_size, kind].add(tokens, weight)
+            self._tokens[batch_size, kind].add(tokens, weight, steps)
 
     def answered(self, prompt: int, answer: int) -> None:
         """Record the tokens of an answer, and those of its prompt that were prefilled."""

@@ -152,3 +152,12 @@ def test_the_time_to_read_prompts_counts(prompt, worth):
     policy.answered(prompt, 100)
     # Reading takes 0.02 and 1 s for each token of the answer; the rest takes 0.067 s, and a plain step 0.1 s.
     assert policy.prefers(1) is worth
+
+
+def test_bursts_that_end_early_count_by_their_steps():
+    """Seven steps of 5 ms and one of 20 ms take 6.9 ms each, not 12.5."""
+    policy = SpeculationPolicy()
+    for _ in range(100):
+        policy.record(1, False, 5e-3, 1.0, steps=7)
+        policy.record(1, False, 20e-3, 1.0, steps=1)
+    assert 13 <= policy.steps(1, False, 0.1) <= 16
