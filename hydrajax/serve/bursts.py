@@ -90,9 +90,8 @@ class BurstRunner:
         if constrained:
             self._policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
         elif compiled and shape == group.shape:
-            tokens = burst.tokens / (burst.steps * len(group.live))
-            known = None if speculative and behind else tokens
-            self._policy.record(shape[0], speculative, seconds, known, burst.steps)
+            tokens = burst.tokens / max(burst.sequence_steps, 1) if speculative and not behind else None
+            self._policy.record(shape[0], speculative, seconds, tokens, burst.steps)
         return burst
 
     def _next(self, group: SlotGroup, seconds: float) -> tuple[bool, int]:

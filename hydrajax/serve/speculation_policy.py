@@ -72,8 +72,8 @@ class SpeculationPolicy:
     def __init__(self):
         self.idle = IdleTimes({}, 0.0)
         self._prompt, self._answer = _Mean(count=0), _Mean(count=0)  # tokens
-        # By batch size and kind: tokens per step of a burst and sequence that began it, and seconds of a step.
-        self._tokens: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
+        self._tokens: dict[int, _Mean] = defaultdict(_Mean)  # by batch size: per speculative step and sequence
+        # Of a step, by batch size and kind.
         self._seconds: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
         self._better: dict[int, bool] = {}
         self._bursts: dict[int, int] = {}  # since the last probe
@@ -99,14 +99,13 @@ class SpeculationPolicy:
     def _gain(self, batch_size: int, speculative: float, plain: float) -> float | None:
         """The throughput of speculative steps and of the draft's prefill over that of plain steps."""
         # Larger batches have smaller trees, so the tokens of a smaller one are the most that can be expected.
-        known = {size: mean.value for (size, kind), mean in self._tokens.items() if kind is True and mean.value}
-        if not (known := {size: tokens for size, tokens in known.items() if size <= batch_size}):
+        known = {size: mean.value for size, mean in self._tokens.items() if mean.value and size <= batch_size}
+        if not known:
             return None
-        usual = self._tokens[batch_size, False].value or 1.0  # less if sequences end within a burst
         reading = 0.0
         if self._answer.value:  # seconds per token of an answer, for each of which the batch takes as many steps
             reading = self.idle.reading * batch_size * self._prompt.value / self._answer.value
-        return plain / usual / (speculative / known[max(known)] + reading)
+        return plain / (speculative / known[max(known)] + reading)
 
     def next_burst(self, batch_size: int, speculative: bool, seconds: float) -> tuple[bool, int]:
         """Return whether the next burst is speculative, and its steps: the fewest until their time is known.
@@ -143,14 +142,14 @@ class SpeculationPolicy:
             batch_size: of the group.
             kind: True for speculative steps, False for plain ones, or `CONSTRAINED`.
             seconds: of a step.
-            tokens: per step and sequence; None if unknown, or if the draft had not read the text. Sequences that end
-                within the burst count for all its steps.
+            tokens: per speculative step and sequence; None if the draft had not read the text. Sequences that end
+                within a burst cost both kinds of steps alike, as bursts of both take as long.
             steps: of the burst.
         """
         weight = PROBE_SMOOTHING if self._better.get(batch_size, kind) != kind else SMOOTHING
         self._seconds[batch_size, kind].add(seconds, weight, steps)
         if tokens is not None:
-            self._tokens[batch_size, kind].add(tokens, weight, steps)
+            self._tokens[batch_size].add(tokens, weight, steps)
 
     def answered(self, prompt: int, answer: int) -> None:
         """Record the tokens of an answer, and those of its prompt that were prefilled."""

@@ -158,6 +158,6 @@ def test_bursts_that_end_early_count_by_their_steps():
     """Seven steps of 5 ms and one of 20 ms take 6.9 ms each, not 12.5."""
     policy = SpeculationPolicy()
     for _ in range(100):
-        policy.record(1, False, 5e-3, 1.0, steps=7)
-        policy.record(1, False, 20e-3, 1.0, steps=1)
+        policy.record(1, False, 5e-3, steps=7)
+        policy.record(1, False, 20e-3, steps=1)
     assert 13 <= policy.steps(1, False, 0.1) <= 16
