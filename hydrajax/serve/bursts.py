@@ -90,7 +90,7 @@ class BurstRunner:
         if constrained:
             self._policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
         elif compiled and shape == group.shape:
-            tokens = burst.tokens / max(burst.sequence_steps, 1) if speculative and not behind else None
+            tokens = burst.tokens / (burst.steps * len(group.live)) if speculative and not behind else None
             self._policy.record(shape[0], speculative, seconds, tokens, burst.steps)
         return burst
 
