@@ -315,7 +315,10 @@ class BlockDrafter(SeesAcceptedOnly):
         return one_by_one(lambda anchors: self.blocks_after(params, text, anchors, base), chunks)[:, :n_blocks]
 
     def guesses(self, n_blocks: int) -> Int[np.ndarray, "N k"]:
-        """Return the guesses that `hidden_of_guesses` computes: guess g of block a is a K + g, and -1 is none."""
+        """Return the numbers of the guesses that `hidden_of_guesses` computes.
+
+        Guess g of block a has the number ``a * depth + g``. A place without a guess has -1.
+        """
         return np.arange(n_blocks * self.depth).reshape(n_blocks, self.depth)
 
     def hidden_of_guesses(

@@ -66,7 +66,7 @@ class SpeculationPolicy:
     batches have smaller trees. Both kinds of steps emit the same tokens.
 
     Attributes:
-        idle: used until steps are measured.
+        idle: times of steps until these are measured, and the time of reading.
     """
 
     def __init__(self):
