@@ -23,7 +23,7 @@ from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base, init
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
-from hydrajax.sharding import distribute, replicated, tree_shardings
+from hydrajax.sharding import distribute, jit_on, replicated, tree_shardings
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import LanguageLoss, language_model_loss, targets
@@ -106,7 +106,7 @@ class BaseTask:
         self.param_shardings = tree_shardings(mesh, boxed)
         self._init = jax.jit(lambda rng: scaled_init(master, rng), out_shardings=self.param_shardings)
         self._place = batch_placer(mesh)
-        self._sums = jax.jit(self.loss.sums, out_shardings=replicated(mesh))
+        self._sums = jit_on(mesh, self.loss.sums, out_shardings=replicated(mesh))
         # The backward pass costs twice the forward pass, which is all that a teacher needs.
         length = config.data.length
         self.flops_per_token = 3 * forward_flops(self.model, length).total
