@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
 from hydrajax.models import products
-from hydrajax.sharding import AXES, sharding
+from hydrajax.sharding import AXES, in_order, sharding
 
 
 def abstract_devices(device, count: int):
@@ -37,8 +36,8 @@ def placed_shapes(devices: Sequence) -> Callable:
 
     def weight(leaf):
         x, axes = (leaf.value, leaf.names) if isinstance(leaf, nn.LogicallyPartitioned) else (leaf, None)
-        order, home = products.stored_order(x.shape, x.dtype, axes), home_of(x.shape, axes)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home if order is None else Format(Layout(order), home))
+        home = in_order(home_of(x.shape, axes), products.stored_order(x.shape, x.dtype, axes))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
 
     def other(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home_of(x.shape, None))

@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> int:
     return run(
         args, cases, report, kind="tpu_program",
         settings={name: getattr(args, name) for name in ("shape", "dtype", "layers")},
-        title=f"cycles of a decode step on TPUs, {args.shape}, {args.dtype}",
+        title=f"cycles of a compiled step on TPUs, {args.shape}, {args.dtype}",
         remarks=[
             "compiled for described TPUs, not run: cycles are the compiler's estimates, not timings", *remarks_of(args)
         ],

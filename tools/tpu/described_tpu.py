@@ -14,9 +14,10 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device to share
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 from jax._src.mesh import AbstractDevice  # named in an error message of JAX, but not public
 from jax.experimental import topologies
 from placed_shapes import abstract_devices, placed_shapes
@@ -58,10 +59,15 @@ def platform(chip: str, count: int) -> platforms.Platform:
     return platforms.Platform("tpu", count)
 
 
+def devices_of(chip: str, count: int) -> Sequence[jax.Device]:
+    """Return one described device, or eight."""
+    topology = CHIPS[chip].topology if count == 1 else CHIPS[chip].eight
+    return topologies.get_topology_desc(f"{chip}:{topology}", "tpu").devices[:count]
+
+
 def placed_on(chip: str, count: int) -> Callable:
     """Return `placed_shapes` for one described device, or eight."""
-    topology = CHIPS[chip].topology if count == 1 else CHIPS[chip].eight
-    return placed_shapes(topologies.get_topology_desc(f"{chip}:{topology}", "tpu").devices[:count])
+    return placed_shapes(devices_of(chip, count))
 
 
 def described(chip: str, count: int = 1):
