@@ -19,7 +19,7 @@ kernels = (
                 "setup.py",  # another list of sources needs another build
                 *(
                     f"hydrajax/models/kernels/{name}.h"
-                    for name in ("amx", "cpu_kernels", "experts", "few_bits_256", "numbers")
+                    for name in ("amx", "cpu_kernels", "experts", "few_bits", "few_bits_256", "few_bits_512", "numbers")
                 ),
             ],
             include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],

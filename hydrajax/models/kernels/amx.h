@@ -28,19 +28,25 @@ constexpr int kColumns = kTiles * 16;
 #ifdef HYDRAJAX_AMX
 #define IN_TILES __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw")))
 
+// What may be multiplied, as the CPU's flag for it.
+enum Numbers : unsigned { kBfloat16 = 1u << 22, kInt8 = 1u << 25 };
+
 // Whether this CPU and its system have AMX for bfloat16. The system reserves the registers when a process asks for them.
-inline bool Available() {
-  static const bool available = [] {
-    if (std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS") != nullptr) return false;
+inline bool Available(Numbers numbers = kBfloat16) {
+  static const unsigned flags = [] {
+    if (std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS") != nullptr) return 0u;
     unsigned a, b, c, d;
-    constexpr unsigned kBfloat16 = 1u << 22, kTile = 1u << 24, kVectorsOf16Bit = 1u << 30;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    if (!(d & kBfloat16) || !(d & kTile) || !(b & kVectorsOf16Bit)) return false;
+    constexpr unsigned kTile = 1u << 24, kVectorsOf16Bit = 1u << 30;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0u;
+    if (!(d & kTile) || !(b & kVectorsOf16Bit)) return 0u;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0 ? d : 0u;
   }();
-  return available;
+  return flags & numbers;
 }
+
+// GCC's intrinsics do not say that they read memory. This keeps what was written before them from moving behind them.
+inline void Written() { __asm__ volatile("" ::: "memory"); }
 
 // The registers for a thread's products: A has `a_rows` rows, B `b_columns` columns.
 class Registers {
@@ -56,6 +62,7 @@ class Registers {
       shapes.bytes[i] = is_a ? 2 * kDepth : 4 * b_columns;
       shapes.rows[i] = is_a || i < kTiles ? a_rows : kDepth / 2;
     }
+    Written();
     _tile_loadconfig(&shapes);
   }
   IN_TILES ~Registers() { _tile_release(); }
@@ -63,6 +70,7 @@ class Registers {
 
 // Sums of tiles 0 to `tiles` - 1, `from` 16 columns apart and its rows `stride` floats, or zeros.
 IN_TILES inline void LoadSums(const float* from, int64_t tiles, int64_t stride) {
+  Written();
   _tile_loadd(0, from, 4 * stride);
   if (tiles > 1) _tile_loadd(1, from + 16, 4 * stride);
   if (tiles > 2) _tile_loadd(2, from + 32, 4 * stride);
@@ -85,6 +93,7 @@ IN_TILES inline void StoreSums(float* to, int64_t tiles, int64_t stride) {
 
 // Adds the product of A, whose rows are `stride` numbers apart, and of tiles of B, `next` numbers apart.
 IN_TILES inline void AddProducts(const uint16_t* a, int64_t stride, const uint16_t* b, int64_t tiles, int64_t next) {
+  Written();
   _tile_loadd(4, a, 2 * stride);
   _tile_loadd(5, b, 64);
   _tile_dpbf16ps(0, 4, 5);
@@ -203,7 +212,9 @@ IN_TILES inline void ProductWithRows(const uint16_t* packed, const uint16_t* wei
 
 #else
 
-inline bool Available() { return false; }
+enum Numbers : unsigned { kBfloat16, kInt8 };
+
+inline bool Available(Numbers = kBfloat16) { return false; }
 
 #endif
 }  // namespace amx

@@ -14,101 +14,13 @@
 
 #include "cpu_kernels.h"
 #include "experts.h"
+#include "few_bits.h"
 #include "few_bits_256.h"
-
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define HAS_VNNI_CODE 1
-#include <immintrin.h>
-#endif
+#include "few_bits_512.h"
 
 namespace {
 
 using Matrix = ffi::Buffer<ffi::F32, 2>;
-
-constexpr int kDepth = 32;    // numbers of a group
-constexpr int kColumns = 64;  // of a tile
-constexpr int kSteps = kDepth / 4;
-constexpr int kMostTilesPerScale = 4;
-constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
-constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
-constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by line, in the order of memory
-
-// Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
-// numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
-//
-// A number w stands for w * scale + offset, or (w - zero) * scale. Scales and the like serve 1, 2 or 4 tiles of a column each.
-struct Weight {
-  const uint8_t* tiles;
-  int64_t groups, width;
-  bool four_bits;
-  int64_t scale_groups, tiles_per_scale;
-  // [columns / 64, scale_groups, 64]: float16 or float32 scales, float16 offsets, zeros. Other pointers are null.
-  const uint16_t* scales;
-  const float* wide_scales;
-  const uint16_t* offsets;
-  const uint8_t* zeros;
-};
-
-int64_t TileBytes(const Weight& weight) { return kDepth * kColumns / (weight.four_bits ? 2 : 1); }
-
-const uint8_t* TileAt(const Weight& weight, int64_t t, int64_t group) {
-  return weight.tiles + (t * weight.groups + group) * TileBytes(weight);
-}
-
-// The place of a tile's scales.
-int64_t ScalesAt(const Weight& weight, int64_t t, int64_t group) {
-  return (t * weight.scale_groups + group / weight.tiles_per_scale) * kColumns;
-}
-
-// Of a tile's columns, widened once for all rows.
-struct Scales {
-  float scales[kColumns], offsets[kColumns];
-  bool has_offsets;
-};
-
-struct Tile {
-  const uint8_t* values;
-  const float *scales, *offsets;  // offsets may be null
-};
-
-// Rows of x in 8 bits, in groups of 32 that are padded with zeros. T is int8_t or float.
-struct Rows {
-  void* values;   // T [groups, rows, 32]
-  float* scales;  // [groups, rows]
-  float* sums;    // [groups, rows], of the values
-  int64_t rows;
-};
-
-// Rounds rows of x: a group's largest number becomes 127. NaN and infinity stay so by their scale.
-template <typename T>
-inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
-  T* values = static_cast<T*>(to.values);
-  for (int64_t r = 0; r < to.rows; ++r) {
-    for (int64_t g = 0; g * kDepth < depth; ++g) {
-      float in[kDepth] = {};
-      std::memcpy(in, x + r * depth + g * kDepth, sizeof(float) * std::min<int64_t>(kDepth, depth - g * kDepth));
-      int32_t bits[kDepth], largest_bits = 0;
-      std::memcpy(bits, in, sizeof(bits));
-      for (int i = 0; i < kDepth; ++i) largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);
-      float largest;
-      std::memcpy(&largest, &largest_bits, sizeof(largest));
-      const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
-      const int64_t at = g * to.rows + r;
-      T* out = values + at * kDepth;
-      int32_t sum = 0;
-      for (int i = 0; i < kDepth; ++i) {
-        const float shifted = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
-        int32_t rounded;
-        std::memcpy(&rounded, &shifted, sizeof(rounded));
-        rounded -= 0x4b400000;
-        out[i] = static_cast<T>(static_cast<int8_t>(rounded));
-        sum += static_cast<int8_t>(rounded);
-      }
-      to.scales[at] = largest / 127.0f;
-      to.sums[at] = static_cast<float>(sum);
-    }
-  }
-}
 
 // ---- every CPU: integers as floats, which are exact below 2^24 -------------------------------------------------------------
 
@@ -244,128 +156,6 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
 
 }  // namespace plain
 
-// ---- AVX-512 with VNNI: four products and their sum in one instruction -------------------------------------------------------
-
-#ifdef HAS_VNNI_CODE
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512vnni")
-
-namespace vnni {
-
-constexpr int kLanes = 16;
-constexpr int kGroupsAtOnce = 8;  // whose weights stay in the L1 cache for all rows
-
-void Quantize(const float* x, int64_t depth, const Rows& to) { QuantizeRows<int8_t>(x, depth, to); }
-
-inline __m512 FromHalves(const uint16_t* from) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-}
-
-// Reads scales of 16 columns, and what is added to their numbers: see plain::WidenScales.
-template <bool HasOffsets>
-inline void Read(const Weight& weight, int64_t at, __m512& scale, __m512& offset) {
-  scale = weight.scales != nullptr ? FromHalves(weight.scales + at) : _mm512_loadu_ps(weight.wide_scales + at);
-  if constexpr (HasOffsets) {
-    if (weight.offsets != nullptr) {
-      offset = FromHalves(weight.offsets + at);
-    } else {
-      const __m128i zeros = _mm_loadu_si128(reinterpret_cast<const __m128i*>(weight.zeros + at));
-      const __m512i minus = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_cvtepu8_epi32(zeros));
-      offset = _mm512_mul_ps(_mm512_cvtepi32_ps(minus), scale);
-    }
-  }
-}
-
-// Adds the products of up to R rows and groups `begin` to `end` of the tiles `t`.
-//
-// R rows of V vectors are summed in registers, and their weights are unpacked once. The multipliers are busy for 8 of 11
-// instructions (10 without offsets); the others are those that scale a group's sums.
-template <int R, bool FourBits, bool HasOffsets>
-void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, float* sums) {
-  if constexpr (R > 1) {
-    if (x.rows - row < R) return MultiplyRows<R - 1, FourBits, HasOffsets>(weight, t, begin, end, x, row, sums);
-  }
-  constexpr int V = R > 4 ? 1 : R > 2 ? 2 : 4;
-  constexpr int kBytes = kDepth * kColumns / (FourBits ? 2 : 1);
-  const __m512i nibble = _mm512_set1_epi8(15), flip = _mm512_set1_epi8(-128);
-  for (int column = 0; column < kColumns; column += V * kLanes) {
-    __m512 totals[R][V];
-    float* to = sums + row * kColumns + column;
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) totals[r][v] = _mm512_loadu_ps(to + r * kColumns + v * kLanes);
-    }
-    const uint8_t* tile = TileAt(weight, t, begin) + 4 * column;
-    for (int64_t g = begin; g < end; ++g, tile += kBytes) {
-      const int64_t first = g * x.rows + row;
-      const int8_t* numbers = static_cast<const int8_t*>(x.values) + first * kDepth;
-      __m512i products[R][V];
-      for (int r = 0; r < R; ++r) {
-        // The instruction multiplies unsigned by signed bytes: 128 is added to int8 weights, and 128 times the sum of x is
-        // taken off.
-        const int32_t start = FourBits ? 0 : -128 * static_cast<int32_t>(x.sums[first + r]);
-        for (int v = 0; v < V; ++v) products[r][v] = _mm512_set1_epi32(start);
-      }
-      auto add = [&](int step, const __m512i* w) ALWAYS_INLINE {
-        for (int r = 0; r < R; ++r) {
-          int32_t four;
-          std::memcpy(&four, numbers + r * kDepth + 4 * step, sizeof(four));
-          for (int v = 0; v < V; ++v) products[r][v] = _mm512_dpbusd_epi32(products[r][v], w[v], _mm512_set1_epi32(four));
-        }
-      };
-      for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
-        __m512i w[V], high[V];
-        for (int v = 0; v < V; ++v) {
-          const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
-          if (row == 0) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
-          w[v] = _mm512_loadu_si512(from);
-          if constexpr (FourBits) {
-            high[v] = _mm512_and_si512(_mm512_srli_epi16(w[v], 4), nibble);
-            w[v] = _mm512_and_si512(w[v], nibble);
-          } else {
-            w[v] = _mm512_xor_si512(w[v], flip);
-          }
-        }
-        add(s, w);
-        if constexpr (FourBits) add(s + kSteps / 2, high);
-      }
-      for (int v = 0; v < V; ++v) {
-        __m512 scale, offset;
-        Read<HasOffsets>(weight, ScalesAt(weight, t, g) + column + v * kLanes, scale, offset);
-        for (int r = 0; r < R; ++r) {
-          __m512 wide = _mm512_mul_ps(_mm512_cvtepi32_ps(products[r][v]), scale);
-          if constexpr (HasOffsets) wide = _mm512_fmadd_ps(_mm512_set1_ps(x.sums[first + r]), offset, wide);
-          totals[r][v] = _mm512_fmadd_ps(_mm512_set1_ps(x.scales[first + r]), wide, totals[r][v]);
-        }
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int v = 0; v < V; ++v) _mm512_storeu_ps(to + r * kColumns + v * kLanes, totals[r][v]);
-    }
-  }
-}
-
-template <bool FourBits, bool HasOffsets>
-void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums) {
-  for (int64_t g = 0; g < weight.groups; g += kGroupsAtOnce) {
-    const int64_t end = std::min<int64_t>(weight.groups, g + kGroupsAtOnce);
-    for (int64_t row = 0; row < x.rows; row += 8) MultiplyRows<8, FourBits, HasOffsets>(weight, t, g, end, x, row, sums);
-  }
-}
-
-void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
-  const bool has_offsets = weight.offsets != nullptr || weight.zeros != nullptr;
-  if (weight.four_bits) {
-    (has_offsets ? MultiplyColumns<true, true> : MultiplyColumns<true, false>)(weight, t, x, sums);
-  } else {
-    (has_offsets ? MultiplyColumns<false, true> : MultiplyColumns<false, false>)(weight, t, x, sums);
-  }
-}
-
-}  // namespace vnni
-
-#pragma GCC pop_options
-#endif
-
 // ---- AVX2 and AVX-VNNI: few_bits_256.h -------------------------------------------------------------------------------------
 
 #ifdef HAS_256_BIT_CODE
@@ -463,6 +253,9 @@ const Code& BestCode() {
 #ifdef HAS_VNNI_CODE
     const bool vnni = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512vnni");
+#ifdef HYDRAJAX_AMX
+    if (vnni && amx::Available(amx::kInt8)) return Code{sizeof(int8_t), vnni::Quantize, matrix_unit::Multiply};
+#endif
     if (vnni && chosen("avx512vnni")) return Code{sizeof(int8_t), vnni::Quantize, vnni::Multiply};
 #endif
 #ifdef HAS_256_BIT_CODE

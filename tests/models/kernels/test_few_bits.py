@@ -99,7 +99,7 @@ def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
     np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("code", ["avxvnni", "avx2", "1"])
+@pytest.mark.parametrize("code", ["avx512vnni", "avxvnni", "avx2", "1"])
 def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
     """A library chooses its code once, so each code has a copy of it. Missing instructions make that plain code."""
     copy = shutil.copy(few_rows.library(), tmp_path / f"{code}.so")
@@ -116,8 +116,10 @@ def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
     monkeypatch.setenv("HYDRAJAX_PLAIN_CPU_KERNELS", code)  # read by the copy's first product
     for kind in KINDS:
         weight = kind.of(rng.standard_normal((100, 200)).astype(np.float32) * np.logspace(-5, 0, 200, dtype=np.float32))
-        for rows in (1, 2, 3, 4, 6, 9):
+        for rows in (1, 2, 3, 4, 6, 9, 20, 70):
             check(rng.standard_normal((rows, 100)).astype(np.float32), weight)
+        halves = np.resize(np.arange(-254, 255, dtype=np.float32) / 2, (16, 100))  # ties of rounding
+        check(halves, weight)
     # The largest integers, which saturate where 16 bits do not hold their sums.
     x = np.array([[127], [-127]], np.float32) * np.ones((1, 32), np.float32)
     one = np.ones((1, 1, 64), np.float16)
