@@ -31,11 +31,35 @@ def sum_over_chunks(
         ``(sum of all losses, for each part the sum of its sums)``.
     """
     n_chunks = len(jax.tree.leaves(varying)[0])
+    varying, rows = tuple(varying), tuple(rows)
+    leaves, treedef = jax.tree.flatten(params)
+
+    def first_chunk(leaves, varying, rows, frozen):
+        params, shared = treedef.unflatten(leaves), prepare(frozen, 0)
+        return [part(params, x, row, shared) for part, x, row in zip(parts, varying, rows, strict=True)]
+
+    first = jax.tree.map(lambda x: x[0], (varying, rows))
+    traced, outputs = jax.make_jaxpr(first_chunk, return_shape=True)(leaves, *first, frozen)
+    read = {id(x) for operation in traced.eqns for x in operation.invars}
+    is_read = [id(x) in read for x in traced.jaxpr.invars[: len(leaves)]]
+
+    # The other leaves' gradients, zeros, would be carried through all chunks.
+    trained = [x for x, yes in zip(leaves, is_read, strict=True) if yes]
+
+    def of_trained(part):
+        def with_rest(trained, *rest):
+            given = iter(trained)
+            every = [
+                next(given) if yes else jnp.zeros(x.shape, x.dtype) for yes, x in zip(is_read, leaves, strict=True)
+            ]
+            return part(treedef.unflatten(every), *rest)
+
+        return with_rest
 
     def add(totals, new):
         return jax.tree.map(jnp.add, totals, new)
 
-    def loop(params, varying, rows, frozen, differentiate: bool):
+    def loop(trained, varying, rows, frozen, differentiate: bool):
         def one_chunk(totals, chunk):
             (loss, sums, grads), (index, varying, rows) = totals, chunk
             shared = prepare(frozen, index)
@@ -43,11 +67,11 @@ def sum_over_chunks(
             for part, x, row in zip(parts, varying, rows, strict=True):
                 slope = ()
                 if differentiate:
-                    value_and_grad = jax.value_and_grad(part, argnums=(0, 1), has_aux=True)
-                    (value, aux), (grad, slope) = value_and_grad(params, x, row, shared)
+                    value_and_grad = jax.value_and_grad(of_trained(part), argnums=(0, 1), has_aux=True)
+                    (value, aux), (grad, slope) = value_and_grad(trained, x, row, shared)
                     grads = add(grads, jax.tree.map(lambda g: g.astype(jnp.float32), grad))
                 else:
-                    value, aux = part(params, x, row, shared)
+                    value, aux = of_trained(part)(trained, x, row, shared)
                 loss = loss + value
                 # Without it, the logits of two heads may exist at once (XLA CPU, jax 0.10, drops the barrier).
                 loss, grads, slope, shared = jax.lax.optimization_barrier((loss, grads, slope, shared))
@@ -55,28 +79,19 @@ def sum_over_chunks(
                 new_sums.append(aux)
             return (loss, add(sums, new_sums), grads), tuple(slopes)
 
-        first = jax.tree.map(lambda x: x[0], (varying, rows))
-        shapes = jax.eval_shape(
-            lambda params, xs, rows, frozen: [
-                part(params, x, row, prepare(frozen, 0))[1] for part, x, row in zip(parts, xs, rows, strict=True)
-            ],
-            params,
-            *first,
-            frozen,
-        )
-        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params) if differentiate else ()
+        sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), [sums for _, sums in outputs])
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained) if differentiate else ()
         start = jnp.zeros(()), sums, grads
-        return jax.lax.scan(one_chunk, start, (jnp.arange(n_chunks), tuple(varying), tuple(rows)))
+        return jax.lax.scan(one_chunk, start, (jnp.arange(n_chunks), varying, rows))
 
     @jax.custom_vjp
-    def total(params, varying, rows, frozen):
-        (loss, sums, _), _ = loop(params, varying, rows, frozen, differentiate=False)
+    def total(trained, varying, rows, frozen):
+        (loss, sums, _), _ = loop(trained, varying, rows, frozen, differentiate=False)
         return loss, sums
 
-    def forward(params, varying, rows, frozen):
-        (loss, sums, grads), slopes = loop(params, varying, rows, frozen, differentiate=True)
-        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, params)
+    def forward(trained, varying, rows, frozen):
+        (loss, sums, grads), slopes = loop(trained, varying, rows, frozen, differentiate=True)
+        grads = jax.tree.map(lambda g, x: g.astype(x.dtype), grads, trained)
         return (loss, sums), (grads, slopes)
 
     def backward(kept, cotangents):
@@ -84,4 +99,4 @@ def sum_over_chunks(
         return *scaled, None, None
 
     total.defvjp(forward, backward)
-    return total(params, tuple(varying), tuple(rows), frozen)
+    return total(trained, varying, rows, frozen)
