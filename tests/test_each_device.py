@@ -19,6 +19,13 @@ def test_rows_of_a_divided_embedding(found):
     assert found["looked_up"] == found["only_rows_divided"] == [True] * 3
 
 
+def test_tokens_divided_between_products(found):
+    """On a mesh of 2 x 4: each device has 4 of 16 tokens, and values and gradients are those of one device."""
+    assert found["by_tokens"]["shard"] == [2, 4, 32]
+    assert len(found["by_tokens"]["gaps"]) == 4
+    assert max(found["by_tokens"]["gaps"]) < 1e-5
+
+
 def test_attention_of_each_devices_heads(found):
     """Masks of one tree and of one per row, windows; heads and rows that the mesh divides and that it does not."""
     assert len(found["attended"]) == 4

@@ -23,6 +23,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.dropout import drop
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.per_device import whole
+from hydrajax.models.sequence_parallel import all_tokens, by_feature, by_token
 from hydrajax.models.weights import declare, project, project_parts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
@@ -88,7 +89,7 @@ class ConditionedBlock(nn.Module):
         axes = ("width", None, "mlp")
         kernel = declare(self, "shared_kernel", (2 * width, 2, width), axes, _hidden_state_passes)
         bias = declare(self, "bias", (2, width), axes[1:], nn.initializers.zeros)
-        added, residual = project_parts(shared, kernel)
+        added, residual = project_parts(shared, kernel, trained=width)  # embeddings are the base's, which is frozen
         added, residual = added + bias[0], residual + bias[1]
         if self.path_length:
             rows = self.path_length * width
@@ -150,20 +151,27 @@ class Head(nn.Module):
         head. The devices of a mesh divide the result's features, until a caller makes it `whole`.
         """
 
-        def dropped(x, place):
-            return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place))
+        def dropped(x, place, division):
+            return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place), division)
 
-        if self.path_length is not None:
-            x = self.conditioned(dropped(x, 0), dropped(path, 1) if self.path_length else None)
+        def read(x, place):
+            return all_tokens(dropped(x, place, by_token), trained=self.width)
+
+        conditioned = self.path_length is not None
+        if conditioned:
+            x = self.conditioned(read(x, 0), read(path, 1) if self.path_length else None)
         for i in range(self.n_plain):
-            x = self.blocks[0 if self.share_blocks else i](dropped(whole(x), 2 + i))
+            first = i == 0 and not conditioned
+            x = self.blocks[0 if self.share_blocks else i](
+                read(x, 2) if first else whole(dropped(x, 2 + i, by_feature))
+            )
         return x
 
     def logits(
         self, hidden: Float[Array, "*rows D"], base_logits: Callable, rng: Array | None = None
     ) -> Float[Array, "*rows V_"]:
         """Return float32 logits over the lm head's tokens (`LmHead.logits`)."""
-        return self.lm_head.logits(self.lm_params, drop(hidden, self.dropout, rng), base_logits)
+        return self.lm_head.logits(self.lm_params, whole(drop(hidden, self.dropout, rng, by_feature)), base_logits)
 
     def __call__(
         self,
@@ -300,7 +308,7 @@ class HeadStack(Trained):
         )
 
     def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        return self.apply_head(params, k, whole(hidden), self.lm_head.base_logits(params, base), rng, method="logits")
+        return self.apply_head(params, k, hidden, self.lm_head.base_logits(params, base), rng, method="logits")
 
     def trained_on(self, found):
         """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""

@@ -11,6 +11,7 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
+from hydrajax.models.sequence_parallel import by_token
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class HydraHeads(HeadStack):
         """Return the inputs of training: head k at position t reads the true tokens t+1 ... t+1+k; the last k+1
         positions wrap around and must be masked.
         """
-        embeddings = base.embed(tokens).astype(self.dtype)
+        embeddings = by_token(base.embed(tokens).astype(self.dtype))
         shifted = [jnp.roll(embeddings, -(k + 1), axis=1) for k in range(self.num_draft_heads)]
         shared = jnp.concatenate([aux_hidden_states.astype(self.dtype), shifted[0]], axis=-1)
         return [

@@ -22,6 +22,7 @@ from hydrajax.models import platforms, products
 from hydrajax.models.arrays import Array
 from hydrajax.models.kernels import few_rows as kernels
 from hydrajax.models.per_device import DATA, MODEL, axis_over, mesh_in_use, on_each_device, take_divided
+from hydrajax.models.sequence_parallel import by_token, divides_tokens
 
 
 def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
@@ -108,7 +109,9 @@ def add_norm(
     if x.ndim == 3 and few:  # the residual stream, which every device of a mesh has; heads are divided
         rows = P(axis_over(DATA, len(x)))
         return on_each_device(partial(_add_norm, eps=eps), (rows, rows, P()), rows, x, added, scale)
-    return _add_norm(x, added, scale, eps)
+    x, added = by_token(x), None if added is None else by_token(added)
+    total, normed = _add_norm(x, added, scale, eps)
+    return by_token(total), by_token(normed)
 
 
 def _add_norm(x, added, scale, eps: float):
@@ -189,7 +192,8 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
         return out.reshape(*index.shape, table.shape[1])
 
     widens = table.dtype == jnp.bfloat16 and index.size
-    return take_divided(copied if widens and platforms.has_cpu_kernels() else plain, table, index)
+    look_up = copied if widens and platforms.has_cpu_kernels() else plain
+    return take_divided(look_up, table, index, scattered=divides_tokens(index[..., None]))
 
 
 # XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then

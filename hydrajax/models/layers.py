@@ -21,6 +21,7 @@ from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
 from hydrajax.models.experts import ExpertMLP
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.rounded import rounded
+from hydrajax.models.sequence_parallel import all_tokens, summed_by_token
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
@@ -106,7 +107,7 @@ class DecoderLayer(nn.Module):
         else:
             x = x if added is None else x + added
             attends_from = x if attends_from is None else attends_from
-        qkv = project_parts(attends_from, qkv_kernel)  # [kv, queries + key + value, B, T, H]
+        qkv = project_parts(all_tokens(attends_from), qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
         queries, keys, values = products.split_heads(qkv, (c.queries_per_kv, 1, 1))
@@ -126,7 +127,7 @@ class DecoderLayer(nn.Module):
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
             queries = scaled(queries, c.attention_scale * c.head_dim**0.5)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap)
-        attended = project(attended, out_kernel)
+        attended = summed_by_token(project(attended, out_kernel))
         if c.norms != "before":
             attended = norm(name="attention_out_norm")(attended)
         attended = scaled(attended, c.residual_scale)
@@ -136,11 +137,13 @@ class DecoderLayer(nn.Module):
         else:
             x, normed = norm(name="mlp_norm").of_sum(x, attended)
         activation = ACTIVATIONS[c.activation]
+        normed = all_tokens(normed)
         if c.experts is None:
             gate, up = project_parts(normed, gate_up_kernel)
             out = project(activation(gate) * up, down_kernel)
         else:
             out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
+        out = summed_by_token(out)
         if c.norms != "before":
             out = norm(name="mlp_out_norm")(out)
         return x, scaled(out, c.residual_scale), (keys, values)

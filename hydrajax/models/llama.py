@@ -23,6 +23,7 @@ from hydrajax.models.llama_config import Experts, LlamaConfig
 from hydrajax.models.low_bit_types import quantizes_embedding
 from hydrajax.models.quantized import Quantized
 from hydrajax.models.quantized_tiles import Int8Tiles
+from hydrajax.models.sequence_parallel import by_token
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
 
@@ -156,7 +157,7 @@ class Llama(nn.Module):
 
     @nn.nowrap
     def _run(self, tokens, positions, block_mask, cache, aux_hidden_layers) -> Forward:
-        x = self.embed(tokens)
+        x = by_token(self.embed(tokens))
         kinds = {
             kind: (
                 rope_table(self.config.of_kind(kind), positions),

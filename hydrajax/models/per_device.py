@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -89,11 +90,26 @@ def whole(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     """Return the array with its last axis whole on every device.
 
     A product whose outputs are divided is gathered so for the next product, in one collective. Left to itself, XLA may
-    split that product into as many steps as there are devices, each with a collective of its own.
+    split that product into as many steps as there are devices, each with a collective of its own. The gradient, a sum
+    over devices, is divided as the array was.
     """
-    if mesh_in_use() is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), None))
+    return x if mesh_in_use() is None else placed(partial(_last_axis_over, None), _summed_by_feature)(x)
+
+
+def _last_axis_over(name: str | None, x: Array) -> Array:
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1), name))
+
+
+def _summed_by_feature(x: Array) -> Array:
+    """Divide sums over all devices. XLA joins sum and division; divided at once, it would split the product."""
+    return _last_axis_over(axis_over(MODEL, x.shape[-1]), _last_axis_over(None, x))
+
+
+def placed(forward: Callable, backward: Callable) -> Callable:
+    """Return the identity with its result placed by ``forward``, and its gradient by ``backward``."""
+    place = jax.custom_vjp(forward)
+    place.defvjp(lambda x: (forward(x), None), lambda _, gradient: (backward(gradient),))
+    return place
 
 
 def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
@@ -118,10 +134,13 @@ def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> 
     return _over_model(of_part, (spec,), PartitionSpec())(logits)
 
 
-def take_divided(take: Callable, table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+def take_divided(
+    take: Callable, table: Float[Array, "V D"], index: Int[Array, "*rows"], scattered: bool = False
+) -> Float[Array, "*rows D"]:
     """Return ``take(table, index)``, rows of an embedding that may be divided over devices by its first axis.
 
-    Each device looks up the rows that it has, and one sum joins them.
+    Each device looks up the rows that it has, and one sum joins them; if ``scattered``, each device gets the sum of a
+    stretch of the second axis.
     """
     if axis_over(MODEL, len(table)) is None:
         return take(table, index)
@@ -132,9 +151,11 @@ def take_divided(take: Callable, table: Float[Array, "V D"], index: Int[Array, "
         rows = jnp.where(here[..., None], take(part, index), 0)
         # XLA's CPU compiler ends the process at this sum of 16-bit numbers (jaxlib 0.10).
         summed = jnp.promote_types(rows.dtype, jnp.float32) if platforms.on_cpu() else rows.dtype
-        return jax.lax.psum(rows.astype(summed), MODEL).astype(rows.dtype)
+        join = partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True) if scattered else jax.lax.psum
+        return join(rows.astype(summed), MODEL).astype(rows.dtype)
 
-    return _over_model(of_part, (PartitionSpec(MODEL), PartitionSpec()), PartitionSpec())(table, index)
+    home = PartitionSpec(None, MODEL) if scattered else PartitionSpec()
+    return _over_model(of_part, (PartitionSpec(MODEL), PartitionSpec()), home)(table, index)
 
 
 def _over_model(work: Callable, specs: Sequence[PartitionSpec], out_spec: PartitionSpec) -> Callable:

@@ -103,14 +103,18 @@ def project(
     return products.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
 
 
-def project_parts(x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank) -> Float[Array, "*parts *rows F"]:
-    """Return ``x @ kernel`` of a fused kernel ``[D, *parts, F]`` with its parts as leading axes."""
+def project_parts(
+    x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank, trained: int | None = None
+) -> Float[Array, "*parts *rows F"]:
+    """Return ``x @ kernel`` of a fused kernel ``[D, *parts, F]`` with its parts as leading axes; ``trained`` as in
+    `hydrajax.models.products.matmul_parts`.
+    """
     if isinstance(kernel, LowRank):
         added = products.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
         return project_parts(x, kernel.kernel) + added
     if isinstance(kernel, Quantized):
         return kernel.project_parts(x)
-    return products.matmul_parts(x, kernel, x.dtype)
+    return products.matmul_parts(x, kernel, x.dtype, trained=trained)
 
 
 def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:

@@ -24,6 +24,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
+from hydrajax.models.per_device import whole
+from hydrajax.models.sequence_parallel import by_feature
 from hydrajax.train.chunks import sum_over_chunks
 
 IGNORED = -100  # label without a target, as in transformers and the released training code
@@ -320,7 +322,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
         if not objective.teacher_weight:
             return _Shared(rng, scale, base_params, None, None)
         # Head k at position t has its teacher at t + 1 + k.
-        halo = jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
+        halo = whole(jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1))
         bound = BoundBase(base.model, base_params)
         if best is not None and vocabulary is not None:  # the product has V' outputs instead of V
             draftable = bound.logits(halo, vocabulary.tokens)
@@ -355,7 +357,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
     per_head = tuple(targets(labels, k + 2, segments) for k in range(num_draft_heads))
     read, rows = into_chunks((tuple(read), per_head), width)
     padding = len(rows[0][0]) * width + num_draft_heads - labels.shape[1]
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    hidden = jnp.pad(by_feature(hidden), ((0, 0), (0, padding), (0, 0)))
     best = None if best is None else jnp.pad(best, ((0, 0), (0, padding)))
     frozen = hidden, best, base.params, rng, scale
     loss, sums = sum_over_chunks([head(k) for k in range(num_draft_heads)], prepare, draft_params, read, rows, frozen)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hydrajax.models.products import trained_order
+from hydrajax.models.sequence_parallel import dividing_tokens
 from hydrajax.sharding import distribute, in_order, jit_on, laid_out, replicated
 
 Batch = dict[str, Any]  # arrays with a leading batch axis
@@ -143,7 +144,7 @@ def make_train_step(
         return jax.lax.scan(add, zeros, (jnp.arange(accumulation), micro_batches))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
-        with at_precision(matmul_precision):
+        with at_precision(matmul_precision), dividing_tokens():
             key = jax.random.fold_in(rng, state.step)
             (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -21,12 +21,13 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.measure.random_models import random_base, random_draft
-from hydrajax.models import backend
+from hydrajax.models import backend, products
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.quantized import Int4, Int8
 from hydrajax.models.ranking import top_tokens
+from hydrajax.models.sequence_parallel import all_tokens, dividing_tokens, summed_by_token
 from hydrajax.sharding import make_mesh, on_mesh, tree_shardings
 from hydrajax.trees import presets
 
@@ -54,6 +55,32 @@ def looked_up(mesh) -> list[bool]:
         with on_mesh(mesh):
             found.append(np.array_equal(jax.jit(backend.take_rows)(table, ids), table[np.clip(ids, 0, rows - 1)]))
     return found
+
+
+def divided_by_tokens(mesh) -> dict:
+    """Compare a norm and an MLP, divided by tokens between the products, with the same on one device; also a lookup.
+
+    Return where the devices have them, and the largest differences of values and gradients.
+    """
+    table, up, down = _normal(96, 32), _normal(32, 2, 64), _normal(64, 32)
+    ids = RANDOM.integers(0, 96, (4, 16), dtype=np.int32)
+
+    def run(table, up, down):
+        x = backend.take_rows(table, ids)
+        x, normed = backend.add_norm(x, x, jnp.ones(32), 1e-6)
+        gate, value = products.matmul_parts(all_tokens(normed), up, jnp.float32)
+        return x + summed_by_token(products.matmul(gate * value, down, jnp.float32))
+
+    def with_gradient(*weights):
+        with dividing_tokens():
+            return run(*weights), jax.grad(lambda *weights: jnp.sum(run(*weights) ** 3), (0, 1, 2))(*weights)
+
+    want = jax.jit(with_gradient)(table, up, down)
+    homes = [jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("model",), (None, None, "model"), ("model",))]
+    with on_mesh(mesh):
+        got = jax.jit(with_gradient)(*map(jax.device_put, (table, up, down), homes))
+    gaps = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(a).max()), want, got)
+    return {"shard": got[0].sharding.shard_shape(got[0].shape), "gaps": jax.tree.leaves(gaps)}
 
 
 def attended(mesh) -> dict[str, float]:
@@ -165,6 +192,7 @@ def main(folder: Path) -> None:
         "ranked": ranked(mesh),
         "looked_up": looked_up(mesh),
         "only_rows_divided": looked_up(make_mesh(data=2)),
+        "by_tokens": divided_by_tokens(mesh),
         "attended": attended(mesh),
         "appended": appended(mesh),
         "multiplied": multiplied(mesh),

@@ -6,6 +6,7 @@ The last batch of three has a token whose embedding is NaN. Moments and paramete
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def run(file: Path, mesh, batches: list[dict], **changes) -> dict:
     base_before = jax.tree.map(np.asarray, task.frozen)
     step = make_train_step(task.loss, optimizer, config.accumulation, shardings, task.frozen_shardings)
     place, rng = batch_placer(mesh), jax.device_put(jax.random.key(7), shardings.step)
+    program = step.lower(state, task.frozen, place(batches[0]), rng).compile().as_text()
     history, arrays = [], {}
     for i, batch in enumerate(batches):
         state, metrics = step(state, task.frozen, place(batch), rng)
@@ -114,6 +116,7 @@ def run(file: Path, mesh, batches: list[dict], **changes) -> dict:
         "split": {k: x.sharding.shard_shape(x.shape) != x.shape for k, x in by_path(state.params).items()},
         "same_place": same_place(state.opt_state, state.params),
         "distinct_buffers": len(set(pointers)) == len(pointers),
+        "normed": sorted(set(re.findall(r"f32\[([\d,]+)\]\S* rsqrt\(", program))),
     }
 
 

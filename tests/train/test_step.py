@@ -74,6 +74,13 @@ def test_every_mesh_takes_the_step_of_one_device(found, mesh):
     assert second["loss"] != first["loss"]
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_devices_divide_norms_by_tokens(found, mesh):
+    """Each device norms its tokens of its sequences; all of 16 tokens if it shares the model with no other."""
+    data, model = map(int, mesh.split("x"))
+    assert {tuple(map(int, name.split(",")))[:2] for name in found[mesh]["normed"]} == {(8 // data, 16 // model)}
+
+
 def test_micro_batches_add_up_to_the_batch(found):
     """Sequences have different numbers of targets, so a mean of means would differ."""
     assert_same_step(found["parts4"], found["parts1"], 0)
