@@ -28,7 +28,11 @@ def folder(tmp_path, monkeypatch):
     ("line", "expected"),
     [
         ("hydrajax ev", "evaluate "),
-        ("hydrajax generate --quantize ", "int8\x0bint8-64\x0bint8-128\x0bint4\x0bint4-64\x0bint4-128\x0bfp8"),
+        pytest.param(
+            "hydrajax generate --quantize ",
+            "int8\x0bint8-64\x0bint8-128\x0bint4\x0bint4-64\x0bint4-128\x0bfp8",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_program_answers_a_shell(line, expected, tmp_path):

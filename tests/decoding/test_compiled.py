@@ -175,7 +175,7 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-@pytest.mark.quick("hydra++-Greedy-3", "experts-Greedy-3", "eagle-Greedy-1", "dflash-Greedy-3", "model-Greedy-1")
+@pytest.mark.quick("hydra++-Greedy-3", "dflash-Greedy-3", "model-Greedy-1")
 def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)
@@ -238,7 +238,7 @@ class RewritingEngine(Engine):
         return new._replace(target=new.target._replace(cache=after._replace(layers=layers)))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_control_a_write_without_the_data_dependency_is_found(monkeypatch, batch):
     """Without the data dependency in `append`, jax 0.10 copies every cache in the autoregressive loop on a CPU."""
     append = engine_module.append
@@ -248,7 +248,7 @@ def test_control_a_write_without_the_data_dependency_is_found(monkeypatch, batch
     assert len(cache_copies(engine, extended_hlo(engine, batch))) >= 2 * CONFIG.n_layers
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_control_a_read_of_the_old_cache_is_found(batch):
     engine = make_engine("hydra", CopyingEngine)
     assert cache_copies(engine, optimised_hlo(engine, batch))

@@ -47,7 +47,7 @@ def check(lab, out, top: int = 0) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec.rule).__name__)
-@pytest.mark.quick("ExactSampling", "Typical")
+@pytest.mark.quick("ExactSampling")
 def test_every_rule_with_a_tree(lab, spec):
     """Some sequences end inside a path, by EOS or by the limit."""
     settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": 4}

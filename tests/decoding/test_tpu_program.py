@@ -64,7 +64,7 @@ def test_a_single_token_fills_a_tile_with_its_rows():
     assert not re.search(r"dot_general .*tensor<16x", two)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
 def test_a_repeated_token_gets_the_state_and_tokens_of_a_single_one(simulated, window):
     """The cache too: only one of the rows may enter it."""
     model, base = random_base(described_programs.CONFIG.replace(sliding_window=window), np.dtype("float32"))

@@ -85,7 +85,7 @@ def test_blocks_equal_numpy(made, kind):
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [
-        ("windows", "best-9"),
+        pytest.param("windows", "best-9", marks=pytest.mark.slow),
         pytest.param("jetspec", "fanout-9-3", marks=pytest.mark.slow),
         ("jetspec", "fanout-30-2"),  # more nodes than `DynamicTree` has candidates
         ("dspark", "dynamic-8-2-3"),

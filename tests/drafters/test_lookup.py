@@ -184,7 +184,7 @@ def test_sequences_without_new_tokens_do_not_change():
             np.testing.assert_array_equal(new[..., : lengths[row]], old[..., : lengths[row]])
 
 
-@pytest.mark.parametrize("slots", [2 * SLOTS, 3 * SLOTS])
+@pytest.mark.parametrize("slots", [pytest.param(2 * SLOTS, marks=pytest.mark.slow), 3 * SLOTS])
 def test_rewind_removes_the_later_tokens(slots):
     """This includes arrays padded to more slots, which have other hashes."""
     drafter, tree = DRAFTERS["default"], TREES["wide"]

@@ -135,7 +135,8 @@ def test_output_is_unchanged(drafted, tree):
 
 
 @pytest.mark.parametrize(
-    ("retention", "rows_at_once", "lengths"), [(1.0, 512, (4, 4)), (1.0, 5, (4, 4)), (0.5, 512, (2, 1))]
+    ("retention", "rows_at_once", "lengths"),
+    [pytest.param(1.0, 512, (4, 4), marks=pytest.mark.slow), (1.0, 5, (4, 4)), (0.5, 512, (2, 1))],
 )
 def test_loss_is_that_of_the_logits(drafted, monkeypatch, retention, rows_at_once, lengths):
     """KL's cross entropy at every guess, without decay: the default objective. COD keeps the first guesses of some."""

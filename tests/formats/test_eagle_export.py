@@ -149,8 +149,13 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
     following = np.asarray(small.params["embedding"])[np.roll(tokens, -1, axis=1)]
     with torch.no_grad():
         theirs = official(torch.tensor(following), torch.tensor(aux_hidden_states)).numpy()
-    hidden = drafter.teacher_hidden(params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), small)
-    ours = drafter.head_logits(params, 0, hidden[0], small)
+
+    @jax.jit
+    def logits_of(params):
+        hidden = drafter.teacher_hidden(params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), small)
+        return drafter.head_logits(params, 0, hidden[0], small)
+
+    ours = logits_of(params)
     if isinstance(drafter, Eagle):
         theirs = theirs @ np.asarray(small.head_kernel())
     elif drafter.vocabulary is not None:  # d2t and t2d agree

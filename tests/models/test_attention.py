@@ -35,6 +35,7 @@ def test_causal_mask_equals_numpy():
     np.testing.assert_array_equal(np.asarray(Causal(5, 2)), np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
 
 
+@pytest.mark.quick("300-70-cache", "700-70-cache", "300-None-no cache", "700-None-no cache", "700-None-cache")
 @pytest.mark.parametrize("slots", [None, 200], ids=["no cache", "cache"])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("n_tokens", [300, 700])

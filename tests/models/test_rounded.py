@@ -38,6 +38,10 @@ def expected(queries, segments) -> np.ndarray:
     return out.swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
+@pytest.mark.quick(
+    *(f"float32-int8-{tokens}-{window}" for tokens in ("a tree", "a text") for window in (None, 9)),
+    *(f"bfloat16-{kv_cache}-a {what}" for kv_cache in KV_CACHES for what in ("tree-9", "text-None")),
+)
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("tokens", [5, 150], ids=["a tree", "a text"])
 @pytest.mark.parametrize("kv_cache", KV_CACHES)

@@ -78,7 +78,7 @@ def test_bad_settings_are_refused_in_one_line(program, config_file, tmp_path, ov
     assert len(result.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_ranks_are_those_of_a_block_at_every_position(tiny_model, kind):
     model, base = tiny_model
     drafter = (

@@ -29,11 +29,11 @@ FREQUENT = np.random.default_rng(1).permutation(97)[:60]
 @pytest.mark.parametrize(
     ("heads", "lm_head", "names"),
     [
-        ("medusa", {"lm_head": "shared", "vocabulary": 60}, set()),
         ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("medusa", {"lm_head": "shared", "vocabulary": 60}, set()),
                 ("hydra", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
                 ("amphista", {"vocabulary": 60}, {"lm_kernel"}),
                 ("medusa", {"lm_head": "shared"}, set()),
