@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -71,10 +72,13 @@ def part_of(module: str) -> str:
     return max(fitting, key=len)
 
 
+parsed = functools.cache(ast.parse)  # the tests read every module several times
+
+
 def imported_modules(module: str, source: str, is_package: bool = False) -> set[str]:
     """Return every imported module, including lazy imports."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -157,7 +161,7 @@ def heavy_imports(source: str, name: str) -> tuple[int, int]:
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         return any(found.split(".")[0] == name for found in names)
 
-    tree = ast.parse(source)
+    tree = parsed(source)
     lazy = set()
     for function in ast.walk(tree):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
