@@ -80,10 +80,10 @@ def test_a_repeated_token_gets_the_state_and_tokens_of_a_single_one(simulated, w
 
     found, want = passed(TPU), passed(platforms.Platform("none", 1))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, want)
-    decode_fn = make_autoregressive_fn(model, max_new_tokens=24)
+    decode_fn = make_autoregressive_fn(model, max_new_tokens=9)
     tokens = decode_fn(Params(base, {}), prompt).tokens
     with platforms.traced_for(platforms.Platform("none", 1)):
-        again = make_autoregressive_fn(model, max_new_tokens=24)(Params(base, {}), prompt).tokens
+        again = make_autoregressive_fn(model, max_new_tokens=9)(Params(base, {}), prompt).tokens
     np.testing.assert_array_equal(tokens, again)
 
 
