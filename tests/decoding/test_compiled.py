@@ -175,7 +175,7 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-@pytest.mark.quick("hydra++-Greedy-3", "dflash-Greedy-3", "model-Greedy-1")
+@pytest.mark.quick("hydra++-Greedy-3", "experts-Greedy-3", "dflash-Greedy-3", "model-Greedy-1")
 def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)

@@ -20,7 +20,7 @@ PROMPTS, MAX_NEW = [[3, 1, 4, 1, 5], [2, 7]], 12
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.quick("lookup", "lookahead")
+@pytest.mark.quick("lookup")
 def test_every_kind_decodes_the_bases_own_text(lab, name):
     drafter = KINDS[name].build(lab.model.config, jnp.float32)
     base = BoundBase(lab.model, lab.base(0))
