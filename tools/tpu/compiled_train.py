@@ -11,6 +11,7 @@ import numpy as np
 from compiled_step import Case, Compiled
 from jax.sharding import Mesh
 
+from hydrajax.errors import HydrajaxError
 from hydrajax.measure.device_memory import nbytes
 from hydrajax.measure.shapes import SHAPES
 from hydrajax.models import platforms
@@ -27,6 +28,9 @@ def compile_train(case: Case) -> Compiled:
     """Compile a step of the recipe on ``case.batch`` rows of ``case.context`` tokens in one micro-batch.
 
     The devices share all weights. The bytes are those of the base, and of the state twice.
+
+    Raises:
+        HydrajaxError: XLA cannot print the program.
     """
     mesh = Mesh(np.array(described_tpu.devices_of(case.device, case.devices)).reshape(1, -1), **AXES)
     changes = {"model": "a-directory", "dtype": case.dtype, "batch_size": case.batch, "accumulation": 1}
@@ -51,4 +55,9 @@ def compile_train(case: Case) -> Compiled:
     moved = nbytes(frozen) + 2 * nbytes((state.params, state.opt_state))
     flops = int(task.flops_per_token * case.batch * case.context)
     seconds = time.perf_counter() - began
-    return Compiled(program.as_text(), moved, flops, program.memory_analysis().temp_size_in_bytes, seconds)
+    try:
+        hlo = program.as_text()
+    except jax.errors.JaxRuntimeError as error:  # jaxlib 0.10 for a v6e: a collective behind products
+        why = str(error).splitlines()[0]
+        raise HydrajaxError(f"--what train: XLA compiled it for {case.device} and cannot print it: {why}") from error
+    return Compiled(hlo, moved, flops, program.memory_analysis().temp_size_in_bytes, seconds)
