@@ -54,7 +54,7 @@ def test_reasons(loaded, whole):
     assert [result.new_tokens for result in whole] == [NEW] * 3
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
     """Stop strings are parts of the text, some span steps or tokens."""

@@ -191,7 +191,7 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
         np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
 
 
-@pytest.mark.quick("hydra_pp-mc63")
+@pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
 def test_every_proposed_tree(loaded, decode, recorded):
     """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state."""
     engine = decode.engine

@@ -194,7 +194,7 @@ def matmul_parts(
 
     On a mesh, a kernel ``[D, 2, F]`` that is divided over F would be gathered to be reshaped, in every step.
 
-    ``trained``: only so many leading features of ``x`` need a gradient (None: all).
+    ``trained``: the number of features of ``x``, from the first on, that need a gradient; None: all.
     """
     if divides_tokens(x) and jnp.issubdtype(x.dtype, jnp.floating):
         return _with_joint_gradient(functools.partial(_matmul_parts, dtype=dtype, stored=stored), x, kernel, trained)
@@ -214,7 +214,7 @@ def _with_joint_gradient(multiply: Callable, x, kernel, trained: int | None):
 
     def backward(kept, gradient):
         x, kernel = kept
-        parts = "kp"[3 - (kernel.ndim - 1) :]
+        parts = "kp"[4 - kernel.ndim :]
         to_x = contract(f"{parts}btf,d{parts}f->btd", gradient, kernel[:trained], x.dtype)
         to_x = jnp.pad(to_x, ((0, 0), (0, 0), (0, x.shape[-1] - to_x.shape[-1])))
         return to_x, *jax.vjp(functools.partial(multiply, x), kernel)[1](gradient)

@@ -52,7 +52,7 @@ def by_feature(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
 def all_tokens(x: Shaped[Array, "*rows D"], trained: int | None = None) -> Shaped[Array, "*rows D"]:
     """Gather the tokens before a product whose outputs are divided. Its gradient is summed and scattered.
 
-    ``trained``: only so many leading features have a gradient (None: all).
+    ``trained``: the number of features, from the first on, that need a gradient; None: all.
     """
 
     def backward(gradient):

@@ -29,7 +29,6 @@ def random():
 
 
 @functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.jit, static_argnums=0)
 def hidden_of(model, params, tokens, rng=None):
     return run_base(model, params, tokens, rng=rng).hidden
 

@@ -62,7 +62,7 @@ def test_marked_text_is_the_decoded_text_byte_fallback(byte_fallback_tokenizer, 
     check_reassembly(byte_fallback_tokenizer, output)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(min_size=1, max_size=30), data=st.data())
 def test_marked_text_is_the_text_of_real_unicode(tokenizer, text, data):
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)

@@ -145,9 +145,9 @@ def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
         return slow
 
     monkeypatch.setattr(train_loop, "make_train_step", made)
-    few = ("steps=8", "log_every=8", "eval_every=8", "checkpoint_every=8")
-    assert "finished 8 steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
-    assert len(ahead) == 8
+    few = ("steps=20", "log_every=20", "eval_every=20", "checkpoint_every=20")
+    assert "finished 20 steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
+    assert len(ahead) == 20
     assert max(ahead) <= 1
 
 

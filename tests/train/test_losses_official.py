@@ -68,7 +68,6 @@ def official(golden, request):
     return folder, per_head, loss, m.params.draft
 
 
-@pytest.mark.quick("hydra_pp")
 def test_losses_equal_the_official_code(official):
     _, per_head, loss, params = official
     objective = Objective(lm_weight=0.5, reconstruction_weight=2.0, chunk_tokens=14)  # 5 chunks of 7 positions, of 32
@@ -81,7 +80,6 @@ def test_losses_equal_the_official_code(official):
     assert float(value) == pytest.approx(0.5 * lm + teacher + 2 * reconstruction, abs=3e-4)
 
 
-@pytest.mark.quick("hydra_pp")
 def test_teacher_gradients_equal_the_official_code(official):
     from safetensors.numpy import load_file
 

@@ -31,7 +31,7 @@ constexpr int kColumns = kTiles * 16;
 // What may be multiplied, as the CPU's flag for it.
 enum Numbers : unsigned { kBfloat16 = 1u << 22, kInt8 = 1u << 25 };
 
-// Whether this CPU and its system have AMX for bfloat16. The system reserves the registers when a process asks for them.
+// Whether this CPU and its system have AMX for these numbers. The system reserves the registers when a process asks for them.
 inline bool Available(Numbers numbers = kBfloat16) {
   static const unsigned flags = [] {
     if (std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS") != nullptr) return 0u;
@@ -48,10 +48,11 @@ inline bool Available(Numbers numbers = kBfloat16) {
 // GCC's intrinsics do not say that they read memory. This keeps what was written before them from moving behind them.
 inline void Written() { __asm__ volatile("" ::: "memory"); }
 
-// The registers for a thread's products: A has `a_rows` rows, B `b_columns` columns.
+// The registers for a thread's products: A has `a_rows` rows of `a_bytes` bytes, B `b_columns` columns. Tiles 0 to 3 are for
+// sums, 4 for A, the others for B.
 class Registers {
  public:
-  IN_TILES Registers(int a_rows, int b_columns) {
+  IN_TILES Registers(int a_rows, int b_columns, int a_bytes = 2 * kDepth) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t bytes[16] = {};
@@ -59,8 +60,8 @@ class Registers {
     } shapes;
     for (int i = 0; i < 8; ++i) {
       const bool is_a = i == 4;
-      shapes.bytes[i] = is_a ? 2 * kDepth : 4 * b_columns;
-      shapes.rows[i] = is_a || i < kTiles ? a_rows : kDepth / 2;
+      shapes.bytes[i] = is_a ? a_bytes : 4 * b_columns;
+      shapes.rows[i] = is_a || i < kTiles ? a_rows : a_bytes / 4;
     }
     Written();
     _tile_loadconfig(&shapes);

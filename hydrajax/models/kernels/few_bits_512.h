@@ -17,6 +17,18 @@
 
 namespace {
 
+// Calls `multiply` with whether the weight has 4 bits, and whether it has offsets or zeros, as constants.
+template <typename Multiply>
+void WithKind(const Weight& weight, const Multiply& multiply) {
+  const std::true_type yes;
+  const std::false_type no;
+  if (weight.offsets != nullptr || weight.zeros != nullptr) {
+    weight.four_bits ? multiply(yes, yes) : multiply(no, yes);
+  } else {
+    weight.four_bits ? multiply(yes, no) : multiply(no, no);
+  }
+}
+
 namespace vnni {
 
 constexpr int kLanes = 16;
@@ -149,12 +161,9 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
 }
 
 void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
-  const bool has_offsets = weight.offsets != nullptr || weight.zeros != nullptr;
-  if (weight.four_bits) {
-    (has_offsets ? MultiplyColumns<true, true> : MultiplyColumns<true, false>)(weight, t, x, sums);
-  } else {
-    (has_offsets ? MultiplyColumns<false, true> : MultiplyColumns<false, false>)(weight, t, x, sums);
-  }
+  WithKind(weight, [&](auto four_bits, auto has_offsets) {
+    MultiplyColumns<four_bits, has_offsets>(weight, t, x, sums);
+  });
 }
 
 }  // namespace vnni
@@ -173,21 +182,6 @@ constexpr int kGroupsAtOnce = 2;  // whose sums stay in the L1 cache, also if tw
 struct alignas(64) Products {
   int32_t of[kGroupsAtOnce][kParts][kRows][16];
 };
-
-// Registers 0 to 3 hold sums of `rows` rows, 4 rows of x, 5 to 7 a group's weights of 16 columns.
-void Configure(int rows) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shapes;
-  for (int i = 0; i < 8; ++i) {
-    shapes.bytes[i] = i == 4 ? kDepth : 64;
-    shapes.rows[i] = i > 4 ? kSteps : rows;
-  }
-  amx::Written();
-  _tile_loadconfig(&shapes);
-}
 
 // Writes the numbers of a tile of 4 bits in bytes, in the order of a tile of 8 bits.
 void Unpack(const uint8_t* tile, uint8_t* to) {
@@ -270,7 +264,7 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
   constexpr int kBytes = kDepth * kColumns / (FourBits ? 2 : 1);
   alignas(64) uint8_t unpacked[FourBits ? kGroupsAtOnce : 1][kDepth * kColumns];
   Products products;
-  Configure(std::min<int64_t>(kRows, x.rows));
+  const amx::Registers registers(std::min<int64_t>(kRows, x.rows), 16, kDepth);
   for (int64_t g = 0; g < weight.groups; g += kGroupsAtOnce) {
     const int64_t end = std::min<int64_t>(weight.groups, g + kGroupsAtOnce);
     const uint8_t* packed = TileAt(weight, t, g);
@@ -289,18 +283,14 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
       }
     }
   }
-  _tile_release();
 }
 
 void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
   const int64_t least_rows = weight.four_bits ? 12 : 6;  // for fewer, vectors are faster
   if (x.rows < least_rows) return vnni::Multiply(weight, t, x, sums);
-  const bool has_offsets = weight.offsets != nullptr || weight.zeros != nullptr;
-  if (weight.four_bits) {
-    (has_offsets ? MultiplyColumns<true, true> : MultiplyColumns<true, false>)(weight, t, x, sums);
-  } else {
-    (has_offsets ? MultiplyColumns<false, true> : MultiplyColumns<false, false>)(weight, t, x, sums);
-  }
+  WithKind(weight, [&](auto four_bits, auto has_offsets) {
+    MultiplyColumns<four_bits, has_offsets>(weight, t, x, sums);
+  });
 }
 
 }  // namespace matrix_unit
