@@ -101,7 +101,7 @@ def test_dynamic_trees_have_the_best_tokens_after_each_path(base, oracle, name):
         assert in_numpy.check_grown(state[row], proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 16), st.sampled_from([1, 3]))
 def test_propose_matches_numpy_on_random_trees(base, oracle, tree_seed, n_choices, batch):
     """Every tree is compiled, so there are few examples, with Hydra because of its level batching."""

@@ -66,7 +66,7 @@ def test_prefill_matches_numpy(prefixed, base, oracle, batch):
         in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_ragged_chunks_give_the_state_of_one_prefill(prefixed, base, oracle, data):
     """Sequences advance by chunks of different lengths with random padding, as after decode steps."""

@@ -33,7 +33,7 @@ CONFIG = TrainConfig(
     steps=10,
     batch_size=8,
     tree="cartesian-2x2",
-    draft=draft_of(num_draft_heads=2, prefix=True, dropout=0.2),
+    draft=draft_of(num_draft_heads=2, n_layers=2, prefix=True, dropout=0.2),
     objective=Objective(lm_weight=0.5, chunk_tokens=32),
     data=DataConfig(format="standard_library", length=16),
 )
