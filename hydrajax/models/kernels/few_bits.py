@@ -52,15 +52,20 @@ Since these tables AVX-512's code sums rows in registers and prefetches into the
 core, while other programs used the other one, takes 62 ms (one row) and 80 ms (8 rows) in int8, 73 and 100 before, and
 51 and 84 ms in int4, 50.5 and 95 before.
 
-AMX multiplies 6 rows or more (int8) and 12 or more (int4). Three layers of the 1.2B shape, 182M weights, on 2 threads
-of an Intel Xeon that other programs used too, medians of three interleaved runs, in ms:
+AMX multiplies 6 rows or more (int8) and 12 or more (int4). Three layers of the 1.2B shape, 182M weights, on an Intel
+Xeon that no other program used, median and least time of seven interleaved runs, in ms. Two threads vary twofold:
+presumably its two virtual CPUs are mostly threads of one core, which share the matrix unit, and at times two cores.
 
-| rows                | 1    | 8    | 12   | 16   | 32   | 64   | 256 |
-|---------------------|------|------|------|------|------|------|-----|
-| int8, AVX-512       | 14.8 | 25.6 | 30.9 | 32.9 | 55.9 | 90.7 | 435 |
-| int8, AMX           |      | 19.2 | 22.2 | 22.7 | 32.6 | 54.0 | 210 |
-| int4, AVX-512       | 9.5  | 14.6 | 23.8 | 22.9 | 45.9 | 105  | 409 |
-| int4, AMX           |      |      | 16.3 | 17.8 | 30.2 | 55.9 | 232 |
+| rows                     | 1        | 8         | 16        | 64        | 256       |
+|--------------------------|----------|-----------|-----------|-----------|-----------|
+| int8, AVX-512            | 15.0, 14 | 26.1, 22  | 40.5, 33  | 103, 95   | 482, 423  |
+| int8, AMX                |          | 21.0, 19  | 25.3, 23  | 55.8, 54  | 252, 223  |
+| int8, AVX-512, 2 threads | 9.9, 8.1 | 15.1, 15  | 22.8, 19  | 73.0, 61  | 260, 234  |
+| int8, AMX, 2 threads     |          | 15.4, 11  | 20.0, 13  | 51.2, 30  | 216, 130  |
+| int4, AVX-512            | 10.0, 9  | 14.0, 14  | 25.3, 23  | 92.5, 76  | 371, 327  |
+| int4, AMX                |          |           | 23.1, 18  | 59.8, 56  | 247, 222  |
+| int4, AVX-512, 2 threads | 3.9, 2.5 | 8.2, 6.3  | 16.1, 13  | 60.8, 40  | 198, 169  |
+| int4, AMX, 2 threads     |          |           | 17.5, 11  | 52.0, 31  | 205, 118  |
 
 Sums of a tile are stored while the next ones are multiplied: stored at once they take twice as long. With four groups
 of sums at a time, 32 kB for both threads, 8 to 64 rows take 1.4 to 1.8 times as long as with two.
