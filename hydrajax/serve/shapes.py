@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,10 +54,9 @@ class StateShapes:
         return jax.tree.unflatten(treedef, leaves)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def put_sequence(state: State, slot: jax.Array | np.int32, sequence: State) -> State:
+def put_sequence(state: State, slot: int, sequence: State) -> State:
     """Replace a slot of ``state``, which is donated, by a state of batch size 1 with the same cache length."""
-    return jax.tree.map(lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, slot, axis=0), state, sequence)
+    return _by_devices(_put, state, sequence, at=np.int32(slot))
 
 
 def _gather(state: State, slots: Sequence[int], like: State) -> State:
@@ -63,28 +64,47 @@ def _gather(state: State, slots: Sequence[int], like: State) -> State:
     alone = len(jax.tree.leaves(state)[0]) == 1
 
     def fitted(slot: int) -> State:
-        taken = state if alone else _take(state, np.int32(slot))
+        taken = state if alone else _by_devices(_take, state, at=np.int32(slot))
         return jax.tree.map(lambda x, to: x if x.shape[1:] == to.shape[1:] else _fit(x, to.shape[1:]), taken, like)
 
     # The only sequence of a state is copied too, because the original may be donated to another program.
-    new = fitted(slots[0]) if len(slots) == 1 and not alone else _tile(fitted(slots[0]), len(slots))
+    new = fitted(slots[0])
+    if len(slots) > 1 or alone:
+        new = _by_devices(_tile, new, count=len(slots))
     for at, slot in enumerate(slots):
         if slot != slots[0]:
-            new = put_sequence(new, np.int32(at), fitted(slot))
+            new = put_sequence(new, at, fitted(slot))
     return new
 
 
+def _by_devices(program: Callable[..., list[jax.Array]], *states: State, **numbers: Any) -> State:
+    """Run a program once for each set of devices, with lists of the states' arrays there: a draft may have its own."""
+    leaves = [jax.tree.leaves(state) for state in states]
+    places = defaultdict(list)
+    for at, array in enumerate(leaves[0]):
+        places[frozenset(array.devices())].append(at)
+    new = {}
+    for some in places.values():
+        arrays = ([each[at] for at in some] for each in leaves)
+        new |= zip(some, program(*arrays, **numbers), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(states[0]), [new[at] for at in range(len(leaves[0]))])
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(state: list[jax.Array], sequence: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    return [jax.lax.dynamic_update_index_in_dim(x, new, at, axis=0) for x, new in zip(state, sequence, strict=True)]
+
+
 @jax.jit
-def _take(state: State, slot: jax.Array) -> State:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot), state)
+def _take(state: list[jax.Array], at: jax.Array) -> list[jax.Array]:
+    return [jax.lax.dynamic_index_in_dim(x, at) for x in state]
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _tile(sequence: State, count: int) -> State:
-    def tiled(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(x, (count, *x.shape[1:])) if count > 1 else jnp.array(x, copy=True)
-
-    return jax.tree.map(tiled, sequence)
+@functools.partial(jax.jit, static_argnames="count")
+def _tile(sequence: list[jax.Array], count: int) -> list[jax.Array]:
+    if count == 1:
+        return [jnp.array(x, copy=True) for x in sequence]
+    return [jnp.broadcast_to(x, (count, *x.shape[1:])) for x in sequence]
 
 
 @functools.partial(jax.jit, static_argnums=1)
