@@ -3,12 +3,16 @@
     python experiments/serve_load.py --output runs/experiments/serve_load.json
     python experiments/serve_load.py --draft draft-model --draft lookup --rounds 3
     python experiments/serve_load.py --requests 10000 --disconnect 0.1
+    python experiments/serve_load.py --clients 1,8 --peer llama.cpp=http://127.0.0.1:8080
 
 The servers are new processes on the loopback address and share the machine with the clients. Every client sends its
 next request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are
 `generate` with one prompt at a time, and a server without a draft. In every round the servers answer in turns, each for
 every number of clients, because the speed of a machine changes within minutes. Every complete answer is compared with
 that of `generate` for its prompt and seed.
+
+Peers are servers of other programs, started by hand, whose completions take token ids. They answer in the same turns.
+Their differing answers are counted, but only those of our servers decide about the exit code.
 
 A token's latency is the time from the first to the last chunk of an answer, divided by the tokens in between. A pause
 is the time between two chunks, each of which holds the tokens of one step or more.
@@ -79,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--base", metavar="DIR|NAME", default="shipped")
     add("--draft", metavar="DIR|NAME", action="append", help="of a server, repeatable (default hydra++)")
     add("--tree", metavar="NAME", help="tree (default: the one searched for the draft)")
+    add("--peer", metavar="NAME=URL", type=named_address, action="append", default=[], help="a peer, repeatable")
     add("--clients", type=options.positives, metavar="N,N,...", help="default 1,2,4,8,16,32; soak 16")
     add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
     add("--rounds", type=options.positive, default=1, metavar="N", help="turns of each server (default 1)")
@@ -88,6 +93,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--slots", type=options.positive, default=8, metavar="B", help="of the server (default 8)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, metavar="FILE.json", help="result (default: print only)")
+
+
+def named_address(text: str) -> tuple[str, str]:
+    name, _, address = text.partition("=")
+    if not name or not address.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=http://HOST:PORT")
+    return name, address.rstrip("/")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -247,6 +259,7 @@ def load(args) -> dict:
         print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
     with ExitStack() as servers:
         started = {draft: servers.enter_context(serving(args, draft))[1] for draft in (*models, "none")}
+        started |= dict(args.peer)
         for number in range(args.rounds):
             asked = questions[number * most :][:most]
             order = [*started][number % len(started) :] + [*started][: number % len(started)]
@@ -254,7 +267,7 @@ def load(args) -> dict:
                 some = asked[: max(args.requests, 2 * n_clients)]
                 found, seconds = asyncio.run(ask_all(started[draft], n_clients, some))
                 wrong = sum(answer.text != question.answer for answer, question in zip(found, some, strict=True))
-                right &= not wrong
+                right &= draft in dict(args.peer) or not wrong
                 row = {"way": f"server, {draft}", "round": number, "clients": n_clients, "wrong": wrong}
                 rows.append(row | figures(found, seconds))
                 print(line_of(rows[-1]), flush=True)
