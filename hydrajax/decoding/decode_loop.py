@@ -31,15 +31,21 @@ def next_burst(steps: int, seconds: float) -> int:
 
 
 def run_steps(
-    engine: Engine, params: Params, state: DecodeState, most: Int[Array, ""] | int | None = None
+    engine: Engine,
+    params: Params,
+    state: DecodeState,
+    most: Int[Array, ""] | int | None = None,
+    until_one_ends: Bool[Array, ""] | bool = False,
 ) -> DecodeState:
-    """Step until every sequence is done, or at most ``most`` steps: one `jax.lax.while_loop` without a return to the
-    host.
+    """Step until every sequence is done, or at most ``most`` steps, or until one more sequence is done: one
+    `jax.lax.while_loop` without a return to the host.
     """
+    done_before = state.output.done
 
     def unfinished(carry):
         state, taken = carry
-        busy = ~jnp.all(state.output.done)
+        done = state.output.done
+        busy = ~jnp.all(done) & ~(until_one_ends & jnp.any(done & ~done_before))
         return busy if most is None else busy & (taken < most)
 
     def step(carry):

@@ -136,8 +136,17 @@ class Executor(abc.ABC):
         return self._rewind(state, lengths, counts)
 
     @abc.abstractmethod
-    def advance(self, state: State, stopped: Bool[np.ndarray, " B"], n_steps: int) -> tuple[State, Snapshot]:
-        """Take at most ``n_steps`` decode steps, fewer if all sequences end; sequences in ``stopped`` take none."""
+    def advance(
+        self, state: State, stopped: Bool[np.ndarray, " B"], n_steps: int, *, until_one_ends: bool = False
+    ) -> tuple[State, Snapshot]:
+        """Take at most ``n_steps`` decode steps.
+
+        Args:
+            state: of the sequences; it is donated.
+            stopped: sequences that take no step.
+            n_steps: the most steps; fewer if all sequences end.
+            until_one_ends: end with the step in which any sequence ends.
+        """
 
     # --- prefill in chunks, for servers -------------------------------------------------------------------------------
 
@@ -270,15 +279,15 @@ class FusedExecutor(Executor):
         super()._jit_verbs()
         engine = self.engine
 
-        def burst(params: Params, state: DecodeState, stopped, n_steps):
+        def burst(params: Params, state: DecodeState, stopped, n_steps, until_one_ends):
             output = state.output._replace(done=state.output.done | stopped)
-            return run_steps(engine, params, state._replace(output=output), n_steps)
+            return run_steps(engine, params, state._replace(output=output), n_steps, until_one_ends)
 
         self._advance = self._jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
         self._decode, _ = decode_programs(engine)
 
-    def advance(self, state, stopped, n_steps):
-        state = self._advance(self.params, state, np.array(stopped), np.int32(n_steps))
+    def advance(self, state, stopped, n_steps, *, until_one_ends=False):
+        state = self._advance(self.params, state, np.array(stopped), np.int32(n_steps), np.bool_(until_one_ends))
         return state, Snapshot.of(state.output)
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
@@ -290,7 +299,7 @@ class FusedExecutor(Executor):
         prefill = self._prefill.lower(self.params, *self._placed(given), slots=None)
         prefill.compile()
         stopped = np.zeros(len(given.prompt), bool)
-        self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0)).compile()
+        self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0), np.bool_(False)).compile()
 
 
 def _shapes(given: Inputs) -> Any:

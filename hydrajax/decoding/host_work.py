@@ -40,6 +40,7 @@ class HostWork:
         vocab_size: int,
         steps: int,
         held_tokens: int = 0,
+        until_one_ends: bool = False,
     ):
         """Prepare at most ``steps`` steps; `follow` must come first.
 
@@ -50,10 +51,12 @@ class HostWork:
             vocab_size: The base's.
             steps: Maximum number of steps.
             held_tokens: Forced tokens that the drafter's tree holds without a branch (`DecodeSpec.held_tokens`).
+            until_one_ends: No step follows the one in which a sequence ends.
         """
         self._constraints, self._stopped, self._vocab_size, self._steps = constraints, stopped, vocab_size, steps
         self._depth, self._forces = spec.longest_path - spec.forced_nodes, spec.forced_nodes > 0
-        self._held = held_tokens
+        self._held, self._until_one_ends = held_tokens, until_one_ends
+        self._ended_before: Bool[np.ndarray, " B"] | None = None  # the first step
         self.ended, self.running, self.plan = np.array(stopped), False, Plan.TREE
         self.forced = np.full((len(constraints), max(spec.longest_path, 1)), -1, np.int32)
 
@@ -70,7 +73,10 @@ class HostWork:
             if constraint is not None and not self.ended[row]:
                 constraint.follow([*tokens[row, : lengths[row]].tolist(), int(roots[row])])
                 self.ended[row] = constraint.error is not None
-        self.running = self._steps > 0 and not self.ended.all()
+        if self._ended_before is None:
+            self._ended_before = self.ended
+        one_ended = self._until_one_ends and (self.ended & ~self._ended_before).any()
+        self.running = self._steps > 0 and not one_ended and not self.ended.all()
         self._steps -= 1
         if self.running and self._forces:
             self._force()

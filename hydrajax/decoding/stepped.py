@@ -166,12 +166,12 @@ class SteppedExecutor(FusedExecutor):
     def target(self, state):
         return state.decode
 
-    def advance(self, state, stopped, n_steps):
+    def advance(self, state, stopped, n_steps, *, until_one_ends=False):
         decode, constraints = state
         if not any(constraints):
-            decode, now = super().advance(decode, stopped, n_steps)
+            decode, now = super().advance(decode, stopped, n_steps, until_one_ends=until_one_ends)
             return SteppedState(decode, constraints), now
-        work = self._host_work(constraints, stopped, n_steps)
+        work = self._host_work(constraints, stopped, n_steps, until_one_ends)
         work.follow(*jax.device_get(_to_follow(decode)))
         decode = self._in_three(decode, work) if self.host_calls is None else self._in_one_program(decode, work)
         decode = _with_ended(decode, self._placed(jnp.asarray(work.ended)))
@@ -225,9 +225,9 @@ class SteppedExecutor(FusedExecutor):
             given = self.constraints([self.spec] * batch)
         return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
 
-    def _host_work(self, constraints: Constraints, stopped, steps: int) -> HostWork:
+    def _host_work(self, constraints: Constraints, stopped, steps: int, until_one_ends: bool = False) -> HostWork:
         held = self.spec.held_tokens if self.host_calls else 0  # three programs mask the first level only
-        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, held)
+        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, held, until_one_ends)
 
     def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
         """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""

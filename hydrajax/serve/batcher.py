@@ -29,6 +29,8 @@ from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
 from hydrajax.serve.speculation_policy import IdleTimes
 from hydrajax.serve.stats import N_COUNTS, Stats
 
+ASKS_AGAIN = 0.01  # seconds after an answer within which its client asks the next question, if it has one
+
 
 class Batcher:
     """Answer many requests at a time. Methods are thread-safe; one thread of the batcher's own runs the device."""
@@ -57,6 +59,7 @@ class Batcher:
         self._batch = RunningBatch(pool, self._lock)
         self._bursts = BurstRunner(pool)
         self._prefill: PromptPrefill | None = None
+        self._asked_until = 0.0  # a client may ask again
         self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
         self._counts = {each.name: 0 for each in fields(Stats)[:N_COUNTS]}
@@ -257,8 +260,9 @@ class Batcher:
             prompts_wait = self._prefill is not None or self._next_group() is not None
             coming = (self._prefill is not None) + len(self._queue)
         groups = [group for group in self._batch.groups if group.live]
-        # Single steps while a prompt waits for prefill or a sequence for its first token.
-        single = prompts_wait or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
+        # Single steps while a prompt waits for prefill or a sequence for its first token, or a client may ask again.
+        single = prompts_wait or time.perf_counter() < self._asked_until
+        single = single or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
         for group in groups:
             if single:
                 burst = self._bursts.single_step(group, coming)
@@ -269,6 +273,8 @@ class Batcher:
             # Clients first: copies for the prefix cache take milliseconds.
             live = group.live
             ended = [(slot, each) for slot, each in live if self._update(group, slot, each, burst.snapshot)]
+            if ended:
+                self._asked_until = time.perf_counter() + ASKS_AGAIN
             for slot, sequence in ended:
                 cache_len = self._pool.cache_len_for(sequence.length + self._pool.headroom)
                 self._cache_prefix(sequence, cache_len, partial(group.copy_of, slot, cache_len))

@@ -175,17 +175,17 @@ class ExecutorPool:
         speculative: bool,
         constraints: Sequence[Constraint | None] = (),
     ) -> tuple[State, Snapshot]:
-        """Take at most ``steps`` steps, see `Executor.advance`; ``cache_len`` is that of the state.
+        """Take at most ``steps`` steps, fewer if a sequence ends; ``cache_len`` is that of the state.
 
         If any sequence has a constraint, every step returns to the host.
         """
         batch = len(stopped)
         if any(constraints):
             constrained = SteppedState(state, tuple(constraints))
-            constrained, found = self._constrained[batch].advance(constrained, stopped, steps)
+            constrained, found = self._constrained[batch].advance(constrained, stopped, steps, until_one_ends=True)
             return constrained.decode, found
         executor = self._speculative[batch] if speculative or self._plain is None else self._plain
-        found = executor.advance(state, stopped, steps)
+        found = executor.advance(state, stopped, steps, until_one_ends=True)
         self._stepped.add((batch, cache_len, speculative))
         return found
 
@@ -275,7 +275,7 @@ class ExecutorPool:
 
     def _with_draft(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Replace the draft's state of a slot; ``state`` is donated."""
-        return state._replace(draft=put_sequence(state.draft, np.int32(slot), self._fitted(sequence, cache_len).draft))
+        return state._replace(draft=put_sequence(state.draft, slot, self._fitted(sequence, cache_len).draft))
 
     @staticmethod
     @functools.cache
@@ -298,7 +298,7 @@ class ExecutorPool:
 
     def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
-        return put_sequence(state, np.int32(slot), self._fitted(sequence, cache_len))
+        return put_sequence(state, slot, self._fitted(sequence, cache_len))
 
     def _fitted(self, sequence: State, cache_len: int) -> State:
         """Return a state of batch size 1 with this cache length: the given one, or a copy."""

@@ -142,9 +142,8 @@ class SpeculationPolicy:
             batch_size: of the group.
             kind: True for speculative steps, False for plain ones, or `CONSTRAINED`.
             seconds: of a step.
-            tokens: per speculative step and sequence; None if the draft had not read the text. A sequence that ends
-                within the burst counts for all its steps. Plain steps count as one token, although they lose ends too:
-                their share depends on how many requests wait, and doubt is in their favour.
+            tokens: per speculative step and sequence; None if the draft had not read the text. Plain steps count as
+                one token.
             steps: of the burst.
         """
         weight = PROBE_SMOOTHING if self._better.get(batch_size, kind) != kind else SMOOTHING

@@ -128,7 +128,7 @@ class SplitExecutor(Executor):
         draft = self._draft_rewind(state.draft.draft, jax.device_put(lengths, self._draft_home))
         return SplitState(base, state.draft._replace(draft=draft))
 
-    def advance(self, state, stopped, n_steps, watch: Watch = lambda *_: None):
+    def advance(self, state, stopped, n_steps, watch: Watch = lambda *_: None, *, until_one_ends=False):
         """See `Executor.advance`.
 
         Args:
@@ -136,12 +136,15 @@ class SplitExecutor(Executor):
                 A callback that waits for the result serialises the parts and can time them.
         """
         done: list[Array] = []
+        ended_before = np.asarray(state.base.output.done) | stopped
         for _ in range(n_steps):
             state, now_done = self._round(state, np.array(stopped), watch)
             done.append(now_done)
             # Dispatch returns at once; this waits for the last round but one.
-            if len(done) > ROUNDS_AHEAD and np.asarray(done[-1 - ROUNDS_AHEAD]).all():
-                break
+            if len(done) > ROUNDS_AHEAD:
+                known = np.asarray(done[-1 - ROUNDS_AHEAD])
+                if known.all() or (until_one_ends and (known & ~ended_before).any()):
+                    break
         return state, Snapshot.of(state.base.output)
 
     def empty(self, batch, slots, sampling):

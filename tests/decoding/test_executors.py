@@ -101,6 +101,20 @@ def test_stepped_decoding_equals_fused_decoding(lab, name, tree, rule, choices):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [FusedExecutor, SteppedExecutor])
+def test_a_burst_can_end_with_a_sequence(lab, kind):
+    grammar = TABLE if kind is SteppedExecutor else None
+    executor = executor_of(kind, lab, "none", "root", grammar=grammar)
+    given = settled_inputs(executor.spec, executor.model.config, *padded(PROMPTS), None, np.array([NEW, 3, 5]))
+    if grammar:
+        given = given._replace(sampling=given.sampling._replace(constraints=executor.constraints([executor.spec] * 3)))
+    state, lengths = executor.prefill(*given), []
+    for _ in range(3):
+        state, now = executor.advance(state, np.zeros(3, bool), NEW, until_one_ends=True)
+        lengths.append(now.lengths.tolist())
+    assert lengths == [[3, 3, 3], [5, 3, 5], [NEW, 3, 5]]
+
+
 def conversation(executor) -> list[list[int]]:
     """Return the output after ten tokens, a rewind by one, a message and six more tokens."""
     numbers = sampling(executor.spec.replace(grammar=None), 2, VOCAB, limits=[6, 6])

@@ -405,7 +405,7 @@ def test_a_full_queue_and_a_closed_server(small):
 def test_an_answer_that_takes_too_long_is_cut_off(small, monkeypatch):
     kind = type(small.executor)
     advance = kind.advance
-    monkeypatch.setattr(kind, "advance", lambda *args: (time.sleep(0.1), advance(*args))[1])
+    monkeypatch.setattr(kind, "advance", lambda *args, **more: (time.sleep(0.1), advance(*args, **more))[1])
     with running(small, timeout=0.5) as (address, batcher):
         answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"max_tokens": 90}, timeout=SECONDS).json()
         assert answer["choices"][0]["finish_reason"] == "length"

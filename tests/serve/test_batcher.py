@@ -19,6 +19,7 @@ from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
+from hydrajax.serve import batcher as batcher_module
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.requests import Closed, QueueFull
@@ -80,7 +81,7 @@ def every_iteration_makes_progress(pool):
     done, idle = [], []
 
     def noted(function):
-        return lambda *args: (done.append(1), function(*args))[1]
+        return lambda *args, **more: (done.append(1), function(*args, **more))[1]
 
     def iterate(batcher, original=Batcher._iterate):
         before = len(done), batcher.stats().cancelled
@@ -229,7 +230,9 @@ def test_a_long_prompt_delays_others_by_one_chunk(small, start, monkeypatch):
     """Once a sequence runs, there is a step between any two chunks."""
     log, feed, advance = [], small.feed, FusedExecutor.advance
     monkeypatch.setattr(small, "feed", lambda *args: (log.append("chunk"), feed(*args))[1])
-    monkeypatch.setattr(FusedExecutor, "advance", lambda *args: (log.append("steps"), advance(*args))[1])
+    monkeypatch.setattr(
+        FusedExecutor, "advance", lambda *args, **more: (log.append("steps"), advance(*args, **more))[1]
+    )
     batcher = start(small, prefix_cache=False)
     first, *_ = batcher.submit([request(batcher, [1, 2, 3], 90), request(batcher, np.arange(90) % 13, 4)])
     first.wait(SECONDS)
@@ -262,6 +265,17 @@ def test_bursts_that_end_early_do_not_lengthen_the_next_ones(small, start, monke
     handles = batcher.submit([request(batcher, [1, 2], 3) for _ in range(20)])  # so that the group is never empty
     assert all(handle.wait(SECONDS).new_tokens == 3 for handle in handles)
     assert max(asked) <= 4
+
+
+@pytest.mark.parametrize("seconds", [0.0, SECONDS])
+def test_after_an_answer_steps_are_single_while_its_client_may_ask_again(small, start, monkeypatch, seconds):
+    monkeypatch.setattr(batcher_module, "ASKS_AGAIN", seconds)
+    asked, advance = [], SlotGroup.advance
+    monkeypatch.setattr(SlotGroup, "advance", lambda *args: (asked.append(args[1]), advance(*args))[1])
+    batcher = start(small)
+    short, long = batcher.submit([request(batcher, [1, 2], limit) for limit in (3, 20)])
+    assert (short.wait(SECONDS).new_tokens, long.wait(SECONDS).new_tokens) == (3, 20)
+    assert (max(asked[-5:]) == 1) == (seconds > 0)
 
 
 def test_shared_prefixes_are_prefilled_once(small, start):
