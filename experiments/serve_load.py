@@ -231,7 +231,8 @@ async def ask_all(
             if progress:
                 progress(at)
 
-    limits = httpx.Limits(max_connections=n_clients + 4)
+    # llama.cpp's server closes a connection after some requests, which a client can notice too late.
+    limits = httpx.Limits(max_connections=n_clients + 4, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=address, timeout=600, limits=limits) as http:
         began = time.perf_counter()
         await asyncio.gather(*(client(http) for _ in range(n_clients)))
