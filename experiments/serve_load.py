@@ -43,7 +43,7 @@ from common import held_out_chunks
 import hydrajax
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
 from hydrajax.trees import presets
@@ -107,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
         raise HydrajaxError(f"disconnect: got {args.disconnect}, expected at least 0 and below 1")
     soaks = args.disconnect > 0
     args.draft, args.requests = args.draft or ["hydra++"], args.requests or 64
+    if taken := {name for name, _ in args.peer} & {*args.draft, "none"}:
+        raise HydrajaxError(f"--peer: got {min(taken)}, the name of a server of ours")
     args.clients = args.clients or ([SOAK_CLIENTS] if soaks else [1, 2, 4, 8, 16, 32])
     if args.output is None:
         return 0 if (soak if soaks else load)(args)["right"] else 1
@@ -266,7 +268,10 @@ def load(args) -> dict:
             order = [*started][number % len(started) :] + [*started][: number % len(started)]
             for n_clients, draft in itertools.product(args.clients, order):
                 some = asked[: max(args.requests, 2 * n_clients)]
-                found, seconds = asyncio.run(ask_all(started[draft], n_clients, some))
+                try:
+                    found, seconds = asyncio.run(ask_all(started[draft], n_clients, some))
+                except httpx.TransportError as error:
+                    raise HydrajaxError(f"{draft}, {started[draft]}: {one_line(error)}") from error
                 wrong = sum(answer.text != question.answer for answer, question in zip(found, some, strict=True))
                 right &= draft in dict(args.peer) or not wrong
                 row = {"way": f"server, {draft}", "round": number, "clients": n_clients, "wrong": wrong}

@@ -37,16 +37,18 @@ def run_steps(
     most: Int[Array, ""] | int | None = None,
     until_one_ends: Bool[Array, ""] | bool = False,
 ) -> DecodeState:
-    """Step until every sequence is done, or at most ``most`` steps, or until one more sequence is done: one
-    `jax.lax.while_loop` without a return to the host.
+    """Step until every sequence is done, or at most ``most`` steps: one `jax.lax.while_loop` without a return to the
+    host. With ``most`` steps it can also end when one more sequence is done.
     """
     done_before = state.output.done
 
     def unfinished(carry):
         state, taken = carry
         done = state.output.done
-        busy = ~jnp.all(done) & ~(until_one_ends & jnp.any(done & ~done_before))
-        return busy if most is None else busy & (taken < most)
+        busy = ~jnp.all(done)
+        if most is None:
+            return busy
+        return busy & (taken < most) & ~(until_one_ends & jnp.any(done & ~done_before))
 
     def step(carry):
         state, taken = carry
