@@ -175,7 +175,9 @@ def compiled_steps(mesh) -> dict[str, dict]:
         executor = FusedExecutor(model, params, DecodeSpec(drafter, tree, max_new_tokens=8), mesh=mesh)
         prompt = RANDOM.integers(0, 64, (1, 6), dtype=np.int32)
         state = executor.empty(1, 32, settled_inputs(executor.spec, config, prompt).sampling)
-        text = executor._advance.lower(params, state, np.zeros(1, bool), np.int32(4)).compile().as_text()
+        text = (
+            executor._advance.lower(params, state, np.zeros(1, bool), np.int32(4), np.bool_(False)).compile().as_text()
+        )
         loop = [line for line in text.splitlines() if "while/body" in line]
         collectives = Counter(match[1] for match in map(COLLECTIVE.search, loop) if match)
         shape = "x".join(map(str, state.target.cache.layers[0][0].addressable_shards[0].data.shape))
