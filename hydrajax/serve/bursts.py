@@ -24,7 +24,7 @@ class Burst(NamedTuple):
 
     Attributes:
         snapshot: the output after them.
-        steps: most steps of a sequence. A burst ends early if all its sequences end.
+        steps: most steps of a sequence. A burst ends early if a sequence ends.
         sequence_steps, tokens: sums over the sequences.
         speculative: the kind of steps.
     """
