@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         raise HydrajaxError(f"disconnect: got {args.disconnect}, expected at least 0 and below 1")
     soaks = args.disconnect > 0
     args.draft, args.requests = args.draft or ["hydra++"], args.requests or 64
-    if taken := {name for name, _ in args.peer} & {*args.draft, "none"}:
+    args.peer = dict(args.peer)
+    if taken := {*args.peer} & {*args.draft, "none"}:
         raise HydrajaxError(f"--peer: got {min(taken)}, the name of a server of ours")
     args.clients = args.clients or ([SOAK_CLIENTS] if soaks else [1, 2, 4, 8, 16, 32])
     if args.output is None:
@@ -262,7 +263,7 @@ def load(args) -> dict:
         print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
     with ExitStack() as servers:
         started = {draft: servers.enter_context(serving(args, draft))[1] for draft in (*models, "none")}
-        started |= dict(args.peer)
+        started |= args.peer
         for number in range(args.rounds):
             asked = questions[number * most :][:most]
             order = [*started][number % len(started) :] + [*started][: number % len(started)]
@@ -273,7 +274,7 @@ def load(args) -> dict:
                 except httpx.TransportError as error:
                     raise HydrajaxError(f"{draft}, {started[draft]}: {one_line(error)}") from error
                 wrong = sum(answer.text != question.answer for answer, question in zip(found, some, strict=True))
-                right &= draft in dict(args.peer) or not wrong
+                right &= draft in args.peer or not wrong
                 row = {"way": f"server, {draft}", "round": number, "clients": n_clients, "wrong": wrong}
                 rows.append(row | figures(found, seconds))
                 print(line_of(rows[-1]), flush=True)

@@ -331,6 +331,8 @@ def test_serve_load_and_soak(tmp_path):
     assert 10 < row["whole"] < 40
     done = run("serve_load", tmp_path, "--disconnect", "1")
     assert (done.returncode, done.stderr) == (2, "hydrajax: --disconnect: got 1.0, expected at least 0 and below 1\n")
+    done = run("serve_load", tmp_path, "--peer", "none=http://127.0.0.1:1")
+    assert (done.returncode, done.stderr) == (2, "hydrajax: --peer: got none, the name of a server of ours\n")
 
 
 @pytest.mark.slow
