@@ -6,10 +6,11 @@
     python experiments/serve_load.py --clients 1,8 --peer llama.cpp=http://127.0.0.1:8080
 
 The servers are new processes on the loopback address and share the machine with the clients. Every client sends its
-next request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are
-`generate` with one prompt at a time, and a server without a draft. In every round the servers answer in turns, each for
-every number of clients, because the speed of a machine changes within minutes. Every complete answer is compared with
-that of `generate` for its prompt and seed.
+next request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are a server
+without a draft and, for one client, `generate` with one prompt at a time. In every round all of them answer in turns,
+each for every number of clients, because the speed of a machine changes within minutes. Every complete answer is
+compared with that of `generate` for its prompt and seed. Trees are those that `generate` without a tree has measured on
+this device before, else the drafts' own.
 
 Peers are servers of other programs, started by hand, whose completions take token ids. They answer in the same turns.
 Their differing answers are counted, but only those of our servers decide about the exit code.
@@ -145,7 +146,11 @@ def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
 
 
 def tree_of(args, loaded):
-    return presets.by_name(args.tree) if args.tree else loaded.default_tree()
+    """Return the server's tree for one sequence."""
+    if args.tree:
+        return presets.by_name(args.tree)
+    measured = loaded.measured_tree()
+    return loaded.default_tree() if measured is None or measured.tree is None else measured.tree
 
 
 # --- a server, and clients --------------------------------------------------------------------------------------------
@@ -251,16 +256,6 @@ def load(args) -> dict:
     most = max(args.requests, 2 * max(args.clients))
     questions = questions_for(args, models[args.draft[0]], args.rounds * most, mixed=False)
     rows, right = [], True
-    alone = [question.ids for question in questions[: min(args.requests, 32)]]
-    trees = [(draft, tree_of(args, model)) for draft, model in models.items()]
-    for draft, tree in (*trees, ("none", presets.root())):
-        settings, model = {"tree": tree, "max_new_tokens": args.new_tokens}, models.get(draft, models[args.draft[0]])
-        model.generate(alone[:1], **settings)
-        began = time.perf_counter()
-        tokens = sum(result.new_tokens for result in model.generate(alone, **settings))
-        rate = tokens / (time.perf_counter() - began)
-        rows.append({"way": f"generate, one at a time, {draft}", "clients": 1, "tokens_per_second": rate})
-        print(f"{rows[-1]['way']:36} {rate:8.1f} tokens/s", flush=True)
     with ExitStack() as servers:
         started = {draft: servers.enter_context(serving(args, draft))[1] for draft in (*models, "none")}
         started |= args.peer
@@ -269,6 +264,10 @@ def load(args) -> dict:
             order = [*started][number % len(started) :] + [*started][: number % len(started)]
             for n_clients, draft in itertools.product(args.clients, order):
                 some = asked[: max(args.requests, 2 * n_clients)]
+                if n_clients == 1 and draft not in args.peer:
+                    rate = generate_alone(args, draft, models, [question.ids for question in some])
+                    rows.append({"way": f"generate, {draft}", "round": number, "clients": 1, "tokens_per_second": rate})
+                    print(f"{rows[-1]['way']:31} {rate:8.1f} tokens/s", flush=True)
                 try:
                     found, seconds = asyncio.run(ask_all(started[draft], n_clients, some))
                 except httpx.TransportError as error:
@@ -281,20 +280,31 @@ def load(args) -> dict:
     return {"rows": rows, "ratios": ratios_of(rows), "right": right}
 
 
+def generate_alone(args, draft: str, models: dict, prompts: Sequence[list[int]]) -> float:
+    """Return the tokens per second of `generate` with one prompt at a time."""
+    model = models.get(draft, models[args.draft[0]])
+    settings = {"max_new_tokens": args.new_tokens}
+    settings["tree"] = tree_of(args, model) if draft in models else presets.root()
+    model.generate(prompts[:1], **settings)  # compiles
+    began = time.perf_counter()
+    tokens = sum(result.new_tokens for result in model.generate(prompts, **settings))
+    return tokens / (time.perf_counter() - began)
+
+
 def ratios_of(rows: Sequence[dict]) -> list[dict]:
-    """Return and print the throughput of each server over that without a draft: the median of the rounds."""
-    served = [row for row in rows if "round" in row]
-    rates = {(row["way"], row["clients"], row["round"]): row["tokens_per_second"] for row in served}
+    """Return and print medians of rounds: each server over that without a draft, and one client over `generate`."""
+    rates = {(row["way"], row["clients"], row["round"]): row["tokens_per_second"] for row in rows}
+    servers = dict.fromkeys((row["way"], row["clients"]) for row in rows if row["way"].startswith("server"))
+    pairs = [(way, "server, none", clients) for way, clients in servers if way != "server, none"]
+    pairs += [(way, way.replace("server", "generate", 1), 1) for way, clients in servers if clients == 1]
     found = []
-    for way, n_clients in dict.fromkeys((row["way"], row["clients"]) for row in served):
-        each = [
-            rate / rates["server, none", n_clients, number]
-            for (name, clients, number), rate in rates.items()
-            if (name, clients) == (way, n_clients)
-        ]
-        found.append({"way": way, "clients": n_clients, "ratio": float(np.median(each)), "rounds": each})
-        if way != "server, none":
-            print(f"{way:24} {n_clients:3} clients {found[-1]['ratio']:5.2f} of no draft", flush=True)
+    for way, other, n_clients in pairs:
+        rounds = [number for name, clients, number in rates if (name, clients) == (other, n_clients)]
+        if each := [rates[way, n_clients, number] / rates[other, n_clients, number] for number in rounds]:
+            found.append(
+                {"way": way, "of": other, "clients": n_clients, "rounds": each, "ratio": float(np.median(each))}
+            )
+            print(f"{way:24} {n_clients:3} clients {found[-1]['ratio']:5.2f} of {other}", flush=True)
     return found
 
 

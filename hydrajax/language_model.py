@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax import processes
-from hydrajax.autotune.fastest import choose
+from hydrajax.autotune.fastest import FastestTree, choose, measured
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
@@ -199,9 +199,7 @@ class LanguageModel:
         if spec.grammar is not None:
             spec.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
         choice = None
-        if not self.placement.split:  # the measurement runs base and draft in one program
-            free = spec.replace(drafter=self.drafter, tree=presets.root(), grammar=None, forced_nodes=0)
-            any_tree = make_executor(self, free)
+        if (any_tree := self._for_choice(spec)) is not None:
             texts = itertools.chain(prompts, self.built_in_prompts())
             choice = choose(any_tree, texts, batch_size, self.draft_directory, on_status)
         if choice is None:
@@ -210,6 +208,19 @@ class LanguageModel:
         if choice.tree is None:
             return spec.autoregressive().replace(forced_nodes=spec.forced_nodes)
         return spec.replace(tree=choice.tree)
+
+    def measured_tree(self, batch_size: int = 1) -> FastestTree | None:
+        """Return the choice of `generate` at this batch size, if it was measured on this device before."""
+        any_tree = self._for_choice(DecodeSpec())
+        return None if any_tree is None else measured(any_tree, batch_size, self.draft_directory)
+
+    def _for_choice(self, spec: DecodeSpec) -> Executor | None:
+        """Return an executor to choose a tree for; None if base and draft, which are measured together, are apart."""
+        if self.placement.split:
+            return None
+        return make_executor(
+            self, spec.replace(drafter=self.drafter, tree=presets.root(), grammar=None, forced_nodes=0)
+        )
 
     def with_draft(
         self,

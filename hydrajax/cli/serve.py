@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)  # before the model is loaded
     with status("loading") as report:
         model = options.load_from(args, report)
+    if args.tree is None and (choice := model.measured_tree()) is not None:
+        print(choice, file=sys.stderr)
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
     pools = [offer.pool(each, sizes) for each, offer in zip(models, offers, strict=True)]
@@ -243,9 +245,19 @@ class _Offer(NamedTuple):
 
 
 def _tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
-    """Return the tree that was searched for this batch size, else the likeliest nodes of the tree for one sequence."""
+    """Return the tree for this batch size, else the likeliest nodes of the one for one sequence."""
+    if (tree := _measured(model, batch_size)) is not None:
+        return tree
     one, found = model.default_tree(), model.default_tree(batch_size)
-    return with_size(found, backend.step_rows() // batch_size) if batch_size > 1 and found == one else found
+    if batch_size > 1 and found == one:
+        return with_size(_measured(model, 1) or one, backend.step_rows() // batch_size)
+    return found
+
+
+def _measured(model: LanguageModel, batch_size: int) -> CandidateTree | None:
+    """Return the tree that `generate` has found to be the fastest on this device, if any is faster than no draft."""
+    choice = model.measured_tree(batch_size)
+    return None if choice is None else choice.tree
 
 
 def _also(name: str, text: str) -> _Offer:

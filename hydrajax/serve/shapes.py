@@ -31,8 +31,9 @@ class StateShapes:
 
     def __init__(self, executor: Executor, sampling: SamplingParams):
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
+        self.nbytes = functools.cache(self._nbytes)  # asked for several times in every iteration of the batcher
 
-    def nbytes(self, batch: int, cache_len: int) -> int:
+    def _nbytes(self, batch: int, cache_len: int) -> int:
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._state(batch, cache_len)))
 
     def has(self, state: State, batch: int, cache_len: int) -> bool:

@@ -158,6 +158,14 @@ def test_built_in_prompts_follow_the_users_own(loaded, speeds):
     assert speeds.prompts == [8, *built_in, 8]
 
 
+def test_a_server_finds_the_choice_of_generate(loaded, speeds):
+    assert loaded.measured_tree() is None  # without measuring
+    loaded.fastest(PROMPTS, loaded.spec(max_new_tokens=5), 1)
+    assert loaded.measured_tree().tree == presets.chain(4)
+    assert loaded.measured_tree(2) is None
+    assert len(speeds.names) == 1
+
+
 @pytest.fixture
 def eagle(tiny_model):
     model, params = tiny_model

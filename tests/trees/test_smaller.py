@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hydrajax.autotune.fastest import FastestTree
 from hydrajax.cli.serve import _tree_for
 from hydrajax.models import backend
 from hydrajax.trees import presets
@@ -48,10 +49,11 @@ def test_trees_that_are_small_enough_stay():
 
 
 class Searched:
-    """Stands for a `LanguageModel`. trees: those that were searched, by batch size."""
+    """Stands for a `LanguageModel`. trees: those that were searched, by batch size; measured: on this device."""
 
-    def __init__(self, **trees: str):
+    def __init__(self, measured: dict[int, FastestTree] | None = None, **trees: str):
         self._trees = {int(name[1:]): presets.by_name(tree) for name, tree in trees.items()}
+        self.measured_tree = (measured or {}).get
 
     def default_tree(self, batch_size: int = 1):
         return self._trees[max(size for size in self._trees if size <= batch_size)]
@@ -63,3 +65,16 @@ def test_the_server_cuts_only_trees_that_were_searched_for_one_sequence(monkeypa
     assert sizes == [16, 5, 2, 2, 2]
     both = Searched(b1="chain-15", b4="chain-7")
     assert [_tree_for(both, batch).size for batch in (1, 2, 4, 8)] == [16, 5, 8, 8]
+
+
+def test_the_server_prefers_trees_that_were_measured_on_this_device(monkeypatch):
+    monkeypatch.setattr(backend, "step_rows", lambda: 10)
+
+    def sizes(**names: str | None) -> list[int]:
+        trees = {int(at[1:]): None if name is None else presets.by_name(name) for at, name in names.items()}
+        choices = {at: FastestTree(tree, "name", 1.2, "2026-01-01") for at, tree in trees.items()}
+        return [_tree_for(Searched(choices, b1="chain-15"), batch).size for batch in (1, 2, 4, 8)]
+
+    assert sizes(b1="chain-7") == [8, 5, 2, 2]
+    assert sizes(b1="chain-7", b4="chain-3") == [8, 5, 4, 2]
+    assert sizes(b1=None) == [16, 5, 2, 2]  # the draft is not faster: the server's own measurements decide
