@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)  # before the model is loaded
     with status("loading") as report:
         model = options.load_from(args, report)
-    if args.tree is None and (choice := model.measured_tree()) is not None:
+    if args.tree is None and (choice := model.measured_tree()) is not None and choice.tree is not None:
         print(choice, file=sys.stderr)
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
