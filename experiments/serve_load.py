@@ -43,6 +43,7 @@ from common import held_out_chunks
 
 import hydrajax
 from hydrajax.cli import options, run_command
+from hydrajax.cli.serve import tree_for
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
@@ -147,10 +148,7 @@ def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
 
 def tree_of(args, loaded):
     """Return the server's tree for one sequence."""
-    if args.tree:
-        return presets.by_name(args.tree)
-    measured = loaded.measured_tree()
-    return loaded.default_tree() if measured is None or measured.tree is None else measured.tree
+    return presets.by_name(args.tree) if args.tree else tree_for(loaded, 1)
 
 
 # --- a server, and clients --------------------------------------------------------------------------------------------

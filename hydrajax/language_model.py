@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax import processes
-from hydrajax.autotune.fastest import FastestTree, choose, measured
+from hydrajax.autotune.fastest import FastestTree, choose
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
@@ -212,7 +212,7 @@ class LanguageModel:
     def measured_tree(self, batch_size: int = 1) -> FastestTree | None:
         """Return the choice of `generate` at this batch size, if it was measured on this device before."""
         any_tree = self._for_choice(DecodeSpec())
-        return None if any_tree is None else measured(any_tree, batch_size, self.draft_directory)
+        return None if any_tree is None else choose(any_tree, None, batch_size, self.draft_directory)
 
     def _for_choice(self, spec: DecodeSpec) -> Executor | None:
         """Return an executor to choose a tree for; None if base and draft, which are measured together, are apart."""

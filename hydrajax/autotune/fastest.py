@@ -69,7 +69,7 @@ class FastestTree:
 
 def choose(
     executor: Executor,
-    prompts: Iterable[np.ndarray],
+    prompts: Iterable[np.ndarray] | None,
     batch_size: int,
     draft_directory: Path | None = None,
     on_status: Callable[[str], None] = lambda text: None,
@@ -79,46 +79,33 @@ def choose(
     Args:
         executor: gives the model, the drafter and the rule; its tree does not matter.
         prompts: token ids; the first ``ROUNDS * batch_size`` are decoded, again from the first if there are fewer.
+            None to measure nothing.
         batch_size: sequences per batch.
         draft_directory: directory of the draft, in which ``hydrajax tree search --save`` may have written a tree.
         on_status: called with a line for every stage.
 
     Returns:
-        None without a drafter or with ``HYDRAJAX_MEASURE_TREES=0``. Cache errors are ignored.
+        None without a drafter, with ``HYDRAJAX_MEASURE_TREES=0``, or without prompts and a cached choice. Cache errors
+        are ignored.
     """
-    found, measure = _known(executor, batch_size, draft_directory)
-    return measure(prompts, on_status) if found is None and measure is not None else found
-
-
-def measured(executor: Executor, batch_size: int, draft_directory: Path | None = None) -> FastestTree | None:
-    """Return what `choose` would return without measuring; None if it would measure."""
-    return _known(executor, batch_size, draft_directory)[0]
-
-
-def _known(
-    executor: Executor, batch_size: int, draft_directory: Path | None
-) -> tuple[FastestTree | None, Callable[..., FastestTree] | None]:
-    """Return the choice that is known, and a function that measures it; both are None if there is nothing to choose."""
     can = executor.spec.drafter.spec
     if not can.depth or (can.remembers and not can.branch_nodes):  # an empty corpus alone drafts nothing
-        return None, None
+        return None
     # Times, files and variables may differ between hosts; all decode with the same tree.
     agreed = partial(processes.agreed, executor.mesh)
     if agreed(lambda: os.environ.get(OFF) == "0"):
-        return None, None
+        return None
     found = agreed(lambda: _searched_here(executor, draft_directory, batch_size))
     if found is not None and _fits(executor, found.tree):
-        return found, None
+        return found
     trees = _candidates(executor, agreed(lambda: presets.searched(draft_directory, batch_size)))
     path = cache_folder() / f"{_key(executor, trees, batch_size)}.json"
-
-    def measure(prompts: Iterable[np.ndarray], on_status: Callable[[str], None]) -> FastestTree:
-        here = _measure(executor, trees, prompts, batch_size, on_status)
-        found = agreed(lambda: here)
+    found = agreed(lambda: _read(path))
+    if found is None and prompts is not None:
+        measured = _measure(executor, trees, prompts, batch_size, on_status)
+        found = agreed(lambda: measured)
         _write(path, found)
-        return found
-
-    return agreed(lambda: _read(path)), measure
+    return found
 
 
 def cache_folder() -> Path:

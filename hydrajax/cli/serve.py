@@ -241,11 +241,14 @@ class _Offer(NamedTuple):
         executor = make_executor(model, model.spec(tree=self.tree))
         if self.tree is not None:
             return ExecutorPool(executor, sizes)
-        return ExecutorPool(executor, sizes, partial(_tree_for, model), drops_draft=True)
+        return ExecutorPool(executor, sizes, partial(tree_for, model), drops_draft=True)
 
 
-def _tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
-    """Return the tree for this batch size, else the likeliest nodes of the one for one sequence."""
+def tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
+    """Return the tree measured by `generate`, searched or default, for this batch size.
+
+    Without one of its own, a larger batch gets the likeliest nodes of the tree for one sequence.
+    """
     if (tree := _measured(model, batch_size)) is not None:
         return tree
     one, found = model.default_tree(), model.default_tree(batch_size)

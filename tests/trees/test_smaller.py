@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hydrajax.autotune.fastest import FastestTree
-from hydrajax.cli.serve import _tree_for
+from hydrajax.cli.serve import tree_for
 from hydrajax.models import backend
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
@@ -61,10 +61,10 @@ class Searched:
 
 def test_the_server_cuts_only_trees_that_were_searched_for_one_sequence(monkeypatch):
     monkeypatch.setattr(backend, "step_rows", lambda: 10)
-    sizes = [_tree_for(Searched(b1="chain-15"), batch).size for batch in (1, 2, 4, 8, 32)]
+    sizes = [tree_for(Searched(b1="chain-15"), batch).size for batch in (1, 2, 4, 8, 32)]
     assert sizes == [16, 5, 2, 2, 2]
     both = Searched(b1="chain-15", b4="chain-7")
-    assert [_tree_for(both, batch).size for batch in (1, 2, 4, 8)] == [16, 5, 8, 8]
+    assert [tree_for(both, batch).size for batch in (1, 2, 4, 8)] == [16, 5, 8, 8]
 
 
 def test_the_server_prefers_trees_that_were_measured_on_this_device(monkeypatch):
@@ -73,7 +73,7 @@ def test_the_server_prefers_trees_that_were_measured_on_this_device(monkeypatch)
     def sizes(**names: str | None) -> list[int]:
         trees = {int(at[1:]): None if name is None else presets.by_name(name) for at, name in names.items()}
         choices = {at: FastestTree(tree, "name", 1.2, "2026-01-01") for at, tree in trees.items()}
-        return [_tree_for(Searched(choices, b1="chain-15"), batch).size for batch in (1, 2, 4, 8)]
+        return [tree_for(Searched(choices, b1="chain-15"), batch).size for batch in (1, 2, 4, 8)]
 
     assert sizes(b1="chain-7") == [8, 5, 2, 2]
     assert sizes(b1="chain-7", b4="chain-3") == [8, 5, 4, 2]
