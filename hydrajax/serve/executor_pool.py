@@ -24,11 +24,15 @@ from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
+from hydrajax.models import platforms
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
 MISSED_TOKENS = 64  # that a draft reads again: its guesses hardly depend on earlier ones
+# The smallest padded length of a prompt's last chunk, and the next ones over it. On a CPU the time grows with the
+# length; elsewhere some hundred tokens take as long as one, and a program takes longer to compile.
+LAST_CHUNKS, LAST_CHUNKS_ON_CPU = (SMALLEST_BUCKET, 4), (8, 2)
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,8 @@ class ExecutorPool:
         self.context, self._vocab_size = config.max_positions, config.vocab_size
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         self.batches = _geometric(1, sizes.slots, 2)
-        self.last_chunks = _geometric(min(SMALLEST_BUCKET, self.chunk), self.chunk, 4)  # padded lengths
+        smallest, growth = LAST_CHUNKS_ON_CPU if platforms.on_cpu() else LAST_CHUNKS
+        self.last_chunks = _geometric(min(smallest, self.chunk), self.chunk, growth)  # padded lengths
         self._caught_up = max(width for width in self.last_chunks if width <= max(MISSED_TOKENS, self.last_chunks[0]))
         own = executor.spec.tree
         trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}

@@ -72,7 +72,7 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     taken; grammars last.
     """
     found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
-    assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (16,))
+    assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (8, 16))
     done = []
     for kind in ("prefill", "feed", "steps", "unread", "constrained"):
         monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
@@ -81,8 +81,8 @@ def test_the_most_wanted_programs_come_first(served, monkeypatch):
     shapes = [(1, 64), (1, 114), (2, 64), (2, 114)]
     plain = [("steps", *shape, False) for shape in shapes]
     assert done == [
-        ("prefill", 16, 64), ("steps", 1, 64, True), ("feed", 64),
-        ("prefill", 16, 114), ("steps", 1, 114, True), ("feed", 114),
+        ("prefill", 8, 64), ("steps", 1, 64, True), ("prefill", 16, 64), ("feed", 64),
+        ("prefill", 8, 114), ("steps", 1, 114, True), ("prefill", 16, 114), ("feed", 114),
         ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("unread", 64), ("unread", 114),
         ("constrained", 64),
     ]  # fmt: skip
