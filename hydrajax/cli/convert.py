@@ -205,5 +205,6 @@ def _token_bytes(model: BaseModel) -> int:
 def _described(effect: LogitEffect, prompts: int) -> str:
     return (
         f"logits at {effect.positions} positions of {prompts} prompts: mean difference {effect.mean:.3g}, "
-        f"largest {effect.largest:.3g}, KL {effect.kl:.3g} nats, same most likely token at {effect.agreement:.1%}"
+        f"largest {effect.largest:.3g}, KL {effect.kl:.3g} nats, same most likely token at {effect.agreement:.1%}, "
+        f"perplexity {effect.perplexity_before:.4g} -> {effect.perplexity_after:.4g}"
     )

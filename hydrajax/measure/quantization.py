@@ -24,6 +24,8 @@ class LogitEffect:
         largest, mean: Absolute difference of logits.
         kl: Mean KL(before || after) in nats.
         agreement: Share of positions with the same most likely token.
+        perplexity_before, perplexity_after: Of the texts under the two models, from the second token on; NaN if no text
+            has one.
     """
 
     positions: int
@@ -31,19 +33,25 @@ class LogitEffect:
     mean: float
     kl: float
     agreement: float
+    perplexity_before: float
+    perplexity_after: float
 
 
 def logit_effect(
     before: tuple[BaseModel, Any], after: tuple[BaseModel, Any], prompts: Iterable[np.ndarray]
 ) -> LogitEffect:
     """Compare two versions of a base, each ``(model, params)``, on token ids ``[T]`` of several sequences."""
-    count, largest, total, kl, agree = 0, 0.0, 0.0, 0.0, 0
+    count, followed, largest, total, kl, agree = 0, 0, 0.0, 0.0, 0.0, 0
+    surprise = np.zeros(2)
     for ids in prompts:
         found = jax.device_get(_differences(before[0], after[0], before[1], after[1], np.asarray(ids)[None]))
-        count += len(ids)
+        count, followed = count + len(ids), followed + len(ids) - 1
         largest = max(largest, float(found["largest"]))
         total, kl, agree = total + found["mean"] * len(ids), kl + found["kl"], agree + found["agree"]
-    return LogitEffect(count, largest, float(total / count), float(kl / count), float(agree / count))
+        surprise += found["surprise"]
+    perplexities = np.exp(surprise / followed) if followed else np.full(2, np.nan)
+    means = (float(value / count) for value in (total, kl, agree))
+    return LogitEffect(count, largest, *means, *perplexities.tolist())
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -53,9 +61,11 @@ def _differences(before: BaseModel, after: BaseModel, params_before, params_afte
 
     one, other = logits(before, params_before), logits(after, params_after)
     difference, log_p, log_q = jnp.abs(one - other), jax.nn.log_softmax(one), jax.nn.log_softmax(other)
+    following = ids[0, 1:, None]
     return {
         "largest": jnp.max(difference),
         "mean": jnp.mean(difference),
         "kl": jnp.sum(jnp.exp(log_p) * (log_p - log_q)),
         "agree": jnp.sum(jnp.argmax(one, axis=-1) == jnp.argmax(other, axis=-1)),
+        "surprise": jnp.stack([-jnp.sum(jnp.take_along_axis(log[:-1], following, axis=1)) for log in (log_p, log_q)]),
     }

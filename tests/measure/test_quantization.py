@@ -63,6 +63,11 @@ def test_figures_match_the_logits_of_both_models(tiny_model, change):
     divergence = rel_entr(softmax(before, axis=-1), softmax(after, axis=-1)).sum(axis=-1)
     assert effect.kl == pytest.approx(divergence.mean(), rel=1e-3, abs=1e-6)
     assert effect.agreement == np.mean(before.argmax(axis=-1) == after.argmax(axis=-1))
+    following = np.concatenate([np.append(text[1:], 0) for text in TEXTS])
+    inside = np.concatenate([np.arange(len(text)) < len(text) - 1 for text in TEXTS])
+    for perplexity, each in ((effect.perplexity_before, before), (effect.perplexity_after, after)):
+        surprise = -np.log(softmax(each, axis=-1)[np.arange(len(each)), following])
+        assert perplexity == pytest.approx(np.exp(surprise[inside].mean()), rel=1e-5)
     assert effect.kl > 1e-4
     if change == "noise":
         assert 0 < effect.agreement < 1
@@ -71,3 +76,8 @@ def test_figures_match_the_logits_of_both_models(tiny_model, change):
 def test_a_model_does_not_differ_from_itself(tiny_model):
     effect = logit_effect(tiny_model, tiny_model, TEXTS[:1])
     assert (effect.positions, effect.largest, effect.mean, effect.kl, effect.agreement) == (5, 0, 0, 0, 1)
+    assert effect.perplexity_before == effect.perplexity_after
+
+
+def test_one_token_has_no_perplexity(tiny_model):
+    assert np.isnan(logit_effect(tiny_model, tiny_model, [np.array([3], np.int32)]).perplexity_before)
