@@ -132,7 +132,7 @@ def load(
               tokenizer (`hydrajax.formats.draft_model_format`), which may also be a GGUF file;
             - a name: ``"lookup"`` or another drafter without weights (`hydrajax.formats.draft_registry`), or a draft of
               the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``; of smollm2: ``"medusa"``,
-              ``"hydra++"``; ``"mtp"`` for the multi-token prediction module in the base's own files;
+              ``"hydra++"``, ``"dspark"``; ``"mtp"`` for the multi-token prediction module in the base's own files;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
               branch of the trees (`hydrajax.drafters.with_lookup`);
             - the same after ``"corpus+"`` or ``"lookup+corpus+"``: one tree of the most likely nodes of the draft, of
