@@ -132,7 +132,14 @@ def typical_walk(rule: Typical, tree: TreeTopology, p: np.ndarray, candidates: n
     return best
 
 
-@pytest.mark.parametrize("rule", [Typical(0.3, 0.6, 0.7), Typical(0.05, temperature=1.5), Typical(0.0, 0.0, 1.0)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(Typical(0.3, 0.6, 0.7), marks=pytest.mark.slow),
+        Typical(0.05, temperature=1.5),
+        pytest.param(Typical(0.0, 0.0, 1.0), marks=pytest.mark.slow),
+    ],
+)
 def test_typical_matches_a_walk_over_paths(rule):
     for number, tree in enumerate(TREES):
         random = np.random.default_rng(number)
@@ -155,6 +162,7 @@ def test_typical_matches_a_walk_over_paths(rule):
     [Typical(0.2, 0.6, 0.7, top_k=4), Typical(0.2, temperature=1.5, top_p=0.8), Typical(0.1, min_p=0.2)],
     ids=["top-k", "top-p", "min-p"],
 )
+@pytest.mark.quick("top-p")
 def test_typical_with_cuts_and_processors_matches_a_walk(rule):
     """Processors depend on the path to a node, because each node has its own preceding tokens."""
     batch, tree, random = 40, TREES[-1], np.random.default_rng(7)

@@ -1,6 +1,6 @@
 """Dynamic trees of sampled tokens: rejection sampling over them preserves the base's distribution.
 
-Base and draft depend on the last token only, so hundreds of thousands of steps take a second.
+Base and draft depend on the last token only, so a hundred thousand steps take a second.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hydrajax.drafters import growing
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.trees.dynamic import DynamicTree
 
-VOCAB, ROWS, P_VALUE = 4, 100_000, 0.001
+VOCAB, ROWS, P_VALUE = 4, 50_000, 0.001
 TREE = DynamicTree(4, 1, 3)
 # Probabilities of the next token. The draft is often wrong after token 0, so steps end there; after the other tokens it
 # is right, so invalid samples would be accepted.

@@ -83,7 +83,7 @@ def decoded(executor, prompts, grammars, limits=None):
 @pytest.mark.parametrize(
     ("name", "tree", "rule", "choices"),
     [
-        ("none", "root", Greedy(), {}),
+        pytest.param("none", "root", Greedy(), {}, marks=pytest.mark.slow),
         ("hydra++", "skips ranks", Greedy(), {"processors": [Penalties(presence_penalty=0.2)], "logprobs": 2}),
         pytest.param("eagle", "grown", ExactSampling(0.8), {"eos_ids": (5,)}, marks=pytest.mark.slow),
         pytest.param("model", "chain", RejectionSampling(0.8), {}, marks=pytest.mark.slow),
@@ -130,7 +130,7 @@ def conversation(executor) -> list[list[int]]:
 
 def test_stepped_rewind_and_extend(lab):
     """A message also starts the grammar anew."""
-    fused, stepped = (executor_of(kind, lab, "hydra++", "skips ranks") for kind in (FusedExecutor, SteppedExecutor))
+    fused, stepped = (executor_of(kind, lab, "medusa", "small") for kind in (FusedExecutor, SteppedExecutor))
     assert conversation(stepped) == conversation(fused)
     texts = [[*p, *constrained(lab, p, TABLE, 6)][:n] for p, n in zip(PROMPTS[:2], (7, 3), strict=True)]
     expected = [constrained(lab, [*text, *new], TABLE, 6) for text, new in zip(texts, ([4, 4], [8, 1, 2]), strict=True)]
@@ -199,11 +199,19 @@ def test_a_grammar_allows_tokens_at_every_node(lab, stepped, monkeypatch, name, 
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "model" else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
+    "name", [name if name == "medusa" else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
 )
 def test_forced_tokens_leave_greedy_output_unchanged(lab, stepped, name):
     """Every drafter, with and without nodes for forced tokens, on sequences that end at different steps."""
-    tree = "small" if name == "model" else "grown" if name == "eagle3" else "root" if name == "none" else "cartesian"
+    tree = (
+        "small"
+        if name in ("model", "medusa")
+        else "grown"
+        if name == "eagle3"
+        else "root"
+        if name == "none"
+        else "cartesian"
+    )
     expected = [constrained(lab, prompt) for prompt in PROMPTS]
     if name == "oracle":  # proposes the constrained text, so every accept length occurs
         texts = np.zeros((len(PROMPTS), CONTEXT), np.int32)
@@ -214,7 +222,7 @@ def test_forced_tokens_leave_greedy_output_unchanged(lab, stepped, name):
     else:
         make = stepped
     steps = {}
-    for forced_nodes in (3,) if name == "model" else (0, 3):  # the slow ones also without
+    for forced_nodes in (3,) if name == "medusa" else (0, 3):  # the slow ones also without
         executor = make(name, tree, eos_ids=(END,), grammar=Brackets(), forced_nodes=forced_nodes)
         out = executor.decode(*padded(PROMPTS))
         assert out.ids() == expected
@@ -239,7 +247,7 @@ def test_three_programs_per_step_give_the_same_tokens(lab, name, tree):
 
 def test_wrongly_forced_tokens_are_drafts_that_the_base_rejects(lab, stepped):
     liar = Changed(Brackets(), forces=(7, 1, 0, 0))
-    executor = stepped("model", "small", eos_ids=(END,), grammar=liar, forced_nodes=3)
+    executor = stepped("medusa", "small", eos_ids=(END,), grammar=liar, forced_nodes=3)
     assert executor.decode(*padded(PROMPTS)).ids() == [constrained(lab, prompt) for prompt in PROMPTS]
 
 
@@ -254,13 +262,13 @@ def test_forced_tokens_are_accepted_together(lab, stepped):
 
 def test_the_baseline_follows_the_grammar_one_token_at_a_time(lab, stepped):
     """Exact sampling draws the same tokens with drafts and forced tokens, because its keys belong to positions."""
-    executor = stepped("model", "small", eos_ids=(END,), grammar=Brackets(), forced_nodes=3)
+    executor = stepped("medusa", "small", eos_ids=(END,), grammar=Brackets(), forced_nodes=3)
     baseline = executor.autoregressive()
     out = baseline.decode(*padded(PROMPTS))
     assert out.ids() == [constrained(lab, prompt) for prompt in PROMPTS]
     assert out.steps.tolist() == out.lengths.tolist()
     rule, seen = ExactSampling(1.3), set()
-    for seed in range(8):
+    for seed in range(4):
         plain = baseline.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
         tree = executor.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
         assert tree.ids() == plain.ids()
@@ -271,12 +279,12 @@ def test_the_baseline_follows_the_grammar_one_token_at_a_time(lab, stepped):
 def test_masks_of_the_wrong_nodes_change_greedy_output(lab, stepped):
     """The equality above depends on which node gets which mask."""
     wrong = Changed(Brackets(), misplaced=True)
-    executor = stepped("model", "small", eos_ids=(END,), grammar=wrong, forced_nodes=3)
+    executor = stepped("medusa", "small", eos_ids=(END,), grammar=wrong, forced_nodes=3)
     assert executor.decode(*padded(PROMPTS)).ids() != [constrained(lab, prompt) for prompt in PROMPTS]
 
 
 def test_an_error_of_a_grammar_ends_its_sequence_alone(lab, stepped):
-    executor = stepped("model", "small", eos_ids=(END,), forced_nodes=3)
+    executor = stepped("medusa", "small", eos_ids=(END,), forced_nodes=3)
     expected = [constrained(lab, prompt) for prompt in PROMPTS]
     fails = 4
     found = decoded(executor, PROMPTS, [Brackets(), Changed(Brackets(), fails_after=fails), Brackets()])
@@ -289,7 +297,7 @@ def test_an_error_of_a_grammar_ends_its_sequence_alone(lab, stepped):
 
 
 def test_sequences_without_a_grammar_are_those_of_a_batch_without(lab, stepped):
-    executor = stepped("model", "small", eos_ids=(END,), forced_nodes=3)
+    executor = stepped("medusa", "small", eos_ids=(END,), forced_nodes=3)
     texts, margin = lab.references(0, PROMPTS)
     free = [lab.expected(text, len(p), NEW, (END,)) for text, p in zip(texts, PROMPTS, strict=True)]
     assert margin > 1e-4
@@ -355,6 +363,7 @@ SAMPLED = [
         (
             ("model", "small"),
             ("model", "grown"),
+            ("medusa", "small"),
             ("hydra++", "cartesian"),
             ("eagle", "grown"),
             ("medusa", "chain"),
@@ -365,7 +374,7 @@ SAMPLED = [
     if forced_nodes or name != "none"
 ]
 # Exact sampling is compared token for token with the baseline above, which is stronger and faster.
-QUICK_SAMPLED = [(RejectionSampling(0.8), "model", "small", 3)]
+QUICK_SAMPLED = [(RejectionSampling(0.8), "medusa", "small", 0)]
 
 
 @pytest.mark.parametrize(
@@ -387,7 +396,7 @@ def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(
     ids=["exact", "rejection"],
 )
 def test_the_test_of_distributions_fails_for_masks_of_the_wrong_nodes(lab, stepped, rule):
-    executor = stepped("model", "small", rule, grammar=Changed(TABLE, misplaced=True), forced_nodes=3, eos_ids=(END,))
+    executor = stepped("medusa", "small", rule, grammar=Changed(TABLE, misplaced=True), eos_ids=(END,))
     assert p_value(executor, TABLE) < 1e-9
 
 

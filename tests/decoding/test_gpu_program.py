@@ -44,6 +44,7 @@ def test_a_step_has_one_kernel_per_layer_and_one_to_append():
     assert [plain[name] for name in names] == [2, 2, 1, 5]
 
 
+@pytest.mark.slow
 def test_each_of_several_gpus_runs_the_kernels():
     plain = kernels_in(described_programs.lowered_step(TWO_GPUS, "cuda", "bfloat16", "none", "root"))
     assert plain == kernels_in(lowered_step("bfloat16", "none", "root"))

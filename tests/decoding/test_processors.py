@@ -315,8 +315,9 @@ def test_greedy_sequences_in_a_mixed_program_use_the_whole_tree(lab):
     np.testing.assert_array_equal(found.tokens, greedy.tokens)
 
 
+@pytest.mark.slow
 def test_rejection_sampling_at_temperature_0_is_greedy(lab):
-    prompts, processors = [[3, 1, 4], [5, 9], [7]], [Penalties(repetition_penalty=1.4)]
+    prompts, processors = [[3, 1, 4], [5, 9], [7]], [Penalties(repetition_penalty=1.4), LogitBias({2: 0.5})]
     specs = [how(RejectionSampling(t, draft_temperature=1.0), processors=processors) for t in (0.0, 1.0, 0.0)]
     tree = presets.cartesian([3, 2])
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=NEW)

@@ -33,10 +33,12 @@ SPECS = [
 ]
 
 
+@jax.jit
 def take_rows(state: DecodeState, rows) -> DecodeState:
     return jax.tree.map(lambda x: x[rows], state)
 
 
+@jax.jit
 def put_rows(state: DecodeState, places, rows: DecodeState) -> DecodeState:
     return jax.tree.map(lambda x, new: x.at[places].set(new), state, rows)
 

@@ -30,6 +30,7 @@ from hydrajax.sharding import AXES
 from hydrajax.trees import presets
 
 CONFIG = LlamaConfig(128, 128, 192, 2, 4, 2, 64, max_positions=256)
+PROMPTS = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
 DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}  # by JAX's name for lowering
 
 
@@ -67,8 +68,12 @@ def decoded_with_and_without(kind: str, tree: str, dtype, window: int | None = N
     A random model repeats itself, so lookup proposes long accepted paths.
     """
     model, base = random_base(CONFIG.replace(sliding_window=window), jnp.dtype(dtype))
-    prompt, lengths = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
-    want = make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), prompt, lengths)
     drafter, params = random_draft(model, base, kind)
     decode_fn = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)
-    return decode_fn(params, prompt, lengths), want
+    return decode_fn(params, *PROMPTS), decoded_without(dtype, window)
+
+
+def decoded_without(dtype, window: int | None = None) -> DecodeResult:
+    """Decode the same sequences without a draft."""
+    model, base = random_base(CONFIG.replace(sliding_window=window), jnp.dtype(dtype))
+    return make_autoregressive_fn(model, max_new_tokens=40)(Params(base, {}), *PROMPTS)
