@@ -20,6 +20,7 @@ from hydrajax.models.weights import LowRank, project
 
 RANK, SCALE, WIDTH = 3, 1.5, 8
 SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
+ONE_LAYER = SHAPE.replace(n_layers=1)
 FUSED = (2, 4, 5)  # two key-value heads, each with two queries, a key and a value of 5 features
 
 
@@ -80,11 +81,12 @@ def test_float32_results_of_bfloat16_inputs(random):
 
 def test_initial_values_are_those_of_peft():
     """A is uniform within 1 / sqrt(input width) and B is zero, so a fresh adapter changes no bit of the output."""
-    model = Llama(SHAPE, adapter=Adapter(rank=16))
+    model = Llama(ONE_LAYER, adapter=Adapter(rank=16))
     base, adapter = split_adapter(fresh_params(model))
-    tokens = jnp.arange(80).reshape(2, 40) % 61
+    tokens = np.arange(80).reshape(2, 40) % 61
     fresh = hidden_of(model, with_adapter(base, adapter), tokens)
-    np.testing.assert_array_equal(fresh, hidden_of(Llama(SHAPE), base, tokens))
+    np.testing.assert_array_equal(fresh, hidden_of(Llama(ONE_LAYER), base, tokens))
+    adapter = jax.device_get(adapter)
     for path, leaf in jax.tree.leaves_with_path(adapter):
         if "_lora_b_" in path[-1].key:
             assert not leaf.any()
@@ -123,9 +125,9 @@ def test_dropout_applies_to_the_input_of_a():
 
 
 def test_a_model_drops_only_with_a_key():
-    model = Llama(SHAPE, adapter=Adapter(4, 8.0, 0.5))
-    params = jax.tree.map(lambda x: x + 0.1, fresh_params(model))
-    tokens = jnp.arange(80).reshape(2, 40) % 61
+    model = Llama(ONE_LAYER, adapter=Adapter(4, 8.0, 0.5))
+    params = jax.tree.map(lambda x: x + np.float32(0.1), jax.device_get(fresh_params(model)))
+    tokens = np.arange(80).reshape(2, 40) % 61
     first, second = (hidden_of(model, params, tokens, jax.random.key(seed)) for seed in (0, 1))
     assert np.abs(first - second).max() > 1e-3
     never = model.clone(adapter=Adapter(4, 8.0, 0.0))

@@ -35,7 +35,7 @@ def test_causal_mask_equals_numpy():
     np.testing.assert_array_equal(np.asarray(Causal(5, 2)), np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
 
 
-@pytest.mark.quick("300-70-cache", "700-70-cache", "300-None-no cache", "700-None-no cache", "700-None-cache")
+@pytest.mark.quick("300-70-cache", "700-70-cache", "700-None-no cache")
 @pytest.mark.parametrize("slots", [None, 200], ids=["no cache", "cache"])
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("n_tokens", [300, 700])
@@ -59,7 +59,7 @@ def test_a_cap_of_scores_in_chunks_and_of_a_few_rows():
         weights = np.exp(scores) * np.asarray(part.visible)
         expected = (weights / weights.sum(axis=-1, keepdims=True)) @ v
         np.testing.assert_allclose(found, expected.swapaxes(1, 2).reshape(2, n_tokens, -1), atol=2e-5)
-        assert np.abs(found - attend(queries, parts)).max() > 1e-2
+        assert np.abs(found - jax.jit(lambda *args: attend(*args))(queries, parts)).max() > 1e-2
 
 
 def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):

@@ -143,7 +143,7 @@ def test_gradients_reach_every_weight(pairs, family):
         np.testing.assert_allclose(leaf, other, atol=1e-4, err_msg=str(path))
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("smollm3", marks=pytest.mark.slow)])
 def test_the_roofline_counts_layers_of_every_kind(pairs, family):
     """The sum over kinds is the count of the whole model. 600 tokens: layers with a window cost less."""
     model = pairs(family).model

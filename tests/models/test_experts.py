@@ -89,22 +89,25 @@ def test_gradients_are_those_of_the_sum_over_all_experts(way):
 # --- the router -------------------------------------------------------------------------------------------------------
 
 
+routed = jax.jit(route, static_argnums=1)
+
+
 def test_ties_go_to_the_first_expert():
     logits = np.float32([[1, 2, 2, 0, 2], [0, 0, 0, 0, 0]])
-    ids, weights = route(logits, Experts(5, 2, 8, normalized=True), None)
+    ids, weights = routed(logits, Experts(5, 2, 8, normalized=True), None)
     np.testing.assert_array_equal(ids, [[1, 2], [0, 1]])
     np.testing.assert_array_equal(weights, [[0.5, 0.5], [0.5, 0.5]])
 
 
 def test_weights_without_and_with_division_by_their_sum():
     logits = np.log(np.float32([[1, 5, 2, 2]]))
-    np.testing.assert_allclose(route(logits, Experts(4, 2, 8), None)[1], [[0.5, 0.2]], rtol=1e-6)
-    np.testing.assert_allclose(route(logits, Experts(4, 2, 8, normalized=True, scale=7), None)[1], [[5, 2]], rtol=1e-6)
+    np.testing.assert_allclose(routed(logits, Experts(4, 2, 8), None)[1], [[0.5, 0.2]], rtol=1e-6)
+    np.testing.assert_allclose(routed(logits, Experts(4, 2, 8, normalized=True, scale=7), None)[1], [[5, 2]], rtol=1e-6)
 
 
 def test_a_bias_chooses_and_does_not_weigh():
     logits, bias = np.float32([[0, 0, 1, -1]]), np.float32([0, 0, -9, 9])
-    ids, weights = route(logits, Experts(4, 2, 8, scores="sigmoid", choice_bias=True), bias)
+    ids, weights = routed(logits, Experts(4, 2, 8, scores="sigmoid", choice_bias=True), bias)
     np.testing.assert_array_equal(ids, [[0, 3]])
     np.testing.assert_allclose(weights, 1 / (1 + np.exp([[0, 1]])), rtol=1e-6)
 
@@ -113,8 +116,8 @@ def test_groups_with_the_best_pairs_of_experts():
     """The group of the best expert is not among them."""
     logits = np.float32([[9, -9, -9, 1, 1, -9, 2, 0, -9]])
     experts = Experts(9, 2, 8, scores="sigmoid", groups=3, chosen_groups=1)
-    np.testing.assert_array_equal(route(logits, experts, None)[0], [[3, 4]])
-    np.testing.assert_array_equal(route(logits, Experts(9, 2, 8, scores="sigmoid"), None)[0], [[0, 6]])
+    np.testing.assert_array_equal(routed(logits, experts, None)[0], [[3, 4]])
+    np.testing.assert_array_equal(routed(logits, Experts(9, 2, 8, scores="sigmoid"), None)[0], [[0, 6]])
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,8 @@ def run(model, params, tokens, positions, mask, cache=None):
     return forward, model.apply({"params": params}, forward.hidden, method="logits")
 
 
-@pytest.mark.quick("trained", "mqa", "qwen3", "gqa", "mistral_window", "qwen2", "llama3", "tied")
+# These have grouped and single key-value heads, a tied lm head and files in parts.
+@pytest.mark.quick("trained", "qwen3", "mistral_window", "qwen2", "llama3")
 def test_logits_in_prefill_and_in_cached_steps(pair):
     model, params, tokens = pair.model, pair.params, pair.tokens
     positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
@@ -125,7 +126,7 @@ def test_logits_in_prefill_and_in_cached_steps(pair):
 
 
 # The logits of all cases are compared above; these are the cases that affect the decode loop.
-LOOPED = ("tied", "mistral_window", "trained")
+LOOPED = ("mistral_window", "trained")
 
 
 @pytest.mark.parametrize(
@@ -161,6 +162,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
     np.testing.assert_array_equal(out.steps, [n_new] * 3)
 
 
+@pytest.mark.quick("llama3")
 @pytest.mark.parametrize("case", ["llama3", "linear", "theta"])
 def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
     """Without the setting the logits differ clearly, so the sequences above are long enough to test it."""

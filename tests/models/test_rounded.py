@@ -39,8 +39,7 @@ def expected(queries, segments) -> np.ndarray:
 
 
 @pytest.mark.quick(
-    *(f"float32-int8-{tokens}-{window}" for tokens in ("a tree", "a text") for window in (None, 9)),
-    *(f"bfloat16-{kv_cache}-a {what}" for kv_cache in KV_CACHES for what in ("tree-9", "text-None")),
+    "float32-int8-a tree-None", "float32-int8-a text-9", "bfloat16-int8-a text-None", "bfloat16-bfloat16-a tree-9"
 )
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("tokens", [5, 150], ids=["a tree", "a text"])

@@ -74,7 +74,7 @@ FINITE = st.floats(-1e4, 1e4, width=32).map(lambda x: x if abs(x) > 1e-30 else 0
 KERNELS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, max_side=6), elements=FINITE)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(KERNELS)
 def test_quantize_rounds_to_the_nearest_of_255_steps(kernel):
     found = Int8.of(kernel)
@@ -253,6 +253,7 @@ def prompts(seed: int) -> list[list[int]]:
     return [random.integers(0, VOCAB, n).tolist() for n in (3, 16, 9)]
 
 
+@pytest.mark.slow  # tests/test_low_bits.py decodes with trees, and test_same_bits.py compares a tree in int8
 def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
     directory = llama_checkpoint(vocab_size=VOCAB)
     model, base = load_llama(directory, quantize="int8")
@@ -267,6 +268,7 @@ def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
     assert accepted.max() >= 2  # drafts were accepted
 
 
+@pytest.mark.slow  # tests/models/test_dense_families.py decodes a tree with windows in some layers
 def test_tree_decoding_of_a_sliding_window_base_is_its_greedy_text(llama_checkpoint):
     """Prompts, tree nodes and their paths exceed a window of 2 in sequences of up to 46 tokens. Uses Hydra++ heads."""
     settings = {"model_type": "mistral", "vocab_size": VOCAB}

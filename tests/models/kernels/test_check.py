@@ -14,7 +14,7 @@ from hydrajax.models.kernels import check, tree_attention_tpu
 from hydrajax.models.platforms import Platform
 
 
-@pytest.mark.parametrize("device", ["GPU", "TPU"])
+@pytest.mark.parametrize("device", ["GPU", pytest.param("TPU", marks=pytest.mark.slow)])
 def test_the_check_passes_during_tracing(device):
     found = []
     jax.make_jaxpr(lambda x: found.append(check.disagreement(device, interpret=True)) or x)(1.0)

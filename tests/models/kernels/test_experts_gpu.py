@@ -29,7 +29,7 @@ def test_the_mlp_of_every_pair(rows, quantized):
     gate_up, down = (np.stack(kernels[i::2]) * np.arange(1, COUNT + 1).reshape(-1, *[1] * (3 - i)) for i in (0, 1))
     stored = [jnp.asarray(a, jnp.bfloat16) for a in (gate_up, down)]
     if quantized:
-        stored = [jax.tree.map(lambda *parts: jnp.stack(parts), *map(Int8.of, np.asarray(a))) for a in stored]
+        stored = [jax.tree.map(lambda *parts: np.stack(parts), *map(Int8.of, np.asarray(a))) for a in stored]
     wide = [np.stack([k.dequantized() for k in each(a)]) if quantized else np.float32(a) for a in stored]
     outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, jax.nn.silu))(
         x, ids, stored

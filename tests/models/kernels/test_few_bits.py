@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import shutil
 
 import jax
@@ -43,22 +44,32 @@ def product(x, weight) -> np.ndarray:
     return np.asarray(jax.jit(lambda x, weight: weight.project(x, jnp.float32))(x, weight))
 
 
-CASES = [((320, 1100), rows, 1) for rows in (1, 2, 3, 4, 6, 8, 65)] + [(shape, 5, 1) for shape in SHAPES]
-CASES += [((64, 128), 3, 1e-5)]  # scales that float16 holds as denormal numbers
+CASES = [((320, 1100), (1, 2, 3, 4, 5, 6, 8, 65), 1), *((shape, (5,), 1) for shape in SHAPES if shape != (320, 1100))]
+CASES += [((64, 128), (3,), 1e-5)]  # scales that float16 holds as denormal numbers
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("shape", "rows", "weights"), CASES)
-def test_products_equal_numpy(kind, shape, rows, weights):
-    rng = np.random.default_rng(rows + shape[0])
-    x = rng.standard_normal((rows, shape[0])).astype(np.float32) * np.exp(rng.standard_normal((1, shape[0])))
-    x = x.astype(np.float32)
-    weight = kind.of(rng.standard_normal(shape).astype(np.float32) * np.float32(weights))
-    kernel = np.asarray(weight.dequantized(), np.float64)
-    size = np.abs(rounded(x)) @ np.abs(kernel)
-    # An offset of 4 bits cancels against the numbers.
-    size += np.abs(rounded(x)) @ np.full(shape, weights) if issubclass(kind, Int4Tiles) else 0
-    assert np.max(np.abs(product(x, weight) - rounded(x) @ kernel) / (size + 1e-9 * weights)) < 2e-6
+def test_products_equal_numpy(kind):
+    rng, given = np.random.default_rng(0), []
+    for shape, numbers, weights in CASES:
+        inputs = [
+            rng.standard_normal((rows, shape[0])) * np.exp(rng.standard_normal((1, shape[0]))) for rows in numbers
+        ]
+        kernel = rng.standard_normal(shape).astype(np.float32) * np.float32(weights)
+        given.append(([x.astype(np.float32) for x in inputs], kind.of(kernel)))
+
+    @jax.jit  # one compilation for all cases
+    def products(given):
+        return [[weight.project(x, jnp.float32) for x in inputs] for inputs, weight in given]
+
+    for (shape, _, weights), (inputs, weight), found in zip(CASES, given, products(given), strict=True):
+        kernel = np.asarray(weight.dequantized(), np.float64)
+        for x, out in zip(inputs, found, strict=True):
+            size = np.abs(rounded(x)) @ np.abs(kernel)
+            # An offset of 4 bits cancels against the numbers.
+            size += np.abs(rounded(x)) @ np.full(shape, weights) if issubclass(kind, Int4Tiles) else 0
+            error = np.abs(out - rounded(x) @ kernel) / (size + 1e-9 * weights)
+            assert np.max(error) < 2e-6, (shape, len(x), weights)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,9 +77,11 @@ def test_rows_are_independent_to_the_last_bit(kind):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((70, 100)).astype(np.float32)
     weight = kind.of(rng.standard_normal((100, 200)).astype(np.float32))
-    together = product(x, weight)
-    for rows in (1, 2, 3, 4, 63, 64, 65):
-        np.testing.assert_array_equal(product(x[:rows], weight), together[:rows])
+    numbers = (1, 2, 3, 4, 63, 64, 65)
+    of_some = jax.jit(lambda x, weight: [weight.project(x[:rows], jnp.float32) for rows in (70, *numbers)])
+    together, *others = map(np.asarray, of_some(x, weight))
+    for rows, found in zip(numbers, others, strict=True):
+        np.testing.assert_array_equal(found, together[:rows])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +99,7 @@ def test_gradient_is_that_of_the_product_with_the_kernel(kind):
     rng = np.random.default_rng(1)
     x, slope = rng.standard_normal((3, 40)).astype(np.float32), rng.standard_normal((3, 20)).astype(np.float32)
     weight = kind.of(rng.standard_normal((40, 20)).astype(np.float32))
-    found = jax.grad(lambda x: jnp.sum(weight.project(x, jnp.float32) * slope))(x)
+    found = jax.jit(jax.grad(lambda x: jnp.sum(weight.project(x, jnp.float32) * slope)))(x)
     np.testing.assert_allclose(found, slope @ np.asarray(weight.dequantized()).T, rtol=1e-4, atol=1e-5)
 
 
@@ -99,35 +112,42 @@ def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
     np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("code", ["avx512vnni", "avxvnni", "avx2", "1"])
-def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
-    """A library chooses its code once, so each code has a copy of it. Missing instructions make that plain code."""
-    copy = shutil.copy(few_rows.library(), tmp_path / f"{code}.so")
-    symbol = ctypes.CDLL(copy).hydrajax_matmul_few_bits
-    jax.ffi.register_ffi_target(f"few_bits_{code}", jax.ffi.pycapsule(symbol), platform="cpu")
-    rng = np.random.default_rng(7)
-
-    def check(x, weight):
-        out = jax.ShapeDtypeStruct((len(x), weight.shape[1]), jnp.float32)
-        found = jax.ffi.ffi_call(f"few_bits_{code}", out)(x, *weight.arrays().values())
-        np.testing.assert_array_equal(found, product(x, weight))
-        return found
-
-    monkeypatch.setenv("HYDRAJAX_PLAIN_CPU_KERNELS", code)  # read by the copy's first product
+@functools.cache
+def inputs_of_codes() -> tuple[list, list]:
+    """Return rows of numbers with weights, and their products by the code that this CPU gets."""
+    rng, given = np.random.default_rng(7), []
+    halves = np.resize(np.arange(-254, 255, dtype=np.float32) / 2, (16, 100))  # ties of rounding
     for kind in KINDS:
         weight = kind.of(rng.standard_normal((100, 200)).astype(np.float32) * np.logspace(-5, 0, 200, dtype=np.float32))
-        for rows in (1, 2, 3, 4, 6, 9, 20, 70):
-            check(rng.standard_normal((rows, 100)).astype(np.float32), weight)
-        halves = np.resize(np.arange(-254, 255, dtype=np.float32) / 2, (16, 100))  # ties of rounding
-        check(halves, weight)
+        numbers = (1, 2, 3, 4, 6, 9, 20, 70)
+        given.append(([*(rng.standard_normal((rows, 100)).astype(np.float32) for rows in numbers), halves], weight))
     # The largest integers, which saturate where 16 bits do not hold their sums.
     x = np.array([[127], [-127]], np.float32) * np.ones((1, 32), np.float32)
     one = np.ones((1, 1, 64), np.float16)
     for number in (-128, -127, 127):
-        weight = Int8Tiles(np.full((1, 1, 8, 64, 4), number, np.int8), one, (32, 64))
-        np.testing.assert_array_equal(check(x, weight)[:, 5], 32 * number * x[:, 0])
-    weight = Int4Tiles(np.full((1, 1, 4, 64, 4), 255, np.uint8), one, 0 * one, (32, 64))
-    np.testing.assert_array_equal(check(x, weight)[:, 5], 32 * 15 * x[:, 0])
+        given.append(([x], Int8Tiles(np.full((1, 1, 8, 64, 4), number, np.int8), one, (32, 64))))
+    given.append(([x], Int4Tiles(np.full((1, 1, 4, 64, 4), 255, np.uint8), one, 0 * one, (32, 64))))
+    expected = jax.jit(lambda given: [[weight.project(x, jnp.float32) for x in xs] for xs, weight in given])(given)
+    for (found,), number in zip(expected[-4:], (-128, -127, 127, 15), strict=True):
+        np.testing.assert_array_equal(found[:, 5], 32 * number * x[:, 0])
+    return given, jax.device_get(expected)
+
+
+@pytest.mark.parametrize("code", ["avx512vnni", "avxvnni", "avx2", "1"])
+def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
+    """A library chooses its code once, so each code has a copy of it. Missing instructions make that plain code."""
+    given, expected = inputs_of_codes()
+    copy = shutil.copy(few_rows.library(), tmp_path / f"{code}.so")
+    symbol = ctypes.CDLL(copy).hydrajax_matmul_few_bits
+    jax.ffi.register_ffi_target(f"few_bits_{code}", jax.ffi.pycapsule(symbol), platform="cpu")
+    monkeypatch.setenv("HYDRAJAX_PLAIN_CPU_KERNELS", code)  # read by the copy's first product
+
+    def by_copy(x, weight):
+        out = jax.ShapeDtypeStruct((len(x), weight.shape[1]), jnp.float32)
+        return jax.ffi.ffi_call(f"few_bits_{code}", out)(x, *weight.arrays().values())
+
+    found = jax.jit(lambda given: [[by_copy(x, weight) for x in xs] for xs, weight in given])(given)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # --- weights ------------------------------------------------------------------------------------------------------

@@ -47,8 +47,7 @@ def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
     for rows in (1, 5):
         x = normal(rows, 1, 128)
         with interpreted(PLATFORMS[platform], monkeypatch):
-            parts = jax.jit(lambda x, kernel: kernel.project_parts(x))(x, kernel)
-            flat = jax.jit(lambda x, kernel: kernel.project(x, jnp.float32))(x, kernel)
+            parts, flat = jax.jit(lambda x, k: (k.project_parts(x), k.project(x, jnp.float32)))(x, kernel)
         want = np.einsum("rtd,dpf->prtf", x.astype(np.float64), wide)
         # Weights of 4 bits are rounded to bfloat16 (on a TPU without their offset); 8-bit weights are exact, x nearly.
         largest = np.abs(wide) + (np.abs(kernel.offset).astype(np.float64).repeat(32, axis=0) if kind is Int4 else 0)
@@ -62,7 +61,9 @@ def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
 ON_TPU = [pytest.param("tpu", kind, marks=pytest.mark.slow) for kind in (Int8, Int4)]
 
 
-@pytest.mark.parametrize(("platform", "kind"), [("t4", Int8), ("h100", Int4), *ON_TPU])
+@pytest.mark.parametrize(
+    ("platform", "kind"), [pytest.param("t4", Int8, marks=pytest.mark.slow), ("h100", Int4), *ON_TPU]
+)
 def test_products_have_the_gradient_of_the_widened_weight(platform, kind, monkeypatch):
     kernel, x = kind.of(RANDOM.normal(size=(128, 128)).astype(np.float32)), normal(1, 128)
     with interpreted(PLATFORMS[platform], monkeypatch):
