@@ -52,9 +52,17 @@ def filled(tree, vocabulary, draws: bool):
     return jax.device_get(propose(ROOTS, jax.random.split(jax.random.key(1), (len(ROOTS), 3))))
 
 
-@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("draws", [False, True], ids=["best", "drawn"])
 @pytest.mark.parametrize("vocabulary", [None, HALF], ids=["all", "half"])
-@pytest.mark.parametrize("tree", [TREES["static"], with_estimates(TREES["static"]), TREES["dynamic"]], ids=str)
+@pytest.mark.parametrize(
+    "tree",
+    [TREES["static"], with_estimates(TREES["static"]), TREES["dynamic"]],
+    ids=["static", "with estimates", "dynamic"],
+)
+@pytest.mark.quick(
+    *(f"{tree}-{case}" for tree in ("static", "dynamic") for case in ("half-best", "all-drawn", "half-drawn")),
+    "with estimates-half-best",
+)
 def test_nodes_hold_allowed_tokens(tree, vocabulary, draws):
     proposal = filled(tree, vocabulary, draws)
     parents = np.broadcast_to(proposal.tree.parents, proposal.tokens.shape)

@@ -41,7 +41,7 @@ def near(ours, recorded) -> None:
 
 
 CHAINS = [
-    ("dflash_a", "greedy"), ("dspark_a", "greedy"), slow("dsdflash_a", "greedy"), slow("jetspec_a", "greedy_chain"),
+    ("dflash_a", "greedy"), slow("dspark_a", "greedy"), slow("dsdflash_a", "greedy"), slow("jetspec_a", "greedy_chain"),
 ]  # fmt: skip
 
 
@@ -110,7 +110,7 @@ TREES = [
     slow("ddtree_ds_a", "greedy_b8", "best-9"),
     slow("ddtree_ds_a", "greedy_b32", "best-33"),
     slow("jetspec_a", "greedy_b8_w3", "fanout-8-3"),
-    ("jetspec_a", "greedy_b16_w4", "fanout-16-4"),
+    slow("jetspec_a", "greedy_b16_w4", "fanout-16-4"),
     slow("jetspec_a", "greedy_b32_w7", "fanout-32-7"),
 ]
 
@@ -138,7 +138,7 @@ def test_trees(parallel, name, file, tree):
     assert swapped <= 12
 
 
-@pytest.mark.parametrize("name", ["ddtree_a", "jetspec_a"])
+@pytest.mark.parametrize("name", [slow("ddtree_a"), "jetspec_a"])
 def test_tree_builders(parallel, name):
     """Edge cases: more nodes than there are paths, a small vocabulary, one depth."""
     record, with_root = np.load(need(parallel / name / "tree_unit.npz")), name == "jetspec_a"
@@ -189,7 +189,7 @@ def test_markov_heads(parallel, kind):
     np.testing.assert_allclose(record["base_logits"] + at_once, record[f"{kind}_logits"], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dflash_a", "dspark_a", "dsdflash_a"])
+@pytest.mark.parametrize("name", ["dflash_a", "dspark_a", slow("dsdflash_a")])
 def test_teacher_forced(parallel, name):
     """The official training forward: hidden states, logits and confidence of blocks at random anchors."""
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / "teacher_forced.npz"))
@@ -223,7 +223,7 @@ def test_teacher_forced(parallel, name):
 @pytest.mark.parametrize(
     ("name", "file", "tree"),
     [
-        ("dflash_a", "eos", "chain-7"),
+        slow("dflash_a", "eos", "chain-7"),
         slow("dspark_a", "eos", "chain-8"),
         slow("dsdflash_a", "eos", "chain-8"),
         slow("ddtree_a", "eos_b16", "best-17"),

@@ -113,6 +113,7 @@ LAYERS = {
 }  # their lm head is the base's
 
 
+@pytest.mark.quick("medusa", "eagle", "dspark")
 @pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
 def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
     if kind in LAYERS:

@@ -78,7 +78,7 @@ def test_static_trees_have_the_best_tokens_after_each_path(drafter, base, taught
         plain.check_proposal(tree, text, int(roots[row]), proposal.tokens[row])
 
 
-@pytest.mark.quick("eagle3")
+@pytest.mark.slow  # test_eagle_golden.py compares them with recordings
 def test_dynamic_trees_have_the_best_tokens_after_each_path(drafter, base, taught, oracle):
     params, propose = taught
     plain = oracle.eagle(drafter, params, base)

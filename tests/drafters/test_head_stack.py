@@ -101,6 +101,7 @@ def test_dynamic_trees_have_the_best_tokens_after_each_path(base, oracle, name):
         assert in_numpy.check_grown(state[row], proposal.tokens[row], proposal.tree.parents[row]) > 1
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 16), st.sampled_from([1, 3]))
 def test_propose_matches_numpy_on_random_trees(base, oracle, tree_seed, n_choices, batch):
@@ -112,7 +113,7 @@ def test_propose_matches_numpy_on_random_trees(base, oracle, tree_seed, n_choice
     propose_and_check((drafter, params, in_numpy), base, tree, batch, tree_seed)
 
 
-@pytest.mark.quick("hydra, 3 shared layers", "medusa")
+@pytest.mark.quick("hydra, 3 shared layers")
 def test_the_numpy_check_can_fail(heads, base):
     """Swapped siblings, or child counts read as ranks, must fail the check."""
     drafter, params, in_numpy = heads
@@ -145,7 +146,7 @@ def test_teacher_forced_matches_numpy_along_the_true_tokens(heads, base):
                 np.testing.assert_allclose(logits[k, row, t], expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.quick("hydra, 3 layers", "hydra, 3 shared layers", "medusa, shared block and bias")
+@pytest.mark.quick("hydra, 3 layers", "medusa, shared block and bias")
 def test_teacher_forcing_reproduces_a_proposal(heads, base):
     """Teacher forcing on a proposed chain predicts the chain: training and decoding have the same inputs."""
     drafter, params, _ = heads
@@ -170,6 +171,7 @@ def test_only_the_last_counted_hidden_state_is_kept(heads, base):
     np.testing.assert_array_equal(last_observed(aux_hidden_states, counts), state)
 
 
+@pytest.mark.quick("medusa", "hydra, 3 layers")
 @pytest.mark.parametrize("name", ["medusa", "hydra", "hydra, 3 layers"])
 def test_fresh_heads_start_from_the_base(base, name):
     """W1 = 0 and W2 = the base's lm head (medusa 2.1.1): a fresh head ranks tokens as the base does from h."""

@@ -222,27 +222,31 @@ def test_the_mask_equals_the_figure_of_the_paper():
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 
+compiled_candidates = jax.jit(candidates)
+compiled_nodes = jax.jit(as_nodes, static_argnums=1)
+
+
 def test_the_pool_drops_the_oldest_n_grams():
     """Three buckets of two n-grams: tokens 1 and 4 share one."""
     met = [[1, 8], [2, 8], [1, 9], [1, 8], [4, 7], [2, 9], [2, 7]]
     kept = [True, True, True, True, True, False, True]
-    pool = jnp.full((2, 3, 2, 2), -1)
-    found = remember(pool, jnp.array([met, met[::-1]]), jnp.array([kept, [False] * 7]))
+    pool = np.full((2, 3, 2, 2), -1)
+    found = np.asarray(jax.jit(remember)(pool, np.array([met, met[::-1]]), np.array([kept, [False] * 7])))
     assert found[0].tolist() == [[[-1, -1], [-1, -1]], [[4, 7], [1, 8]], [[2, 7], [2, 8]]]
     assert (found[1] == -1).all()
-    both = jnp.concatenate([found[:1]] * 2)
-    assert candidates(both, jnp.array([1, 2])).tolist() == [[[8], [-1]], [[7], [8]]]
-    assert candidates(both, jnp.array([4, 5])).tolist() == [[[7], [-1]], [[-1], [-1]]]
+    both = np.concatenate([found[:1]] * 2)
+    assert compiled_candidates(both, np.array([1, 2])).tolist() == [[[8], [-1]], [[7], [8]]]
+    assert compiled_candidates(both, np.array([4, 5])).tolist() == [[[7], [-1]], [[-1], [-1]]]
 
 
 def test_candidates_with_a_common_prefix_share_nodes():
-    found = jnp.array([[[5, 6, 7], [5, 8, 9], [5, 6, 9]], [[1, 1, 1], [2, 1, 1], [-1, -1, -1]]])
-    tokens, parents = as_nodes(found, presets.cartesian([3, 1, 1]))
+    found = np.array([[[5, 6, 7], [5, 8, 9], [5, 6, 9]], [[1, 1, 1], [2, 1, 1], [-1, -1, -1]]])
+    tokens, parents = compiled_nodes(found, presets.cartesian([3, 1, 1]))
     # Node order: the first tokens of the three candidates, then their second and third tokens.
     assert tokens.tolist() == [[5, -1, -1, 6, 8, -1, 7, 9, 9], [1, 2, -1, 1, 1, -1, 1, 1, -1]]
     assert parents.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 4, 5, 4], [-1, 0, 0, 0, 1, 2, 3, 4, 5, 6]]
     uneven = TreeTopology.from_choices([[1], [1, 0], [1, 0, 0], [2], [2, 0], [2, 1], [6]])
-    tokens, parents = as_nodes(found, uneven)  # [1], [2], [6], [1, 0], [2, 0], [2, 1], [1, 0, 0]
+    tokens, parents = compiled_nodes(found, uneven)  # [1], [2], [6], [1, 0], [2, 0], [2, 1], [1, 0, 0]
     assert tokens[0].tolist() == [5, -1, -1, 8, 6, -1, 9]
     assert parents[0].tolist() == [-1, 0, 0, 0, 1, 1, 2, 4]
 
@@ -285,6 +289,7 @@ def test_sampling_draws_the_tokens_of_plain_sampling(lab):
         assert found.steps.sum() < expected.steps.sum()
 
 
+@pytest.mark.slow
 def test_typical_acceptance(lab):
     """Near temperature 0 only best tokens are accepted; with a threshold of 0 whole candidates."""
     cold, any_token = Typical(temperature=1e-3), Typical(epsilon=0.0)
@@ -309,7 +314,7 @@ def test_a_second_turn_resets_the_window_and_keeps_the_pool():
     state = read(state._replace(steps=jnp.array([5])), jnp.array([[4, 5, 6, 7]]), jnp.array([4]))
     assert (state.window[0].tolist(), state.steps.tolist(), state.tail[0].tolist()) == ([[4, 5], [6, 7]], [0], [6, 7])
     for root, followed in [(1, [2, 3]), (2, [3, 4]), (3, [4, 5]), (4, [5, 6]), (5, [6, 7]), (6, [-1, -1])]:
-        assert candidates(state.pool, jnp.array([root]))[0, 0].tolist() == followed
+        assert compiled_candidates(state.pool, np.array([root]))[0, 0].tolist() == followed
 
 
 # --- names and errors -------------------------------------------------------------------------------------------------
@@ -345,7 +350,8 @@ def test_incompatible_settings_are_rejected(lab):
     make_decode_fn(lab.model, Lookahead(37, 5, 2), presets.chain(3))
 
 
-@pytest.mark.parametrize("tree", ["chain-1", pytest.param("root", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", ["chain-1", "root"])
 def test_smaller_trees(lab, tree):
     texts, _ = lab.references(0, PROMPTS)
     tree = presets.by_name(tree)

@@ -98,6 +98,7 @@ def test_proposals_match_a_plain_search(name, tree):
     assert n_proposed > 40 or tree.depth == 0
 
 
+@pytest.mark.quick("default", "one match")
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_ranks_equal_the_positions_of_true_tokens_in_proposals(name):
     drafter, (texts, _) = DRAFTERS[name], random_texts(7, 3)
@@ -257,7 +258,8 @@ def test_decoding_gives_the_tokens_of_the_base(lab, tree, batch):
     assert out.accept_lengths.max() >= 2
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
 def test_sampling_draws_the_tokens_of_plain_sampling(lab, batch):
     rule = ExactSampling(0.5)
     tree = make_decode_fn(lab.model, PromptLookup(), TREES["wide"], rule, max_new_tokens=NEW)

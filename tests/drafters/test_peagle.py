@@ -199,6 +199,7 @@ def gradient_of(drafter, model):
     return jax.grad(loss)
 
 
+@pytest.mark.slow
 def test_dropped_guesses_do_not_enlarge_the_program(drafted):
     """With a pass for each length of rollouts, a GPU compiled one training step for minutes."""
     _, _, drafter, params, model, base = drafted
@@ -211,6 +212,7 @@ def test_dropped_guesses_do_not_enlarge_the_program(drafted):
     assert n_products(0.7) == n_products(1.0)
 
 
+@pytest.mark.slow  # the loss is compared in several passes above
 def test_passes_do_not_change_the_gradient(drafted, monkeypatch):
     _, _, drafter, params, model, base = drafted
     drafter = dataclasses.replace(drafter, retention=0.7, num_anchors=11)

@@ -66,6 +66,7 @@ def test_prefill_matches_numpy(prefixed, base, oracle, batch):
         in_numpy.check_proposal(TREE, refined[-1], int(root[row]), candidates[row])
 
 
+@pytest.mark.quick("medusa")
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_ragged_chunks_give_the_state_of_one_prefill(prefixed, base, oracle, data):
@@ -95,6 +96,7 @@ def test_ragged_chunks_give_the_state_of_one_prefill(prefixed, base, oracle, dat
             np.testing.assert_allclose(mine[row, :, :length], whole[row, :, :length], **TOLERANCE)
 
 
+@pytest.mark.quick("hydra")
 def test_token_by_token_gives_the_state_of_one_prefill(prefixed):
     drafter, _, advance, propose, _ = prefixed
     aux_hidden_states, tokens = random_text(2)
@@ -129,6 +131,7 @@ def test_uncounted_tokens_have_no_effect(prefixed):
     assert proposals[0] == proposals[1]
 
 
+@pytest.mark.quick("hydra")
 def test_decode_steps_give_the_state_of_the_accepted_tokens(prefixed, base, oracle):
     """After several engine steps with rejections the output equals that of one pass over the tokens."""
     drafter, params, _, _, _ = prefixed

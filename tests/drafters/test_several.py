@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.lab import DRAFTERS, NEW, TREES, shared_lab
+from helpers.lab import DRAFTERS, NEW, TREES, quick_jit, shared_lab
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
@@ -19,12 +19,13 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.chains import Chains, estimated
 from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.corpus_search import CorpusSearch
-from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
 from hydrajax.drafters.several import FromText, Several
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import naming_corpus, parse_several, title_of
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees.presets import by_name
 
 BOTH = (PromptLookup(), CorpusSearch())
@@ -162,8 +163,9 @@ def test_outputs_are_the_bases_and_the_corpus_shortens_them(lab, rule, name, tre
     assert again.steps.sum() < 0.6 * first.steps.sum()
 
 
-@pytest.mark.parametrize("name", ["hydra", pytest.param("eagle", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("tree", ["cartesian", pytest.param("grown", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hydra", "eagle"])
+@pytest.mark.parametrize("tree", ["cartesian", "grown"])
 def test_chains_take_the_place_of_the_drafters_own_nodes(lab, name, tree):
     """With no node more, a step verifies as many nodes as with the drafter alone."""
     tree, drafter = TREES[tree], Several(DRAFTERS[name], BOTH, 0)
@@ -178,6 +180,23 @@ def test_chains_take_the_place_of_the_drafters_own_nodes(lab, name, tree):
     assert found["the texts"].accept_lengths.max() == tree.depth
 
 
+def test_a_draft_that_draws_keeps_its_own_tree(lab):
+    """Rejection sampling relies on q, so with no node more there is nothing but the drafter's own proposal."""
+    drafter, own, tree = Several(DRAFTERS["hydra"], BOTH, 0), DRAFTERS["hydra"], TREES["cartesian"]
+    params, base = drafts(lab, "hydra", [([4, 5, 6] * 8, [3])]), BoundBase(lab.model, lab.base(0))
+
+    @quick_jit
+    def run(root, keys):
+        state, draw = drafter.init_state(2, 20), Draw(keys, jnp.array([0.8, 1.3]))
+        found = drafter.propose(params, state, root, tree, base, draw)
+        return found, own.propose(params["draft"], state.drafter, root, tree, base, draw)
+
+    found, expected = run(np.array([4, 9]), jax.random.split(jax.random.key(0), (2, tree.depth + 1)))
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.log_q, expected.log_q)
+
+
+@pytest.mark.slow
 def test_drawn_nodes_keep_their_places(lab):
     """Rejection sampling relies on q, so with no node more the tree is the drafter's own."""
     rule, tree = RejectionSampling(0.8), TREES["cartesian"]
