@@ -47,7 +47,7 @@ def walk(tree: TreeTopology, logits: np.ndarray, candidates: np.ndarray) -> tupl
     return nodes, int(np.argmax(logits[nodes[-1]]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(TREES), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_greedy_matches_a_walk(tree, seed, agreement):
     """Logits and tokens are random, but some nodes agree with their parent so that long paths occur."""

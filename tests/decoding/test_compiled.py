@@ -175,7 +175,7 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
-@pytest.mark.quick("experts-Greedy-3", "dflash-Greedy-3", "model-Greedy-1")  # experts: with Hydra++ heads
+@pytest.mark.quick("experts-Greedy-3", "model-Greedy-1")  # experts: with Hydra++ heads
 def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)
@@ -373,6 +373,7 @@ def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatc
     assert n_once < n_each
 
 
+@pytest.mark.slow
 def test_the_program_of_a_drafted_block_does_not_grow_with_the_block():
     """A block is one pass, whatever its size. (A Markov head links the tokens of a chain, so its chains grow.)"""
 

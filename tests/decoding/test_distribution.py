@@ -297,7 +297,7 @@ REJECTION += [
 REJECTION += [(1.0, "cut", "lookup with far", "root")]
 MODELS = ("model", "sure model, 4 tokens", "padded model")
 REJECTION += [(1.0, "cut", drafter, tree) for drafter in MODELS for tree in TREES]
-QUICK_REJECTION = [(0.7, "whole", "lookup with far", "tree")]  # of which "far" is a part
+QUICK_REJECTION = [(0.7, "whole", "far", "tree")]
 
 
 @pytest.mark.parametrize(("temperature", "cut", "drafter", "tree", "samples"), in_part(REJECTION, QUICK_REJECTION))

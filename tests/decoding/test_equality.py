@@ -48,7 +48,7 @@ def emitted(out, row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("cases", [UNTRAINED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     number=st.integers(0, 19), base_seed=base_seeds, draft_seed=st.integers(0, 2),
     three=st.tuples(prompts, prompts, prompts),
@@ -144,6 +144,7 @@ def test_sequences_are_independent(lab, base_seed, three, row):
     assert emitted(alone, 0) == lab.expected(texts[row], len(three[row]), MAX_NEW)
 
 
+@pytest.mark.slow
 @settings(max_examples=16, deadline=None)
 @given(st.tuples(prompts, prompts, prompts), st.integers(0, 2))
 def test_a_sequence_takes_the_same_steps_alone(lab, three, row):

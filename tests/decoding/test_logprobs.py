@@ -69,6 +69,7 @@ def test_without_a_draft(lab, rule, top):
     np.testing.assert_array_equal(out.tokens, lab.plainly(PROMPTS, rule, seed=1).tokens)
 
 
+@pytest.mark.slow
 def test_long_paths_and_their_bonus_tokens(lab):
     """The oracle proposes paths of four tokens, some of them wrong in the middle."""
     texts, _ = lab.references(0, PROMPTS)

@@ -162,6 +162,7 @@ def test_keys_depend_on_sequence_and_position():
     four, two = row_keys(key, 4), row_keys(key, 2)
     assert (jax.random.key_data(four[:2]) == jax.random.key_data(two)).all()
     assert (jax.random.key_data(row_keys(four, 4)) == jax.random.key_data(four)).all()
+    assert (jax.random.key_data(row_keys(jax.random.PRNGKey(3), 4)) == jax.random.key_data(four)).all()
     positions = np.array([[5, 6, 7], [0, 1, 2], [5, 6, 7], [9, 9, 9]])
     keys = jax.random.key_data(position_keys(four, positions))
     assert keys.shape[:2] == (4, 3)

@@ -115,7 +115,7 @@ def test_a_sequence_with_a_shorter_prompt_joins_a_running_batch(hydra_pp):
     ],
     ids=lambda rules: type(rules[0]).__name__,
 )
-@pytest.mark.quick("RejectionSampling")
+@pytest.mark.slow  # tests/test_loaded.py compares a list of temperatures with each alone
 def test_rules_per_sequence_give_the_tokens_of_each_rule_alone(lab, rules):
     """One program: numbers are arguments, shared or per sequence."""
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), rules[0], max_new_tokens=20)

@@ -120,13 +120,14 @@ def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
 @pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
 @pytest.mark.quick("lookup-chain-3-float32-20")
 def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dtype, window):
-    found, want = described_programs.decoded_with_and_without(kind, tree, dtype, window)
-    np.testing.assert_array_equal(found.tokens, want.tokens)
+    found = described_programs.decoded_with(kind, tree, dtype, window)
     assert kind != "lookup" or found.tokens_per_step() > 1.1
     if dtype == "float32":
         with platforms.traced_for(platforms.Platform("none", 1)):  # XLA's own operations
             plain = described_programs.decoded_without(dtype, window)
-        np.testing.assert_array_equal(found.tokens, plain.tokens)
+    else:
+        plain = described_programs.decoded_without(dtype, window)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
 SLOW_PRODUCTS = pytest.mark.xfail(strict=True, reason="bare products take 1.88 to 2.05 of the bytes (docs/tpu.md)")

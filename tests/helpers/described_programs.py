@@ -62,15 +62,14 @@ def interpreted(platform: platforms.Platform, monkeypatch: pytest.MonkeyPatch) -
         yield
 
 
-def decoded_with_and_without(kind: str, tree: str, dtype, window: int | None = None) -> tuple[DecodeResult, ...]:
-    """Decode two sequences of different lengths, greedy: with the draft, and without.
+def decoded_with(kind: str, tree: str, dtype, window: int | None = None) -> DecodeResult:
+    """Decode two sequences of different lengths with a draft, greedy.
 
     A random model repeats itself, so lookup proposes long accepted paths.
     """
     model, base = random_base(CONFIG.replace(sliding_window=window), jnp.dtype(dtype))
     drafter, params = random_draft(model, base, kind)
-    decode_fn = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)
-    return decode_fn(params, *PROMPTS), decoded_without(dtype, window)
+    return make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=40)(params, *PROMPTS)
 
 
 def decoded_without(dtype, window: int | None = None) -> DecodeResult:
