@@ -34,6 +34,7 @@ from hydrajax.trees import presets
 SETTINGS = BlockSettings(n_layers=2, block_size=5, target_layers=(0, 1))
 KINDS = {
     "dflash": (DFlash, SETTINGS, {}),
+    "one layer": (DFlash, BlockSettings(n_layers=1, block_size=5, target_layers=(0,)), {}),
     "windows": (DFlash, SETTINGS, {"windows": (4, 0)}),
     "jetspec": (JetSpec, SETTINGS, {}),
     "some words": (DFlash, SETTINGS, {"vocabulary": Vocabulary(range(0, 61, 3))}),
@@ -90,7 +91,7 @@ def test_blocks_equal_numpy(made, kind):
         pytest.param("windows", "best-9", marks=pytest.mark.slow),
         pytest.param("jetspec", "fanout-9-3", marks=pytest.mark.slow),
         ("jetspec", "fanout-30-2"),  # more nodes than `DynamicTree` has candidates
-        ("dspark", "dynamic-8-2-3"),
+        pytest.param("dspark", "dynamic-8-2-3", marks=pytest.mark.slow),
         pytest.param("dspark", "best-8", marks=pytest.mark.slow),
         pytest.param("some words", "best-9", marks=pytest.mark.slow),
     ],
@@ -121,7 +122,7 @@ def test_a_branch_of_lookup(made):
 
 def test_many_blocks_are_run_in_chunks(made, monkeypatch):
     """Hidden states and gradients are those of one pass. In float64, as float32's sums depend on their order."""
-    model, base, drafter, params = made("dflash")
+    model, base, drafter, params = made("one layer")
     tokens, anchors = text(2, 12), np.array([[3, 5, 7, 8, 9], [1, 2, 4, 6, 11]], np.int32)
     reads = drafter.spec.aux_hidden_layers
     with jax.enable_x64(True):

@@ -41,8 +41,9 @@ def near(ours, recorded) -> None:
 
 
 CHAINS = [
-    ("dflash_a", "greedy"), slow("dspark_a", "greedy"), slow("dsdflash_a", "greedy"), slow("jetspec_a", "greedy_chain"),
-]  # fmt: skip
+    slow(name, "greedy_chain" if name == "jetspec_a" else "greedy")
+    for name in ("dflash_a", "dspark_a", "dsdflash_a", "jetspec_a")
+]
 
 
 def steps_of(loaded, tree, record):
@@ -79,6 +80,7 @@ def check_outputs(record, state):
         np.testing.assert_array_equal(state.output.accept_lengths[row, : len(accepts)], accepts, err_msg=f"{row}")
 
 
+# By default a chain of DSpark with its confidence head and a tree of DFlash, below.
 @pytest.mark.parametrize(("name", "file"), CHAINS)
 def test_chains(parallel, name, file):
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))

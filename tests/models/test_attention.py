@@ -87,11 +87,11 @@ def test_segments_visible_at_their_own_position_only(n_tokens):
 
 
 def test_a_long_prompt_does_not_materialise_all_scores():
-    """For 32,768 tokens all scores of a head would take 4.3 GB and a full mask 1.1 GB."""
-    shape = jax.ShapeDtypeStruct((1, 1, 32768, 16), jnp.float32)
-    lowered = jax.jit(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(32768))])).lower(shape, shape, shape)
-    assert len(lowered.as_text()) < 1_000_000
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < 100_000_000
+    """For 8,192 tokens all scores of a head would take 268 MB and a full mask 67 MB."""
+    shape = jax.ShapeDtypeStruct((1, 1, 8192, 16), jnp.float32)
+    lowered = jax.jit(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(8192))])).lower(shape, shape, shape)
+    assert len(lowered.as_text()) < 500_000
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 25_000_000
 
 
 def test_long_prompts_use_cudnn_on_a_gpu(monkeypatch):

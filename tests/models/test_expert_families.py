@@ -90,7 +90,7 @@ def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path, pairs):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.quick("qwen3_moe-hydra")
+@pytest.mark.slow  # above, the logits of a tree
 @pytest.mark.parametrize(("family", "kind"), [("qwen3_moe", "hydra"), ("glm4_moe", "lookup")])
 def test_trees_give_transformers_greedy_ids(pairs, family, kind):
     prompts = prompts_of(3)

@@ -99,7 +99,7 @@ def run(model, params, tokens, positions, mask, cache=None):
     return forward, model.apply({"params": params}, forward.hidden, method="logits")
 
 
-# These have grouped and single key-value heads, a tied lm head and files in parts.
+# These have grouped key-value heads, a tied lm head and files in parts.
 @pytest.mark.quick("trained", "qwen3", "mistral_window", "qwen2", "llama3")
 def test_logits_in_prefill_and_in_cached_steps(pair):
     model, params, tokens = pair.model, pair.params, pair.tokens

@@ -40,6 +40,7 @@ def test_int4_means_the_same_on_every_device():
     assert quantized_type("int4", "down", tiles.values) is Int4Tiles
 
 
+@pytest.mark.quick("t4-Int8", "h100-Int4", "h100-Fp8", "tpu-Int8", "tpu-Int4")
 @pytest.mark.parametrize(("platform", "kind"), [*itertools.product(PLATFORMS, [Int8, Int4]), ("h100", Fp8)])
 def test_products_of_rows_agree_with_numpy(platform, kind, monkeypatch):
     kernel = kind.of(RANDOM.normal(size=(128, 2, 128)).astype(np.float32) * np.linspace(0.1, 3, 128, dtype=np.float32))
