@@ -121,7 +121,7 @@ def check_tree(rng: random.Random) -> tuple[int, int]:
     return len(paths), forced
 
 
-@pytest.mark.parametrize("cases", [100, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [60, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_masks_at_every_node_are_those_of_another_engine(cases):
     rng = random.Random(cases)
     nodes = np.array([check_tree(rng) for _ in range(cases)]).sum(axis=0)
@@ -275,7 +275,7 @@ def executor():
     import jax
 
     model = Llama(CONFIG)
-    base = init_base(model, jax.random.key(0))
+    base = jax.jit(lambda: init_base(model, jax.random.key(0)))()
 
     @functools.cache
     def make(tree: str) -> SteppedExecutor:
@@ -285,7 +285,8 @@ def executor():
     return make
 
 
-@pytest.mark.parametrize("batches", [2, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by default test_schemas.py and test_grammar.py check whole outputs
+@pytest.mark.parametrize("batches", [2, 400])
 def test_no_forbidden_token_is_emitted(executor, batches):
     """Random patterns, prompts and trees: every output is a text of its pattern, or the beginning of one at the limit.
 

@@ -75,6 +75,13 @@ def steps_of(models, schemas: list[dict], limit: int, draft: str, forced_nodes: 
     return sum(one.steps for one in found)
 
 
+def test_random_schemas_without_a_draft(models):
+    rng = random.Random(0)
+    found = without_draft(models, [random_schema(rng, 2) for _ in range(6)], 48)
+    assert sum(one.finish_reason == "eos" for one in found) >= 4
+
+
+@pytest.mark.slow
 def test_random_schemas(models):
     rng = random.Random(0)
     schemas = [random_schema(rng, 2) for _ in range(9)]
@@ -105,6 +112,7 @@ def test_many_random_schemas(models, many, draft):
     assert steps[0] < steps[1]
 
 
+@pytest.mark.slow
 def test_generated_schemas_have_all_keywords_and_some_reject_values():
     """The generator covers the keywords, and jsonschema rejects wrong values, so that the tests above can fail."""
     rng = random.Random(1)
