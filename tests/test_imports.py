@@ -72,13 +72,21 @@ def part_of(module: str) -> str:
     return max(fitting, key=len)
 
 
-parsed = functools.cache(ast.parse)  # the tests read every module several times
+# The tests read every module several times.
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Return the imports and the functions of a module."""
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node for node in ast.walk(parsed(source)) if isinstance(node, kinds)]
 
 
 def imported_modules(module: str, source: str, is_package: bool = False) -> set[str]:
     """Return every imported module, including lazy imports."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -161,12 +169,11 @@ def heavy_imports(source: str, name: str) -> tuple[int, int]:
         names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
         return any(found.split(".")[0] == name for found in names)
 
-    tree = parsed(source)
+    everywhere = {node for node in nodes_of(source) if imports(node)}
     lazy = set()
-    for function in ast.walk(tree):
+    for function in nodes_of(source) if everywhere else ():
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lazy |= {node for node in ast.walk(function) if imports(node)}
-    everywhere = {node for node in ast.walk(tree) if imports(node)}
+            lazy |= {node for node in ast.walk(function) if node in everywhere}
     return len(everywhere - lazy), len(lazy)
 
 

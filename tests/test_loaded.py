@@ -53,9 +53,9 @@ def test_no_prompts_give_no_results(m):
 
 def test_another_draft_gives_equal_output_and_is_loaded_once(m):
     alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=NEW)
-    looked_up = m.generate(PROMPT, draft="lookup", tree="chain-2", max_new_tokens=NEW)
-    assert alone.output_ids == looked_up.output_ids
-    assert alone.steps == NEW
+    drafted = m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW)
+    assert alone.output_ids == drafted.output_ids
+    assert alone.steps == NEW > drafted.steps
     assert m._drafting("lookup") is m._drafting("lookup")
 
 
@@ -95,6 +95,7 @@ def test_heads_with_lookup_give_equal_output(m):
     assert both.steps < alone.steps
 
 
+@pytest.mark.slow  # below, a list of temperatures
 def test_numbers_of_each_prompt(m):
     """Temperature and top-p per prompt, equal to decoding each prompt alone."""
     settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
@@ -180,11 +181,16 @@ def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):
     assert parts(m.params, *m.encode([ENDING])).lengths.tolist() == [NEW]  # no EOS ids were named
 
 
+@pytest.mark.slow  # tests/decoding/test_sampling.py compares the keys
 def test_raw_keys_are_keys(m):
     decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="exact", max_new_tokens=NEW)
     prompt = m.encode([PROMPT, PROMPT])
     raw, typed = (decode_fn(m.params, *prompt, rng=make(3)).tokens for make in (jax.random.PRNGKey, jax.random.key))
     np.testing.assert_array_equal(raw, typed)
+
+
+def test_a_rule_that_samples_needs_a_key(m):
+    decode_fn, prompt = hydrajax.make_decode_fn(m, tree="chain-2", rule="exact"), m.encode([PROMPT])
     wrong = "rng: got None, expected a key because this rule samples: pass rng=jax.random.key(seed)"
     refused(lambda: decode_fn(m.params, *prompt), wrong)
     wrong = "rng: got int32 [1], expected a jax.random.key or one per prompt"

@@ -33,14 +33,24 @@ def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
     assert sum(one.steps for one in drafted) < 0.7 * sum(len(one.output_ids) for one in drafted)
 
 
-def test_heads_in_int8_are_computed_in_int8_whatever_the_base(tmp_path):
-    """Only heads whose file holds floats are computed in floats, with a float base."""
+@pytest.fixture
+def int8_and_float_heads(tmp_path):
+    """Return the shipped base with its heads, whose file holds int8, and with the same heads from a file of floats."""
     m = hydrajax.load("shipped", "medusa")
     export_heads(tmp_path, *load_draft(assets.path("medusa"), m.model.config), format="native", dtype=jnp.float32)
-    widened = m.with_draft(tmp_path)
-    few_bits = platforms.has_few_bits()
-    assert (quantized_parts(m.params.draft) >= 8) == few_bits
+    return m, m.with_draft(tmp_path)
+
+
+def test_heads_in_int8_stay_int8_whatever_the_base(int8_and_float_heads):
+    """Only heads whose file holds floats are floats, with a float base."""
+    m, widened = int8_and_float_heads
+    assert (quantized_parts(m.params.draft) >= 8) == platforms.has_few_bits()
     assert quantized_parts(widened.params.draft) == quantized_parts(m.params.base) == 0
+
+
+@pytest.mark.slow
+def test_heads_in_int8_propose_nearly_what_they_do_in_floats(int8_and_float_heads):
+    m, widened = int8_and_float_heads
 
     def run(model, **how):
         found = model.generate(PROMPTS, max_new_tokens=24, **how)

@@ -99,22 +99,19 @@ def test_sharded_run_equals_single_device(found, mesh):
     assert tokens.shape == (len(PROMPTS), MAX_NEW)
     assert len(np.unique(tokens)) > 5  # not one token repeated, which any error could give too
     np.testing.assert_array_equal(found[mesh]["tokens"], tokens)
-    accept_lengths = np.array(found["single"]["accept_lengths"])
-    assert (accept_lengths > 0).any()
-    np.testing.assert_array_equal(found[mesh]["accept_lengths"], accept_lengths)
+    assert max(map(max, found["single"]["emitted"])) > 1
+    assert found[mesh]["emitted"] == found["single"]["emitted"]
 
 
 @pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
 def test_an_executor_divides_the_sequences_over_the_data_axis(found, mesh):
-    """And key-value heads over the model axis; `generate` runs on it and gives the text of one device."""
+    """And key-value heads over the model axis."""
     batch, kv_heads, slots, head_dim = found["single"]["keys"]["shape"]
     groups = MESHES[mesh].get("data", 1)
     keys = found[mesh]["keys"]
     assert keys["shards"] == [[batch // groups, kv_heads // 4, slots, head_dim]] * (4 * groups)
     assert keys["distinct"] == 4 * groups
     assert found[mesh]["empty_keys"] == keys
-    assert found[mesh]["generated"] == found["single"]["generated"]
-    assert [len(ids) for ids in found["single"]["generated"]] == [MAX_NEW] * len(PROMPTS)
 
 
 def test_heads_that_do_not_divide_are_refused_when_loading(found):

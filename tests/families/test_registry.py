@@ -350,7 +350,7 @@ def configs(draw) -> LlamaConfig:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(configs())
 def test_a_config_survives_its_file_and_means_the_same_to_transformers(tmp_path_factory, config):
     folder = tmp_path_factory.getbasetemp() / "there_and_back"

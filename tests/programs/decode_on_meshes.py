@@ -43,8 +43,6 @@ def main(folder: Path, base: str) -> None:
         mesh = make_mesh(**sizes) if sizes else None
         m = hydrajax.load(base, folder, placement=mesh)
         plain = plain or m
-        decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, max_new_tokens=settings["max_new"])
-        out = decode(m.params, prompt, lengths)
         gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
         executor = m.executor(m.spec(tree=tree, max_new_tokens=settings["max_new"]))
         given = settled_inputs(m.spec(), m.config, prompt, lengths)
@@ -54,9 +52,8 @@ def main(folder: Path, base: str) -> None:
         found[name] = {
             "keys": describe({"keys": state.target.cache.layers[0][0]})["keys"],
             "empty_keys": describe({"keys": empty.target.cache.layers[0][0]})["keys"],
-            "generated": [answer.output_ids for answer in answers],
-            "tokens": out.tokens.tolist(),
-            "accept_lengths": out.accept_lengths.tolist(),
+            "tokens": [answer.output_ids for answer in answers],
+            "emitted": [answer.emitted_per_step for answer in answers],
             "base": describe(m.params.base),
             "draft": describe(m.params.draft),
             "values_equal": all(jax.tree.leaves(gathered)),

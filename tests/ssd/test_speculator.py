@@ -113,6 +113,7 @@ def check_cache(speculator, state, texts):
             np.testing.assert_allclose(mine[row, :, : len(text)], full[0, :, : len(text)], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow  # test_split.py decodes with hits and misses
 def test_rounds_of_hits_and_misses(speculator):
     """Three rounds: two hits, a hit and a miss, a finished sequence and a miss."""
     state, texts, roots = speculator.start(), PROMPTS, ROOTS

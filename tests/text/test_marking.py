@@ -50,7 +50,7 @@ def check_reassembly(tokenizer, output):
     assert "".join(text for text, _ in marked) == result.text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(output=outputs(VOCAB := 320))
 def test_marked_text_is_the_decoded_text_byte_level(tokenizer, output):
     check_reassembly(tokenizer, output)
@@ -62,7 +62,7 @@ def test_marked_text_is_the_decoded_text_byte_fallback(byte_fallback_tokenizer, 
     check_reassembly(byte_fallback_tokenizer, output)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(min_size=1, max_size=30), data=st.data())
 def test_marked_text_is_the_text_of_real_unicode(tokenizer, text, data):
     ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)

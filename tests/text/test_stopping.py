@@ -28,7 +28,7 @@ LETTERS = st.text("abcé🌳 \n", max_size=30)
 STOPS = st.lists(st.text("abcé🌳 \n", min_size=1, max_size=4), max_size=3)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(LETTERS, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=60))
 def test_any_pieces_make_the_cut_text(text, stop, sizes):
     ids, shown, growing = list(text.encode()), "", GrowingText(decode, stop)

@@ -117,8 +117,12 @@ def test_an_asynchronous_collective_is_one_kernel_that_reads_and_writes_each_num
     ("arguments", "message"),
     [
         (["--devices", "3"], "--devices: got 3, expected 1 or 8"),
-        (["--devices", "8", "--what", "ar,prefill"], "--what: got prefill, which has no loop"),
-        (["--what", "train"], "--what: got train, expected one of"),
+        pytest.param(
+            ["--devices", "8", "--what", "ar,prefill"],
+            "--what: got prefill, which has no loop",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--what", "train"], "--what: got train, expected one of", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message):

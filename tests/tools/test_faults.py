@@ -57,6 +57,7 @@ def test_failures_are_counted_with_the_first_seed(faults, tmp_path):
     assert (found.trials, found.failures, found.message) == (0, 0, "not tried: no disk")
 
 
+@pytest.mark.slow
 def test_settings_and_command_lines(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     only = ["--only", "train-settings", "--only", "command-lines", "--seeds", "1", "--folder", tmp_path]
