@@ -71,7 +71,7 @@ def random_texts(seed: int, n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.quick("default-skips ranks", "one match-chain", "short-wide", "default-root")
+@pytest.mark.quick("default-skips ranks", "one match-chain", "default-root")
 def test_proposals_match_a_plain_search(name, tree):
     """Feed each text in two parts, a prompt and the tokens of a step, as in decoding."""
     drafter, tree = DRAFTERS[name], TREES[tree]

@@ -48,7 +48,7 @@ def main(folder: Path, base: str) -> None:
         given = settled_inputs(m.spec(), m.config, prompt, lengths)
         state = executor.prefill(*given)
         empty = executor.empty(len(prompts), state.target.cache.layers[0][0].shape[2], given.sampling)
-        answers = m.generate(prompts, tree=tree, max_new_tokens=settings["max_new"], batch_size=len(prompts))
+        answers = list(hydrajax.generate(executor, prompts, batch_size=len(prompts)))
         found[name] = {
             "keys": describe({"keys": state.target.cache.layers[0][0]})["keys"],
             "empty_keys": describe({"keys": empty.target.cache.layers[0][0]})["keys"],
