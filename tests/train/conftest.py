@@ -51,7 +51,8 @@ def make_base(tmp_path_factory, texts):
         model = Llama(
             LlamaConfig(VOCAB, WIDTH, 48, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, max_positions=CONTEXT)
         )
-        params = jax.tree.map(lambda x: x * 15 if x.ndim > 1 else x, init_base(model, jax.random.key(seed)))
+        params = jax.device_get(jax.jit(lambda: init_base(model, jax.random.key(seed)))())
+        params = jax.tree.map(lambda x: x * 15 if x.ndim > 1 else x, params)
         folder = tmp_path_factory.mktemp("base") / "tiny"
         export_llama(folder, model, params, tokenizer=tokenizer, dtype=jnp.float32, eos_ids=(0,))
         return folder

@@ -33,8 +33,9 @@ def recorded_batch(folder, which: str):
     return record, {"tokens": tokens, "labels": labels}, anchors
 
 
+@pytest.mark.quick("masked-dflash", "masked-dspark")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("which", [pytest.param("all", marks=pytest.mark.slow), "masked"])
+@pytest.mark.parametrize("which", ["all", "masked"])
 def test_losses_and_gradients_are_the_official_ones(parallel, name, which):
     objective, field = CASES[name]
     need(parallel / f"{name}_a" / "losses.npz")

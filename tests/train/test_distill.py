@@ -275,7 +275,7 @@ def test_temperatures_refused(text):
         command.temperatures(text)
 
 
-def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file, tmp_path):
+def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file, make_base, tmp_path):
     output = tmp_path / "out.jsonl"
     common = ("--config", config_file(), "--prompt-tokens", 8, "--new-tokens", 6, "--batch-size", 4, "--output", output)
     result = program(*common, "--count", 5, main=command.main)
@@ -297,20 +297,16 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     assert result.err.count("\n") == 1
     assert "--output: " in result.err
     assert "made with other settings: seed: got 1, expected 0" in result.err
+    common = ("--config", config_file(model=str(make_base(1))), *common[2:])
+    result = program(*common, main=command.main)
+    assert result.code == 2
+    assert "made with other settings: base: got " in result.err
+    common = ("--config", config_file(), *common[2:])
     with in_use(output):
         result = program(*common, "--count", 6, main=command.main)
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert f"--output: {output} is in use by process {os.getpid()} on " in result.err
     assert output.read_bytes() == before
-
-
-def test_another_base_is_refused(program, config_file, make_base, tmp_path):
-    output = tmp_path / "out.jsonl"
-    common = ("--prompt-tokens", 8, "--new-tokens", 6, "--count", 2, "--output", output)
-    assert program("--config", config_file(), *common, main=command.main).code == 0
-    result = program("--config", config_file(model=str(make_base(1))), *common, main=command.main)
-    assert result.code == 2
-    assert "made with other settings: base: got " in result.err
 
 
 def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(

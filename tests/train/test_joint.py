@@ -35,6 +35,7 @@ from hydrajax.train.train_step import init_state, make_train_step, state_shardin
 RATE, DECAY = 1e-3, 0.1
 ADAPTER = Adapter(rank=3, alpha=6.0, dropout=0.0)
 TEXT = Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)
+WEIGHTS = {"base_weight": 0.7, "heads_weight": 0.3}
 FAMILIES = {
     "medusa": draft_of(heads="medusa", num_draft_heads=3),
     "hydra++": draft_of(heads="hydra", num_draft_heads=3, n_layers=2, prefix=True),
@@ -67,8 +68,12 @@ def example(tiny_model):
     return make
 
 
-def value_of(loss, frozen, batch, step=0):
-    return jax.jit(lambda params: loss(params, frozen, batch, loss.totals(batch), None, step))
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_slope(loss, params, frozen, batch):
+    """Equal losses share a program."""
+    return jax.value_and_grad(lambda params: loss(params, frozen, batch, loss.totals(batch), None, 0), has_aux=True)(
+        params
+    )
 
 
 def log_softmax(logits):
@@ -85,8 +90,8 @@ def all_logits(model, weights, tokens):
 @pytest.mark.parametrize("distill", [False, True])
 def test_loss_equals_numpy(example, distill):
     """The base's loss is the cross entropy of next tokens, or with distill KL(original || adapted)."""
-    loss, params, frozen, batch = example(distill=distill, base_weight=0.7, heads_weight=0.3)
-    value, parts = value_of(loss, frozen, batch)(params)
+    loss, params, frozen, batch = example(distill=distill, **WEIGHTS)
+    (value, parts), _ = value_and_slope(loss, params, frozen, batch)
     adapted, original = (
         log_softmax(np.asarray(all_logits(model, weights, batch["tokens"])))
         for model, weights in ((loss.heads.model, with_adapter(frozen, params["adapter"])), (loss.original, frozen))
@@ -103,9 +108,9 @@ def test_loss_equals_numpy(example, distill):
 
 
 def test_kl_of_a_fresh_adapter_is_zero(example):
-    loss, params, frozen, batch = example(distill=True)
-    params["adapter"] = jax.tree.map(jnp.zeros_like, params["adapter"])
-    assert abs(float(value_of(loss, frozen, batch)(params)[1]["base_loss"])) < 1e-6
+    loss, params, frozen, batch = example(distill=True, **WEIGHTS)
+    params["adapter"] = jax.tree.map(np.zeros_like, params["adapter"])
+    assert abs(float(value_and_slope(loss, params, frozen, batch)[0][1]["base_loss"])) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -113,21 +118,20 @@ def test_kl_of_a_fresh_adapter_is_zero(example):
 )
 def test_gradients_are_those_of_finite_differences(example, family):
     """Along a random direction of the adapter's and of the heads' parameters."""
-    loss, params, frozen, batch = example(FAMILIES[family], distill=True, heads_weight=0.5)
+    loss, params, frozen, batch = example(FAMILIES[family], distill=True, **WEIGHTS)
     if family in ("eagle", "mtp"):  # they read the base's lm head, which may have no adapter then
         params["adapter"] = {name: x for name, x in params["adapter"].items() if isinstance(x, dict)}
         layers = dataclasses.replace(ADAPTER, targets=TARGETS[:-1])
         loss = dataclasses.replace(
             loss, heads=dataclasses.replace(loss.heads, model=loss.original.clone(adapter=layers))
         )
-    value = value_of(loss, frozen, batch)
-    gradient = jax.jit(jax.grad(lambda params: value(params)[0]))(params)
+    _, gradient = value_and_slope(loss, params, frozen, batch)
     for part in ("adapter", "draft"):
         start, direction = (jax.tree.map(np.asarray, tree) for tree in (params[part], noise(params[part], 2)))
 
         def along(step, part=part, start=start, direction=direction):
             moved = jax.tree.map(lambda x, way: x + np.float32(step) * way, start, direction)
-            return float(value(params | {part: moved})[0])
+            return float(value_and_slope(loss, params | {part: moved}, frozen, batch)[0][0])
 
         pairs = zip(*map(jax.tree.leaves, (gradient[part], direction)), strict=True)
         slope = sum(float(np.vdot(*pair)) for pair in pairs)
@@ -144,8 +148,7 @@ def test_both_losses_reach_the_adapter(example):
     gradients = []
     for weight in (0.5, 1.0):
         loss, params, frozen, batch = example(heads_weight=weight)
-        value = value_of(loss, frozen, batch)
-        gradients.append(jax.jit(jax.grad(lambda params: value(params)[0]))(params))  # noqa: B023
+        gradients.append(value_and_slope(loss, params, frozen, batch)[1])
     low, high = (gradient["adapter"] for gradient in gradients)
     np.testing.assert_allclose(low["lm_head_lora_a"], high["lm_head_lora_a"], rtol=1e-5)
     assert np.abs(high["layers_0"]["qkv_lora_a"] - low["layers_0"]["qkv_lora_a"]).max() > 1e-3

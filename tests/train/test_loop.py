@@ -1,11 +1,13 @@
-"""Runs that are killed, stopped or moved to another mesh end with the parameters of an uninterrupted run."""
+"""Runs that are ended, resumed, or moved to another mesh end with the parameters of an uninterrupted run."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
+import json
 import random
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -17,14 +19,15 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
+from helpers.runs import finish, heads_file, refused, start, wait_for_step, without_clock
 from hydrajax.cli.train import main
 from hydrajax.train import train_loop, train_step
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.train_loop import Interrupts
 
-STEPS = 60
+STEPS, EVERY = 16, 4  # steps of a run, and of each checkpoint in it
+LONG = 60  # steps of a run in another process, which is ended while it runs
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
 
@@ -32,15 +35,31 @@ TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 def config(settings, tmp_path_factory) -> Path:
     """A run with frequent checkpoints."""
     path = tmp_path_factory.mktemp("runs") / "run.yaml"
-    changes = {"steps": STEPS, "checkpoint_every": 5, "eval_every": 16}
+    changes = {"steps": STEPS, "checkpoint_every": EVERY, "eval_every": 6}
     path.write_text(yaml.safe_dump(settings | changes | {"output": "given below"}))
     return path
 
 
+@pytest.fixture(scope="module")
+def long_config(config) -> Path:
+    path = config.with_name("long.yaml")
+    changes = {"steps": LONG, "checkpoint_every": 5, "eval_every": 16}
+    path.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | changes))
+    return path
+
+
 @pytest.fixture
-def launch(config):
+def launch(long_config):
     """``launch(output, *overrides) -> Popen`` of the training program."""
-    return functools.partial(start, config)
+    return functools.partial(start, long_config)
+
+
+@pytest.fixture
+def long_run(long_config, program, tmp_path) -> Path:
+    """The output of an uninterrupted run."""
+    output = tmp_path / "uninterrupted"
+    assert program("--config", long_config, f"output={output}").code == 0
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +70,7 @@ def order() -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(config, tmp_path_factory, order) -> Path:
-    """The output of a run in this process, which fills the compilation cache for the other processes."""
+    """The output of a run."""
     output = tmp_path_factory.mktemp("uninterrupted")
 
     def noted(name, call):
@@ -68,14 +87,55 @@ def uninterrupted(config, tmp_path_factory, order) -> Path:
 def test_metrics_of_an_uninterrupted_run(uninterrupted):
     lines = read_metrics(uninterrupted / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 16, 32, 48, STEPS]
+    assert [line["step"] for line in lines if line["kind"] == "eval"] == [0, 6, 12, STEPS]
     losses = [line["loss"] for line in lines if line["kind"] == "train"]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])  # otherwise two runs that learn nothing would be equal
     assert all(line["bad_steps"] == 0 for line in lines if line["kind"] == "train")
     assert list((uninterrupted / "tensorboard").iterdir())
 
 
-def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, config, uninterrupted, program, tmp_path):
+def test_a_run_that_ends_early_resumes_and_ends_bitwise_as_the_uninterrupted_one(
+    config, uninterrupted, program, monkeypatch, tmp_path
+):
+    """An error ends it between two checkpoints, then a signal. The slow test kills the process."""
+    output, make = tmp_path / "run", train_loop.make_train_step
+
+    def at_step(number: int, event) -> None:
+        def made(*settings):
+            step, calls = make(*settings), []
+
+            def watched(*inputs):
+                calls.append(1)
+                if len(calls) == number:
+                    event()
+                return step(*inputs)
+
+            return watched
+
+        monkeypatch.setattr(train_loop, "make_train_step", made)
+
+    def fail():
+        raise ZeroDivisionError
+
+    at_step(8, fail)
+    with pytest.raises(ZeroDivisionError):
+        program("--config", config, f"output={output}")
+    assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == 7
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    result = program("--config", config, f"output={output}")
+    assert f"resumed at step 6 of {STEPS}" in result.out
+    assert f"stopped at step 9 of {STEPS}; the same command resumes there" in result.out
+    assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == 9
+    monkeypatch.setattr(train_loop, "make_train_step", make)
+    result = program("--config", config, f"output={output}")
+    assert f"resumed at step 9 of {STEPS}" in result.out  # no step is repeated
+    assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes()
+    # No line is repeated or missing, and all numbers are equal.
+    assert without_clock(output) == without_clock(uninterrupted)
+
+
+@pytest.mark.slow
+def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, long_config, long_run, program, tmp_path):
     output = tmp_path / "run"
     kill_at, stop_at = random.randint(1, 20), random.randint(26, 40)
 
@@ -84,26 +144,26 @@ def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, co
     killed.kill()
     finish(killed, -signal.SIGKILL)
     reached = max(line["step"] for line in read_metrics(output / "metrics.jsonl"))
-    assert reached < STEPS, f"killed at {kill_at}, too late"
+    assert reached < LONG, f"killed at {kill_at}, too late"
 
     stopped = launch(output)
     wait_for_step(stopped, output, max(stop_at, reached + 1))
     stopped.terminate()
     out = finish(stopped)
     message = next(line for line in out.splitlines() if line.startswith("stopped at step "))
-    assert message.endswith(f" of {STEPS}; the same command resumes there")
+    assert message.endswith(f" of {LONG}; the same command resumes there")
     stopped_at = int(message.split()[3])
-    assert stop_at <= stopped_at < STEPS, "stopped too late"
+    assert stop_at <= stopped_at < LONG, "stopped too late"
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == stopped_at
 
-    result = program("--config", config, f"output={output}")
-    assert f"resumed at step {stopped_at} of {STEPS}" in result.out  # no step is repeated
-    assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes(), (kill_at, stop_at)
+    result = program("--config", long_config, f"output={output}")
+    assert f"resumed at step {stopped_at} of {LONG}" in result.out  # no step is repeated
+    assert heads_file(output).read_bytes() == heads_file(long_run).read_bytes(), (kill_at, stop_at)
     # No line is repeated or missing, and all numbers are equal.
-    assert without_clock(output) == without_clock(uninterrupted)
+    assert without_clock(output) == without_clock(long_run)
 
 
-def test_a_run_whose_kernels_lie_in_another_order_resumes(config, program, monkeypatch, tmp_path):
+def test_a_run_whose_kernels_lie_in_another_order_resumes(config, uninterrupted, program, monkeypatch, tmp_path):
     """As on a TPU, which no test has; the platform's own order is JAX's."""
     changed = 0
 
@@ -112,16 +172,14 @@ def test_a_run_whose_kernels_lie_in_another_order_resumes(config, program, monke
         changed += len(shape) == 3
         return tuple(reversed(range(3))) if len(shape) == 3 else None
 
-    short = ("steps=3", "checkpoint_every=1", "eval_every=3", "draft.heads=hydra", "draft.num_draft_heads=2")
-    program("--config", config, f"output={tmp_path / 'plain'}", *short)
     monkeypatch.setattr(train_step, "trained_order", reversed_axes)
     output = tmp_path / "run"
     with monkeypatch.context() as patch:  # a signal before the second step
         patch.setattr(Interrupts, "agreed", lambda self, synchronise: True)
-        assert "stopped at step 1 of 3" in program("--config", config, f"output={output}", *short).out
-    assert "resumed at step 1 of 3" in program("--config", config, f"output={output}", *short).out
+        assert f"stopped at step 1 of {STEPS}" in program("--config", config, f"output={output}").out
+    assert f"resumed at step 1 of {STEPS}" in program("--config", config, f"output={output}").out
     assert changed
-    found, expected = (load_file(heads_file(folder)) for folder in (output, tmp_path / "plain"))
+    found, expected = (load_file(heads_file(folder)) for folder in (output, uninterrupted))
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
@@ -133,7 +191,7 @@ def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
     def made(*settings):
         step = make(*settings)
         busy = jax.jit(
-            lambda x: x + 0 * jax.lax.fori_loop(0, 200, lambda i, y: y @ y, jnp.full((256, 256), x / 1e9))[0, 0]
+            lambda x: x + 0 * jax.lax.fori_loop(0, 60, lambda i, y: y @ y, jnp.full((256, 256), x / 1e9))[0, 0]
         )
 
         def slow(*inputs):
@@ -145,9 +203,9 @@ def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
         return slow
 
     monkeypatch.setattr(train_loop, "make_train_step", made)
-    few = ("steps=20", "log_every=20", "eval_every=20", "checkpoint_every=20")
-    assert "finished 20 steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
-    assert len(ahead) == 20
+    few = (f"{name}={STEPS}" for name in ("log_every", "eval_every", "checkpoint_every"))
+    assert f"finished {STEPS} steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
+    assert len(ahead) == STEPS
     assert max(ahead) <= 1
 
 
@@ -159,17 +217,41 @@ def test_metrics_are_on_the_disk_before_their_checkpoint(uninterrupted, order):
 
 
 @pytest.mark.slow
-def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, uninterrupted, tmp_path):
+def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, long_run, tmp_path):
     output = tmp_path / "run"
     first = launch(output, *TWO_DEVICES)
     wait_for_step(first, output, 30)
     first.terminate()
     assert "stopped at step" in finish(first)
     assert "resumed at step" in finish(launch(output))
-    found, expected = load_file(heads_file(output)), load_file(heads_file(uninterrupted))
+    found, expected = load_file(heads_file(output)), load_file(heads_file(long_run))
     assert found.keys() == expected.keys()
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
+
+
+def test_finished_run_is_exported_again_and_other_settings_are_refused(config, uninterrupted, program, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(uninterrupted, output)
+    there = ("--config", config, f"output={output}")
+    line = refused(program(*there, "optimizer.lr=0.5"))
+    assert line.startswith("output: got a run with optimizer.lr=0.003, expected 0.5")
+    assert f"steps={STEPS}, expected {STEPS + 1}" in refused(program(*there, f"steps={STEPS + 1}"))
+
+    before = next((output / "heads").glob("*.safetensors")).read_bytes()
+    shutil.rmtree(output / "heads")
+    # The frequency of logs, checkpoints and evaluations may change.
+    again = program(*there, "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
+    assert again.code == 0, again.err
+    assert f"holds a finished run of {STEPS} steps" in again.out
+    # A setting missing in an older run had its default.
+    for record in output.glob("checkpoints/*/hydrajax.json"):
+        content = json.loads(record.read_text())
+        del content["meta"]["settings"]["draft"]["ttt_length"], content["checksum"]
+        record.write_text(json.dumps(content))
+    assert program(*there).code == 0
+    assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
+    assert without_clock(output) == without_clock(uninterrupted)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limit on file sizes")
@@ -185,6 +267,6 @@ def test_disk_that_fills_up_ends_the_run_with_one_line(config, uninterrupted, pr
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert result.code == 2
-    assert result.err.strip().splitlines()[-1].startswith("hydrajax: checkpoint: saving step 5 in ")
+    assert result.err.strip().splitlines()[-1].startswith(f"hydrajax: checkpoint: saving step {EVERY} in ")
     assert "Traceback" not in result.err
     assert not (output / "heads").exists()

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file
 
 from helpers.hosts import GLOO, meeting
 from helpers.runs import finish, heads_file, start, wait_for_step, without_clock
+from hydrajax.errors import HydrajaxError
+from hydrajax.sharding import make_mesh
 
 STEPS = 24
 MESH = {"data": 2, "model": 2}  # the model axis lies within a process, the data axis between the two
@@ -106,6 +108,13 @@ def test_one_that_is_killed_ends_the_other_at_once_and_they_resume(two, launch, 
     assert without_clock(output) == without_clock(two)
 
 
+def test_a_mesh_has_all_devices_of_all_processes(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(HydrajaxError, match="mesh: got data=1 x model=2, expected all 1 devices of 2 processes"):
+        make_mesh(model=2)
+
+
+@pytest.mark.slow
 def test_what_several_processes_cannot_do_is_refused_by_all(launch, tmp_path):
     for process in launch(tmp_path / "run", 2, "mesh.data=1"):
         assert "hydrajax: mesh: got data=1 x model=2, expected all 4 devices of 2 processes" in finish(process, 2)

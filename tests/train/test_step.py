@@ -159,7 +159,7 @@ def test_a_base_learns_a_simple_text():
     """Sequences that count upwards, so each token follows from the previous one. Parameters are float32."""
     model = Llama(LlamaConfig(61, 32, 80, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
     mesh, optimizer = make_mesh(), make_optimizer(OptimizerConfig(lr=1e-2, warmup_steps=5), 40)
-    params = scaled_init(model, jax.random.key(0))
+    params = jax.jit(lambda: scaled_init(model, jax.random.key(0)))()
     home = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), params)
     shardings = state_shardings(mesh, params, home, optimizer)
     state = init_state(jax.device_put(params, home), optimizer, shardings)

@@ -62,6 +62,7 @@ def test_no_target_at_all_is_zero_and_not_nan(base, example):
     assert not np.any(np.asarray(metrics))
 
 
+@pytest.mark.slow  # test_step does the same with whole steps
 def test_micro_batches_add_up_to_the_batch(base, example):
     """Micro-batches have different numbers of targets, so a mean of means would be wrong."""
     aux_hidden_states, hidden, batch = example

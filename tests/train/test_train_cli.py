@@ -91,29 +91,6 @@ def test_output_that_cannot_be_written(program, config_file, tmp_path):
     assert refused(program("--config", config_file(output=str(tmp_path / "file")))).startswith("output: cannot make")
 
 
-def test_finished_run_is_exported_again_and_other_settings_are_refused(program, config_file, tmp_path):
-    output, config = tmp_path / "run", config_file()
-    assert program("--config", config, "steps=2").code == 0
-    line = refused(program("--config", config, "steps=2", "optimizer.lr=0.5"))
-    assert line.startswith("output: got a run with optimizer.lr=0.003, expected 0.5")
-    assert "steps=2, expected 3" in refused(program("--config", config, "steps=3"))
-
-    before = next((output / "heads").glob("*.safetensors")).read_bytes()
-    shutil.rmtree(output / "heads")
-    # The frequency of logs, checkpoints and evaluations may change.
-    again = program("--config", config, "steps=2", "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
-    assert again.code == 0, again.err
-    assert "holds a finished run of 2 steps" in again.out
-    # A setting missing in an older run had its default.
-    for record in output.glob("checkpoints/*/hydrajax.json"):
-        content = json.loads(record.read_text())
-        del content["meta"]["settings"]["draft"]["ttt_length"], content["checksum"]
-        record.write_text(json.dumps(content))
-    assert program("--config", config, "steps=2").code == 0
-    assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
-    assert [line["step"] for line in train_lines(output)] == [1, 2]
-
-
 @pytest.mark.slow
 def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
     """The vocabulary is that of the training text, decoding stays exact, and initial heads keep theirs."""
