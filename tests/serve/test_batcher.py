@@ -206,9 +206,7 @@ def test_each_request_has_its_own_processors(served, start):
 def test_min_tokens_forbids_eos_and_ignore_eos_continues_after_it(served, small, start):
     """Next to a request with neither, which ends as `generate` does."""
     prompts = [np.array([at], np.int32) for at in range(16)]
-    ends = [
-        one for one in served.generate([*prompts], tree=TREE, batch_size=16, max_new_tokens=40) if one.new_tokens < 20
-    ]
+    ends = [one for one in answers(served, prompts, [Greedy()] * 16, [40] * 16, 0) if one.new_tokens < 20]
     prompt, wanted = ends[0].prompt_ids, ends[0].output_ids
     assert wanted[-1] == END
     batcher, least = start(small), len(wanted) + 3
