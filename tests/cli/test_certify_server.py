@@ -15,7 +15,7 @@ from hydrajax.measure.server_certificate.parallel import in_parallel
 from hydrajax.measure.server_certificate.sides import Settings, Sides
 from hydrajax.measure.server_certificate.structured_checks import tool_calls
 
-QUICK = ["--requests", 8, "--concurrency", "1,4", "--max-new-tokens", 24]
+QUICK = ["--requests", 4, "--concurrency", "1,4", "--max-new-tokens", 24]
 CHECKS = {
     "greedy text, 1 at once", "greedy text, 4 at once", "log-probabilities", "streams", "stop strings", "prefix cache",
     "seeds", "several choices", "structured output", "tool calls",
@@ -101,7 +101,7 @@ def test_a_server_without_a_fault_is_certified(certify):
     assert found.out.endswith("requests\ncertified\n")
     assert found.outcomes == dict.fromkeys(CHECKS, "holds")
     assert [finding for check in found.report["checks"] for finding in check["findings"]] == []
-    assert found.report["requests"] > 100
+    assert found.report["requests"] > 60
 
 
 def test_a_tie_is_no_fault(certify):

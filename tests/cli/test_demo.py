@@ -40,7 +40,8 @@ def shipped_folder(base, tmp_path_factory):
         "hydra_pp": HydraHeads(*sizes, n_layers=2).with_prefix(model.config),
     }
     for name, drafter in drafters.items():
-        export_heads(folder / name, drafter, drafter.init(jax.random.key(0), BoundBase(model, params)))
+        init = jax.jit(lambda drafter=drafter: drafter.init(jax.random.key(0), BoundBase(model, params)))
+        export_heads(folder / name, drafter, init())
     shutil.copytree(base, folder / "draft_model")
     (folder / "ABOUT.json").write_text(json.dumps({"held_out": HELD_OUT}))
     return folder
@@ -90,21 +91,27 @@ def test_own_prompt_is_continued_as_by_transformers(program, shipped, monkeypatc
     assert f"the tree of{expected}\n" in result.out.replace(OPEN, "").replace(CLOSE, "")
 
 
-def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch, tmp_path):
+def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch):
     """Chains are no longer than what a draft proposes."""
     monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})
     monkeypatch.setattr(demo, "CHAIN", 9)
-    medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "two"))
-    result = program("demo", "--base", base, "--draft", medusa, "--draft", f"lookup+{medusa}", "--draft", copy)
+    result = program("demo", "--base", base, "--draft", f"lookup+{shipped / 'medusa'}")
     assert result.code == 0, result.err
-    heads = [f"{kind} chain-2" for kind in ("Medusa", "lookup+Medusa", "Medusa (two)")]
-    assert list(rows_of(result.out)) == ["autoregressive", "Lookup chain-9", *heads]
+    assert list(rows_of(result.out)) == ["autoregressive", "Lookup chain-9", "lookup+Medusa chain-2"]
     assert "All outputs equal the base's output without a draft, token for token." in result.out
     assert re.search(r"1\. writing: \d+ tokens in .*\n\na tree\n", result.out)
     assert re.search(r"2\. maths: \d+ tokens in .*\n\n1 \+ 1\n", result.out)
     assert demo.REPETITION not in result.out
 
 
+def test_drafts_of_one_kind_have_names_of_their_own(shipped, tmp_path):
+    medusa, copy = str(shipped / "medusa"), str(shutil.copytree(shipped / "medusa", tmp_path / "two"))
+    executors = demo.make_executors(demo.load(assets.base()), [medusa, f"lookup+{medusa}", copy])
+    heads = [f"{kind} chain-2" for kind in ("Medusa", "lookup+Medusa", "Medusa (two)")]
+    assert list(executors) == ["autoregressive", "Lookup chain-2", *heads]
+
+
+@pytest.mark.slow
 def test_own_question(program, base, shipped):
     result = program("demo", "--base", base, "--prompt", "the tree of")
     assert result.code == 0, result.err
