@@ -6,6 +6,7 @@ import json
 import shutil
 import warnings
 
+import jax
 import numpy as np
 import pytest
 
@@ -70,7 +71,7 @@ def test_logits_of_a_loaded_draft_are_transformers(llama_checkpoint, tiny_checkp
     m = hydrajax.load(tiny_checkpoint, directory)
     with torch.inference_mode():
         theirs = AutoModelForCausalLM.from_pretrained(directory)(torch.tensor([PROMPTS[2]])).logits[0].numpy()
-    ours = m.drafter.next_logits(m.params.draft, np.array([PROMPTS[2]], np.int32))[0]
+    ours = jax.jit(m.drafter.next_logits)(m.params.draft, np.array([PROMPTS[2]], np.int32))[0]
     np.testing.assert_allclose(ours, theirs, atol=2e-4, rtol=1e-4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import gguf
+import jax
 import numpy as np
 import pytest
 import torch
@@ -69,10 +71,22 @@ def write(models, tokenizer, tmp_path):
     return lambda kind="F32", **more: write_gguf(tmp_path / "tiny.gguf", models(), tokenizer, kind, **more)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(model, params, tokens):
+    width = tokens.shape[1]
+    hidden = model.apply({"params": params}, tokens, np.arange(width)[None], causal_mask(width)).hidden
+    return BoundBase(model, params).logits(hidden)
+
+
 def logits_of(model, params, ids: list[int]) -> np.ndarray:
-    tokens, positions = np.array([ids]), np.arange(len(ids))[None]
-    hidden = model.apply({"params": params}, tokens, positions, causal_mask(len(ids))).hidden
-    return np.asarray(BoundBase(model, params).logits(hidden))[0]
+    return np.asarray(all_logits(model, params, np.array([ids], np.int32)))[0]
+
+
+def greedy(model, ids: list[int], new_tokens: int) -> list[int]:
+    """The continuation by a model of transformers."""
+    with torch.no_grad():
+        found = model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return found[0, len(ids) :].tolist()
 
 
 def as_transformers_reads(file: Path, **settings):
@@ -161,9 +175,8 @@ def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path
     ids = tokenizer(TEXTS[0]).input_ids
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
-        answer = theirs.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
     np.testing.assert_allclose(logits_of(m.model, m.params.base, ids), expected, atol=1e-4)
-    assert m.generate([ids], max_new_tokens=16)[0].output_ids == answer[len(ids) :].tolist()
+    assert m.generate([ids], max_new_tokens=16)[0].output_ids == greedy(theirs, ids, 16)
 
 
 @pytest.mark.parametrize("kind", ["F32", pytest.param("Q8_0", marks=pytest.mark.slow)])
@@ -228,13 +241,15 @@ def test_tokens_that_end_generation(write, more, ids):
 
 
 def test_a_draft_model(models, tokenizer, tmp_path):
-    base = write_gguf(tmp_path / "base.gguf", models(num_hidden_layers=3), tokenizer)
+    model = models(num_hidden_layers=3)
+    base = write_gguf(tmp_path / "base.gguf", model, tokenizer)
     draft = write_gguf(tmp_path / "draft.gguf", models(), tokenizer, "Q4_1")
-    alone, drafted = hydrajax.load(base), hydrajax.load(str(base), str(draft))
+    drafted = hydrajax.load(str(base), str(draft))
     assert "draft model" in repr(drafted)
     prompts = TEXTS[:2]
-    expected = [one.output_ids for one in alone.generate(prompts, max_new_tokens=12)]
-    assert [one.output_ids for one in drafted.generate(prompts, tree="chain-2", max_new_tokens=12)] == expected
+    expected = [greedy(model, tokenizer(prompt).input_ids, 12) for prompt in prompts]
+    found = drafted.generate(prompts, tree="chain-2", max_new_tokens=12, batch_size=2)
+    assert [one.output_ids for one in found] == expected
 
 
 def test_the_fingerprint_reads_the_first_rows(write):
@@ -292,6 +307,13 @@ def test_a_file_without_a_tokenizer(models, tmp_path):
     assert len(m.generate([[3, 1, 4]], max_new_tokens=4)[0].output_ids) == 4
 
 
+def test_torch_is_not_asked_for(write, monkeypatch):
+    directory = resolve(write(), "base")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert load_tokenizer(directory)("the tree").input_ids[0] == 1
+
+
+@pytest.mark.slow
 def test_torch_is_not_needed(write):
     program = (
         "import sys; sys.modules['torch'] = None\n"
@@ -341,6 +363,7 @@ def test_threads_make_one_directory(write, monkeypatch):
     assert len(set(made)) == len(calls) == 1
 
 
+@pytest.mark.slow
 def test_processes_make_one_directory(write, cache):
     program = f"from hydrajax.formats.hub import resolve; print(resolve({str(write())!r}, 'base'))"
     running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.asked import asked_parameters
 from helpers.released import refusal
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.families.family_layout import base_layout
@@ -21,6 +22,8 @@ NAMES = [
     *("llama", "qkv_bias", "qk_norm", "tied", "undivided"),
     *("hydra", "prefix", "medusa", "eagle", "eagle_3", "nextn", "p_eagle", "dflash", "dspark", "native"),
 ]
+QUICK = ("llama", "undivided", "prefix", "eagle_3", "dspark", "native")
+MESHES = ("model8", "data2_model4")
 
 
 # --- one parameter ----------------------------------------------------------------------------------------------
@@ -116,11 +119,13 @@ def test_a_file_that_was_truncated_after_it_was_opened(tmp_path, left):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, on_eight_devices) -> dict:
-    return on_eight_devices(tmp_path_factory.mktemp("slices"), "load_on_meshes")
+def found(request, tmp_path_factory, on_eight_devices) -> dict:
+    names = asked_parameters(request, "name") & set(NAMES)
+    return on_eight_devices(tmp_path_factory.mktemp("slices"), "load_on_meshes", *sorted(names))
 
 
-@pytest.mark.parametrize("mesh", ["model8", "data2_model4"])
+@pytest.mark.quick(*(f"{name}-{mesh}" for name in QUICK for mesh in MESHES))
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", NAMES)
 def test_each_device_has_its_slices_and_no_more_is_read(found, name, mesh):
     """Every different slice is read once, though two devices hold it where the mesh has a data axis."""

@@ -1,6 +1,7 @@
 """Load bases and draft heads on meshes; report if every slice is right and how much of the files was read.
 
-Argument: the folder for the directories and ``answer.json``. What was exported is compared with what each device holds.
+Arguments: the folder for the directories and ``answer.json``; the bases besides ``llama``, and the drafts. What was
+exported is compared with what each device holds.
 """
 
 import dataclasses
@@ -95,12 +96,14 @@ def compare(expected, found, dtype=np.float32) -> dict:
     return {"equal": bool(equal), "needed": needed, "divided": divided, "copied": Counted.copied}
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     view = SafetensorFiles.view
     SafetensorFiles.view = lambda files, key: view(files, key).view(Counted)
     found, progress = {}, []
     meshes = {name: make_mesh(**sizes) for name, sizes in MESHES.items()}
     for name, config in BASES.items():
+        if name not in ("llama", *names):
+            continue
         model = Llama(config)
         expected = random_like(nn.unbox(abstract_base(model)))
         export_llama(folder / name, model, expected, dtype=None)
@@ -126,6 +129,8 @@ def main(folder: Path) -> None:
             bound, record = BoundBase(model, expected), fingerprint(folder / name)
 
     for name, (drafter, format) in HEADS.items():
+        if name not in names:
+            continue
         expected = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
         export_heads(folder / name, drafter, expected, dtype=None, format=format, base_fingerprint=record)
         for mesh_name, mesh in meshes.items():
@@ -143,4 +148,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
