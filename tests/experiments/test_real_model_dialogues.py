@@ -95,7 +95,7 @@ def test_wrong_input_is_refused(tmp_path, capsys, flags, message):
 def test_a_repeated_command_writes_the_last_batch_anew(tmp_path, monkeypatch):
     """And the earlier ones stay as they are."""
     model, tokenizer = Llama(PRESETS["tiny"]), SimpleNamespace(chat_template="some", eos_token_id=EOS)
-    params = SimpleNamespace(base=init_base(model, jax.random.key(0)))
+    params = SimpleNamespace(base=jax.jit(lambda: init_base(model, jax.random.key(0)))())
     loaded = SimpleNamespace(model=model, tokenizer=tokenizer, params=params)
     monkeypatch.setattr(script.hydrajax, "load", lambda base, dtype: loaded)
     monkeypatch.setattr(script, "turns_of", lambda tokenizer: TURNS)

@@ -181,9 +181,9 @@ def test_which_70b_fits():
         ("TPUv5e", "int8", 512, False),
         ("TPUv6e", None, 1, True),
     ):
-        settings = {"quantize": quantize, "division": EIGHT, "batch": batch}
+        settings = {"quantize": quantize, "division": EIGHT, "batch": batch, "nodes": 4}
         assert prediction(SEVENTY, device=device, **settings).fits == fits, (device, quantize, batch)
-    assert not prediction(SEVENTY).fits  # one H100
+    assert not prediction(SEVENTY, nodes=4).fits  # one H100
 
 
 def test_int8_reads_half_of_the_weights():

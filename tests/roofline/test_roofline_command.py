@@ -117,7 +117,8 @@ def test_command_reads_the_shape_of_a_base(program, tmp_path):
     config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
     config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    results = [program(*base, "--json") for base in (("--base", tmp_path), ("--shape", "tiny"))]
+    few = ("--draft-kind", "medusa", "--tree-sizes", "1,4", "--json")
+    results = [program(*base, *few) for base in (("--base", tmp_path), ("--shape", "tiny"))]
     assert json.loads(results[0].out)["rows"] == json.loads(results[1].out)["rows"]
 
 

@@ -103,7 +103,7 @@ def test_a_drafter_without_weights_multiplies_nothing(kind):
 
 def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
     """Four layers from one and two, also if a pass omits most of the last layer."""
-    config = BASE.config.replace(n_layers=32)
+    config = BASE.config.replace(n_layers=6)
     drafters = [KINDS["model"].build(config, jnp.float32), WithLookup(KINDS["model"].build(config, jnp.float32), 3)]
     given = [(drafter, BASE, presets.chain(3)) for drafter in drafters]
 
