@@ -20,6 +20,14 @@ TREE, NEW = presets.chain(2), 24
 MESSAGES = ["def first(items):", "import sys", "class Third:"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_width():
+    """All prompts of these conversations are padded to 128 tokens, so that they share the programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydrajax.decoding.prompt_batch.SMALLEST_BUCKET", 128)
+        yield
+
+
 @pytest.fixture(scope="module")
 def loaded():
     return hydrajax.load(assets.base(), assets.path("hydra_pp"))
@@ -200,5 +208,6 @@ def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     assert err.count("message: is not valid Unicode text\n") == 1
     assert "prompt tokens were cached" in err
     monkeypatch.setattr("sys.stdin", io.StringIO(MESSAGES[0]))
+    monkeypatch.setattr("hydrajax.cli.options.load_from", lambda args: loaded)  # loading takes a second
     assert main(common) == 0  # in the tokenizer's own template
     assert capfd.readouterr().out == "".join(Chat(executor(loaded)).send(MESSAGES[0])) + "\n" != f"{first}\n"

@@ -64,6 +64,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+@pytest.mark.quick("default")
 @pytest.mark.parametrize(
     ("environment", "kept"),
     [
@@ -87,6 +88,7 @@ def test_loading_turns_it_on(tiny_checkpoint, tmp_path, environment, kept):
     assert folders == ({kept} if kept else set())
 
 
+@pytest.mark.quick("2-1")
 @pytest.mark.parametrize(("devices", "kept"), [(1, 2), (2, 1)])
 def test_what_is_split_over_cpu_devices_is_not_kept(tmp_path, devices, kept):
     """Read back, its all-reduces would wait for each other."""

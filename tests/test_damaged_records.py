@@ -349,7 +349,7 @@ def test_a_checkpoint_with_a_wrong_record_is_as_good_as_the_one_before(tmp_path,
     restored(tmp_path)
     whole, before, told = path.read_text(), (tmp_path / "1" / RECORD).read_text(), 0
     with opened(tmp_path) as checkpoints:
-        for what, text in [*wrong_fields(whole), *wrong_texts(whole)]:
+        for what, text in [*wrong_fields(whole, few=True), *wrong_texts(whole)]:
             path.write_bytes(text if isinstance(text, bytes) else text.encode())
             meta = checkpoints.meta()
             told += meta == json.loads(before)["meta"]

@@ -115,6 +115,15 @@ def test_other_pages_give_ratios_that_quote_the_table():
         assert set(quoted) <= ratios, page.name
 
 
+def test_every_page_is_in_the_navigation():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == pages | {"index.md"}  # which is made of README.md
+
+
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],

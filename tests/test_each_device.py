@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.asked import asked_parameters
+
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, on_eight_devices) -> dict:
-    return on_eight_devices(tmp_path_factory.mktemp("each"), "each_device", flags="--xla_backend_optimization_level=0")
+def found(request, tmp_path_factory, on_eight_devices) -> dict:
+    kinds = sorted(asked_parameters(request, "kind") - {None})
+    flags = "--xla_backend_optimization_level=0"
+    return on_eight_devices(tmp_path_factory.mktemp("each"), "each_device", *kinds, flags=flags)
 
 
 def test_ranks_of_a_divided_vocabulary_are_those_of_a_stable_sort(found):
@@ -47,7 +51,7 @@ def test_products_with_divided_low_bit_weights(found):
         # Two sums for the layer, one for the embedding; the best token.
         ("none", 2 + 1, 1),
         # All blocks together, and the ranks of three heads.
-        ("medusa", 2 + 1, 1 + 1 + 3),
+        pytest.param("medusa", 2 + 1, 1 + 1 + 3, marks=pytest.mark.slow),
         # A prefix layer, embeddings after each level, four blocks for each head.
         ("hydra++", 2 + 1 + 2 + 3, 1 + 3 * (4 + 1)),
     ],

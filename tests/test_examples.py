@@ -164,6 +164,7 @@ def test_add_a_drafter(base, greedy):
     assert max(lengths) > 1
 
 
+@pytest.mark.slow
 def test_certify(base, heads, model, greedy, tmp_path, capsys):
     """Certify that a base with a draft and a tree generates the base's own tokens: exit code 0, a JSON certificate."""
     prompts, certificate = tmp_path / "prompts.jsonl", tmp_path / "certificate.json"

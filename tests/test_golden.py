@@ -160,6 +160,7 @@ def test_teacher_forced_with_right_padding(golden, arch, loaded):
     near(logits[jnp.array([0, 3])][:, valid], record["head_logits_heads_0_and_3"][:, valid])
 
 
+@pytest.mark.quick("hydra_mlp-small")
 def test_first_step_of_the_trace(loaded, decode, trace):
     """Compare the proposal, then logits and hidden states at every node of the *recorded* tree."""
     engine = decode.engine
@@ -191,7 +192,7 @@ def test_output_ids_and_accept_lengths(decoded, recorded):
         np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
 
 
-@pytest.mark.quick("hydra_pp-mc63", "hydra_mlp-small")
+@pytest.mark.quick("hydra_pp-mc63")
 def test_every_proposed_tree(loaded, decode, recorded):
     """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state."""
     engine = decode.engine

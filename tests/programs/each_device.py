@@ -1,6 +1,7 @@
 """Call the functions of `hydrajax.models.per_device` on a mesh, and describe the decode step compiled for it.
 
-Argument: the folder for ``answer.json``. Every comparison is with NumPy or with the same call without a mesh.
+Arguments: the folder for ``answer.json``, and the kinds of drafts to compile a step with. Every comparison is with
+NumPy or with the same call without a mesh.
 """
 
 import json
@@ -159,13 +160,13 @@ class Declared(nn.Module):
         return self.kind.declare(self, "kernel", self.kernel_shape, self.axes).project_parts(x)
 
 
-def compiled_steps(mesh) -> dict[str, dict]:
+def compiled_steps(mesh, kinds) -> dict[str, dict]:
     """Count collectives, kernels and copies of caches in the loop of a compiled step, by kind of draft."""
     config = LlamaConfig(64, 128, 96, 1, 8, 4, 16, max_positions=128)
     model, base = random_base(config)
     found = {}
     placed = jax.device_put(base, tree_shardings(mesh, abstract_base(model)))
-    for kind in ("none", "medusa", "hydra++"):
+    for kind in kinds:
         drafter, params = NoDrafter(), Params(placed, {})
         if kind != "none":
             drafter, random = random_draft(model, base, kind)
@@ -187,7 +188,7 @@ def compiled_steps(mesh) -> dict[str, dict]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *kinds: str) -> None:
     mesh = make_mesh(data=2, model=4)
     found = {
         "devices": jax.device_count(),
@@ -198,10 +199,10 @@ def main(folder: Path) -> None:
         "attended": attended(mesh),
         "appended": appended(mesh),
         "multiplied": multiplied(mesh),
-        "compiled": compiled_steps(make_mesh(model=4)),
+        "compiled": compiled_steps(make_mesh(model=4), kinds),
     }
     (folder / "answer.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
