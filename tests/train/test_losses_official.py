@@ -15,6 +15,8 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import Objective, draft_loss
 
+pytestmark = pytest.mark.quick("hydra_pp")  # Hydra++ has what Hydra has, and the prefix layer
+
 
 def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
     """Our gradients with the released names and layouts (rows are outputs)."""

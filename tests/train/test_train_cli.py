@@ -162,7 +162,7 @@ def test_heads_for_another_base_from_conversations(program, golden, settings, tm
         "held_out": 0.1,
         "limit": 60,
     }
-    draft = {"heads": "hydra", "num_draft_heads": 2, "prefix": True}
+    draft = {"heads": "hydra", "num_draft_heads": 2}
     changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
     config = tmp_path / "golden.yaml"
     config.write_text(yaml.safe_dump(settings | changes))
