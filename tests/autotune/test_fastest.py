@@ -170,7 +170,8 @@ def test_a_server_finds_the_choice_of_generate(loaded, speeds):
 def eagle(tiny_model):
     model, params = tiny_model
     drafter = Eagle.for_base(model.config, jnp.float32)
-    return LanguageModel(model, drafter, Params(params, drafter.init(jax.random.key(0), BoundBase(model, params))))
+    draft = jax.jit(lambda: drafter.init(jax.random.key(0), BoundBase(model, params)))()
+    return LanguageModel(model, drafter, Params(params, draft))
 
 
 def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds, tmp_path, monkeypatch):

@@ -25,7 +25,7 @@ TURNS = script.Turns([1, 3, 4], [EOS, 5, 6, 7], [EOS, 8, 9])
 def test_draws_follow_the_distribution():
     """Over two blocks, of which the second is not full."""
     logits = jnp.full((4000, 300), -30.0).at[:, jnp.array([3, 255, 256, 299])].set(jnp.log(jnp.array([1, 2, 3, 4.0])))
-    found = np.bincount(np.asarray(script.draw(jax.random.key(0), logits)), minlength=300)
+    found = np.bincount(np.asarray(jax.jit(script.draw)(jax.random.key(0), logits)), minlength=300)
     assert found.sum() == found[[3, 255, 256, 299]].sum() == 4000
     np.testing.assert_allclose(found[[3, 255, 256, 299]] / 4000, [0.1, 0.2, 0.3, 0.4], atol=0.03)
 

@@ -318,8 +318,13 @@ def test_transformers_computes_our_logits(tiny_model, tmp_path, rope, tied):
     export_llama(tmp_path / "base", model, params, dtype=None)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 40))
     positions = np.broadcast_to(np.arange(40), tokens.shape)
-    hidden = model.apply({"params": params}, tokens, positions, causal_mask(40)).hidden
-    ours = BoundBase(model, params).logits(hidden)
+
+    @jax.jit
+    def logits(params):
+        hidden = model.apply({"params": params}, tokens, positions, causal_mask(40)).hidden
+        return BoundBase(model, params).logits(hidden)
+
+    ours = logits(params)
     theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
