@@ -57,6 +57,7 @@ def greedy(base) -> Callable[[str], list[int]]:
     return run
 
 
+@pytest.mark.slow  # the README's samples do the same
 def test_decode_with_draft_heads(model, greedy):
     """Load a base and its draft heads, and generate: the text is the base's own, in fewer forward passes.
 

@@ -157,6 +157,7 @@ def test_ways_to_draft(base, tmp_path):
     assert list(found.drafts) == ["greedy", "prompt lookup"]
 
 
+@pytest.mark.slow
 def test_forward_passes(base):
     """Our own timers, medians of rounds, the table and the picture; None for what a program cannot time."""
     m = hydrajax.load(base, "lookup")

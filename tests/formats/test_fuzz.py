@@ -40,7 +40,7 @@ from helpers.watched import outcomes
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.tensors import save_safetensors
 
-DEFAULT, SLOW = 20, 700  # random cases per format
+DEFAULT, SLOW = 12, 700  # random cases per format
 
 # torch's of prototypes; what tensorstore's threads find after orbax has given up.
 pytestmark = [

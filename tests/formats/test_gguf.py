@@ -457,6 +457,7 @@ def test_a_length_beyond_the_file(write):
     refusal(lambda: resolve(file, "base"), "is damaged or not a GGUF file: ValueError: the file ends too early")
 
 
+@pytest.mark.quick(*map(str, range(6)))
 @pytest.mark.parametrize("seed", range(12))
 def test_random_damage_ends_in_one_line(write, seed):
     """Other bytes in the metadata are refused, or change a name, text or number that no check can find wrong."""

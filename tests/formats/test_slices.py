@@ -22,7 +22,7 @@ NAMES = [
     *("llama", "qkv_bias", "qk_norm", "tied", "undivided"),
     *("hydra", "prefix", "medusa", "eagle", "eagle_3", "nextn", "p_eagle", "dflash", "dspark", "native"),
 ]
-QUICK = ("llama", "undivided", "prefix", "eagle_3", "dspark", "native")
+QUICK = ("llama", "prefix")
 MESHES = ("model8", "data2_model4")
 
 

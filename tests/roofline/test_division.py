@@ -173,6 +173,7 @@ def test_memory_of_a_device():
     assert int8.draft_memory == found.draft_memory
 
 
+@pytest.mark.slow  # test_roofline_command has a mesh that fits and one that does not
 def test_which_70b_fits():
     for device, quantize, batch, fits in (
         ("H100", None, 1, True),

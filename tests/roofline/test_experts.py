@@ -122,6 +122,7 @@ def test_a_draft_model_may_have_experts():
     assert [op for op in operators if "experts gate up" in op.name]
 
 
+@pytest.mark.slow
 def test_the_best_tree_of_a_mixture_is_smaller_than_that_of_a_dense_model():
     """With the tokens per step of the bundled Hydra++ by nodes (`hydra_figures_7_to_9.json`)."""
     accepted = {1: 1.0, 4: 2.18, 64: 3.41}

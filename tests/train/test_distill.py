@@ -137,6 +137,7 @@ def test_every_answer_is_the_bases_own_and_stands_in_the_next_prompt(loaded, who
         assert (record["draft"], record["base"]) == (None, "b")
 
 
+@pytest.mark.slow
 def test_with_a_draft_it_is_the_same_text(drafted, whole, tmp_path):
     records = distilled(drafted, tmp_path / "out.jsonl", draft="lookup")
     assert outputs(records) == outputs(whole[0])
