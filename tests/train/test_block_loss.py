@@ -93,15 +93,16 @@ def test_anchors_are_targets_followed_by_targets_of_their_document():
     labels = jnp.array([[IGNORED, 5, 6, IGNORED, 7, 8, 9, 3, IGNORED, 4], [1, 2, 3, 4, 5, 6, 7, 8, 9, IGNORED]])
     segments = jnp.array([[1] * 6 + [2] * 4, [1, 1, 1, 2, 2, 2, 2, 0, 0, 0]])
     allowed = [{1, 4}, {1, 4, 5}]
+    draw = jax.jit(draw_anchors, static_argnums=3)
     seen = [set(), set()]
     for seed in range(30):
-        drawn = draw_anchors(jax.random.key(seed), labels, segments, 2)
+        drawn = draw(jax.random.key(seed), labels, segments, 2)
         for row in range(2):
             places = np.asarray(drawn.positions[row])[np.asarray(drawn.keep[row])]
             assert len(set(places.tolist())) == len(places) == min(2, len(allowed[row]))
             seen[row] |= set(places.tolist())
     assert seen == allowed
-    drawn = [draw_anchors(jax.random.key(seed), labels, segments, 4) for seed in range(8)]
+    drawn = [draw(jax.random.key(seed), labels, segments, 4) for seed in range(8)]
     assert all(one.keep.tolist() == [[True, True, False, False], [True, True, True, False]] for one in drawn)
     assert {tuple(np.asarray(one.positions[0, :2]).tolist()) for one in drawn} == {(1, 4), (4, 1)}
 
