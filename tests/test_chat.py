@@ -16,7 +16,7 @@ from hydrajax.decoding.processors import Penalties
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
-TREE, NEW = presets.chain(2), 24
+TREE, NEW = presets.chain(2), 16
 MESSAGES = ["def first(items):", "import sys", "class Third:"]
 
 
