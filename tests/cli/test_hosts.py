@@ -43,7 +43,6 @@ def fails(found, *lines: str, code: int = 2) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_two_processes_generate_what_one_generates(program, arguments, prompts, tmp_path):
     arguments = [*arguments, "--prompts", prompts, "--batch-size", 2, "--output"]
     main, other = finish(start(*[[*arguments, tmp_path / "two.jsonl", *BOTH]] * 2))
@@ -84,11 +83,6 @@ def test_samples_and_streams(program, arguments, mesh):
     assert main.out == program(*arguments).out
 
 
-def test_a_mistake_of_all_is_printed_once(wordless):
-    command = ["generate", "--base", wordless, *SHARED, "--prompts", "/nowhere"]
-    fails(finish(start(command, command)), "--prompts: no such file: /nowhere", "")
-
-
 @pytest.mark.slow
 def test_the_main_process_chooses_the_tree(base, heads, tmp_path):
     command = ["generate", "--base", base, "--draft", heads, "--max-new-tokens", NEW, "--prompt", TEXTS[0], *SHARED]
@@ -110,6 +104,11 @@ def test_mistakes_of_all_and_of_one(arguments, tmp_path):
     prompt = ["--prompt", TEXTS[0]]
     alone = "--mesh: got data=1 x model=1, expected all 4 devices of 2 processes"
     fails(run(prompt, prompt), alone, "")
+    fails(
+        run([*SHARED, "--prompts", "/nowhere"], [*SHARED, "--prompts", "/nowhere"]),
+        "--prompts: no such file: /nowhere",
+        "",
+    )
     long = [*SHARED, "--prompt", "tree " * 200]
     (main, other) = run(long, long)
     assert (main.code, other.code, other.err) == (2, 2, "")

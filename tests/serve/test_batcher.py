@@ -189,7 +189,7 @@ def test_random_arrivals_with_lookup(start, draft):
 def test_each_request_has_its_own_processors(served, start):
     """Penalties, which count each sequence's own tokens, biases, both and none in one batch."""
     batcher = start(pool(served, PoolSizes(slots=3, chunk=16, cache_len=128, penalties=True)))
-    prompts, limits = prompts_and_limits(9, 5)
+    prompts, limits = prompts_and_limits(9, 8)
     penalties, bias = {"repetition_penalty": 1.3, "presence_penalty": 0.4}, {"logit_bias": {"3": 4.0, "5": -9.0}}
     numbers = [(penalties, bias, penalties | bias, {})[at % 4] for at in range(9)]
     handles = batcher.submit(

@@ -134,7 +134,7 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     assert warm_up.compiled == warm_up.total
     # Two batch sizes and two kinds of steps.
     assert compiled["jit(burst)"] == 4
-    assert compiled["jit(extend)"] == 3  # the others with a mask, and without the draft
+    assert compiled["jit(extend)"] == 5  # two lengths with and without the draft, and one with a mask
     # Steps in one program, or in three: without forced tokens, with one, and with as many as the tree is deep.
     constrained_steps = {"steps": 1} if host_calls() else {"verify": 3, "settle": 3}
     assert {name: compiled[f"jit({name})"] for name in constrained_steps} == constrained_steps
