@@ -1,10 +1,11 @@
-"""What each type of weights does to a base: perplexity, distance from float32, and the tokens per step of its drafts.
+"""Measure perplexity, distance from float32 and the tokens per step of the drafts for each type of weights.
 
     python experiments/weight_types.py --output experiments/results/weight_types_18m.json
     python experiments/weight_types.py --base smollm2 --draft hydra++ --draft dspark --prompts FILE.jsonl
 
 Perplexity, KL and agreement are teacher-forced on held-out source code. Drafts decode greedily with their own trees,
-and every text is compared with the one that the same type writes without a draft. No time is measured.
+and every text is compared with the one that the same type writes without a draft. No time is measured. With --output,
+types that were measured before an interruption are kept.
 """
 
 from __future__ import annotations
@@ -14,23 +15,22 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import jax
-import numpy as np
-from common import held_out_chunks, prompts_of
+from common import Parts, held_out_chunks, prompts_of
 
 import hydrajax
 from hydrajax.api import DTYPES
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.prompt_batch import batches
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
 from hydrajax.machine import machine
 from hydrajax.measure.quantization import logit_effect
 from hydrajax.models.low_bit_types import FP8, QUANTIZED
+from hydrajax.text.answers import Generation
 
 REFERENCE = "float32"
 TYPES = (REFERENCE, "bfloat16", *(name for name in QUANTIZED if name != FP8))  # fp8 products require a GPU
@@ -61,58 +61,55 @@ def run(args: argparse.Namespace) -> int:
     if args.base != "shipped" and not args.draft:
         raise HydrajaxError("--draft: got none, expected drafts for this base")
     args.draft = args.draft or list(SHIPPED)
+    plain = hydrajax.load(args.base, dtype=REFERENCE)
+    texts, prompts = held_out_chunks(plain.tokenizer, args.texts, args.text_tokens), prompts_of(args, plain)
+
+    def measured(name: str) -> list[dict]:
+        return [row_of(name, plain, texts, prompts, args)]
+
     if args.output is None:
-        return 0 if all_equal(rows_of(args)) else 1
+        return 0 if all_equal([row for name in args.types for row in measured(name)]) else 1
     with WholeFile(args.output, "--output") as file:
-        rows = rows_of(args)
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        file.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+        about = {"machine": machine(), "settings": {name: getattr(args, name) for name in SETTINGS}}
+        parts = Parts(Path(f"{args.output}.parts"), about)
+        rows = [row for name in args.types for row in parts.rows(name, partial(measured, name))]
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+    parts.remove()
     return 0 if all_equal(rows) else 1
 
 
-def rows_of(args: argparse.Namespace) -> list[dict]:
-    plain = hydrajax.load(args.base, dtype=REFERENCE)
-    texts, prompts = held_out_chunks(plain.tokenizer, args.texts, args.text_tokens), prompts_of(args, plain)
-    rows = []
-    for name in args.types:
-        loaded = plain if name == REFERENCE else load(args.base, name)
-        effect = logit_effect((plain.model, plain.params.base), (loaded.model, loaded.params.base), texts)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params.base)) / 1e6
-        row = {"type": name, "megabytes": size} | asdict(effect) | {"tokens_per_step": {}, "differing": {}}
+def row_of(name: str, plain: LanguageModel, texts: list, prompts: list, args: argparse.Namespace) -> dict:
+    """Measure one type."""
+    loaded = plain if name == REFERENCE else load(args.base, name)
+    effect = logit_effect((plain.model, plain.params.base), (loaded.model, loaded.params.base), texts)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params.base)) / 1e6
+    row = {"type": name, "megabytes": size} | asdict(effect) | {"tokens_per_step": {}, "differing": {}}
+    print(
+        f"{name:9} {size:6.1f} MB  perplexity {effect.perplexity_after:.4g}  KL {effect.kl:.2g}  "
+        f"same likeliest token {effect.agreement:.2%}",
+        flush=True,
+    )
+    expected = generate(loaded, "root", prompts, args)
+    for draft in args.draft:
+        drafted = loaded.with_draft(draft)
+        found = generate(drafted, drafted.default_tree(), prompts, args)
+        rate = sum(one.new_tokens for one in found) / sum(one.steps for one in found)
+        differing = sum(one.output_ids != other.output_ids for one, other in zip(found, expected, strict=True))
+        row["tokens_per_step"][draft], row["differing"][draft] = rate, differing
         print(
-            f"{name:9} {size:6.1f} MB  perplexity {effect.perplexity_after:.4g}  KL {effect.kl:.2g}  "
-            f"same likeliest token {effect.agreement:.2%}",
+            f"    {draft:14} {rate:.3f} tokens per step, {differing} of {len(prompts)} texts differ from those without "
+            "a draft",
             flush=True,
         )
-        expected, _ = decode(loaded, "root", prompts, args.new_tokens)
-        for draft in args.draft:
-            drafted = loaded.with_draft(draft)
-            found, row["tokens_per_step"][draft] = decode(drafted, drafted.default_tree(), prompts, args.new_tokens)
-            row["differing"][draft] = sum(not np.array_equal(*pair) for pair in zip(found, expected, strict=True))
-            print(
-                f"    {draft:14} {row['tokens_per_step'][draft]:.3f} tokens per step, "
-                f"{row['differing'][draft]} of {len(prompts)} texts differ from those without a draft",
-                flush=True,
-            )
-        rows.append(row)
-    return rows
+    return row
 
 
 def load(base: str, name: str) -> LanguageModel:
     return hydrajax.load(base, dtype=name) if name in DTYPES else hydrajax.load(base, dtype=REFERENCE, quantize=name)
 
 
-def decode(
-    loaded: LanguageModel, tree, prompts: Sequence[np.ndarray], new_tokens: int
-) -> tuple[list[np.ndarray], float]:
-    """Return each prompt's new tokens, and the tokens per step of all."""
-    executor: Executor = make_executor(loaded, loaded.spec(tree=tree, max_new_tokens=new_tokens))
-    texts, tokens, steps = [], 0, 0
-    for prompt, lengths, n_real in batches(prompts, min(BATCH, len(prompts))):
-        out = jax.device_get(executor.decode(prompt, lengths, jax.random.key(0)))
-        texts += [row[:length] for row, length in zip(out.tokens[:n_real], out.lengths[:n_real], strict=True)]
-        tokens, steps = tokens + out.lengths[:n_real].sum(), steps + out.steps[:n_real].sum()
-    return texts, float(tokens / steps)
+def generate(loaded: LanguageModel, tree, prompts: list, args: argparse.Namespace) -> list[Generation]:
+    return loaded.generate(prompts, tree=tree, max_new_tokens=args.new_tokens, batch_size=BATCH)
 
 
 def all_equal(rows: Sequence[dict]) -> bool:
