@@ -4,13 +4,15 @@
     python experiments/serve_load.py --draft draft-model --draft lookup --rounds 3
     python experiments/serve_load.py --requests 10000 --disconnect 0.1
     python experiments/serve_load.py --clients 1,8 --peer llama.cpp=http://127.0.0.1:8080
+    python experiments/serve_load.py --base smollm2 --draft lookup --draft dspark --questions questions.jsonl
 
 The servers are new processes on the loopback address and share the machine with the clients. Every client sends its
-next request as soon as the last one is answered; prompts are chunks of held-out source code. The baselines are a server
-without a draft and, for one client, `generate` with one prompt at a time. In every round all of them answer in turns,
-each for every number of clients, because the speed of a machine changes within minutes. Every complete answer is
-compared with that of `generate` for its prompt and seed. Trees are those that `generate` without a tree has measured on
-this device before, else the drafts' own.
+next request as soon as the last one is answered; prompts are chunks of held-out source code, or first turns of
+questions, which come again if there are fewer than requests. The baselines are a server without a draft and, for one
+client, `generate` with one prompt at a time. In every round all of them answer in turns, each for every number of
+clients, because the speed of a machine changes within minutes. Every complete answer is compared with that of
+`generate` for its prompt and seed. Trees are those that `generate` without a tree has measured on this device before,
+else the drafts' own.
 
 Peers are servers of other programs, started by hand, whose completions take token ids. They answer in the same turns.
 Their differing answers are counted, but only those of our servers decide about the exit code.
@@ -48,6 +50,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
+from hydrajax.questions.sets import read_questions
 from hydrajax.trees import presets
 
 PERCENTILES = 50, 95, 99
@@ -55,6 +58,8 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 SOAK_QUESTIONS, SOAK_CLIENTS = 64, 16
 BATCH = 16  # batch size of the expected answers
 SAMPLES = 200  # of the server's memory, at most
+RESAMPLES = 2000
+SETTINGS = "base", "draft", "tree", "slots", "questions", "prompt_tokens", "seed"
 
 
 class Question(NamedTuple):
@@ -90,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=options.positive, metavar="N", help="per number of clients (default 64)")
     add("--rounds", type=options.positive, default=1, metavar="N", help="turns of each server (default 1)")
     add("--disconnect", type=float, default=0.0, metavar="P", help="soak: share of broken connections")
+    add("--questions", metavar="FILE.jsonl", help="ask the first turns of these (default: held-out source code)")
     add("--prompt-tokens", type=options.positive, default=64, metavar="N")
     add("--new-tokens", type=options.positive, default=64, metavar="N")
     add("--slots", type=options.positive, default=8, metavar="B", help="of the server (default 8)")
@@ -117,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         return 0 if (soak if soaks else load)(args)["right"] else 1
     with WholeFile(args.output, "--output") as file:
         found = (soak if soaks else load)(args)
-        settings = {name: getattr(args, name) for name in ("base", "draft", "tree", "slots", "prompt_tokens", "seed")}
+        settings = {name: getattr(args, name) for name in SETTINGS}
         file.write_text(json.dumps({"machine": machine(), "settings": settings} | found, indent=1) + "\n")
     return 0 if found["right"] else 1
 
@@ -128,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
     """Return greedy requests of one length, or requests of mixed lengths of which every other one is sampled."""
     random, most = np.random.default_rng(args.seed), args.new_tokens
-    prompts = held_out_chunks(loaded.tokenizer, count, args.prompt_tokens)
+    prompts = prompts_for(args, loaded, count)
     limits, seeds = [most] * count, [None] * count
     if mixed:
         prompts = [ids[: random.integers(1, len(ids) + 1)] for ids in prompts]
@@ -144,6 +150,15 @@ def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
         for at, result in zip(some, loaded.generate(texts, max_new_tokens=ends, **settings), strict=True):
             found[at] = result.text
     return [Question(ids.tolist(), *rest) for ids, *rest in zip(prompts, limits, seeds, found, strict=True)]
+
+
+def prompts_for(args, loaded, count: int) -> list[np.ndarray]:
+    """Return chunks of held-out source code, or first turns of the questions."""
+    if args.questions is None:
+        return held_out_chunks(loaded.tokenizer, count, args.prompt_tokens)
+    turns = (question.turns[0] for question in itertools.cycle(read_questions(args.questions)))
+    messages = [[{"role": "user", "content": turn}] for turn in itertools.islice(turns, count)]
+    return list(loaded.ids_of_prompts(messages))
 
 
 def tree_of(args, loaded):
@@ -290,7 +305,10 @@ def generate_alone(args, draft: str, models: dict, prompts: Sequence[list[int]])
 
 
 def ratios_of(rows: Sequence[dict]) -> list[dict]:
-    """Return and print medians of rounds: each server over that without a draft, and one client over `generate`."""
+    """Return and print medians of rounds: each server over that without a draft, and one client over `generate`.
+
+    ``low`` and ``high`` are the 95% bootstrap interval over rounds, None for a single round.
+    """
     rates = {(row["way"], row["clients"], row["round"]): row["tokens_per_second"] for row in rows}
     servers = dict.fromkeys((row["way"], row["clients"]) for row in rows if row["way"].startswith("server"))
     pairs = [(way, "server, none", clients) for way, clients in servers if way != "server, none"]
@@ -299,11 +317,20 @@ def ratios_of(rows: Sequence[dict]) -> list[dict]:
     for way, other, n_clients in pairs:
         rounds = [number for name, clients, number in rates if (name, clients) == (other, n_clients)]
         if each := [rates[way, n_clients, number] / rates[other, n_clients, number] for number in rounds]:
-            found.append(
-                {"way": way, "of": other, "clients": n_clients, "rounds": each, "ratio": float(np.median(each))}
-            )
-            print(f"{way:24} {n_clients:3} clients {found[-1]['ratio']:5.2f} of {other}", flush=True)
+            low, high = interval(each)
+            row = {"way": way, "of": other, "clients": n_clients, "rounds": each, "ratio": float(np.median(each))}
+            found.append(row | {"low": low, "high": high})
+            print(f"{way:24} {n_clients:3} clients {row['ratio']:5.2f} ({low} to {high}) of {other}", flush=True)
     return found
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
+    """Return the 95% bootstrap interval of the median."""
+    if len(ratios) == 1:
+        return None, None
+    picked = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(np.array(ratios)[picked], axis=1), (2.5, 97.5)).round(3).tolist()
+    return low, high
 
 
 def figures(found: Sequence[Response], seconds: float) -> dict:

@@ -326,6 +326,7 @@ def test_serve_load_and_soak(tmp_path):
         *((f"server, {name}", "server, none", clients) for name in names[:2] for clients in (1, 3)),
         *((f"server, {name}", f"generate, {name}", 1) for name in names),
     }
+    assert all(row["low"] <= row["ratio"] <= row["high"] for row in found["ratios"])
     sizes += ["--clients", "4", "--requests", "40", "--disconnect", "0.3"]
     done = run("serve_load", tmp_path, *sizes, "--output", str(output))
     assert done.returncode == 0, done.stderr
