@@ -327,7 +327,9 @@ def test_serve_load_and_soak(tmp_path):
         *((f"server, {name}", f"generate, {name}", 1) for name in names),
     }
     assert all(row["low"] <= row["ratio"] <= row["high"] for row in found["ratios"])
-    sizes += ["--clients", "4", "--requests", "40", "--disconnect", "0.3"]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"def f{number}(x):"}) + "\n" for number in range(3)))
+    sizes += ["--clients", "4", "--requests", "40", "--disconnect", "0.3", "--questions", str(questions)]
     done = run("serve_load", tmp_path, *sizes, "--output", str(output))
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(output.read_text())["rows"]
