@@ -10,9 +10,9 @@ The servers are new processes on the loopback address and share the machine with
 next request as soon as the last one is answered; prompts are chunks of held-out source code, or first turns of
 questions, which come again if there are fewer than requests. The baselines are a server without a draft and, for one
 client, `generate` with one prompt at a time. In every round all of them answer in turns, each for every number of
-clients, because the speed of a machine changes within minutes. Every complete answer is compared with that of
-`generate` for its prompt and seed. Trees are those that `generate` without a tree has measured on this device before,
-else the drafts' own.
+clients, because the speed of a machine changes within minutes. Each number of clients of a round has prompts of its
+own, so that no prefix cache holds them. Every complete answer is compared with that of `generate` for its prompt and
+seed. Trees are those that `generate` without a tree has measured on this device before, else the drafts' own.
 
 Peers are servers of other programs, started by hand, whose completions take token ids. They answer in the same turns.
 Their differing answers are counted, but only those of our servers decide about the exit code.
@@ -266,17 +266,17 @@ async def ask_all(
 def load(args) -> dict:
     models = {args.draft[0]: hydrajax.load(args.base, args.draft[0], dtype="float32")}
     models |= {draft: models[args.draft[0]].with_draft(draft) for draft in args.draft[1:]}
-    most = max(args.requests, 2 * max(args.clients))
-    questions = questions_for(args, models[args.draft[0]], args.rounds * most, mixed=False)
+    sizes = {n_clients: max(args.requests, 2 * n_clients) for n_clients in args.clients}
+    questions = iter(questions_for(args, models[args.draft[0]], args.rounds * sum(sizes.values()), mixed=False))
     rows, right = [], True
     with ExitStack() as servers:
         started = {draft: servers.enter_context(serving(args, draft))[1] for draft in (*models, "none")}
         started |= args.peer
         for number in range(args.rounds):
-            asked = questions[number * most :][:most]
+            asked = {n_clients: list(itertools.islice(questions, size)) for n_clients, size in sizes.items()}
             order = [*started][number % len(started) :] + [*started][: number % len(started)]
             for n_clients, draft in itertools.product(args.clients, order):
-                some = asked[: max(args.requests, 2 * n_clients)]
+                some = asked[n_clients]
                 if n_clients == 1 and draft not in args.peer:
                     rate = generate_alone(args, draft, models, [question.ids for question in some])
                     rows.append({"way": f"generate, {draft}", "round": number, "clients": 1, "tokens_per_second": rate})

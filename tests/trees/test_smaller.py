@@ -38,9 +38,24 @@ def test_large_trees_keep_nodes_of_their_own():
 
 def test_dynamic_trees_keep_their_kind():
     assert with_size(BestFirstTree(16), 6) == BestFirstTree(6)
-    for size, expansions, top_k in ((60, 7, 10), (8, 5, 3), (8, 2, 4), (5, 1, 2)):
-        for smaller in (2, 3, 5):
-            assert with_size(DynamicTree(size, expansions, top_k), smaller).size == smaller
+    for size, expansions, top_k in ((60, 7, 10), (8, 5, 3), (9, 2, 4)):
+        for smaller in (6, 7):
+            found = with_size(DynamicTree(size, expansions, top_k), smaller)
+            assert isinstance(found, DynamicTree)
+            assert found.size == smaller
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("dynamic-8-5-3", 5, "chain-4"),
+        ("dynamic-8-2-4", 5, "chain-3"),  # as deep as the tree was
+        ("dynamic-60-7-10", 2, "chain-1"),
+        ("dynamic-5-1-2", 1, "chain-1"),
+    ],
+)
+def test_dynamic_trees_of_few_nodes_become_chains(name, size, expected):
+    assert with_size(presets.by_name(name), size) == presets.by_name(expected)
 
 
 def test_trees_that_are_small_enough_stay():
