@@ -42,6 +42,7 @@ from typing import NamedTuple
 import httpx
 import numpy as np
 from common import held_out_chunks
+from scipy.stats import bootstrap
 
 import hydrajax
 from hydrajax.cli import options, run_command
@@ -58,7 +59,6 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 SOAK_QUESTIONS, SOAK_CLIENTS = 64, 16
 BATCH = 16  # batch size of the expected answers
 SAMPLES = 200  # of the server's memory, at most
-RESAMPLES = 2000
 SETTINGS = "base", "draft", "tree", "slots", "questions", "prompt_tokens", "seed"
 
 
@@ -325,12 +325,11 @@ def ratios_of(rows: Sequence[dict]) -> list[dict]:
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """Return the 95% bootstrap interval of the median."""
+    """Return the 95% bootstrap interval of the median; None and None for a single ratio."""
     if len(ratios) == 1:
         return None, None
-    picked = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(np.array(ratios)[picked], axis=1), (2.5, 97.5)).round(3).tolist()
-    return low, high
+    found = bootstrap((ratios,), np.median, method="percentile", random_state=0).confidence_interval
+    return round(float(found.low), 3), round(float(found.high), 3)
 
 
 def figures(found: Sequence[Response], seconds: float) -> dict:
