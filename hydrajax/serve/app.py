@@ -52,6 +52,7 @@ from hydrajax.serve.warm_up import WarmUp
 
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
+SHORT_CONTENT = 1 << 11  # bytes, characters or ids that take no longer than to hand them to a thread
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 # The page loads nothing from other hosts, and no other page may embed it.
@@ -184,7 +185,11 @@ class Api:
     # --- prompts ----------------------------------------------------------------------------------------------
 
     async def _prompts(self, contents: Sequence[str | list[int]]) -> list[np.ndarray]:
-        return await self._on_thread(lambda: [self._encoder.prompt(content) for content in contents], contents)
+        def encoded() -> list[np.ndarray]:
+            return [self._encoder.prompt(content) for content in contents]
+
+        short = sum(map(len, contents)) <= SHORT_CONTENT
+        return encoded() if short else await self._on_thread(encoded, contents)
 
     async def _on_thread(self, encode: Callable[[], Any], contents: Sequence[str | list[int]]) -> Any:
         """Encode contents on a thread. Short ones never wait for long ones, which have their own threads."""
@@ -233,7 +238,8 @@ class Api:
             raise HTTPException(400, "the client has disconnected") from None
         except TimeoutError:
             raise HTTPException(408, f"the body was not received within {seconds} seconds") from None
-        return await run_in_threadpool(parse_body, kind, bytes(body))
+        short = len(body) <= SHORT_CONTENT
+        return parse_body(kind, bytes(body)) if short else await run_in_threadpool(parse_body, kind, bytes(body))
 
     async def _answer(
         self, request: Request, body: RequestBody, prompts: list, chat: bool, structure: Structure = FREE
@@ -354,27 +360,31 @@ class _Reply:
                 raise choice.handle.error
 
     async def events(self, form: ReplyFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
-        """Yield server-sent events. usage_for: choices per prompt if the token counts are wanted."""
-        choices = self.choices
-        for event in form.opening(choices):
-            yield _event(event)
+        """Yield server-sent events, those of one moment together.
+
+        usage_for: choices per prompt if the token counts are wanted.
+        """
+        choices, new = self.choices, form.opening(self.choices)
         while True:
             for choice in choices:
                 if choice.handle.error is not None:
-                    yield _event(_error(str(choice.handle.error), 503))
+                    yield _written([*new, _error(str(choice.handle.error), 503)])
                     return
-                for event in form.events(choice):
-                    yield _event(event)
+                new += form.events(choice)
             if all(choice.ended for choice in choices):
                 break
+            if new:
+                yield _written(new)
+                new = []
             await self._change()
         if usage_for is not None:
-            yield _event(form.closing(choices, usage(choices, usage_for)))
-        yield "data: [DONE]\n\n"
+            new.append(form.closing(choices, usage(choices, usage_for)))
+        yield _written(new) + "data: [DONE]\n\n"
 
 
-def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+def _written(events: Sequence[dict[str, Any]]) -> str:
+    """Return events as one piece of a stream: each write would wake the client, which may share our processor."""
+    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
 
 
 PARAM = re.compile(r"[a-z][\w.]*(?=: )")  # messages begin with the field, such as messages.0.role

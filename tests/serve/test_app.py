@@ -274,6 +274,20 @@ def test_benchmark_clients_find_the_first_token_and_the_usage(address, path, bod
     assert choices[0]["text"]
 
 
+def test_the_end_of_a_stream_is_one_piece(address):
+    """The finish reason, the usage and the terminator come together: each piece wakes the client."""
+    body = {"model": "letters", "prompt": "abc", "max_tokens": 12, "stream": True}
+    body |= {"stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=AUTHORISED, timeout=SECONDS) as answer:
+        *pieces, last = answer.iter_raw()  # httpx yields the chunks of the transfer one by one
+    assert pieces
+    assert not any(b'"usage"' in piece for piece in pieces)
+    finish, usage, end = [line for line in last.splitlines() if line][-3:]
+    assert b'"finish_reason": "length"' in finish
+    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == 12
+    assert end == b"data: [DONE]"
+
+
 def test_echo_puts_the_prompt_before_each_answer(served, client):
     answer = client.completions.create(model="letters", prompt=["abc", "deaf"], max_tokens=5, n=2, echo=True)
     texts = [
@@ -441,6 +455,7 @@ def test_short_prompts_do_not_wait_for_long_ones(small, monkeypatch):
 
     started: list[int] = []
     monkeypatch.setattr(request_encoder.Prompt, "ids", slow)
+    monkeypatch.setattr(app, "SHORT_CONTENT", 40)
     monkeypatch.setattr(app, "LONG_CONTENT", 80)
     long = json.dumps(GOOD | {"prompt": long_text}).encode()
     with running(small) as (address, _):
