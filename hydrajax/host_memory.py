@@ -1,9 +1,10 @@
-"""Reuse of freed host memory by programs on a CPU."""
+"""What becomes of freed host memory: a process keeps it for its next arrays, or gives it back to the system."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 
 # mallopt(3) of glibc: parameter and value. -1 as a trim threshold disables trimming.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
@@ -17,7 +18,21 @@ def keep_freed_memory() -> None:
     when they are freed, and each call then waits until the kernel has cleared the pages again. On two cores, a forward
     pass of 4,096 tokens through a model of 135M parameters took 1.5 to 2.2 times as long. Call it before JAX starts.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:  # musl has none
+    if (mallopt := _of_glibc("mallopt")) is not None:
         for parameter, value in KEEP:
             mallopt(parameter, value)
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the kernel, on Linux with glibc; elsewhere do nothing.
+
+    Compilers free gigabytes that glibc keeps in the arenas of their threads. With a server's 48 programs of a model of
+    18M parameters a process had 3,805 MB, and 2,245 with a call after each of them, which takes milliseconds.
+    """
+    if (malloc_trim := _of_glibc("malloc_trim")) is not None:
+        malloc_trim(0)
+
+
+def _of_glibc(name: str) -> Callable[..., int] | None:
+    """Return a function of the C library; None where it has none of this name, as musl and other systems."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

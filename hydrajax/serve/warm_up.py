@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
+from hydrajax.host_memory import return_freed_memory
 from hydrajax.serve.executor_pool import ExecutorPool
 
 
@@ -53,5 +54,6 @@ class WarmUp:
             if self._stop.is_set():
                 return
             compile_program()
+            return_freed_memory()
             self.compiled += 1
         self._then(self)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -46,6 +49,32 @@ def test_pools_take_turns_and_the_end_is_reported():
     assert warm_up.wait(0.0)
     warm_up.stop()
     assert not warm_up.wait(SECONDS)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library returns no freed memory")
+def test_memory_that_a_compilation_frees_is_returned():
+    """A block that stays in use keeps glibc from returning those before it by itself."""
+    libc, ended, sizes, last = ctypes.CDLL(None), threading.Event(), [], []
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def compiles(name):
+        blocks = [libc.malloc(8192) for _ in range(20_000)]
+        for block in blocks:
+            ctypes.memset(block, 1, 8192)
+        last.append(blocks.pop())
+        for block in blocks:
+            libc.free(block)
+        sizes.append(resident())
+
+    WarmUp([Programs("a", [], compiles)], lambda warm_up: ended.set()).start()
+    assert ended.wait(SECONDS)
+    assert resident() < sizes[0] - 100_000
+    libc.free(last[0])
+
+
+def resident() -> int:
+    """Return this process's resident kilobytes."""
+    return int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))[1])
 
 
 def test_it_stops_after_the_program_in_progress():
