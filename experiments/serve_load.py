@@ -11,8 +11,9 @@ next request as soon as the last one is answered; prompts are chunks of held-out
 questions, which come again if there are fewer than requests. The baselines are a server without a draft and, for one
 client, `generate` with one prompt at a time. In every round all of them answer in turns, each for every number of
 clients, because the speed of a machine changes within minutes. Each number of clients of a round has prompts of its
-own, so that no prefix cache holds them. Every complete answer is compared with that of `generate` for its prompt and
-seed. Trees are those that `generate` without a tree has measured on this device before, else the drafts' own.
+own, so that no prefix cache holds them. Every complete answer is compared with that of `generate` without a draft for
+its prompt and seed. Trees are those that `generate` without a tree has measured on this device before, else the drafts'
+own.
 
 Peers are servers of other programs, started by hand, whose completions take token ids. They answer in the same turns.
 Their differing answers are counted, but only those of our servers decide about the exit code.
@@ -140,10 +141,10 @@ def questions_for(args, loaded, count: int, *, mixed: bool) -> list[Question]:
         prompts = [ids[: random.integers(1, len(ids) + 1)] for ids in prompts]
         limits = random.integers(1, most + 1, count).tolist()
         seeds = [at if at % 2 else None for at in range(count)]
-    tree, found = tree_of(args, loaded), [""] * count
+    found = [""] * count
     for rule in (Greedy(), ExactSampling(TEMPERATURE, top_p=TOP_P)):
         some = [at for at in range(count) if (seeds[at] is None) == isinstance(rule, Greedy)]
-        settings = {"tree": tree, "rule": rule, "batch_size": BATCH}
+        settings = {"tree": presets.root(), "rule": rule, "batch_size": BATCH}
         if not isinstance(rule, Greedy):
             settings["seed"] = [seeds[at] for at in some]
         texts, ends = [prompts[at] for at in some], [limits[at] for at in some]
