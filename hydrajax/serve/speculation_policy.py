@@ -10,6 +10,9 @@ from typing import NamedTuple
 SMOOTHING = 0.1  # weight of the newest value in the running means
 PROBE_SMOOTHING = 0.5  # the same for the slower kind of step, which is rarely measured
 ENOUGH = 3  # bursts of each kind before they are compared
+# Speculative steps, times sequences, before their tokens count: of large models a burst has two or three steps, and the
+# first ones of a text may all be rejected.
+ENOUGH_STEPS = 32
 # Bursts of a batch size after which the slower kind of step is measured again. Each probe that changes nothing doubles
 # the number: the first measurements are of few steps, and later probes only follow slow changes. A probe of
 # speculative steps also costs the time in which the draft reads what it has missed.
@@ -73,6 +76,7 @@ class SpeculationPolicy:
         self.idle = IdleTimes({}, 0.0)
         self._prompt, self._answer = _Mean(count=0), _Mean(count=0)  # tokens
         self._tokens: dict[int, _Mean] = defaultdict(_Mean)  # by batch size: per speculative step and sequence
+        self._counted: dict[int, int] = defaultdict(int)  # speculative steps times sequences, by batch size
         # Of a step, by batch size and kind.
         self._seconds: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
         self._better: dict[int, bool] = {}
@@ -99,13 +103,17 @@ class SpeculationPolicy:
     def _gain(self, batch_size: int, speculative: float, plain: float) -> float | None:
         """The throughput of speculative steps and of the draft's prefill over that of plain steps."""
         # Larger batches have smaller trees, so the tokens of a smaller one are the most that can be expected.
-        known = {size: mean.value for size, mean in self._tokens.items() if mean.value and size <= batch_size}
+        known = {size: mean.value for size, mean in self._tokens.items() if size <= batch_size and self._counts(size)}
         if not known:
             return None
         reading = 0.0
         if self._answer.value:  # seconds per token of an answer, for each of which the batch takes as many steps
             reading = self.idle.reading * batch_size * self._prompt.value / self._answer.value
         return plain / (speculative / known[max(known)] + reading)
+
+    def _counts(self, batch_size: int) -> bool:
+        """Return whether the tokens of speculative steps at this batch size are known."""
+        return self._tokens[batch_size].value is not None and self._counted[batch_size] >= ENOUGH_STEPS
 
     def next_burst(self, batch_size: int, speculative: bool, seconds: float) -> tuple[bool, int]:
         """Return whether the next burst is speculative, and its steps: the fewest until their time is known.
@@ -118,7 +126,7 @@ class SpeculationPolicy:
         """
         kind = speculative
         if (better := self.prefers(batch_size)) is None:
-            if self._seconds[batch_size, kind].count >= ENOUGH:
+            if self._seconds[batch_size, kind].count >= ENOUGH and (not kind or self._counts(batch_size)):
                 kind = not kind
         elif better == speculative:
             self._bursts[batch_size] += 1
@@ -150,6 +158,7 @@ class SpeculationPolicy:
         self._seconds[batch_size, kind].add(seconds, weight, steps)
         if tokens is not None:
             self._tokens[batch_size].add(tokens, weight, steps)
+            self._counted[batch_size] += steps * batch_size
 
     def answered(self, prompt: int, answer: int) -> None:
         """Record the tokens of an answer, and those of its prompt that were prefilled."""

@@ -8,6 +8,7 @@ import pytest
 from hydrajax.serve.speculation_policy import (
     CONSTRAINED,
     ENOUGH,
+    ENOUGH_STEPS,
     FEWEST_STEPS,
     PROBE_EVERY,
     PROBE_STEPS,
@@ -27,7 +28,7 @@ def simulated(seconds, tokens, turns: int, policy: SpeculationPolicy | None = No
         speculative, _ = policy.next_burst(batch, policy.prefers(batch) is not False, 8.0)
         chosen.append((batch, speculative))
         took = seconds[batch, speculative] * random.uniform(0.9, 1.1)
-        policy.record(batch, speculative, took, tokens * random.uniform(0.8, 1.2) if speculative else None)
+        policy.record(batch, speculative, took, tokens * random.uniform(0.8, 1.2) if speculative else None, steps=8)
     return chosen, policy
 
 
@@ -44,7 +45,7 @@ def measured(policy: SpeculationPolicy, batch: int, seconds, tokens: float) -> S
     """Record enough bursts of both kinds. seconds: of a speculative and of a plain step."""
     for kind, took in zip((True, False), seconds, strict=True):
         for _ in range(ENOUGH + 1):
-            policy.record(batch, kind, took, tokens if kind else None)
+            policy.record(batch, kind, took, tokens if kind else None, steps=ENOUGH_STEPS)
     return policy
 
 
@@ -74,9 +75,21 @@ def test_both_kinds_are_measured_before_they_are_compared_and_the_time_of_a_comp
     for seconds in (100.0, *[1.0] * ENOUGH, 100.0, *[2.0] * ENOUGH):
         assert policy.prefers(4) is None
         kinds.append(policy.next_burst(4, True, 1.0)[0])
-        policy.record(4, kinds[-1], seconds, 1.0 if kinds[-1] else None)
+        policy.record(4, kinds[-1], seconds, 1.0 if kinds[-1] else None, steps=8)
     assert kinds == [True] * (ENOUGH + 1) + [False] * (ENOUGH + 1)
     assert policy.prefers(4)
+
+
+def test_a_text_whose_first_drafts_are_rejected_does_not_end_speculation():
+    """A burst of a large model has two steps. The first eight emit a token each, later ones two."""
+    policy, kinds = SpeculationPolicy(), []
+    policy.idle = IdleTimes({(1, True): 1.2, (1, False): 1.0}, 0.0)
+    for _ in range(100):
+        kinds.append(policy.next_burst(1, policy.prefers(1) is not False, 2.0)[0])
+        tokens = (1.0 if sum(kinds) <= 4 else 2.0) if kinds[-1] else None
+        policy.record(1, kinds[-1], 1.2 if kinds[-1] else 1.0, tokens, steps=2)
+    assert all(kinds[: ENOUGH_STEPS // 2])
+    assert np.mean(kinds) > 0.8
 
 
 def test_tokens_of_a_draft_that_is_behind_do_not_count():
@@ -135,7 +148,7 @@ def test_times_of_an_idle_device_spare_the_measurement_of_slower_steps():
     assert policy.prefers(8) is None  # no step has been speculative
     assert policy.next_burst(8, True, 1.0) == (True, 2)
     for _ in range(2):
-        policy.record(1, True, 0.2, 3.0)
+        policy.record(1, True, 0.2, 3.0, steps=ENOUGH_STEPS)
     assert policy.prefers(1) is None  # they can be faster
     assert policy.prefers(8) is False  # not even with as many tokens as with a smaller batch
     kinds = [policy.next_burst(8, False, 1.0)[0] for _ in range(1000)]
