@@ -299,7 +299,7 @@ def generate_alone(args, draft: str, models: dict, prompts: Sequence[list[int]])
     model = models.get(draft, models[args.draft[0]])
     settings = {"max_new_tokens": args.new_tokens}
     settings["tree"] = tree_of(args, model) if draft in models else presets.root()
-    model.generate(prompts[:1], **settings)  # compiles
+    model.generate(prompts if args.questions else prompts[:1], **settings)  # compiles, for every length
     began = time.perf_counter()
     tokens = sum(result.new_tokens for result in model.generate(prompts, **settings))
     return tokens / (time.perf_counter() - began)
