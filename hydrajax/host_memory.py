@@ -1,4 +1,4 @@
-"""What becomes of freed host memory: a process keeps it for its next arrays, or gives it back to the system."""
+"""Keep freed host memory in the process for its next arrays, or return it to the kernel."""
 
 from __future__ import annotations
 
