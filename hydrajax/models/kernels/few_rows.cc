@@ -24,7 +24,8 @@ constexpr int kColumns = 2 * kLanes;
 constexpr int kRows = 8;    // rows in registers at once, if there are more than fit
 constexpr int kDepth = 16;  // weight rows read side by side, at most
 constexpr int kNarrow = 1024, kLarge = 1 << 20;  // most columns and fewest bytes of a weight that threads divide by its rows
-constexpr int kAhead = 16;  // rows of a transposed weight prefetched into the L2 cache
+constexpr int kAhead = 16;  // rows of a transposed weight prefetched into the L2 cache, for pairs of rows
+constexpr int kAheadBytes = 4096;  // of a transposed weight, for single rows
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
@@ -325,7 +326,11 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
     Lanes w[C];
     for (int c = 0; c < C; ++c) {
       Load(w[c], weight + c * depth + d);
-      __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, 2);
+      if constexpr (C == 1) {
+        __builtin_prefetch(weight + d + kAheadBytes / sizeof(W), 0, kL2);
+        continue;
+      }
+      __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, kL2);
       __builtin_prefetch(weight + (c + C) * depth + d);
     }
 #pragma GCC unroll 16
@@ -361,6 +366,10 @@ template <typename W>
 FOR_EVERY_CPU
 void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
+  if (rows == 1) {  // it waits for memory only, which is fastest in one stream
+    for (int64_t f = begin; f < end; ++f) DotProducts<1, 1>(x, weight + f * depth, out + f, depth, width);
+    return;
+  }
   const int64_t pairs = begin + (end - begin) / 2 * 2;
   // Rows that are read more than once are widened once.
   float* copy = rows > kMostRows<W> && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
