@@ -32,9 +32,14 @@ class _Mean:
     """A running mean of values, each of several units. The first is left out, as it may include a compilation.
 
     Long bursts count more than those that end early, whose steps share the return to the host with few others.
+
+    Attributes:
+        count: values in the mean.
+        recorded: units of all values, the first one's too.
     """
 
     count: int = -1
+    recorded: float = 0.0
     total: float = 0.0
     units: float = 0.0
 
@@ -44,6 +49,7 @@ class _Mean:
 
     def add(self, value: float, weight: float, units: float = 1.0) -> None:
         self.count += 1
+        self.recorded += units
         if self.count:
             weight = max(weight, 1 / self.count)
             self.total += weight * (value * units - self.total)
@@ -76,7 +82,6 @@ class SpeculationPolicy:
         self.idle = IdleTimes({}, 0.0)
         self._prompt, self._answer = _Mean(count=0), _Mean(count=0)  # tokens
         self._tokens: dict[int, _Mean] = defaultdict(_Mean)  # by batch size: per speculative step and sequence
-        self._counted: dict[int, int] = defaultdict(int)  # speculative steps times sequences, by batch size
         # Of a step, by batch size and kind.
         self._seconds: dict[tuple[int, bool | str], _Mean] = defaultdict(_Mean)
         self._better: dict[int, bool] = {}
@@ -113,7 +118,8 @@ class SpeculationPolicy:
 
     def _counts(self, batch_size: int) -> bool:
         """Return whether the tokens of speculative steps at this batch size are known."""
-        return self._tokens[batch_size].value is not None and self._counted[batch_size] >= ENOUGH_STEPS
+        tokens = self._tokens[batch_size]
+        return tokens.value is not None and tokens.recorded * batch_size >= ENOUGH_STEPS
 
     def next_burst(self, batch_size: int, speculative: bool, seconds: float) -> tuple[bool, int]:
         """Return whether the next burst is speculative, and its steps: the fewest until their time is known.
@@ -158,7 +164,6 @@ class SpeculationPolicy:
         self._seconds[batch_size, kind].add(seconds, weight, steps)
         if tokens is not None:
             self._tokens[batch_size].add(tokens, weight, steps)
-            self._counted[batch_size] += steps * batch_size
 
     def answered(self, prompt: int, answer: int) -> None:
         """Record the tokens of an answer, and those of its prompt that were prefilled."""
