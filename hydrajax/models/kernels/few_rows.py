@@ -19,10 +19,10 @@ read columns of every weight, prefetches came in bursts, and lanes were summed o
 | before        | 21.0 | 25.0 | 27.4 | 31.3 | 35.2 | 93  |
 | these kernels | 19.8 | 22.9 | 24.4 | 28.6 | 32.1 | 95  |
 
-Reading alone takes 18 ms there (two threads, 29 GB/s).
+Reading alone takes 18 ms there (two threads, 29 GB/s, pages of 4 kB; see `hydrajax.host_memory` for larger ones).
 
-The same products on 2 cores of an AMD EPYC (Zen 4), the least of 20 times, in ms. Before, more than 8 rows were read
-in groups of 8; now up to 14 rows stay in registers:
+The same products on 2 cores of an AMD EPYC (Zen 4), pages of 4 kB, the least of 20 times, in ms. Before, more than 8
+rows were read in groups of 8; now up to 14 rows stay in registers:
 
 | rows          | 1    | 8    | 9    | 11   | 12   | 14   | 16   | 32   |
 |---------------|------|------|------|------|------|------|------|------|
