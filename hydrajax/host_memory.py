@@ -41,7 +41,7 @@ def into_huge_pages(arrays: Iterable) -> None:
     """Move JAX arrays of CPU devices into huge pages, on Linux 6.1 and newer; elsewhere do nothing.
 
     A step reads all weights. Two cores of an AMD EPYC (Zen 4) read 25 to 28 GB/s from pages of 4 kB and 33 to 55 from
-    pages of 2 MB. Decoding with drafts is 1.05 to 1.10 times as fast, without one 1.01 to 1.08 times. Most
+    pages of 2 MB; decoding with the bundled model is 1.02 to 1.07 times as fast (`experiments/huge_pages.py`). Most
     distributions give huge pages only to programs that ask for them. It takes 0.4 s for 540 MB and, repeated, 2 ms.
     """
     madvise = _of_glibc("madvise")
