@@ -9,10 +9,9 @@ from pathlib import Path
 
 # mallopt(3) of glibc: parameter and value. -1 as a trim threshold disables trimming.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
-# madvise(2) of Linux.
-MADV_COLLAPSE = 25
-HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 KEEP = ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 64 << 20), (M_ARENA_MAX, 1))
+MADV_COLLAPSE = 25  # of madvise(2)
+HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")  # bytes
 
 
 def keep_freed_memory() -> None:
@@ -48,14 +47,14 @@ def into_huge_pages(arrays: Iterable) -> None:
     if madvise is None or not HUGE_PAGE.exists():
         return
     size = int(HUGE_PAGE.read_text(encoding="ascii"))
-    numbers = set()
+    pages = set()
     for array in arrays:
         for shard in getattr(array, "addressable_shards", ()):
             if shard.device.platform == "cpu" and shard.data.nbytes:
                 first = shard.data.unsafe_buffer_pointer()
-                numbers.update(range(first // size, (first + shard.data.nbytes - 1) // size + 1))
-    for number in numbers:  # one that the kernel refuses stays as it is
-        madvise(ctypes.c_void_p(number * size), ctypes.c_size_t(size), MADV_COLLAPSE)
+                pages.update(range(first // size, (first + shard.data.nbytes - 1) // size + 1))
+    for page in pages:  # one that the kernel refuses stays as it is
+        madvise(ctypes.c_void_p(page * size), ctypes.c_size_t(size), MADV_COLLAPSE)
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
