@@ -12,6 +12,8 @@ import argparse
 import copy
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -33,22 +35,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    base, rows = hydrajax.load(args.base, dtype="float32"), []
+    # An unwritable path fails before the measurements.
+    with nullcontext() if args.output is None else WholeFile(args.output, "--output") as file:
+        rows = list(measured(args))
+        if file is not None:
+            settings = {"base": args.base, "count": args.count, "rounds": args.rounds}
+            file.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict]:
+    """Print and yield each draft's speed with huge pages, relative to pages of the default size."""
+    base = hydrajax.load(args.base, dtype="float32")
+    drafted = [(draft, base.with_draft(draft)) for draft in args.draft or ["none"]]
     prompts = held_out_chunks(base.tokenizer, args.count, 64)
-    for draft in args.draft or ["none"]:
-        m = base.with_draft(draft)
+    for draft, m in drafted:
         huge = m.executor(m.spec(max_new_tokens=64))
         small = copy.copy(huge)
         small.params = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, huge.params)
         _, found = contest({"small": small, "huge": huge}, prompts, batch_size=1, repeats=args.rounds)
         low, high = found.speedup_low, found.speedup_high
-        rows.append({"draft": draft, "nodes": found.nodes, "speedup": found.speedup, "low": low, "high": high})
         interval = "" if low is None else f" ({low:.2f} to {high:.2f})"
         print(f"{draft:20} {found.speedup:.2f}{interval} of the speed with default pages", flush=True)
-    if args.output:
-        settings = {"base": args.base, "count": args.count, "rounds": args.rounds}
-        with WholeFile(args.output, "--output") as file:
-            file.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+        yield {"draft": draft, "nodes": found.nodes, "speedup": found.speedup, "low": low, "high": high}
 
 
 if __name__ == "__main__":
