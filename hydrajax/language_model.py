@@ -34,7 +34,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.grammar.grammar import as_grammar
-from hydrajax.host_memory import into_huge_pages
 from hydrajax.loading import find_draft
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
@@ -487,7 +486,6 @@ def make_executor(
         got, expected = title_of(spec.drafter), title_of(m.drafter)
         raise HydrajaxError(f"drafter: got {got}, expected {expected}, which the model was loaded with; use with_draft")
     params = m.params if drafted else Params(m.params.base, {})
-    into_huge_pages(jax.tree.leaves(params))
     split = m.placement.split and not isinstance(spec.drafter, NoDrafter)
     if fan_out is not None and not split:
         raise HydrajaxError("fan_out: requires a draft model with its own devices (placement)")

@@ -26,6 +26,7 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params
+from hydrajax.host_memory import into_huge_pages
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
@@ -84,6 +85,7 @@ class Executor(abc.ABC):
             refuse_grammar(spec)
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
         self._wanted_room, self.mesh = room, mesh
+        into_huge_pages(jax.tree.leaves(params))
         self.engine = self._programs = Engine.of(model, spec, room)
         self._compiled: set[Any] = set()
         self._result = self._jit(result_of)
