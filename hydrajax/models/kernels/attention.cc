@@ -16,10 +16,14 @@ namespace {
 
 typedef int16_t ShortLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
 typedef int8_t ByteLanes __attribute__((vector_size(kLanes), aligned(1)));
-constexpr int kGroup = 16;  // queries whose scores stand side by side in one vector
-constexpr int kKeys = 8;    // keys scored at once
-constexpr int kRows = 8;    // queries whose weighted sums of values are in registers
+constexpr int kGroup = 16;     // queries that read keys and values together
+constexpr int kFew = 8;        // of these, at most, whose scores are sums over lanes
+constexpr int kKeys = kLanes;  // keys whose scores stand side by side
+constexpr int kSide = 4;       // keys scored at once for many queries
+constexpr int kRows = 6;       // queries whose weighted sums of values are in registers
+constexpr int kAhead = 16;     // keys and values prefetched before they are read
 constexpr int kLongestHead = 256;
+constexpr float kHidden = 1e30f;
 
 inline ALWAYS_INLINE void Load(Lanes& to, const int8_t* from) {
   ByteLanes bytes;
@@ -28,11 +32,10 @@ inline ALWAYS_INLINE void Load(Lanes& to, const int8_t* from) {
   to = __builtin_convertvector(__builtin_convertvector(shorts, IntLanes), Lanes);
 }
 
-// exp for x <= 0, relative error below 2e-7; 0 below -87, where float32 leaves its normal range.
+// exp for x <= 0, relative error below 2e-7; 0 below -87.7, beyond float32's normal range.
 inline ALWAYS_INLINE void Exp(Lanes& x) {
-  const Lanes floor_at = Lanes{} - 87.0f;
-  const auto tiny = x < floor_at;
-  x = tiny ? floor_at : x;
+  const Lanes floor_at = Lanes{} - 88.03f;
+  x = x > floor_at ? x : floor_at;
   // x = n ln 2 + r: 1.5 * 2^23 added and taken off again rounds to the nearest integer.
   const float shift = 12582912.0f;
   const Lanes n = (x * 1.44269504088896341f + shift) - shift;
@@ -43,10 +46,10 @@ inline ALWAYS_INLINE void Exp(Lanes& x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const IntLanes bits = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  const IntLanes bits = (__builtin_convertvector(n, IntLanes) + 127) << 23;  // 0, and so the result, for n = -127
   Lanes power;
   std::memcpy(&power, &bits, sizeof(power));
-  x = tiny ? Lanes{} : p * power;
+  x = p * power;
 }
 
 // Keys and values of type K: float, BFloat16, or int8_t with a factor for each vector.
@@ -58,8 +61,12 @@ struct Part {
   int64_t slots, batch_stride, token_stride;
 };
 
-struct Shape {
-  int64_t batch, kv_heads, queries_per_kv, tokens, head_dim;
+// The parts of a sequence, of which the slots from `firsts` to `lasts` are read.
+template <typename K>
+struct Seen {
+  const Part<K>* parts;
+  const int64_t *firsts, *lasts;
+  int64_t n_parts, b, head_row;
 };
 
 template <typename K>
@@ -81,6 +88,127 @@ void SeenRange(const Part<K>& part, int64_t b, int64_t tokens, int64_t* first, i
   }
 }
 
+// Lanes of a, then of b, which begin at 16.
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC before 12
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (IntLanes){__VA_ARGS__})
+#endif
+
+// The sums of 16 vectors, side by side. Of each vector lanes 8 apart are added first, then those 4, 2 and 1 apart.
+inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
+  Lanes v[kKeys / 2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    Lanes a, b;
+    Load(a, vectors + i * kLanes);
+    Load(b, vectors + (i + 8) * kLanes);
+    v[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[i] = LANES_OF(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           LANES_OF(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    v[i] = LANES_OF(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           LANES_OF(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+  return LANES_OF(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         LANES_OF(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+// The first n of 16 numbers; the other lanes are 0.
+template <typename Number>
+inline ALWAYS_INLINE Lanes FirstOf(const Number* from, int64_t n) {
+  Number numbers[kKeys] = {};
+  std::memcpy(numbers, from, sizeof(Number) * n);
+  Lanes found;
+  Load(found, numbers);
+  return found;
+}
+
+// Scores of R queries, a row of `scores` for each. Lanes are features: a key's products are added at the end.
+template <int R, typename K>
+inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* tokens, const Seen<K>& seen, int64_t head_dim,
+                                      float* scores, int64_t stride) {
+  alignas(64) float products[R * kKeys * kLanes] = {};
+  for (int64_t p = 0; p < seen.n_parts; ++p) {
+    const Part<K>& part = seen.parts[p];
+    const K* all_keys = part.keys + seen.head_row * part.slots * head_dim;
+    const K* all_values = part.values + seen.head_row * part.slots * head_dim;
+    for (int64_t s = seen.firsts[p]; s < seen.lasts[p]; s += kKeys) {
+      const int64_t count = std::min<int64_t>(kKeys, seen.lasts[p] - s);
+      for (int64_t k = 0; k < count; ++k) {
+        const K* key = all_keys + (s + k) * head_dim;
+        Prefetch(key + kAhead * head_dim, head_dim);
+        Prefetch<kL2>(all_values + (s + k) * head_dim, head_dim);
+        Lanes sums[R] = {};
+        for (int64_t h = 0; h < head_dim; h += kLanes) {
+          Lanes features;
+          Load(features, key + h);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            Lanes query;
+            Load(query, queries + r * head_dim + h);
+            sums[r] += query * features;
+          }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) Store(products + (r * kKeys + k) * kLanes, sums[r]);
+      }
+      const bool* visible = part.visible + seen.b * part.batch_stride + s;
+      for (int r = 0; r < R; ++r) {
+        Lanes sums = SumsOf(products + r * kKeys * kLanes);
+        if constexpr (kHasFactors<K>) sums *= FirstOf(part.key_factors + seen.head_row * part.slots + s, count);
+        const auto* row = reinterpret_cast<const int8_t*>(visible + tokens[r] * part.token_stride);
+        Store(scores + r * stride, sums + (FirstOf(row, count) - 1.0f) * kHidden);
+      }
+      scores += count;
+    }
+  }
+}
+
+// exp(score - peak) in place of the scores of one query; returns their sum, in the order of the keys.
+inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
+  Lanes peaks = Lanes{} - kHidden;
+  for (int64_t i = 0; i < n_keys; i += kLanes) {
+    Lanes x;
+    Load(x, scores + i);
+    peaks = x > peaks ? x : peaks;
+  }
+  alignas(64) float peak[kLanes];
+  Store(peak, peaks);
+  peaks = Lanes{} + *std::max_element(peak, peak + kLanes);
+  float total = 0;
+  for (int64_t i = 0; i < n_keys; i += kLanes) {
+    Lanes x;
+    Load(x, scores + i);
+    x -= peaks;
+    Exp(x);
+    Store(scores + i, x);
+    const int64_t count = std::min<int64_t>(kLanes, n_keys - i);
+    for (int64_t k = 0; k < count; ++k) total += scores[i + k];
+  }
+  return total;
+}
+
+// The same for 16 queries side by side.
+inline ALWAYS_INLINE Lanes ExpOfColumns(float* scores, int64_t n_keys, const Lanes& peaks) {
+  Lanes total = {};
+  for (int64_t k = 0; k < n_keys; ++k, scores += kGroup) {
+    Lanes x;
+    Load(x, scores);
+    x -= peaks;
+    Exp(x);
+    total += x;
+    Store(scores, x);
+  }
+  return total;
+}
+
 // n numbers in float32; narrower ones are copied to `room`, n a multiple of 16.
 inline ALWAYS_INLINE const float* WideRows(const float* from, int64_t, float*) { return from; }
 template <typename K>
@@ -93,102 +221,148 @@ inline ALWAYS_INLINE const float* WideRows(const K* from, int64_t n, float* room
   return room;
 }
 
-// Up to 16 queries that share a key-value head, over all segments. `scores` has room for 16 x all slots.
-template <typename T, typename K>
-FOR_EVERY_CPU
-void AttendGroup(const T* const* queries, const int64_t* tokens, T* const* outs, int64_t n, const Part<K>* parts,
-                 const int64_t* firsts, const int64_t* lasts, int64_t n_parts, int64_t b, int64_t head_row,
-                 int64_t head_dim, float scale, float* scores) {
-  alignas(64) float transposed[kLongestHead * kGroup];  // [H, 16]
-  alignas(64) float room[kKeys * kLongestHead];
-  for (int64_t h = 0; h < head_dim; ++h) {
-    for (int64_t i = 0; i < kGroup; ++i) transposed[h * kGroup + i] = i < n ? Wide(queries[i][h]) * scale : 0.0f;
-  }
-  Lanes peak = Lanes{} - 1e30f;
-  float* at = scores;
-  for (int64_t p = 0; p < n_parts; ++p) {
-    const Part<K>& part = parts[p];
-    const K* all_keys = part.keys + head_row * part.slots * head_dim;
-    for (int64_t s = firsts[p]; s < lasts[p]; s += kKeys) {
-      const int64_t count = std::min<int64_t>(kKeys, lasts[p] - s);
-      Lanes sums[kKeys] = {};
-      Prefetch(all_keys + (s + 2 * kKeys) * head_dim, kKeys * head_dim);
-      const float* keys = WideRows(all_keys + s * head_dim, count * head_dim, room);
-      if (count == kKeys) {
-        for (int64_t h = 0; h < head_dim; ++h) {
-          Lanes q;
-          Load(q, transposed + h * kGroup);
-          for (int k = 0; k < kKeys; ++k) sums[k] += q * keys[k * head_dim + h];
-        }
-      } else {
-        for (int64_t h = 0; h < head_dim; ++h) {
-          Lanes q;
-          Load(q, transposed + h * kGroup);
-          for (int k = 0; k < count; ++k) sums[k] += q * keys[k * head_dim + h];
-        }
+// Scores of up to 16 queries [H, 16] with up to 4 keys. Lanes are queries; products are added in the order of `SumsOf`.
+inline ALWAYS_INLINE void ScoresOfKeys(const float* queries, const float* keys, int64_t count, int64_t head_dim,
+                                       Lanes* scores) {
+  const float* key[kSide];
+  for (int k = 0; k < kSide; ++k) key[k] = keys + std::min<int64_t>(k, count - 1) * head_dim;
+  Lanes sums[4][kSide];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    Lanes apart[4][kSide] = {};  // features i, i + 4, i + 8 and i + 12 of each 16
+    for (int64_t h = i; h < head_dim; h += kLanes) {
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        Lanes query;
+        Load(query, queries + (h + 4 * j) * kGroup);
+#pragma GCC unroll 4
+        for (int k = 0; k < kSide; ++k) apart[j][k] += query * key[k][h + 4 * j];
       }
-      for (int64_t k = 0; k < count; ++k) {
-        if constexpr (kHasFactors<K>) sums[k] *= part.key_factors[head_row * part.slots + s + k];
-        const bool* visible = part.visible + b * part.batch_stride + s + k;
+    }
+    for (int k = 0; k < kSide; ++k) sums[i][k] = (apart[0][k] + apart[2][k]) + (apart[1][k] + apart[3][k]);
+  }
+  for (int k = 0; k < kSide; ++k) scores[k] = (sums[0][k] + sums[2][k]) + (sums[1][k] + sums[3][k]);
+}
+
+// Scores of up to 16 queries [H, 16], side by side for each key; returns the peaks.
+template <typename K>
+inline ALWAYS_INLINE Lanes ScoresOfMany(const float* queries, const int64_t* tokens, int64_t n, const Seen<K>& seen,
+                                        int64_t head_dim, float* scores) {
+  alignas(64) float room[kSide * kLongestHead];
+  Lanes peaks = Lanes{} - kHidden;
+  for (int64_t p = 0; p < seen.n_parts; ++p) {
+    const Part<K>& part = seen.parts[p];
+    const K* all_keys = part.keys + seen.head_row * part.slots * head_dim;
+    for (int64_t s = seen.firsts[p]; s < seen.lasts[p]; s += kSide) {
+      const int64_t count = std::min<int64_t>(kSide, seen.lasts[p] - s);
+      Prefetch(all_keys + (s + kAhead) * head_dim, kSide * head_dim);
+      Lanes sums[kSide];
+      ScoresOfKeys(queries, WideRows(all_keys + s * head_dim, count * head_dim, room), count, head_dim, sums);
+      for (int64_t k = 0; k < count; ++k, scores += kGroup) {
+        if constexpr (kHasFactors<K>) sums[k] *= part.key_factors[seen.head_row * part.slots + s + k];
+        const bool* visible = part.visible + seen.b * part.batch_stride + s + k;
         if (part.token_stride == 0) {
-          if (!*visible) sums[k] = Lanes{} - 1e30f;
+          if (!*visible) sums[k] = Lanes{} - kHidden;
         } else {
-          alignas(64) float hidden[kGroup];
-          for (int64_t i = 0; i < kGroup; ++i) {
-            hidden[i] = i < n && visible[tokens[i] * part.token_stride] ? 0.0f : -1e30f;
-          }
-          Lanes add;
-          Load(add, hidden);
-          sums[k] += add;
+          int8_t shown[kGroup] = {};
+          for (int64_t i = 0; i < n; ++i) shown[i] = visible[tokens[i] * part.token_stride];
+          sums[k] += (FirstOf(shown, kGroup) - 1.0f) * kHidden;
         }
-        peak = sums[k] > peak ? sums[k] : peak;
-        Store(at, sums[k]);
-        at += kGroup;
+        peaks = sums[k] > peaks ? sums[k] : peaks;
+        Store(scores, sums[k]);
       }
     }
   }
-  Lanes total = {};
-  float* x = scores;
-  for (int64_t p = 0; p < n_parts; ++p) {
-    for (int64_t s = firsts[p]; s < lasts[p]; ++s, x += kGroup) {
-      Lanes weights;
-      Load(weights, x);
-      weights -= peak;
-      Exp(weights);
-      total += weights;
-      if constexpr (kHasFactors<K>) weights *= parts[p].value_factors[head_row * parts[p].slots + s];
-      Store(x, weights);
+  return peaks;
+}
+
+// sums[R, V * 16]: values weighted for R queries, V vectors of features from h on. A query's weights are `key_step` apart.
+template <int R, int V, typename K>
+inline ALWAYS_INLINE void WeightedSums(const Seen<K>& seen, int64_t head_dim, int64_t h, const float* weights,
+                                       int64_t query_step, int64_t key_step, float* sums) {
+  Lanes s[R][V] = {};
+  for (int64_t p = 0; p < seen.n_parts; ++p) {
+    const K* value = seen.parts[p].values + (seen.head_row * seen.parts[p].slots + seen.firsts[p]) * head_dim + h;
+    for (int64_t n = seen.lasts[p] - seen.firsts[p]; n > 0; --n, value += head_dim, weights += key_step) {
+      Lanes v[V];
+#pragma GCC unroll 4
+      for (int c = 0; c < V; ++c) Load(v[c], value + c * kLanes);
+      Prefetch(value + kAhead * head_dim, V * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const float weight = weights[r * query_step];
+#pragma GCC unroll 4
+        for (int c = 0; c < V; ++c) s[r][c] += weight * v[c];
+      }
     }
   }
-  total = total > 0.0f ? total : Lanes{} + 1.0f;  // a padding token without visible keys gives zeros, not NaN
-  alignas(64) float totals[kGroup];
-  Store(totals, total);
-  // Weighted sums of values, eight queries by 32 features at a time.
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int c = 0; c < V; ++c) Store(sums + (r * V + c) * kLanes, s[r][c]);
+  }
+}
+
+// V vectors of features from h on of n results, in `out` [n, H].
+template <int V, typename K>
+inline ALWAYS_INLINE void StoreSums(const Seen<K>& seen, int64_t head_dim, int64_t h, const float* weights,
+                                    int64_t query_step, int64_t key_step, const float* totals, float* out, int64_t n) {
+  alignas(64) float sums[kRows * V * kLanes];
   for (int64_t first = 0; first < n; first += kRows) {
     const int64_t rows = std::min<int64_t>(kRows, n - first);
-    for (int64_t h = 0; h < head_dim; h += 2 * kLanes) {
-      Lanes sums[kRows][2] = {};
-      const bool both = h + 2 * kLanes <= head_dim;
-      const float* weights = scores + first;
-      for (int64_t p = 0; p < n_parts; ++p) {
-        const K* values = parts[p].values + head_row * parts[p].slots * head_dim + h;
-        for (int64_t s = firsts[p]; s < lasts[p]; ++s, weights += kGroup) {
-          Lanes v0, v1 = {};
-          Prefetch(values + (s + 2 * kKeys) * head_dim, 2 * kLanes);
-          Load(v0, values + s * head_dim);
-          if (both) Load(v1, values + s * head_dim + kLanes);
-          for (int r = 0; r < kRows; ++r) {
-            sums[r][0] += weights[r] * v0;
-            sums[r][1] += weights[r] * v1;
-          }
-        }
-      }
-      for (int64_t r = 0; r < rows; ++r) {
-        Store(outs[first + r] + h, sums[r][0] / totals[first + r]);
-        if (both) Store(outs[first + r] + h + kLanes, sums[r][1] / totals[first + r]);
+    const float* of_rows = weights + first * query_step;
+    WithRows<kRows>(rows, [&](auto r) ALWAYS_INLINE {
+      WeightedSums<r, V>(seen, head_dim, h, of_rows, query_step, key_step, sums);
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int c = 0; c < V; ++c) {
+        Lanes sum;
+        Load(sum, sums + (r * V + c) * kLanes);
+        Store(out + (first + r) * head_dim + h + c * kLanes, sum / totals[first + r]);
       }
     }
   }
+}
+
+// out[n, H] of up to 16 queries that share a key-value head, over all parts. The scaled queries are [n, H] if they are few,
+// else [H, 16]. `scores` has room for 16 x (all slots + 16).
+template <typename K>
+FOR_EVERY_CPU
+void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_t n, const Seen<K>& seen, int64_t head_dim,
+                 float* scores) {
+  alignas(64) float totals[kGroup];
+  int64_t n_keys = 0;
+  for (int64_t p = 0; p < seen.n_parts; ++p) n_keys += std::max<int64_t>(0, seen.lasts[p] - seen.firsts[p]);
+  const bool few = n <= kFew;
+  const int64_t query_step = few ? n_keys + kKeys : 1, key_step = few ? 1 : kGroup;
+  if (few) {
+    WithRows<kFew>(n, [&](auto r) ALWAYS_INLINE {
+      ScoresOfFew<r>(queries, tokens, seen, head_dim, scores, query_step);
+    });
+    for (int64_t i = 0; i < n; ++i) totals[i] = ExpOfRow(scores + i * query_step, n_keys);
+  } else {
+    const Lanes peaks = ScoresOfMany(queries, tokens, n, seen, head_dim, scores);
+    Store(totals, ExpOfColumns(scores, n_keys, peaks));
+  }
+  for (int64_t i = 0; i < n; ++i) totals[i] = totals[i] > 0.0f ? totals[i] : 1.0f;  // nothing visible gives 0, not NaN
+  if constexpr (kHasFactors<K>) {
+    float* weights = scores;
+    for (int64_t p = 0; p < seen.n_parts; ++p) {
+      const float* factors = seen.parts[p].value_factors + seen.head_row * seen.parts[p].slots;
+      for (int64_t s = seen.firsts[p]; s < seen.lasts[p]; ++s, weights += key_step) {
+        for (int64_t i = 0; i < n; ++i) weights[i * query_step] *= factors[s];
+      }
+    }
+  }
+  int64_t h = 0;
+  for (; h + 4 * kLanes <= head_dim; h += 4 * kLanes) {
+    StoreSums<4>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
+  }
+  if (h + 2 * kLanes <= head_dim) {
+    StoreSums<2>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
+    h += 2 * kLanes;
+  }
+  if (h < head_dim) StoreSums<1>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
 }
 
 // queries [B, heads, T, H]; then keys, values and visible of each part, keys and values with their factors [B, kv, slots, 1]
@@ -224,22 +398,27 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
   const float scale = 1.0f / std::sqrt(static_cast<float>(head_dim));
   const int64_t rows = per_kv * tokens, groups = (rows + kGroup - 1) / kGroup;
   InParallel(pool, batch * kv_heads * groups, [&](int64_t job) {
-    float* scores = Scratch(all_slots * kGroup + kRows);
+    float* scores = Scratch(kGroup * (all_slots + kKeys));
+    alignas(64) float query[kGroup * kLongestHead], sums[kGroup * kLongestHead];
     const int64_t head_row = job / groups, b = head_row / kv_heads, kv = head_row % kv_heads;
     const int64_t first_row = job % groups * kGroup, n = std::min<int64_t>(kGroup, rows - first_row);
-    const T* query[kGroup];
-    T* to[kGroup];
-    int64_t token[kGroup];
+    // Queries that are many lie side by side, with zeros for those that are missing.
+    const int64_t step = n <= kFew ? head_dim : 1, feature_step = n <= kFew ? 1 : kGroup;
+    if (n > kFew && n < kGroup) std::memset(query, 0, sizeof(float) * kGroup * head_dim);
+    int64_t head[kGroup], token[kGroup];
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t row = first_row + i, head = kv * per_kv + row / tokens;
-      token[i] = row % tokens;
-      query[i] = static_cast<const T*>(queries.untyped_data()) + ((b * heads + head) * tokens + token[i]) * head_dim;
-      to[i] = static_cast<T*>(out.untyped_data()) + ((b * tokens + token[i]) * heads + head) * head_dim;
+      head[i] = kv * per_kv + (first_row + i) / tokens, token[i] = (first_row + i) % tokens;
+      const T* from = static_cast<const T*>(queries.untyped_data()) + ((b * heads + head[i]) * tokens + token[i]) * head_dim;
+      for (int64_t h = 0; h < head_dim; ++h) query[i * step + h * feature_step] = Wide(from[h]) * scale;
     }
     std::vector<int64_t> firsts(parts.size()), lasts(parts.size());
     for (size_t p = 0; p < parts.size(); ++p) SeenRange(parts[p], b, tokens, &firsts[p], &lasts[p]);
-    AttendGroup(query, token, to, n, parts.data(), firsts.data(), lasts.data(), parts.size(), b, head_row, head_dim,
-                scale, scores);
+    const Seen<K> seen = {parts.data(), firsts.data(), lasts.data(), static_cast<int64_t>(parts.size()), b, head_row};
+    AttendGroup(query, token, sums, n, seen, head_dim, scores);
+    for (int64_t i = 0; i < n; ++i) {
+      T* to = static_cast<T*>(out.untyped_data()) + ((b * tokens + token[i]) * heads + head[i]) * head_dim;
+      for (int64_t h = 0; h < head_dim; ++h) Set(to[h], sums[i * head_dim + h]);
+    }
   });
   return ffi::Error::Success();
 }

@@ -28,6 +28,7 @@ def normal(rng, *shape, dtype=jnp.float32):
 BFLOAT16 = 2**-8  # the largest rounding error, relative
 EVERY = (*range(1, 16), 17, 64)  # numbers of rows: each up to 14 has its own code
 SOME = (1, 8, 9, 14, 15)
+SOME_QUERIES = 1, 3, 6, 8, 9, 11, 17
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
@@ -204,6 +205,24 @@ def test_attention_equals_numpy(shape, window, dtype):
     np.testing.assert_allclose(
         np.asarray(found, np.float64), exact_attention(queries, parts), atol=1e-5, rtol=1e-7 + rounding
     )
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+@DTYPES
+def test_queries_are_independent(heads, dtype):
+    """Few queries are scored by other code than many, and see fewer slots together."""
+    rng = np.random.default_rng(heads)
+    block, cache = parts_of(rng, 1, 2, 20, 100, 48, window=True, dtype=dtype)
+    queries = normal(rng, 1, heads, 20, 48, dtype=dtype)
+
+    def of_first(tokens):
+        visible = block.visible[:tokens], cache.visible[..., :tokens, :]
+        parts = [part._replace(visible=some) for part, some in zip((block, cache), visible, strict=True)]
+        return attention.attend(queries[:, :, :tokens], parts)
+
+    together, *others = jax.jit(lambda: [of_first(tokens) for tokens in (20, *SOME_QUERIES)])()
+    for tokens, found in zip(SOME_QUERIES, others, strict=True):
+        np.testing.assert_array_equal(found, together[:, :tokens])
 
 
 def test_invisible_slots_are_not_read():
