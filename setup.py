@@ -1,35 +1,43 @@
 """The part of the build that pyproject.toml cannot say: the CPU kernels, where there is a compiler for them."""
 
 import importlib.util
+import platform
 from pathlib import Path
 
 from setuptools import Extension, setup
 
+KERNELS = "hydrajax/models/kernels"
+SOURCES = "few_rows", "few_bits", "attention", "add_norm", "append_rows", "call_host", "runs_here"
+HEADERS = "amx", "cpu_kernels", "experts", "few_bits", "few_bits_256", "few_bits_512", "numbers"
+AVX2 = "-mavx2", "-mfma", "-mf16c", "-mbmi2"
+AVX512 = *AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"
+# One library for each width of vector registers; hydrajax/models/kernels/few_rows.py loads the one for the CPU.
+LIBRARIES = {"_cpu": ()}
+if platform.machine() in ("x86_64", "AMD64"):
+    LIBRARIES = {"_cpu_avx512": AVX512, "_cpu_avx2": AVX2}
+
 # jaxlib brings the headers of XLA's foreign function interface. It is found and not imported, which would be slow.
 jaxlib = importlib.util.find_spec("jaxlib")
-kernels = (
-    [
-        Extension(
-            "hydrajax.models.kernels._few_rows",
-            sources=[
-                f"hydrajax/models/kernels/{name}.cc"
-                for name in ("few_rows", "few_bits", "attention", "add_norm", "append_rows", "call_host")
-            ],
-            depends=[
-                "setup.py",  # another list of sources needs another build
-                *(
-                    f"hydrajax/models/kernels/{name}.h"
-                    for name in ("amx", "cpu_kernels", "experts", "few_bits", "few_bits_256", "few_bits_512", "numbers")
-                ),
-            ],
-            include_dirs=[str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations],
-            language="c++",
-            extra_compile_args=["-std=c++17", "-O3", "-fno-gcse-after-reload", "-fno-math-errno", "-Wno-psabi"],
-            optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
-        ),
-    ]
-    if jaxlib
-    else []
-)
+includes = [str(Path(folder, "include")) for folder in jaxlib.submodule_search_locations] if jaxlib else []
+libraries = [
+    Extension(
+        f"{KERNELS.replace('/', '.')}.{name}",
+        sources=[f"{KERNELS}/{source}.cc" for source in SOURCES],
+        depends=["setup.py", *(f"{KERNELS}/{header}.h" for header in HEADERS)],  # other sources need another build
+        include_dirs=includes,
+        language="c++",
+        extra_compile_args=[
+            "-std=c++17",
+            "-O3",
+            "-g0",
+            "-fno-gcse-after-reload",
+            "-fno-math-errno",
+            "-Wno-psabi",
+            *flags,
+        ],
+        optional=True,  # XLA does the same, slower, so a machine without a compiler can do without
+    )
+    for name, flags in LIBRARIES.items()
+]
 
-setup(ext_modules=kernels)
+setup(ext_modules=libraries if jaxlib else [])

@@ -11,7 +11,6 @@ namespace {
 
 // The sum is rounded before its squares are added up, so they are those of the residual stream.
 template <typename T>
-FOR_EVERY_CPU
 void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t width, T* total, T* out) {
   Lanes squares = {};
   const int64_t vectors = width / kLanes * kLanes;
@@ -23,8 +22,7 @@ void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t widt
     Load(sum, total + i);
     squares += sum * sum;
   }
-  float square = 0;
-  for (int lane = 0; lane < kLanes; ++lane) square += squares[lane];
+  float square = SumOf(squares);
   for (int64_t i = vectors; i < width; ++i) {
     Set(total[i], Wide(x[i]) + (added == nullptr ? 0.0f : Wide(added[i])));
     square += Wide(total[i]) * Wide(total[i]);

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstdlib>
 
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
+#if defined(__AVX512F__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 11
 #define HYDRAJAX_AMX 1
 #include <cpuid.h>
 #include <immintrin.h>

@@ -14,42 +14,42 @@
 
 namespace {
 
-typedef int16_t ShortLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
-typedef int8_t ByteLanes __attribute__((vector_size(kLanes), aligned(1)));
 constexpr int kGroup = 16;     // queries that read keys and values together
-constexpr int kFew = 8;        // of these, at most, whose scores are sums over lanes
 constexpr int kKeys = kLanes;  // keys whose scores stand side by side
-constexpr int kSide = 4;       // keys scored at once for many queries
-constexpr int kRows = 6;       // queries whose weighted sums of values are in registers
+#if defined(__AVX512F__)
+constexpr int kFew = 8;   // queries, at most, whose scores are sums over lanes
+constexpr int kSide = 4;  // keys scored at once for many queries
+constexpr int kRows = 6;  // queries whose weighted sums of values are in registers,
+constexpr int kWide = 4;  // with this many vectors of features
+#else
+constexpr int kFew = 4, kSide = 1, kRows = 3, kWide = 2;
+#endif
 constexpr int kAhead = 16;     // keys and values prefetched before they are read
 constexpr int kLongestHead = 256;
 constexpr float kHidden = 1e30f;
 
-inline ALWAYS_INLINE void Load(Lanes& to, const int8_t* from) {
-  ByteLanes bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  const ShortLanes shorts = __builtin_convertvector(bytes, ShortLanes);  // GCC 12 would take bytes to int32 one by one
-  to = __builtin_convertvector(__builtin_convertvector(shorts, IntLanes), Lanes);
-}
-
 // exp for x <= 0, relative error below 2e-7; 0 below -87.7, beyond float32's normal range.
-inline ALWAYS_INLINE void Exp(Lanes& x) {
-  const Lanes floor_at = Lanes{} - 88.03f;
-  x = x > floor_at ? x : floor_at;
+inline ALWAYS_INLINE void Exp(Native& x) {
+  x = Max(x, Native{} - 88.03f);
   // x = n ln 2 + r: 1.5 * 2^23 added and taken off again rounds to the nearest integer.
   const float shift = 12582912.0f;
-  const Lanes n = (x * 1.44269504088896341f + shift) - shift;
-  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  const Native n = (x * 1.44269504088896341f + shift) - shift;
+  const Native r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Native p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const IntLanes bits = (__builtin_convertvector(n, IntLanes) + 127) << 23;  // 0, and so the result, for n = -127
-  Lanes power;
+  const NativeInts bits = (__builtin_convertvector(n, NativeInts) + 127) << 23;  // 0, and so the result, for n = -127
+  Native power;
   std::memcpy(&power, &bits, sizeof(power));
   x = p * power;
+}
+template <typename V>
+inline ALWAYS_INLINE void Exp(Pair<V>& x) {
+  Exp(x.low);
+  Exp(x.high);
 }
 
 // Keys and values of type K: float, BFloat16, or int8_t with a factor for each vector.
@@ -88,15 +88,18 @@ void SeenRange(const Part<K>& part, int64_t b, int64_t tokens, int64_t* first, i
   }
 }
 
+#if defined(__AVX512F__)
 // Lanes of a, then of b, which begin at 16.
 #if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
 #define LANES_OF(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else  // GCC before 12
-#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (IntLanes){__VA_ARGS__})
+#define LANES_OF(a, b, ...) __builtin_shuffle(a, b, (NativeInts){__VA_ARGS__})
+#endif
 #endif
 
-// The sums of 16 vectors, side by side. Of each vector lanes 8 apart are added first, then those 4, 2 and 1 apart.
+// The sums of 16 vectors, side by side, in the order of `SumOf`.
 inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
+#if defined(__AVX512F__)
   Lanes v[kKeys / 2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
@@ -118,6 +121,16 @@ inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
   }
   return LANES_OF(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
          LANES_OF(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+  alignas(64) float sums[kKeys];
+  Lanes found;
+  for (int i = 0; i < kKeys; ++i) {
+    Load(found, vectors + i * kLanes);
+    sums[i] = SumOf(found);
+  }
+  Load(found, sums);
+  return found;
+#endif
 }
 
 // The first n of 16 numbers; the other lanes are 0.
@@ -153,7 +166,7 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
           for (int r = 0; r < R; ++r) {
             Lanes query;
             Load(query, queries + r * head_dim + h);
-            sums[r] += query * features;
+            MultiplyAdd(sums[r], query, features);
           }
         }
 #pragma GCC unroll 8
@@ -173,15 +186,16 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
 
 // exp(score - peak) in place of the scores of one query; returns their sum, in the order of the keys.
 inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
-  Lanes peaks = Lanes{} - kHidden;
+  Lanes peaks;
+  Fill(peaks, -kHidden);
   for (int64_t i = 0; i < n_keys; i += kLanes) {
     Lanes x;
     Load(x, scores + i);
-    peaks = x > peaks ? x : peaks;
+    peaks = Max(x, peaks);
   }
   alignas(64) float peak[kLanes];
   Store(peak, peaks);
-  peaks = Lanes{} + *std::max_element(peak, peak + kLanes);
+  Fill(peaks, *std::max_element(peak, peak + kLanes));
   float total = 0;
   for (int64_t i = 0; i < n_keys; i += kLanes) {
     Lanes x;
@@ -236,7 +250,7 @@ inline ALWAYS_INLINE void ScoresOfKeys(const float* queries, const float* keys, 
         Lanes query;
         Load(query, queries + (h + 4 * j) * kGroup);
 #pragma GCC unroll 4
-        for (int k = 0; k < kSide; ++k) apart[j][k] += query * key[k][h + 4 * j];
+        for (int k = 0; k < kSide; ++k) MultiplyAdd(apart[j][k], key[k][h + 4 * j], query);
       }
     }
     for (int k = 0; k < kSide; ++k) sums[i][k] = (apart[0][k] + apart[2][k]) + (apart[1][k] + apart[3][k]);
@@ -249,7 +263,8 @@ template <typename K>
 inline ALWAYS_INLINE Lanes ScoresOfMany(const float* queries, const int64_t* tokens, int64_t n, const Seen<K>& seen,
                                         int64_t head_dim, float* scores) {
   alignas(64) float room[kSide * kLongestHead];
-  Lanes peaks = Lanes{} - kHidden;
+  Lanes peaks;
+  Fill(peaks, -kHidden);
   for (int64_t p = 0; p < seen.n_parts; ++p) {
     const Part<K>& part = seen.parts[p];
     const K* all_keys = part.keys + seen.head_row * part.slots * head_dim;
@@ -262,13 +277,13 @@ inline ALWAYS_INLINE Lanes ScoresOfMany(const float* queries, const int64_t* tok
         if constexpr (kHasFactors<K>) sums[k] *= part.key_factors[seen.head_row * part.slots + s + k];
         const bool* visible = part.visible + seen.b * part.batch_stride + s + k;
         if (part.token_stride == 0) {
-          if (!*visible) sums[k] = Lanes{} - kHidden;
+          if (!*visible) Fill(sums[k], -kHidden);
         } else {
           int8_t shown[kGroup] = {};
           for (int64_t i = 0; i < n; ++i) shown[i] = visible[tokens[i] * part.token_stride];
           sums[k] += (FirstOf(shown, kGroup) - 1.0f) * kHidden;
         }
-        peaks = sums[k] > peaks ? sums[k] : peaks;
+        peaks = Max(sums[k], peaks);
         Store(scores, sums[k]);
       }
     }
@@ -292,7 +307,7 @@ inline ALWAYS_INLINE void WeightedSums(const Seen<K>& seen, int64_t head_dim, in
       for (int r = 0; r < R; ++r) {
         const float weight = weights[r * query_step];
 #pragma GCC unroll 4
-        for (int c = 0; c < V; ++c) s[r][c] += weight * v[c];
+        for (int c = 0; c < V; ++c) MultiplyAdd(s[r][c], weight, v[c]);
       }
     }
   }
@@ -327,7 +342,6 @@ inline ALWAYS_INLINE void StoreSums(const Seen<K>& seen, int64_t head_dim, int64
 // out[n, H] of up to 16 queries that share a key-value head, over all parts. The scaled queries are [n, H] if they are few,
 // else [H, 16]. `scores` has room for 16 x (all slots + 16).
 template <typename K>
-FOR_EVERY_CPU
 void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_t n, const Seen<K>& seen, int64_t head_dim,
                  float* scores) {
   alignas(64) float totals[kGroup];
@@ -355,10 +369,10 @@ void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_
     }
   }
   int64_t h = 0;
-  for (; h + 4 * kLanes <= head_dim; h += 4 * kLanes) {
-    StoreSums<4>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
+  for (; h + kWide * kLanes <= head_dim; h += kWide * kLanes) {
+    StoreSums<kWide>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
   }
-  if (h + 2 * kLanes <= head_dim) {
+  if (kWide > 2 && h + 2 * kLanes <= head_dim) {
     StoreSums<2>(seen, head_dim, h, scores, query_step, key_step, totals, out, n);
     h += 2 * kLanes;
   }

@@ -1,4 +1,4 @@
-// What the CPU kernels share: threads, scratch space, and code for every width of vector registers.
+// What the CPU kernels share: threads and scratch space.
 
 #ifndef HYDRAJAX_CPU_KERNELS_H_
 #define HYDRAJAX_CPU_KERNELS_H_
@@ -14,15 +14,6 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
-
-// One source for every width of vector registers; the best is chosen when the library is loaded.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-#define FOR_EVERY_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define FOR_EVERY_CPU __attribute__((target_clones("avx512f", "fma", "default")))  // older GCC knows no levels
-#else
-#define FOR_EVERY_CPU
-#endif
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 

@@ -31,7 +31,6 @@ typedef float Lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 
-FOR_EVERY_CPU
 void Quantize(const float* x, int64_t depth, const Rows& to) { QuantizeRows<float>(x, depth, to); }
 
 // float16 without infinities and NaN.
@@ -53,7 +52,6 @@ inline ALWAYS_INLINE Lanes FromHalves(const uint16_t* from) {
 }
 
 // Widens the scales from `at` on. A zero becomes -zero * scale, which float32 holds exactly if the scale is float16.
-FOR_EVERY_CPU
 void WidenScales(const Weight& weight, int64_t at, Scales& to) {
   if (weight.scales == nullptr) {
     std::memcpy(to.scales, weight.wide_scales + at, sizeof(to.scales));
@@ -130,7 +128,6 @@ inline ALWAYS_INLINE void MultiplyRows(const Tile& tile, const float* wide, cons
   }
 }
 
-FOR_EVERY_CPU
 void MultiplyTile(const Weight& weight, const Tile& tile, const Rows& x, int64_t group, float* sums) {
   alignas(64) float wide[kDepth * kColumns];
   Widen(tile.values, weight.four_bits, wide);

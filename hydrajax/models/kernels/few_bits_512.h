@@ -4,7 +4,7 @@
 #ifndef HYDRAJAX_FEW_BITS_512_H_
 #define HYDRAJAX_FEW_BITS_512_H_
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
 #define HAS_VNNI_CODE 1
 
 #include <immintrin.h>

@@ -20,8 +20,14 @@
 
 namespace {
 
-constexpr int kColumns = 2 * kLanes;
-constexpr int kRows = 8;    // rows in registers at once, if there are more than fit
+#if defined(__AVX512F__)
+constexpr int kVectors = 2;  // of columns read side by side
+constexpr int kRows = 8;     // rows in registers at once, if there are more than fit
+constexpr int kDotRows = 8;  // the same for dot products
+#else
+constexpr int kVectors = 1, kRows = 6, kDotRows = 3;
+#endif
+constexpr int kColumns = kVectors * kLanes;
 constexpr int kDepth = 16;  // weight rows read side by side, at most
 constexpr int kNarrow = 1024, kLarge = 1 << 20;  // most columns and fewest bytes of a weight that threads divide by its rows
 constexpr int kAhead = 16;  // rows of a transposed weight prefetched into the L2 cache, for pairs of rows
@@ -32,56 +38,57 @@ constexpr int kAheadBytes = 4096;  // of a transposed weight, for single rows
 // Rows of x that fit in registers. 28 of 32 vectors are then sums. bfloat16 weights have fewer, so that a build takes half as
 // long: on CPUs that are fast with them AMX takes their place.
 template <typename W>
-constexpr int kMostRows = std::is_same_v<W, float> ? 14 : kRows;
+constexpr int kMostRows = kNative == kLanes && std::is_same_v<W, float> ? 14 : kRows;
+template <typename W>
+constexpr int kMostDotRows = kNative == kLanes ? kMostRows<W> : kDotRows;
 
-// sums[R, 32] += x[R, n] @ weight[n, 32], rows of x `depth` apart and rows of weight `stride`. Each weight row prefetches the
-// one `ahead` numbers after it: in between the products, since a burst of prefetches would hold them up.
+// sums[R, C] += x[R, n] @ weight[n, C], C = kColumns, rows of x `depth` apart and rows of weight `stride`. Each weight row
+// prefetches the one `ahead` numbers after it: in between the products, since a burst of prefetches would hold them up.
 template <int R, bool kPrefetch, typename W>
 inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
                                      int64_t n, int64_t ahead) {
-  Lanes s[R][2];
+  Lanes s[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    Load(s[r][0], sums + r * kColumns);
-    Load(s[r][1], sums + r * kColumns + kLanes);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) Load(s[r][v], sums + r * kColumns + v * kLanes);
   }
   for (int64_t d = 0; d < n; ++d) {
-    Lanes w0, w1;
-    Load(w0, weight + d * stride);
-    Load(w1, weight + d * stride + kLanes);
+    Lanes w[kVectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) Load(w[v], weight + d * stride + v * kLanes);
     if (kPrefetch) Prefetch<kL2>(weight + d * stride + ahead, kColumns);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
-      s[r][0] += a * w0;
-      s[r][1] += a * w1;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) MultiplyAdd(s[r][v], a, w[v]);
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    Store(sums + r * kColumns, s[r][0]);
-    Store(sums + r * kColumns + kLanes, s[r][1]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) Store(sums + r * kColumns + v * kLanes, s[r][v]);
   }
 }
 
-// The columns from `begin` to `end`, which vectors of 32 do not reach, one by one in the same order.
+// The columns from `begin` to `end`, which whole vectors do not reach, one by one in the same order.
 template <typename W, typename Out>
 void ProductOfLastColumns(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width,
                           int64_t begin, int64_t end) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = begin; c < end; ++c) {
       float sum = 0;
-      for (int64_t d = 0; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[d * width + c]);
+      for (int64_t d = 0; d < depth; ++d) MultiplyAdd(sum, x[r * depth + d], Wide(weight[d * width + c]));
       Set(out[r * width + c], sum);
     }
   }
 }
 
 // Columns `begin` to `end` of the product of the weight's rows `top` to `bottom` with these features of x. `sums` has room
-// for rows x (end - begin) and holds 32 columns of a row side by side, then those of the next row: rows a multiple of 4 kB
+// for rows x (end - begin) and holds C columns of a row side by side, then those of the next row: rows a multiple of 4 kB
 // apart, as in `out`, push each other out of the L1 cache.
 template <typename W>
-FOR_EVERY_CPU
 void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t depth, int64_t width, int64_t begin,
                       int64_t end, int64_t top, int64_t bottom, float* sums) {
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
@@ -122,7 +129,6 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
 }
 
 // sums += more, n a multiple of 16.
-FOR_EVERY_CPU
 void AddTo(float* sums, const float* more, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Lanes a, b;
@@ -134,7 +140,6 @@ void AddTo(float* sums, const float* more, int64_t n) {
 
 // Copies sums to rows of out. They hold `side` columns of a row side by side, then those of the next of `room` rows.
 template <typename Out>
-FOR_EVERY_CPU
 void StoreColumns(const float* sums, int64_t side, int64_t room, Out* out, int64_t rows, int64_t width, int64_t begin,
                   int64_t end) {
   for (int64_t column = begin; column < end; column += side, sums += room * side) {
@@ -337,14 +342,14 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
     for (int r = 0; r < R; ++r) {
       Lanes a;
       Load(a, x + r * depth + d);
-      for (int c = 0; c < C; ++c) s[r][c] += a * w[c];
+      for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c], a, w[c]);
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
       float sum = SumOf(s[r][c]);
-      for (int64_t d = vectors; d < depth; ++d) sum += x[r * depth + d] * Wide(weight[c * depth + d]);
+      for (int64_t d = vectors; d < depth; ++d) MultiplyAdd(sum, x[r * depth + d], Wide(weight[c * depth + d]));
       out[r * width + c] = sum;
     }
   }
@@ -363,7 +368,6 @@ inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, flo
 
 // Columns `begin` to `end` of the product, which are rows of the weight.
 template <typename W>
-FOR_EVERY_CPU
 void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
   if (rows == 1) {  // it waits for memory only, which is fastest in one stream
@@ -372,16 +376,16 @@ void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, 
   }
   const int64_t pairs = begin + (end - begin) / 2 * 2;
   // Rows that are read more than once are widened once.
-  float* copy = rows > kMostRows<W> && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
+  float* copy = rows > kMostDotRows<W> && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
   for (int64_t f = begin; f < pairs; f += 2) {
     const W* w = weight + f * depth;
-    if (rows <= kMostRows<W>) {
-      DotProductsOfRows<kMostRows<W>, 2>(x, w, out + f, rows, depth, width);
+    if (rows <= kMostDotRows<W>) {
+      DotProductsOfRows<kMostDotRows<W>, 2>(x, w, out + f, rows, depth, width);
     } else if (copy == nullptr) {
-      DotProductsOfRows<kRows, 2>(x, w, out + f, rows, depth, width);
+      DotProductsOfRows<kDotRows, 2>(x, w, out + f, rows, depth, width);
     } else {
       for (int64_t i = 0; i < 2 * depth; ++i) copy[i] = Wide(w[i]);
-      DotProductsOfRows<kRows, 2>(x, static_cast<const float*>(copy), out + f, rows, depth, width);
+      DotProductsOfRows<kDotRows, 2>(x, static_cast<const float*>(copy), out + f, rows, depth, width);
     }
   }
   if (pairs < end) DotProductsOfRows<1, 1>(x, weight + pairs * depth, out + pairs, rows, depth, width);

@@ -32,6 +32,15 @@ rows were read in groups of 8; now up to 14 rows stay in registers:
 On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels
 with 2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
 
+The same layers without the lm head, 66 MB, on 2 cores of an AMD EPYC (Zen 4), in ms. Before, there was one source for
+all CPUs with vectors of 64 bytes, which GCC splits into single numbers if the registers are narrower:
+
+| rows         | 1    | 2    | 4    | 6    | 8    | 14    | 16    | 64    |
+|--------------|------|------|------|------|------|-------|-------|-------|
+| AVX-512      | 2.0  | 2.0  | 2.1  | 2.4  | 2.2  | 3.1   | 3.8   | 12.7  |
+| AVX2         | 2.3  | 2.5  | 2.5  | 3.0  | 3.8  | 4.9   | 5.4   | 16.8  |
+| AVX2, before | 11.2 | 13.5 | 26.6 | 40.6 | 63.2 | 102.5 | 163.9 | 644.6 |
+
 Weights are float32 or bfloat16. bfloat16 is widened in registers by a shift. On one thread of an Intel Xeon (AVX-512),
 five layers of width 2048, 236M weights, in ms:
 
@@ -71,6 +80,7 @@ MOST_ROWS = 64  # beyond, XLA's product is faster
 DTYPES = (jnp.float32, jnp.bfloat16)
 LANES = 16  # a head must fill whole vectors of this length
 LONGEST_HEAD = 256
+LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu"  # by preference; setup.py builds those that a kind of CPU may have
 TARGETS = (
     "hydrajax_matmul",
     "hydrajax_matmul_transposed",
@@ -90,19 +100,24 @@ def available() -> bool:
     path = library()
     if path is None:
         return False
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError:  # built for another machine
-        return False
+    loaded = ctypes.CDLL(str(path))
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
     return True
 
 
 def library() -> Path | None:
-    """Return the compiled library's path, or None without one."""
-    paths = (Path(__file__).with_name("_few_rows" + suffix) for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    return next((path for path in paths if path.is_file()), None)
+    """Return the path of the compiled library for this CPU, or None without one."""
+    names = (name + suffix for name in LIBRARIES for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    paths = (Path(__file__).with_name(name) for name in names)
+    return next((path for path in paths if path.is_file() and _runs_here(path)), None)
+
+
+def _runs_here(path: Path) -> bool:
+    try:
+        return bool(ctypes.CDLL(str(path)).hydrajax_runs_here())
+    except OSError:  # built for another system
+        return False
 
 
 def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:

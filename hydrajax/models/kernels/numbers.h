@@ -12,10 +12,90 @@
 namespace {
 
 constexpr int kLanes = 16;
-typedef float Lanes __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint32_t BitLanes __attribute__((vector_size(kLanes * 4), aligned(4)));
-typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * 2), aligned(2)));
+
+// A vector as wide as the CPU's registers. GCC computes with wider ones number by number.
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+typedef float Native __attribute__((vector_size(kNative * 4), aligned(4), may_alias));
+typedef int32_t NativeInts __attribute__((vector_size(kNative * 4), aligned(4)));
+typedef uint32_t NativeBits __attribute__((vector_size(kNative * 4), aligned(4)));
+typedef uint16_t NativeHalves __attribute__((vector_size(kNative * 2), aligned(2)));
+typedef int16_t NativeShorts __attribute__((vector_size(kNative * 2), aligned(2)));
+typedef int8_t NativeBytes __attribute__((vector_size(kNative), aligned(1)));
+
+template <typename Half>
+struct Pair {
+  Half low, high;
+};
+
+#if defined(__AVX512F__)
+typedef Native Lanes;
+#elif defined(__AVX__)
+typedef Pair<Native> Lanes;
+#else
+typedef Pair<Pair<Native>> Lanes;
+#endif
+
+template <typename V>
+inline constexpr int64_t kSize = sizeof(V) / sizeof(float);
+
+#define OF_PAIRS(op)                                                                  \
+  template <typename V>                                                               \
+  inline ALWAYS_INLINE Pair<V> operator op(const Pair<V>& a, const Pair<V>& b) {      \
+    return {a.low op b.low, a.high op b.high};                                        \
+  }                                                                                   \
+  template <typename V>                                                               \
+  inline ALWAYS_INLINE Pair<V> operator op(const Pair<V>& a, float b) {               \
+    return {a.low op b, a.high op b};                                                 \
+  }                                                                                   \
+  template <typename V, typename Other>                                               \
+  inline ALWAYS_INLINE Pair<V>& operator op##=(Pair<V>& a, const Other& b) {          \
+    return a = a op b;                                                                \
+  }
+OF_PAIRS(+)
+OF_PAIRS(-)
+OF_PAIRS(*)
+OF_PAIRS(/)
+#undef OF_PAIRS
+
+// sum += a * b, rounded once where the CPU can, for single numbers as for vectors.
+inline ALWAYS_INLINE void MultiplyAdd(float& sum, float a, float b) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  sum = __builtin_fmaf(a, b, sum);
+#else
+  sum += a * b;
+#endif
+}
+inline ALWAYS_INLINE void MultiplyAdd(Native& sum, float a, const Native& b) { sum += a * b; }
+inline ALWAYS_INLINE void MultiplyAdd(Native& sum, const Native& a, const Native& b) { sum += a * b; }
+template <typename V>
+inline ALWAYS_INLINE void MultiplyAdd(Pair<V>& sum, float a, const Pair<V>& b) {
+  MultiplyAdd(sum.low, a, b.low);
+  MultiplyAdd(sum.high, a, b.high);
+}
+template <typename V>
+inline ALWAYS_INLINE void MultiplyAdd(Pair<V>& sum, const Pair<V>& a, const Pair<V>& b) {
+  MultiplyAdd(sum.low, a.low, b.low);
+  MultiplyAdd(sum.high, a.high, b.high);
+}
+
+inline ALWAYS_INLINE void Fill(Native& to, float x) { to = Native{} + x; }
+template <typename V>
+inline ALWAYS_INLINE void Fill(Pair<V>& to, float x) {
+  Fill(to.low, x);
+  Fill(to.high, x);
+}
+
+inline ALWAYS_INLINE Native Max(const Native& a, const Native& b) { return a > b ? a : b; }
+template <typename V>
+inline ALWAYS_INLINE Pair<V> Max(const Pair<V>& a, const Pair<V>& b) {
+  return {Max(a.low, b.low), Max(a.high, b.high)};
+}
 
 struct BFloat16 {  // the upper half of a float32
   uint16_t bits;
@@ -29,21 +109,37 @@ inline ALWAYS_INLINE void Round(Bits& bits) {
 }
 
 // Not by memcpy: GCC 12 then keeps two copies of each sum, and more than 8 rows do not fit in registers.
-inline ALWAYS_INLINE void Load(Lanes& to, const float* from) { to = *reinterpret_cast<const Lanes*>(from); }
-inline ALWAYS_INLINE void Load(Lanes& to, const BFloat16* from) {
-  HalfLanes halves;
+inline ALWAYS_INLINE void Load(Native& to, const float* from) { to = *reinterpret_cast<const Native*>(from); }
+inline ALWAYS_INLINE void Load(Native& to, const BFloat16* from) {
+  NativeHalves halves;
   std::memcpy(&halves, from, sizeof(halves));
-  const BitLanes bits = __builtin_convertvector(halves, BitLanes) << 16;
+  const NativeBits bits = __builtin_convertvector(halves, NativeBits) << 16;
   std::memcpy(&to, &bits, sizeof(to));
 }
+inline ALWAYS_INLINE void Load(Native& to, const int8_t* from) {
+  NativeBytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  const NativeShorts shorts = __builtin_convertvector(bytes, NativeShorts);  // GCC 12 would take bytes to int32 one by one
+  to = __builtin_convertvector(__builtin_convertvector(shorts, NativeInts), Native);
+}
+template <typename V, typename T>
+inline ALWAYS_INLINE void Load(Pair<V>& to, const T* from) {
+  Load(to.low, from);
+  Load(to.high, from + kSize<V>);
+}
 
-inline ALWAYS_INLINE void Store(float* to, const Lanes& from) { *reinterpret_cast<Lanes*>(to) = from; }
-inline ALWAYS_INLINE void Store(BFloat16* to, const Lanes& from) {
-  BitLanes bits;
+inline ALWAYS_INLINE void Store(float* to, const Native& from) { *reinterpret_cast<Native*>(to) = from; }
+inline ALWAYS_INLINE void Store(BFloat16* to, const Native& from) {
+  NativeBits bits;
   std::memcpy(&bits, &from, sizeof(bits));
   Round(bits);
-  const HalfLanes halves = __builtin_convertvector(bits, HalfLanes);
+  const NativeHalves halves = __builtin_convertvector(bits, NativeHalves);
   std::memcpy(to, &halves, sizeof(halves));
+}
+template <typename V, typename T>
+inline ALWAYS_INLINE void Store(T* to, const Pair<V>& from) {
+  Store(to, from.low);
+  Store(to + kSize<V>, from.high);
 }
 
 inline ALWAYS_INLINE float Wide(float x) { return x; }
@@ -62,17 +158,19 @@ inline ALWAYS_INLINE void Set(BFloat16& to, float x) {
   to.bits = static_cast<uint16_t>(bits);
 }
 
-// The sum of all lanes, pair by pair: one after another they would take as long as the products.
-inline ALWAYS_INLINE float SumOf(const Lanes& x) {
-  typedef float Half __attribute__((vector_size(kLanes * 2), aligned(4)));
-  typedef float Quarter __attribute__((vector_size(kLanes), aligned(4)));
-  Half halves[2];
-  std::memcpy(halves, &x, sizeof(x));
-  const Half half = halves[0] + halves[1];
-  Quarter quarters[2];
-  std::memcpy(quarters, &half, sizeof(half));
-  const Quarter quarter = quarters[0] + quarters[1];
-  return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+// The sum of all lanes: first those 8 apart are added, then those 4, 2 and 1 apart. One after another they would take as long
+// as the products.
+inline ALWAYS_INLINE float SumOf(const Native& x) {
+  typedef float Four __attribute__((vector_size(16), aligned(4)));
+  Four fours[4];
+  std::memcpy(fours, &x, sizeof(x));
+  if constexpr (kNative == 16) fours[0] += fours[2], fours[1] += fours[3];
+  if constexpr (kNative > 4) fours[0] += fours[1];
+  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
+}
+template <typename V>
+inline ALWAYS_INLINE float SumOf(const Pair<V>& x) {
+  return SumOf(x.low + x.high);
 }
 
 // Prefetches n numbers, into the L1 cache or, those that are read much later, into the L2 cache.
@@ -83,7 +181,6 @@ inline ALWAYS_INLINE void Prefetch(const T* from, int64_t n) {
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i, 0, kCache);
 }
 
-FOR_EVERY_CPU
 void Widen(const BFloat16* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = Wide(from[i]);
 }

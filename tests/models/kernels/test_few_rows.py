@@ -103,19 +103,32 @@ def test_rows_are_independent(product, shape, dtype):
         np.testing.assert_array_equal(found, together[:rows])
 
 
-WITHOUT_AMX = """
+OTHER_CODE = """
+from hydrajax.models.kernels import few_rows
+few_rows.LIBRARIES = few_rows.LIBRARIES[{first}:]
 from test_few_rows import *
 test_products_equal_numpy(EVERY, 320, 2048, "bfloat16")
 test_products_with_transposed_weights_equal_numpy(EVERY, 96, 113, "bfloat16")
 test_rows_are_independent(few_rows.matmul, (1031, 270), "bfloat16")
+if {first}:
+    test_products_equal_numpy(EVERY, 320, 2048, "float32")
+    test_products_with_transposed_weights_equal_numpy(EVERY, 96, 113, "float32")
+    test_rows_are_independent(few_rows.matmul_transposed, (1031, 320), "float32")
+    test_norms_equal_numpy_and_rows_are_independent(37, True, "bfloat16")
+    for shape in SHAPES:
+        test_attention_equals_numpy(shape, True, "float32")
+    test_queries_are_independent(6, "bfloat16")
 print("passed")
 """
 
 
-def test_the_code_for_every_cpu_gives_the_same():
-    """The choice of instructions is made once in a process. With AMX the tests of bfloat16 above are of its code."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_code_for_every_cpu_gives_the_same(first):
+    """The choice of instructions is made once in a process. The second library is that of CPUs with AVX2 only, if there
+    are several. With AMX the tests of bfloat16 above are of its code.
+    """
     env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1"}
-    command, folder = [sys.executable, "-c", WITHOUT_AMX], Path(__file__).parent
+    command, folder = [sys.executable, "-c", OTHER_CODE.format(first=first)], Path(__file__).parent
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "passed\n", done.stderr[-2000:]
 
