@@ -30,7 +30,7 @@ constexpr float kHidden = 1e30f;
 
 // exp for x <= 0, relative error below 2e-7; 0 below -87.7, beyond float32's normal range.
 inline ALWAYS_INLINE void Exp(Native& x) {
-  x = Max(x, Native{} - 88.03f);
+  x = Max(Native{} - 88.03f, x);  // in this order NaN stays NaN
   // x = n ln 2 + r: 1.5 * 2^23 added and taken off again rounds to the nearest integer.
   const float shift = 12582912.0f;
   const Native n = (x * 1.44269504088896341f + shift) - shift;
@@ -136,10 +136,14 @@ inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
 // The first n of 16 numbers; the other lanes are 0.
 template <typename Number>
 inline ALWAYS_INLINE Lanes FirstOf(const Number* from, int64_t n) {
-  Number numbers[kKeys] = {};
-  std::memcpy(numbers, from, sizeof(Number) * n);
   Lanes found;
-  Load(found, numbers);
+  if (n == kKeys) {
+    Load(found, from);
+  } else {
+    Number numbers[kKeys] = {};
+    std::memcpy(numbers, from, sizeof(Number) * n);
+    Load(found, numbers);
+  }
   return found;
 }
 

@@ -250,6 +250,15 @@ def test_invisible_slots_are_not_read():
     np.testing.assert_array_equal(with_garbage, attention.attend(queries, [block, short]))
 
 
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_key_that_is_not_a_number_shows_in_the_queries_that_see_it(tokens):
+    rng = np.random.default_rng(3)
+    block, cache = parts_of(rng, 1, 2, tokens, 40, 16, window=False)
+    block.keys[:, :, 1] = np.nan
+    out = np.asarray(attention.attend(normal(rng, 1, 2, tokens, 16), [block, cache]))
+    assert np.isnan(out[:, 1:]).all()
+
+
 def test_a_query_without_visible_keys_gives_finite_numbers():
     rng = np.random.default_rng(2)
     queries = normal(rng, 1, 2, 3, 16)
