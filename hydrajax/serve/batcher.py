@@ -22,7 +22,7 @@ from hydrajax.serve.admission import CacheBudget
 from hydrajax.serve.bursts import BurstRunner
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.new_request import new_request
-from hydrajax.serve.prefix_cache import CachedPrefix
+from hydrajax.serve.prefix_cache import CachedPrefix, shared_length
 from hydrajax.serve.prompt_prefill import PromptPrefill
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
 from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
@@ -227,6 +227,7 @@ class Batcher:
         return self._budget.find_group(self._batch.usages, self._queue[0].request)
 
     def _admit(self) -> None:
+        self._share_running()
         with self._lock:
             if (index := self._next_group()) is None:
                 return
@@ -242,6 +243,16 @@ class Batcher:
             self._counts["cached"] += handle.cached
             self._budget.shrink_prefix_cache(self._batch.usages, request)
 
+    def _share_running(self) -> None:
+        """Copy a running sequence to the prefix cache if the next request shares more with it than with any entry."""
+        with self._lock:
+            if self._next_group() is None:
+                return
+            ids = self._queue[0].request.ids
+        shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in self._batch.live]
+        if max(shared, default=0) > self._budget.prefix_cache.longest(ids):
+            self._cache_slot(*self._batch.live[int(np.argmax(shared))])
+
     def _prefill_chunk(self) -> None:
         """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
         if (prefill := self._prefill) is None or (state := prefill.run_chunk()) is None:
@@ -249,10 +260,11 @@ class Batcher:
         request = prefill.handle.request
         sequence = RunningSequence(prefill.handle, self._executor.tokenizer, self._budget.max_length(request))
         sequence.read, sequence.missed = prefill.read, prefill.missed
-        prefill.group.join(state, sequence)
+        copied = prefill.group.join(state, sequence)
         with self._lock:
             self._prefill = None
-        self._cache_prefix(sequence, prefill.cache_len, lambda: state)
+        if copied:
+            self._cache_prefix(sequence, prefill.cache_len, lambda: state)
 
     def _decode(self) -> None:
         """Advance all groups, and update the handles."""
@@ -276,8 +288,7 @@ class Batcher:
             if ended:
                 self._asked_until = time.perf_counter() + ASKS_AGAIN
             for slot, sequence in ended:
-                cache_len = self._pool.cache_len_for(sequence.length + self._pool.headroom)
-                self._cache_prefix(sequence, cache_len, partial(group.copy_of, slot, cache_len))
+                self._cache_slot(group, slot, sequence)
         self._batch.drop_empty()
 
     def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> bool:
@@ -308,6 +319,11 @@ class Batcher:
         if request.remembered:
             remember(self._executor, result)
         return True
+
+    def _cache_slot(self, group: SlotGroup, slot: int, sequence: RunningSequence) -> None:
+        """Add the sequence of a slot to the prefix cache."""
+        cache_len = self._pool.cache_len_for(sequence.length + self._pool.headroom)
+        self._cache_prefix(sequence, cache_len, partial(group.copy_of, slot, cache_len))
 
     def _cache_prefix(self, sequence: RunningSequence, cache_len: int, copied: Callable[[], State]) -> None:
         """Add a sequence to the prefix cache; ``copied`` returns its state of batch size 1."""

@@ -44,7 +44,7 @@ class PrefixCache:
         The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
         `shrink`.
         """
-        found = [(_shared(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
+        found = [(shared_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
         shared, index = max(found, default=(0, -1))
         if shared < SHORTEST:
             return None
@@ -52,14 +52,18 @@ class PrefixCache:
         self._entries.append(entry)
         return entry, shared
 
+    def longest(self, ids: np.ndarray) -> int:
+        """Return the length of the prefix that `lookup` would find, or 0."""
+        return max((shared_length(entry.ids, ids[:-1]) for entry in self._entries), default=0)
+
     def accepts(self, ids: np.ndarray, nbytes: int) -> bool:
         """Return whether `add` would keep a new entry: it fits and no entry begins with it."""
-        covered = any(_shared(entry.ids, ids) == len(ids) for entry in self._entries)
+        covered = any(shared_length(entry.ids, ids) == len(ids) for entry in self._entries)
         return len(ids) >= SHORTEST and nbytes <= self._limit and not covered
 
     def add(self, new: CachedPrefix) -> None:
         """Add an entry that the cache `accepts`, in place of those that are its prefixes."""
-        self._entries = [old for old in self._entries if _shared(old.ids, new.ids) < len(old.ids)]
+        self._entries = [old for old in self._entries if shared_length(old.ids, new.ids) < len(old.ids)]
         self._entries.append(new)
         self.shrink(self._limit)
 
@@ -70,7 +74,7 @@ class PrefixCache:
             self._entries.pop(0)
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
+def shared_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return the length of the common prefix, 0 if shorter than `SHORTEST`. Most pairs differ at that place."""
     if min(len(a), len(b)) < SHORTEST or a[SHORTEST - 1] != b[SHORTEST - 1]:
         return 0

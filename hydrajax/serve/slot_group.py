@@ -115,20 +115,26 @@ class SlotGroup:
         """Bytes of the present shape."""
         return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
 
-    def join(self, state: State, sequence: RunningSequence) -> None:
-        """Copy a prefilled sequence into a free slot; the group may grow."""
+    def join(self, state: State, sequence: RunningSequence) -> bool:
+        """Let a prefilled sequence take a free slot; the group may grow.
+
+        Returns:
+            True if ``state`` was copied; False if it now belongs to the group, whose steps donate it.
+        """
         self.reserved = None
         batch, cache_len = self._needed([*(running for _, running in self.live), sequence], 1)
         if self._state is None:
-            self._state = self._pool.tile(state, batch, cache_len)
+            copied = not self._pool.shapes.has(state, batch, cache_len)
+            self._state = self._pool.tile(state, batch, cache_len) if copied else state
             self._set_slots([sequence] + [None] * (batch - 1), cache_len)
-            return
+            return copied
         if batch > len(self.slots) or cache_len > self.cache_len:
             self._reshape(batch, cache_len)
         slot = self.slots.index(None)
         self._state = self._pool.put(self._state, slot, state, self.cache_len)
         with self._lock:
             self.slots[slot] = sequence
+        return True
 
     def advance(self, steps: int, speculative: bool = True) -> Snapshot:
         """Take at most ``steps`` decode steps, speculative or plain."""

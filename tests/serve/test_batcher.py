@@ -296,6 +296,30 @@ def test_shared_prefixes_are_prefilled_once(small, start):
     assert batcher.stats().prefix_cache_entries == 3
 
 
+def test_a_prompt_shares_the_prefix_of_a_running_sequence(served, small, start, monkeypatch):
+    """A sequence that starts alone is not copied, so no entry of the prefix cache has its prompt while it runs."""
+    stepped, asked, advance = threading.Event(), threading.Event(), SlotGroup.advance
+
+    def advance_and_wait(*args):
+        snapshot = advance(*args)
+        stepped.set()
+        asked.wait(SECONDS)
+        return snapshot
+
+    monkeypatch.setattr(SlotGroup, "advance", advance_and_wait)
+    batcher = start(small)
+    prompts = [np.arange(32, dtype=np.int32) % 16, np.array([*np.arange(32) % 16, 3, 4], np.int32)]
+    (running,) = batcher.submit([request(batcher, prompts[0], 60)])
+    stepped.wait(SECONDS)
+    assert batcher.stats().prefix_cache_entries == 0
+    (later,) = batcher.submit([request(batcher, prompts[1], 5)])
+    asked.set()
+    expected = answers(served, prompts, [Greedy()] * 2, [60, 5], 0)
+    for handle, wanted in zip((running, later), expected, strict=True):
+        assert handle.wait(SECONDS).output_ids == wanted.output_ids
+    assert later.cached == 32
+
+
 def test_memory_bounds_the_batch_and_the_prefix_cache(served, small, start):
     """With memory for one sequence and a prefill, the second sequence waits although a slot is free."""
     memory = small.nbytes(1, 90) + small.prefill_nbytes(90)
