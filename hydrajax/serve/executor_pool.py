@@ -130,11 +130,11 @@ class ExecutorPool:
             self.spec.replace(rule=rule, processors=[LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])]),
         ]
         self._neutral = self.sampling(self.spec, jax.random.key(0))
-        self.shapes = StateShapes(self._prefill, self._neutral)
         self.constrained_path = self._prefill.engine.depth + 1
         self.headroom = max(each.spec.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
+        self.shapes = StateShapes(self._prefill, self._neutral, (sizes.slots, self.cache_lens[-1]))
         self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
         self._unread: set[int] = set()  # cache lengths for which the prefill without the draft is compiled
         self._warming_up = False

@@ -3,12 +3,14 @@
 Axis 0 of every array of a state is the batch, and the KV caches also have an axis of positions. Sequences are moved one
 by one: take one out, cut or pad it to the new cache length, put it in. So there is no program per pair of shapes but a
 few small ones per shape, which can all be compiled at the start. A program moves all arrays of a sequence, because each
-call costs more than a small copy. A change of shape moves them array by array.
+call costs more than a small copy. A change of shape moves few large arrays at a time, because old and new ones exist
+together.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,6 +23,8 @@ import numpy as np
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.spec import SamplingParams
 
+MOVED_TOGETHER = 128 << 20  # bytes that exist twice while a batch changes its shape, unless one array is larger
+
 
 class StateShapes:
     """The shapes of an executor's states by batch size and cache length.
@@ -29,12 +33,15 @@ class StateShapes:
     (`hydrajax.drafters.drafter.Drafter.rewind`).
     """
 
-    def __init__(self, executor: Executor, sampling: SamplingParams):
+    def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int]):
+        """``largest``: the largest batch size and cache length."""
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
+        # The same division for all shapes, so that their programs are few.
+        self._parts = _parts([_bytes_of(x) for x in jax.tree.leaves(self._state(*largest))])
         self.nbytes = functools.cache(self._nbytes)  # asked for several times in every iteration of the batcher
 
     def _nbytes(self, batch: int, cache_len: int) -> int:
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self._state(batch, cache_len)))
+        return sum(map(_bytes_of, jax.tree.leaves(self._state(batch, cache_len))))
 
     def has(self, state: State, batch: int, cache_len: int) -> bool:
         """Return whether a state has this batch size and cache length."""
@@ -46,13 +53,29 @@ class StateShapes:
         return _gather(state, slots, self._state(len(slots), cache_len))
 
     def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
-        """Like `gather`, but delete each old array after its copy, so that only one exists twice at a time."""
+        """Like `gather`, but delete old arrays after their copy, so that at most `MOVED_TOGETHER` bytes exist twice."""
         leaves, treedef = jax.tree.flatten(state)
-        for number, like in enumerate(jax.tree.leaves(self._state(len(slots), cache_len))):
-            old = leaves[number]
-            leaves[number] = _gather(old, slots, like)
-            old.delete()
+        wanted = jax.tree.leaves(self._state(len(slots), cache_len))
+        for few in self._parts:
+            old = leaves[few]
+            leaves[few] = _gather(old, slots, wanted[few])
+            for array in old:
+                array.delete()
         return jax.tree.unflatten(treedef, leaves)
+
+
+def _bytes_of(like: jax.ShapeDtypeStruct) -> int:
+    return math.prod(like.shape) * like.dtype.itemsize
+
+
+def _parts(sizes: Sequence[int]) -> list[slice]:
+    """Divide numbers of bytes into runs of at most `MOVED_TOGETHER`; a larger number is a run of its own."""
+    starts, total = [0], 0
+    for at, size in enumerate(sizes):
+        if total + size > MOVED_TOGETHER and at > starts[-1]:
+            starts, total = [*starts, at], 0
+        total += size
+    return [slice(*ends) for ends in itertools.pairwise([*starts, len(sizes)])]
 
 
 def put_sequence(state: State, slot: int, sequence: State) -> State:
