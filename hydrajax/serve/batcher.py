@@ -249,9 +249,10 @@ class Batcher:
             if self._next_group() is None:
                 return
             ids = self._queue[0].request.ids
-        shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in self._batch.live]
-        if max(shared, default=0) > self._budget.prefix_cache.longest(ids):
-            self._cache_slot(*self._batch.live[int(np.argmax(shared))])
+        live = self._batch.live
+        shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in live]
+        if any(shared) and max(shared) > self._budget.prefix_cache.longest(ids):
+            self._cache_slot(*live[int(np.argmax(shared))])
 
     def _prefill_chunk(self) -> None:
         """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
