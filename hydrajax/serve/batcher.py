@@ -203,6 +203,7 @@ class Batcher:
         self._decode()
 
     def _drop_cancelled(self) -> None:
+        stopped = []
         with self._lock:
             dropped = [handle for handle in self._queue if handle.cancelled]
             for handle in dropped:
@@ -214,10 +215,13 @@ class Batcher:
                 if sequence.handle.cancelled:
                     dropped.append(sequence.handle)
                     group.remove(slot)
+                    stopped.append((group, slot, sequence))
             self._counts["cancelled"] += len(dropped)
-        self._batch.drop_empty()
         for handle in dropped:
             handle.finish()
+        for each in stopped:  # its client may ask again, such as for another answer
+            self._cache_slot(*each)
+        self._batch.drop_empty()
 
     def _next_group(self) -> int | None:
         """The group for the first request in the queue, if it can be admitted now. The order is first come first

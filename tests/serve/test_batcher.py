@@ -296,28 +296,49 @@ def test_shared_prefixes_are_prefilled_once(small, start):
     assert batcher.stats().prefix_cache_entries == 3
 
 
-def test_a_prompt_shares_the_prefix_of_a_running_sequence(served, small, start, monkeypatch):
-    """A sequence that starts alone is not copied, so no entry of the prefix cache has its prompt while it runs."""
-    stepped, asked, advance = threading.Event(), threading.Event(), SlotGroup.advance
+@pytest.fixture
+def held(monkeypatch):
+    """Two events: ``stepped`` after the first step of a group, which ends when ``go`` is set."""
+    stepped, go, advance = threading.Event(), threading.Event(), SlotGroup.advance
 
     def advance_and_wait(*args):
         snapshot = advance(*args)
         stepped.set()
-        asked.wait(SECONDS)
+        go.wait(SECONDS)
         return snapshot
 
     monkeypatch.setattr(SlotGroup, "advance", advance_and_wait)
+    yield stepped, go
+    go.set()
+
+
+def test_a_prompt_shares_the_prefix_of_a_running_sequence(served, small, start, held):
+    """A sequence that starts alone is not copied, so no entry of the prefix cache has its prompt while it runs."""
+    stepped, go = held
     batcher = start(small)
     prompts = [np.arange(32, dtype=np.int32) % 16, np.array([*np.arange(32) % 16, 3, 4], np.int32)]
     (running,) = batcher.submit([request(batcher, prompts[0], 60)])
     stepped.wait(SECONDS)
     assert batcher.stats().prefix_cache_entries == 0
     (later,) = batcher.submit([request(batcher, prompts[1], 5)])
-    asked.set()
+    go.set()
     expected = answers(served, prompts, [Greedy()] * 2, [60, 5], 0)
     for handle, wanted in zip((running, later), expected, strict=True):
         assert handle.wait(SECONDS).output_ids == wanted.output_ids
     assert later.cached == 32
+
+
+def test_a_cancelled_prompt_is_not_prefilled_again(small, start, held):
+    stepped, go = held
+    batcher = start(small)
+    ids = np.arange(32, dtype=np.int32) % 16
+    (cancelled,) = batcher.submit([request(batcher, ids, 60)])
+    stepped.wait(SECONDS)
+    batcher.cancel(cancelled)
+    go.set()
+    (again,) = batcher.submit([request(batcher, ids, 5)])
+    again.wait(SECONDS)
+    assert again.cached == 31  # the last token must be run
 
 
 def test_memory_bounds_the_batch_and_the_prefix_cache(served, small, start):
