@@ -44,8 +44,7 @@ class PrefixCache:
         The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
         `shrink`.
         """
-        found = [(shared_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries)]
-        shared, index = max(found, default=(0, -1))
+        shared, index = self._longest(ids)
         if shared < SHORTEST:
             return None
         entry = self._entries.pop(index)
@@ -54,7 +53,12 @@ class PrefixCache:
 
     def longest(self, ids: np.ndarray) -> int:
         """Return the length of the prefix that `lookup` would find, or 0."""
-        return max((shared_length(entry.ids, ids[:-1]) for entry in self._entries), default=0)
+        return self._longest(ids)[0]
+
+    def _longest(self, ids: np.ndarray) -> tuple[int, int]:
+        """Return the length of the longest prefix, and its entry's index; (0, -1) without entries."""
+        found = ((shared_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries))
+        return max(found, default=(0, -1))
 
     def accepts(self, ids: np.ndarray, nbytes: int) -> bool:
         """Return whether `add` would keep a new entry: it fits and no entry begins with it."""

@@ -35,8 +35,8 @@ constexpr int kAheadBytes = 4096;  // of a transposed weight, for single rows
 
 // ---- out[rows, F] = x[rows, D] @ weight[D, F] --------------------------------------------------------------------------
 
-// Rows of x that fit in registers. 28 of 32 vectors are then sums, with AVX2 12 of 16. bfloat16 weights have fewer, so that a build takes half as
-// long: on CPUs that are fast with them AMX takes their place.
+// Rows of x that fit in registers. 28 of 32 vectors are then sums, with AVX2 12 of 16. bfloat16 weights have fewer, so that
+// a build takes half as long: on CPUs that are fast with them AMX takes their place.
 template <typename W>
 constexpr int kMostRows = kNative == kLanes && std::is_same_v<W, float> ? 14 : kRows;
 template <typename W>
