@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -143,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         arguments = options.recorded(args)
         content = {"machine": machine(), "arguments": arguments, "results": results}
         content |= {"differences": [each.as_dict() for each in differing]}
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.write_json(content)
     show(args, content, differing)
     return int(any(not each.allowed for each in differing))
 

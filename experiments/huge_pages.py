@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
         rows = list(measured(args))
         if file is not None:
             settings = {"base": args.base, "count": args.count, "rounds": args.rounds}
-            file.write_text(json.dumps({"machine": machine(), "settings": settings, "rows": rows}, indent=1) + "\n")
+            file.write_json({"machine": machine(), "settings": settings, "rows": rows})
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict]:

@@ -75,7 +75,7 @@ def main() -> None:
             report.append(found)
     if args.output:
         with WholeFile(args.output, "--output") as file:
-            file.write_text(json.dumps(report, indent=1) + "\n")
+            file.write_json(report)
 
 
 def config_of(width: int, vocabulary: int, n_bytes: float, kind: str) -> LlamaConfig:

@@ -99,7 +99,7 @@ def main() -> None:
                 )
     if args.output:
         with WholeFile(args.output, "--output") as file:
-            file.write_text(json.dumps(report, indent=1) + "\n")
+            file.write_json(report)
 
 
 def config_of(width: int, numbers: float) -> LlamaConfig:

@@ -11,7 +11,6 @@ Tokens per step are measured on the shipped model, whose context is 1024.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     if args.output:
         with WholeFile(args.output, "--output") as file:
             content = {"command": "python experiments/long_context.py", "machine": machine()}
-            file.write_text(json.dumps(content | {"costs": costs, "tokens_per_step": taus}, indent=1) + "\n")
+            file.write_json(content | {"costs": costs, "tokens_per_step": taus})
 
 
 def measured(lengths: list[int], repeats: int):

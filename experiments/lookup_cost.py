@@ -9,7 +9,6 @@ compiled loop, as other processes only add to them.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def main() -> None:
             print(f"{name:16} {context:6}  {times}", flush=True)
     if args.output:
         with WholeFile(args.output, "--output") as file:
-            file.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+            file.write_json({"machine": machine(), "rows": rows})
 
 
 def measured(tree: TreeTopology, text: np.ndarray, context: int, repeats: int) -> dict[str, float]:

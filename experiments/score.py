@@ -10,7 +10,6 @@ question are in ANSWERS/scores/NAME. The README of this folder describes the sco
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
         found = summarise_scores(values, questions, baseline, list(score.metrics))
         scores = {"name": name, "settings": score.identity(), "metrics": score.metrics, "results": as_dicts(found)}
         with WholeFile(folder / "summary.json", "answers") as file:
-            file.write_text(json.dumps(summary | {"scores": scores}, indent=1) + "\n")
+            file.write_json(summary | {"scores": scores})
     show(scores, summary["results"], baseline, len(questions))
 
 

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     with WholeFile(args.output, "--output") as file:
         found = (soak if soaks else load)(args)
         settings = {name: getattr(args, name) for name in SETTINGS}
-        file.write_text(json.dumps({"machine": machine(), "settings": settings} | found, indent=1) + "\n")
+        file.write_json({"machine": machine(), "settings": settings} | found)
     return 0 if found["right"] else 1
 
 

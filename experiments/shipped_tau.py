@@ -10,7 +10,6 @@ makes every drafter look better.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 from itertools import islice
 from pathlib import Path
@@ -79,7 +78,7 @@ def main() -> None:
     print(f"repeated 8-grams of the greedy text: {report['repeated_8grams']:.1%}")
     if args.output:
         with WholeFile(args.output, "--output") as file:
-            file.write_text(json.dumps(report, indent=1) + "\n")
+            file.write_json(report)
 
 
 def repeated(tokens: np.ndarray, lengths: np.ndarray, n: int) -> float:

@@ -11,7 +11,6 @@ program that calls the host, if this machine can, and as three programs per step
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from dataclasses import dataclass
@@ -75,7 +74,7 @@ def main() -> None:
     if args.output:
         with WholeFile(args.output, "--output") as file:
             content = {"machine": machine(), "shape": args.shape, "context": args.context, "rows": rows}
-            file.write_text(json.dumps(content, indent=1) + "\n")
+            file.write_json(content)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ types that were measured before an interruption are kept.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         about = {"machine": machine(), "settings": {name: getattr(args, name) for name in SETTINGS}}
         parts = Parts(Path(f"{args.output}.parts"), about)
         rows = [row for name in args.types for row in parts.rows(name, partial(measured, name))]
-        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        file.write_json(about | {"rows": rows})
     parts.remove()
     return 0 if all_equal(rows) else 1
 

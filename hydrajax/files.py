@@ -7,6 +7,7 @@ system's journal.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -14,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from hydrajax.errors import HydrajaxError, one_line
 
@@ -158,6 +159,10 @@ class WholeFile:
     def write_text(self, text: str) -> None:
         """Write text as UTF-8 and flush it. A lone surrogate, which JSON strings may contain, is escaped."""
         self.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+
+    def write_json(self, content: Any, indent: int | None = 1) -> None:
+        """Write JSON, which ends with a newline, as `write_text` does."""
+        self.write_text(json.dumps(content, indent=indent) + "\n")
 
     def write_bytes(self, content: bytes) -> None:
         """Write bytes and flush them to the operating system; they are on disk once the file has its name."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -230,6 +229,6 @@ def _write(path: Path, choice: FastestTree) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with WholeFile(path, "cache") as file:
-            file.write_text(json.dumps(content, indent=1) + "\n")
+            file.write_json(content)
     except (OSError, HydrajaxError):
         pass  # measured again next time

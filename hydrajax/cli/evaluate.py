@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -202,7 +201,7 @@ def write_summary(
         },
     }
     with WholeFile(Path(args.output) / "summary.json", "--output") as file:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        file.write_json(report)
 
 
 def show(results: dict[str, dict[str, Figures]], baseline: str) -> None:

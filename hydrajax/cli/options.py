@@ -413,7 +413,7 @@ def json_report(path: str | None, indent: int | None = None) -> Iterator[Callabl
         yield lambda report: print(json.dumps(report, indent=indent))
     else:
         with WholeFile(path, "--json") as file:
-            yield lambda report: file.write_text(json.dumps(report, indent=indent) + "\n")
+            yield lambda report: file.write_json(report, indent)
 
 
 def recorded(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
                 f"--save: not saved: the fastest tree, {title}, has {fastest.speedup:.2f} times the speed without a "
                 "draft here; --save-slower saves it anyway"
             )
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.write_json(content)
         if args.picture:
             picture_file.write_bytes(png(draw_sizes(content["provenance"]["measured"])))
     print(f"saved {title} to {path}")

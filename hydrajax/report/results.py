@@ -5,7 +5,6 @@ A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -108,7 +107,7 @@ def write_result(file: WholeFile, result: Result) -> None:
         HydrajaxError: rows do not have the fields of their kind.
     """
     check(asdict(result), "result")
-    file.write_text(json.dumps({"hydrajax_result": FORMAT} | asdict(result), indent=1) + "\n")
+    file.write_json({"hydrajax_result": FORMAT} | asdict(result))
 
 
 def result_from(content: Mapping[str, Any], where: str) -> Result:

@@ -55,7 +55,7 @@ def keep_settings(
     settings = json.loads(json.dumps(settings))  # as read back: tuples become lists
     if not begun:
         with WholeFile(path, what) as file:
-            file.write_text(json.dumps(settings, indent=1) + "\n")
+            file.write_json(settings)
         return
     try:
         before = read_record(path, {}, what)
