@@ -45,6 +45,8 @@ MEASURED = [  # remarks for the rows of `measure`
 def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -> None:
     parser.add_argument("--config", default=str(config), help="training configuration (default %(default)s)")
     parser.add_argument("--runs", default=runs, help="directory of the trained heads (default %(default)s)")
+    help_ = "more settings of every run, with a --runs of their own"
+    parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=help_)
 
 
 def add_choice(parser, flag: str, known: Sequence[str]) -> None:
@@ -70,7 +72,7 @@ def train(args, variants: Mapping[str, Sequence[str]], jobs: int = 1) -> None:
         name, overrides = variant
         folder = name.lower().replace(", ", "-").replace(" ", "_")
         output = Path(args.runs).resolve() / str(args.steps) / folder
-        settings = [f"output={output}", f"steps={args.steps}"]
+        settings = [f"output={output}", f"steps={args.steps}", *args.set]
         if args.base:
             settings.append(f"model={Path(args.base).resolve() if Path(args.base).exists() else args.base}")
         config = str(Path(args.config).resolve())
