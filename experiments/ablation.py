@@ -43,7 +43,13 @@ MEASURED = [  # remarks for the rows of `measure`
 
 
 def add_arguments(parser, config: Path = CONFIG, runs: str = "runs/ablations") -> None:
+    """Add the flags of `train`."""
     parser.add_argument("--config", default=str(config), help="training configuration (default %(default)s)")
+    add_run_arguments(parser, runs)
+
+
+def add_run_arguments(parser, runs: str) -> None:
+    """Add the flags of `train` except ``--config``, for a script whose variants have several configurations."""
     parser.add_argument("--runs", default=runs, help="directory of the trained heads (default %(default)s)")
     help_ = "more settings of every run, with a --runs of their own"
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=help_)

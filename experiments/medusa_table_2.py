@@ -60,9 +60,7 @@ def bits_per_byte(output: Path) -> dict[str, float]:
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument(
-        "--runs", default="runs/medusa_table_2", help="directory of the trained heads (default %(default)s)"
-    )
+    ablation.add_run_arguments(parser, "runs/medusa_table_2")
     ablation.add_choice(parser, "--variants", VARIANTS)
 
 

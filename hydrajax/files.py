@@ -161,7 +161,7 @@ class WholeFile:
         self.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 
     def write_json(self, content: Any, indent: int | None = 1) -> None:
-        """Write JSON, which ends with a newline, as `write_text` does."""
+        """Write JSON and a newline with `write_text`; ``indent`` is that of `json.dumps`."""
         self.write_text(json.dumps(content, indent=indent) + "\n")
 
     def write_bytes(self, content: bytes) -> None:
