@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,16 +42,6 @@ class Level(NamedTuple):
     parent_slot: np.ndarray
     ranks: np.ndarray
     width: int
-
-
-def read_json(path: str | Path) -> Any:
-    """Return the content of a tree file; raises `HydrajaxError` for one that is missing or not JSON."""
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise HydrajaxError(f"tree: no such file: {path}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
 
 
 @contextmanager
@@ -123,20 +112,6 @@ class TreeTopology:
     def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeTopology:
         """Return the tree of these choices, like the constructor."""
         return cls(choices)
-
-    @classmethod
-    def from_json(cls, path: str | Path) -> TreeTopology:
-        """Read a tree file: a JSON list of choices, or an object with such a list under ``choices``.
-
-        `hydrajax.trees.tree_json.read_tree` also reads files with a dynamic tree.
-        """
-        content = read_json(path)
-        if isinstance(content, dict):
-            content = content.get("choices")
-        if not isinstance(content, list):
-            raise HydrajaxError(f"tree: {path}: expected a JSON list of choices such as [[0], [0, 0], [1]]")
-        with named(str(path)):
-            return cls.from_choices(content)
 
     @classmethod
     def from_text(cls, text: str) -> TreeTopology:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
-from hydrajax.trees.static_tree import TreeTopology, named, read_json
+from hydrajax.trees.static_tree import TreeTopology, named
 
 BEST_FIRST = "best_first"  # field of `BestFirstTree`
 NUMBERS = {"nodes": "size", "expansions": "expansions", "top_k": "top_k"}  # field in files: field of `DynamicTree`
@@ -27,8 +28,17 @@ def content_of(tree: CandidateTree) -> dict[str, Any]:
 
 
 def read_tree(path: str | Path) -> CandidateTree:
-    """Return the tree of a file, of either kind; raises `HydrajaxError` for a file without one."""
-    return tree_from(read_json(path), str(path))
+    """Return the tree of a file, of either kind.
+
+    Raises `HydrajaxError` for a file that is missing or not JSON, and as `tree_from`.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise HydrajaxError(f"tree: no such file: {path}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise HydrajaxError(f"tree: {path} is not a JSON tree file: {error}") from None
+    return tree_from(content, str(path))
 
 
 def tree_from(content: Any, where: str) -> CandidateTree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import numpy as np
@@ -183,60 +182,6 @@ def test_check_rejects_trees_beyond_the_drafter():
     TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)
 
 
-@pytest.mark.parametrize("wrap", [lambda choices: choices, lambda choices: {"choices": choices, "note": "searched"}])
-def test_from_json_reads_a_list_or_an_object(tmp_path, wrap):
-    path = tmp_path / "tree.json"
-    path.write_text(json.dumps(wrap(SKIPPING)))
-    assert TreeTopology.from_json(path) == TreeTopology.from_json(str(path)) == TreeTopology.from_choices(SKIPPING)
-
-
-@pytest.mark.parametrize(
-    ("content", "pieces"),
-    [
-        (b"[[0], [0,", ["is not a JSON tree file"]),
-        (b"", ["is not a JSON tree file"]),
-        (b"\xff\xfe[[0]]", ["is not a JSON tree file"]),
-        (b'"chain-4"', ["expected a JSON list of choices"]),
-        (b"[" * 100_000, ["is not a JSON tree file"]),
-        (b"7", ["expected a JSON list of choices"]),
-        (b"null", ["expected a JSON list of choices"]),
-        (b'{"tree": [[0]]}', ["expected a JSON list of choices"]),
-        (b'{"choices": {"0": 1}}', ["expected a JSON list of choices"]),
-    ],
-)
-def test_from_json_rejects_other_content(tmp_path, content, pieces):
-    path = tmp_path / "tree.json"
-    path.write_bytes(content)
-    with pytest.raises(HydrajaxError) as caught:
-        TreeTopology.from_json(path)
-    for piece in ["tree", str(path), *pieces]:
-        assert piece in str(caught.value)
-
-
-def test_from_json_validates_choices(tmp_path):
-    path = tmp_path / "tree.json"
-    path.write_text("[[0], [1, 0]]")
-    with pytest.raises(HydrajaxError, match="without its parent"):
-        TreeTopology.from_json(path)
-    path.write_text("[[true]]")
-    with pytest.raises(HydrajaxError, match="integers from 0 up"):
-        TreeTopology.from_json(path)
-
-
-def test_from_json_missing_file_and_directory(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"no such file: .*absent\.json"):
-        TreeTopology.from_json(tmp_path / "absent.json")
-    with pytest.raises(HydrajaxError, match="is not a JSON tree file"):
-        TreeTopology.from_json(tmp_path)
-
-
 def test_large_trees_are_rejected_before_they_are_built():
     with pytest.raises(HydrajaxError, match="more than 4096 nodes"):
         presets.cartesian([999, 999, 999])
-
-
-def test_deeply_nested_json_is_rejected(tmp_path):
-    file = tmp_path / "deep.json"
-    file.write_text("[" * 100_000)
-    with pytest.raises(HydrajaxError, match="not a JSON tree file"):
-        TreeTopology.from_json(file)

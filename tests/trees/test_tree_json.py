@@ -25,6 +25,7 @@ def test_the_fields_of_a_file():
     assert content_of(DynamicTree(60, 7, 10)) == {"dynamic": NUMBERS}
     assert content_of(presets.chain(2)) == {"choices": [[0], [0, 0]]}
     assert tree_from([[0], [0, 0]], "here") == presets.chain(2)
+    assert tree_from({"choices": [[0], [0, 0]], "note": "searched"}, "here") == presets.chain(2)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +56,30 @@ def test_other_content_is_rejected(content, message):
         tree_from(content, "t.json")
     assert str(caught.value).startswith("tree: ")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"[[0], [0,", b"", b"\xff\xfe[[0]]", b"[" * 100_000])
+def test_a_file_that_is_not_json_is_named(tmp_path, content):
+    path = tmp_path / "tree.json"
+    path.write_bytes(content)
+    with pytest.raises(HydrajaxError) as caught:
+        read_tree(path)
+    assert str(caught.value).startswith(f"tree: {path} is not a JSON tree file: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [([[0], [1, 0]], "without its parent"), ([[True]], "integers from 0 up"), (7, "JSON list")]
+)
+def test_the_file_of_a_wrong_tree_is_named(tmp_path, content, message):
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(HydrajaxError, match=message) as caught:
+        read_tree(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_and_a_directory(tmp_path):
+    with pytest.raises(HydrajaxError, match=r"no such file: .*absent\.json"):
+        read_tree(tmp_path / "absent.json")
+    with pytest.raises(HydrajaxError, match="is not a JSON tree file"):
+        read_tree(tmp_path)
