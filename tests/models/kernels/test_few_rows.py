@@ -238,6 +238,16 @@ def test_queries_are_independent(heads, dtype):
         np.testing.assert_array_equal(found, together[:, :tokens])
 
 
+@pytest.mark.parametrize(("slots", "tokens"), [(12, 7), (300, 3), (29, 20)])
+def test_no_other_scores_than_those_of_keys_are_read(slots, tokens):
+    """Memory after the last score holds 0 or what an earlier call left, more than each score here."""
+    rng = np.random.default_rng(4)
+    parts = parts_of(rng, 2, 1, tokens, slots, 16, window=False)
+    parts = [part._replace(keys=part.keys / 8 - 6) for part in parts]
+    queries = normal(rng, 2, 1, tokens, 16) / 8 + 6
+    np.testing.assert_allclose(attention.attend(queries, parts), exact_attention(queries, parts), atol=1e-4)
+
+
 def test_invisible_slots_are_not_read():
     """Slots after the length of a sequence contain garbage, which must not enter the result even as 0 * NaN."""
     rng = np.random.default_rng(1)
