@@ -37,7 +37,7 @@ from hydrajax.train.data import hidden_cache
 from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.run_config import TrainConfig, load_config
 from hydrajax.train.train_loop import check_settings, settings_of
-from hydrajax.trees import TreeTopology, presets
+from hydrajax.trees import presets
 from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.tree_json import read_tree
 from scoring.score_files import score_answers
@@ -166,8 +166,6 @@ DYNAMIC = {"dynamic": {"nodes": 6, "expansions": 1, "top_k": 3}}
 
 def read_every_way(folder: Path) -> None:
     path = folder / "tree_b1.json"
-    with suppress(HydrajaxError):
-        TreeTopology.from_json(path)
     tree = read_tree(path)
     assert tree == presets.by_name(str(path))
     with suppress(HydrajaxError):  # deeper or wider than a drafter is, which this file cannot know

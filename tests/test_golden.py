@@ -23,6 +23,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
+from hydrajax.trees.tree_json import read_tree
 
 TOLERANCE = 1e-4  # for logits and hidden states, as in the README of the recordings
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
@@ -58,7 +59,7 @@ def loaded(golden, arch) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def tree(golden, arch, tree_name) -> TreeTopology:
-    return TreeTopology.from_json(need(golden / arch / f"tree_{tree_name}.json"))
+    return read_tree(need(golden / arch / f"tree_{tree_name}.json"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_tree_arrays(tree, trace):
 
 
 def test_official_tree_is_the_preset(golden):
-    assert TreeTopology.from_json(golden / "hydra_pp" / "tree_mc63.json") == presets.sparse()
+    assert read_tree(golden / "hydra_pp" / "tree_mc63.json") == presets.sparse()
 
 
 # --- hidden states and logits ---------------------------------------------------------------------------------

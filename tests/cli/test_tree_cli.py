@@ -17,7 +17,8 @@ from hydrajax.autotune import tree_search
 from hydrajax.locking import in_use
 from hydrajax.measure.calibration import Calibration
 from hydrajax.report.outputs import find_results
-from hydrajax.trees import DynamicTree, TreeTopology, presets
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.tree_json import read_tree
 
 TEXTS = ["def read(path):\n", "import os\n\nclass Reader:\n    def __init__(self, ", "for name in sorted("]
 
@@ -55,7 +56,7 @@ def test_a_search_writes_the_fastest_tree(program, base, heads, prompts, tmp_pat
     row = check_search(content["provenance"]["measured"], [2])
     assert (row["low"], row["high"], row["chance_best"]) == (None, None, None)  # one round gives no interval
     loaded = hydrajax.load(base, heads)
-    assert loaded.default_tree() == TreeTopology.from_json(heads / "tree_b1.json")
+    assert loaded.default_tree() == read_tree(heads / "tree_b1.json")
     assert loaded.default_tree().size == 2
     with in_use(heads / "tree_b1.json"):
         refused = program("tree", "search", *model, *search, "--save")
@@ -158,7 +159,7 @@ def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path
     assert done.code == 0, done.err
     content = json.loads((heads / "tree_b1.json").read_text())
     fastest = check_search(content["provenance"]["measured"], [2, 5])
-    tree = TreeTopology.from_json(heads / "tree_b1.json")
+    tree = read_tree(heads / "tree_b1.json")
     assert tree.size == fastest["nodes"]
     grown = content["provenance"]["grown"]
     assert grown[: tree.size - 1] == sorted(map(list, tree.choices), key=grown.index)

@@ -43,7 +43,6 @@ def trees() -> TreeTopology:
     tree = TreeTopology.from_choices([[0], [0, 0], [1]])
     assert_type(tree.size, int)
     assert_type(tree.choices, tuple[tuple[int, ...], ...])
-    assert_type(TreeTopology.from_json("tree.json"), TreeTopology)
     assert_type(presets.sparse(), TreeTopology)
     assert_type(presets.by_name("chain-4"), TreeTopology | DynamicTree)
     assert_type(hydrajax.trees.presets.cartesian((4, 2)), TreeTopology)
