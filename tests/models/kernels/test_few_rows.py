@@ -118,6 +118,7 @@ if {first}:
     for shape in SHAPES:
         test_attention_equals_numpy(shape, True, "float32")
     test_queries_are_independent(6, "bfloat16")
+    test_no_other_scores_than_those_of_keys_are_read(29, 20)
 print("passed")
 """
 
