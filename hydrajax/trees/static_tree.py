@@ -7,8 +7,7 @@ children of rank 0 and 1 (the draft's best and second-best guess), and the first
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -42,15 +41,6 @@ class Level(NamedTuple):
     parent_slot: np.ndarray
     ranks: np.ndarray
     width: int
-
-
-@contextmanager
-def named(where: str) -> Iterator[None]:
-    """Add the location ``where`` to errors about a tree."""
-    try:
-        yield
-    except HydrajaxError as error:
-        raise HydrajaxError(f"tree: {where}: {str(error).removeprefix('tree: ')}") from None
 
 
 def _cut(value: object) -> str:

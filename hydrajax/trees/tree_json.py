@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
-from hydrajax.trees.static_tree import TreeTopology, named
+from hydrajax.trees.static_tree import TreeTopology
 
 BEST_FIRST = "best_first"  # field of `BestFirstTree`
 NUMBERS = {"nodes": "size", "expansions": "expansions", "top_k": "top_k"}  # field in files: field of `DynamicTree`
@@ -57,7 +59,7 @@ def tree_from(content: Any, where: str) -> CandidateTree:
     choices = content.get("choices") if isinstance(content, dict) else content
     if not isinstance(choices, list):
         raise HydrajaxError(f"tree: {where}: expected {ALLOWED}")
-    with named(where):
+    with _named(where):
         return TreeTopology.from_choices(choices)
 
 
@@ -68,7 +70,7 @@ def _dynamic(numbers: Any, where: str) -> DynamicTree:
     for name, number in found.items():
         if isinstance(number, bool) or not isinstance(number, int):
             raise HydrajaxError(f"tree: {where}: dynamic.{name}: got {str(number)[:60]!r}, expected an integer")
-    with named(where):
+    with _named(where):
         return DynamicTree(**{field: found[name] for name, field in NUMBERS.items()})
 
 
@@ -82,5 +84,14 @@ def _best_first(content: dict[str, Any], where: str) -> BestFirstTree:
     nodes, fanout = numbers.get("nodes"), numbers.get("fanout")
     if type(nodes) is not int or not (fanout is None or (type(fanout) is int and fanout > 0)):
         raise HydrajaxError(f"tree: {where}: {BEST_FIRST}: got {str(numbers)[:60]}, expected positive integers")
-    with named(where):
+    with _named(where):
         return BestFirstTree(nodes, top_k=fanout or 0)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Add the location ``where`` to errors about a tree."""
+    try:
+        yield
+    except HydrajaxError as error:
+        raise HydrajaxError(f"tree: {where}: {str(error).removeprefix('tree: ')}") from None

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees import DynamicTree, TreeTopology, presets
 from hydrajax.trees.tree_json import content_of, read_tree, tree_from
 
 NUMBERS = {"nodes": 60, "expansions": 7, "top_k": 10}
@@ -25,7 +25,14 @@ def test_the_fields_of_a_file():
     assert content_of(DynamicTree(60, 7, 10)) == {"dynamic": NUMBERS}
     assert content_of(presets.chain(2)) == {"choices": [[0], [0, 0]]}
     assert tree_from([[0], [0, 0]], "here") == presets.chain(2)
-    assert tree_from({"choices": [[0], [0, 0]], "note": "searched"}, "here") == presets.chain(2)
+
+
+@pytest.mark.parametrize("wrap", [lambda choices: choices, lambda choices: {"choices": choices, "note": "searched"}])
+def test_a_file_has_a_list_or_an_object(tmp_path, wrap):
+    choices = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
+    path = tmp_path / "tree.json"
+    path.write_text(json.dumps(wrap(choices)))
+    assert read_tree(path) == read_tree(str(path)) == TreeTopology.from_choices(choices)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +75,13 @@ def test_a_file_that_is_not_json_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [([[0], [1, 0]], "without its parent"), ([[True]], "integers from 0 up"), (7, "JSON list")]
+    ("content", "message"),
+    [
+        ([[0], [1, 0]], "without its parent"),
+        ([[True]], "integers from 0 up"),
+        (7, "expected a JSON list of choices"),
+        (None, "expected a JSON list of choices"),
+    ],
 )
 def test_the_file_of_a_wrong_tree_is_named(tmp_path, content, message):
     path = tmp_path / "tree.json"

@@ -186,13 +186,14 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
       scores += count;
     }
   }
-  // The last keys of all parts may end within a vector of `ExpOfRow`, which would take what an earlier call has left for scores.
+  // `ExpOfRow` reads whole vectors: without these, also lanes that no key has written.
   Lanes hidden;
   Fill(hidden, -kHidden);
   for (int r = 0; r < R; ++r) Store(scores + r * stride, hidden);
 }
 
-// exp(score - peak) in place of the scores of one query, which hidden ones follow; returns their sum, in the order of the keys.
+// exp(score - peak) in place of the scores of one query, which hidden ones must follow. Returns their sum, in the order of
+// the keys.
 inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
   Lanes peaks;
   Fill(peaks, -kHidden);
