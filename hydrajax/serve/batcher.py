@@ -25,10 +25,11 @@ from hydrajax.serve.new_request import new_request
 from hydrajax.serve.prefix_cache import CachedPrefix, shared_length
 from hydrajax.serve.prompt_prefill import PromptPrefill
 from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
-from hydrajax.serve.slot_group import RunningBatch, RunningSequence, SlotGroup
+from hydrajax.serve.slot_group import Extent, RunningBatch, RunningSequence, SlotGroup
 from hydrajax.serve.speculation_policy import IdleTimes
 from hydrajax.serve.stats import N_COUNTS, Stats
 
+POLL = 0.02  # seconds between two looks for programs, if all requests wait for some
 ASKS_AGAIN = 0.01  # seconds after an answer within which its client asks the next question, if it has one
 
 
@@ -167,11 +168,13 @@ class Batcher:
             self._thread.join()
         else:
             self._drop_cancelled()
+        self._pool.programs.close()
         return self._finished
 
     # --- the batcher's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Run compiled programs only, so that the compilation that one request needs does not stop the others."""
         try:
             while True:
                 with self._lock:
@@ -179,7 +182,9 @@ class Batcher:
                         self._lock.wait()
                     if self._closing and not self._handles():
                         return
-                self._iterate()
+                if not self._iterate():
+                    with self._lock:
+                        self._lock.wait(POLL)
         except Exception as error:  # of any kind, as no client must wait for ever
             traceback.print_exc(file=sys.stderr)
             with self._lock:
@@ -196,11 +201,10 @@ class Batcher:
         prefill = [] if self._prefill is None else [self._prefill.handle]
         return [*(sequence.handle for _, _, sequence in self._batch.live), *prefill, *self._queue]
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> bool:
+        """Return whether any request advanced; the others wait for programs."""
         self._drop_cancelled()
-        self._admit()
-        self._prefill_chunk()
-        self._decode()
+        return any([self._admit(), self._prefill_chunk(), self._decode()])
 
     def _drop_cancelled(self) -> None:
         stopped = []
@@ -223,60 +227,68 @@ class Batcher:
             self._cache_slot(*each)
         self._batch.drop_empty()
 
-    def _next_group(self) -> int | None:
-        """The group for the first request in the queue, if it can be admitted now. The order is first come first
-        served."""
-        if self._prefill is not None or not self._queue:
-            return None
-        return self._budget.find_group(self._batch.usages, self._queue[0].request)
-
-    def _admit(self) -> None:
-        self._share_running()
+    def _next(self) -> PromptPrefill | None:
+        """The first prompt that can be prefilled now. It may overtake those that wait for programs."""
         with self._lock:
-            if (index := self._next_group()) is None:
-                return
-            handle = self._queue.popleft()
-            request = handle.request
-            group = self._batch.reserve(index, self._budget.max_length(request))
-            prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
-            self._prefill = PromptPrefill(
-                self._pool, handle, group, prefix, shared, self._bursts.drafts(group, 1 + len(self._queue))
-            )
-            handle.cached = self._prefill.cached
+            for handle in self._queue if self._prefill is None else ():
+                request, coming = handle.request, len(self._queue)
+                if (index := self._budget.find_group(self._batch.usages, request)) is None:
+                    return None
+                group = self._batch.group(index)
+                prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
+                found = PromptPrefill(self._pool, handle, group, prefix, shared, self._bursts.drafts(group, coming))
+                extent = Extent(len(request.ids), self._budget.max_length(request), request.constraint is not None)
+                if self._pool.programs.ready([*found.programs, *group.programs_with(extent)]):
+                    return found
+            return None
+
+    def _admit(self) -> bool:
+        if (found := self._next()) is not None and self._share_running(found.handle.request.ids):
+            found = self._next()
+        if found is None:
+            return False
+        with self._lock:
+            self._prefill, handle = found, found.handle
+            request, handle.cached = handle.request, found.cached
+            self._queue.remove(handle)
+            self._batch.reserve(found.group, self._budget.max_length(request))
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += handle.cached
             self._budget.shrink_prefix_cache(self._batch.usages, request)
+        return True
 
-    def _share_running(self) -> None:
-        """Copy a running sequence to the prefix cache if the next request shares more with it than with any entry."""
-        with self._lock:
-            if self._next_group() is None:
-                return
-            ids = self._queue[0].request.ids
+    def _share_running(self, ids: np.ndarray) -> bool:
+        """Copy a running sequence to the prefix cache if a prompt shares more with it than with any entry."""
         live = self._batch.live
         shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in live]
-        if any(shared) and max(shared) > self._budget.prefix_cache.longest(ids):
+        if worth := any(shared) and max(shared) > self._budget.prefix_cache.longest(ids):
             self._cache_slot(*live[int(np.argmax(shared))])
+        return worth
 
-    def _prefill_chunk(self) -> None:
+    def _prefill_chunk(self) -> bool:
         """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
-        if (prefill := self._prefill) is None or (state := prefill.run_chunk()) is None:
-            return
+        if (prefill := self._prefill) is None:
+            return False
+        if (state := prefill.run_chunk()) is None:
+            return True
         request = prefill.handle.request
         sequence = RunningSequence(prefill.handle, self._executor.tokenizer, self._budget.max_length(request))
+        if not self._pool.programs.ready(prefill.group.programs_with(sequence.extent)):  # the group has changed
+            return False
         sequence.read, sequence.missed = prefill.read, prefill.missed
         copied = prefill.group.join(state, sequence)
         with self._lock:
             self._prefill = None
         if copied:
             self._cache_prefix(sequence, prefill.cache_len, lambda: state)
+        return True
 
-    def _decode(self) -> None:
+    def _decode(self) -> bool:
         """Advance all groups, and update the handles."""
         with self._lock:
-            prompts_wait = self._prefill is not None or self._next_group() is not None
+            prompts_wait = self._prefill is not None or self._next() is not None
             coming = (self._prefill is not None) + len(self._queue)
-        groups = [group for group in self._batch.groups if group.live]
+        groups = [group for group in self._batch.groups if group.live and group.grow(1)]
         # Single steps while a prompt waits for prefill or a sequence for its first token, or a client may ask again.
         single = prompts_wait or time.perf_counter() < self._asked_until
         single = single or any(sequence.handle.result is None for _, _, sequence in self._batch.live)
@@ -288,13 +300,14 @@ class Batcher:
             with self._lock:
                 self._counts["speculative_steps"] += burst.sequence_steps * burst.speculative
             # Clients first: copies for the prefix cache take milliseconds.
-            live = group.live
-            ended = [(slot, each) for slot, each in live if self._update(group, slot, each, burst.snapshot)]
+            stepped = group.stepping
+            ended = [(slot, each) for slot, each in stepped if self._update(group, slot, each, burst.snapshot)]
             if ended:
                 self._asked_until = time.perf_counter() + ASKS_AGAIN
             for slot, sequence in ended:
                 self._cache_slot(group, slot, sequence)
         self._batch.drop_empty()
+        return bool(groups)
 
     def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> bool:
         """Update a request's handle; free its slot and return True at the end."""

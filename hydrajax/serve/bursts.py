@@ -78,7 +78,6 @@ class BurstRunner:
         """
         shape, seconds = group.shape, 1 / (BURSTS_PER_SECOND * n_groups)
         speculative, steps = self._next(group, seconds)
-        compiled = self._pool.is_compiled(*shape, speculative)
         if speculative:
             self._catch_up(group, has_room)
         behind = any(sequence.draft_is_behind for _, sequence in group.live)
@@ -86,11 +85,11 @@ class BurstRunner:
         start = time.perf_counter()
         burst = self._advance(group, steps, speculative)
         seconds = (time.perf_counter() - start) / burst.steps
-        # Other steps took the time of a compilation or of a move too.
+        # Other steps took the time of a move too.
         if constrained:
             self._policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
-        elif compiled and shape == group.shape:
-            tokens = burst.tokens / (burst.steps * len(group.live)) if speculative and not behind else None
+        elif shape == group.shape:
+            tokens = burst.tokens / (burst.steps * len(group.stepping)) if speculative and not behind else None
             self._policy.record(shape[0], speculative, seconds, tokens, burst.steps)
         return burst
 
@@ -107,20 +106,21 @@ class BurstRunner:
         group.drafting = drafting
         return self._policy.next_burst(batch, drafting, seconds)
 
-    @staticmethod
-    def _catch_up(group: SlotGroup, has_room: Callable[[int], bool]) -> None:
+    def _catch_up(self, group: SlotGroup, has_room: Callable[[int], bool]) -> None:
         """Let the draft read what it has missed of sequences that are not about to end."""
-        for slot, sequence in group.live:
+        for slot, sequence in group.stepping:
             left = sequence.max_length - sequence.length
             if sequence.draft_is_behind and left >= WORTH_READING and has_room(sequence.length):
-                group.catch_up(slot)
+                start = self._pool.read_from(sequence.read, sequence.length)
+                if self._pool.programs.ready(self._pool.prefill_programs(start, sequence.length)):
+                    group.catch_up(slot)
 
     def _advance(self, group: SlotGroup, steps: int, speculative: bool) -> Burst:
         speculative |= any(group.constraints)
         snapshot = group.advance(steps, speculative)
-        taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.live]
-        emitted = [int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.live]
+        taken = [int(snapshot.steps[slot]) - sequence.steps for slot, sequence in group.stepping]
+        emitted = [int(snapshot.lengths[slot]) - sequence.emitted for slot, sequence in group.stepping]
         if not speculative:
-            for (_, sequence), count in zip(group.live, emitted, strict=True):
+            for (_, sequence), count in zip(group.stepping, emitted, strict=True):
                 sequence.miss(count)
         return Burst(snapshot, max(*taken, 1), sum(taken), sum(emitted), speculative)

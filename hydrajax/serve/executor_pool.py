@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import jax
@@ -17,6 +16,7 @@ from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor, State
+from hydrajax.decoding.host_work import AnyText
 from hydrajax.decoding.keywords import FORCED_NODES
 from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
@@ -25,6 +25,7 @@ from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import platforms
+from hydrajax.serve.programs import Kind, Program, Programs
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -55,10 +56,11 @@ class PoolSizes:
 
 
 class ExecutorPool:
-    """The executors of one served model, one per batch size. Each compiles at its first use.
+    """The executors of one served model, one per batch size.
 
     Attributes:
         spec: the decode spec of a request, to be changed in rule, processors and limits: greedy, full context.
+        programs: which of them are compiled.
     """
 
     def __init__(
@@ -113,13 +115,18 @@ class ExecutorPool:
         self._constrained: dict[int, SteppedExecutor] = {}
         if isinstance(executor, FusedExecutor):
             self._prefill = self._prefill.with_spec(forced_nodes=FORCED_NODES)
-            self._constrained_prefill = executor.of_kind(SteppedExecutor, self._prefill.spec)
             for batch, each in self._speculative.items():
                 spec = each.spec.replace(forced_nodes=FORCED_NODES)
                 self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
-        self._unread_prefill = self._prefill
+        unread = self._prefill
         if self._plain is not None:
-            self._unread_prefill = self._prefill.with_spec(drafter=Unread(self.spec.drafter))
+            unread = self._prefill.with_spec(drafter=Unread(self.spec.drafter))
+        self._prefills = {True: self._prefill, False: unread}  # by whether the draft reads the text
+        # A mask of the first token, which without a grammar allows all, costs less than a second program per shape.
+        self._masked = {
+            read: executor.of_kind(SteppedExecutor, each.spec) if self._constrained else each
+            for read, each in self._prefills.items()
+        }
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
         if self.spec.eos_ids:
@@ -135,9 +142,8 @@ class ExecutorPool:
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
         self.shapes = StateShapes(self._prefill, self._neutral, (sizes.slots, self.cache_lens[-1]))
-        self._stepped: set[tuple[int, int, bool]] = set()  # shapes and kinds of steps that have run
-        self._unread: set[int] = set()  # cache lengths for which the prefill without the draft is compiled
-        self._warming_up = False
+        self.programs = Programs(self._compile)
+        self._warms_up, self._moved = False, set[int]()  # cache lengths between which sequences have been moved
 
     @property
     def executor(self) -> Executor:
@@ -154,17 +160,31 @@ class ExecutorPool:
         """Tokens per sequence that a step feeds to the base, root included."""
         return self.executor.spec.verified_nodes
 
-    def is_compiled(self, batch: int, cache_len: int, speculative: bool) -> bool:
-        """Return whether steps of this kind and shape have run before."""
-        return (batch, cache_len, speculative) in self._stepped
+    def step_programs(self, batch: int, cache_len: int, constrained: bool) -> list[Program]:
+        """Return the programs that a batch of this shape needs, with constraints or without."""
+        kinds = (Kind.SPECULATIVE, Kind.CONSTRAINED) if constrained else (Kind.SPECULATIVE,)
+        return [Program(kind, cache_len, batch) for kind in kinds]
+
+    def prefill_programs(self, start: int, length: int, read: bool = True) -> list[Program]:
+        """Return the programs that prefill a prompt from token ``start`` on; read: by the draft too."""
+        last, feed = (Kind.PREFILL, Kind.FEED) if read else (Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
+        cache_len, rest = self.prefill_cache_len(start, length), length - start
+        found = [Program(last, cache_len, self._padded((rest - 1) % self.chunk + 1))]
+        return found if rest <= self.chunk else [*found, Program(feed, cache_len, self.chunk)]
 
     def can_be_plain(self, batch: int, cache_len: int) -> bool:
-        """Return whether steps of this shape may be plain: not before `programs` have compiled them, if they will."""
-        return self.drops_draft and (self.is_compiled(batch, cache_len, False) or not self._warming_up)
+        """Return whether steps of this shape may be plain."""
+        return self.drops_draft and self._spares([Program(Kind.PLAIN, cache_len, batch)])
 
-    def can_be_unread(self, cache_len: int) -> bool:
-        """Return whether the draft may miss a prompt, see `can_be_plain`."""
-        return self.drops_draft and (cache_len in self._unread or not self._warming_up)
+    def can_be_unread(self, start: int, length: int) -> bool:
+        """Return whether the draft may miss a prompt from token ``start`` on."""
+        return self.drops_draft and self._spares(self.prefill_programs(start, length, read=False))
+
+    def _spares(self, programs: Sequence[Program]) -> bool:
+        """Return whether programs that others can replace are compiled. A warm-up compiles them in its own order."""
+        return all(program in self.programs for program in programs) or (
+            not self._warms_up and self.programs.ready(programs)
+        )
 
     @property
     def follows_grammars(self) -> bool:
@@ -190,9 +210,7 @@ class ExecutorPool:
             constrained, found = self._constrained[batch].advance(constrained, stopped, steps, until_one_ends=True)
             return constrained.decode, found
         executor = self._speculative[batch] if speculative or self._plain is None else self._plain
-        found = executor.advance(state, stopped, steps, until_one_ends=True)
-        self._stepped.add((batch, cache_len, speculative))
-        return found
+        return executor.advance(state, stopped, steps, until_one_ends=True)
 
     def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
         """Return the sampling arrays of one sequence, which EOS does not end if the spec has no EOS ids.
@@ -239,7 +257,7 @@ class ExecutorPool:
     def feed(self, state: State, ids: np.ndarray, following: int, read: bool = True) -> State:
         """Prefill a full chunk that the token ``following`` follows; ``state`` is donated. read: by the draft too."""
         text, lengths = right_padded([ids], self.chunk)
-        return self._prefill_for(read).feed(state, text, lengths, np.array([following], np.int32))
+        return self._prefills[read].feed(state, text, lengths, np.array([following], np.int32))
 
     def finish(
         self,
@@ -256,13 +274,10 @@ class ExecutorPool:
         """
         text, lengths = right_padded([ids], self._padded(len(ids)))
         sampling = self.sampling(spec, key)
-        if constraint is None:
-            return self._prefill_for(read).extend(state, text, lengths, sampling)
-        sampling = sampling._replace(constraints=(constraint,))
-        return self._constrained_prefill.extend(SteppedState(state, (None,)), text, lengths, sampling).decode
-
-    def _prefill_for(self, read: bool) -> Executor:
-        return self._prefill if read else self._unread_prefill
+        if not self._constrained:
+            return self._masked[read].extend(state, text, lengths, sampling)
+        sampling = sampling._replace(constraints=(constraint or AnyText([]),))
+        return self._masked[read].extend(SteppedState(state, (None,)), text, lengths, sampling).decode
 
     def read_from(self, read: int, length: int) -> int:
         """Return the first token of a text that the draft reads next, if it has read the first ``read`` tokens."""
@@ -317,59 +332,58 @@ class ExecutorPool:
 
     # --- compilation ------------------------------------------------------------------------------------------
 
-    def programs(self) -> list[Callable[[], None]]:
-        """Return functions that compile every program by running it on an empty state, the most wanted first.
+    def all_programs(self) -> list[Program]:
+        """Return every program, the most wanted first, for a warm-up.
 
-        From now on, steps are plain only in shapes that are compiled, see `can_be_plain`.
+        From now on, steps are plain and prompts unread only in shapes that are compiled.
 
-        Small batches of short sequences come first, and plain steps, in whose place speculative ones are taken until
-        then, after them. The last one is for a single short sequence with a grammar; others compile at their first use.
-        For p cache lengths, b batch sizes and w padded lengths of a last chunk, these are at most 2 * p * (w + 2)
-        prefill programs (with and without the draft), 2 * p * b decode programs (speculative and plain) and p * (b + 1)
+        Small batches of short sequences come first. Plain steps and unread prompts, in whose place others are taken
+        until then, follow, then steps under grammars. For p cache lengths, b batch sizes and w padded lengths of a last
+        chunk, these are at most 2 * p * (w + 1) prefill programs and 3 * p * b programs of steps, with p * (b + 1)
         rewinds, and for each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
         """
-        found: list[Callable[[], None]] = []
+        found: list[Program] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
         for batch, cache_len in shapes:
-            steps = partial(self._compile_steps, batch, cache_len, True)
-            if batch > 1:
-                found.append(steps)
-                continue
-            first, *others = (partial(self._compile_prefill, n, cache_len) for n in self.last_chunks if n <= cache_len)
-            found += [first, steps, *others]
-            if cache_len > self.chunk:
-                found.append(partial(self._compile_feed, cache_len))
+            prefills = [] if batch > 1 else self._prefills_of(cache_len, Kind.PREFILL, Kind.FEED)
+            found += [*prefills[:1], Program(Kind.SPECULATIVE, cache_len, batch), *prefills[1:]]
+        self._warms_up = True
         if self.drops_draft:
-            self._warming_up = True
-            found += [partial(self._compile_steps, batch, cache_len, False) for batch, cache_len in shapes]
-            found += [partial(self._compile_unread, cache_len) for cache_len in self.cache_lens]
+            found += [Program(Kind.PLAIN, cache_len, batch) for batch, cache_len in shapes]
+            for cache_len in self.cache_lens:
+                found += self._prefills_of(cache_len, Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
         if self._constrained and find_spec("llguidance"):
-            found.append(partial(self._compile_constrained, self.cache_lens[0]))
+            found += [Program(Kind.CONSTRAINED, cache_len, batch) for batch, cache_len in shapes]
         return found
 
+    def _prefills_of(self, cache_len: int, last: Kind, feed: Kind) -> list[Program]:
+        found = [Program(last, cache_len, width) for width in self.last_chunks if width <= cache_len]
+        return [*found, Program(feed, cache_len, self.chunk)] if cache_len > self.chunk else found
+
     def warm_up(self) -> None:
-        """Compile every program, so that no request waits for a compilation."""
-        for compile_program in self.programs():
-            compile_program()
+        """Compile every program."""
+        for program in self.all_programs():
+            self.programs.compile(program)
 
-    def _compile_prefill(self, width: int, cache_len: int, read: bool = True) -> None:
-        ids = np.zeros(width, np.int32)
-        state = self.finish(self._blank(cache_len), ids, self.key(0, 0), self.spec, read=read)
-        if read:
+    def _compile(self, program: Program) -> None:
+        """Compile a program by running it on an empty state."""
+        kind, cache_len, size = program
+        if cache_len not in self._moved:
+            one = self._blank(cache_len)
             for other in self.cache_lens:
-                self.take(state, 0, other)
-
-    def _compile_feed(self, cache_len: int, read: bool = True) -> None:
-        empty = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
-        self.feed(empty, np.zeros(self.chunk, np.int32), 0, read)
-
-    def _compile_unread(self, cache_len: int) -> None:
-        """Compile the prefill of prompts that the draft does not read."""
-        for width in (width for width in self.last_chunks if width <= cache_len):
-            self._compile_prefill(width, cache_len, False)
-        if cache_len > self.chunk:
-            self._compile_feed(cache_len, False)
-        self._unread.add(cache_len)
+                self.take(one, 0, other)
+            self._moved.add(cache_len)
+        match kind:
+            case Kind.PREFILL | Kind.UNREAD_PREFILL:
+                ids, read = np.zeros(size, np.int32), kind is Kind.PREFILL
+                self.finish(self._blank(cache_len), ids, self.key(0, 0), self.spec, read=read)
+            case Kind.FEED | Kind.UNREAD_FEED:
+                empty = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
+                self.feed(empty, np.zeros(self.chunk, np.int32), 0, kind is Kind.FEED)
+            case Kind.CONSTRAINED:
+                self._compile_constrained(size, cache_len)
+            case _:
+                self._compile_steps(size, cache_len, kind is Kind.SPECULATIVE)
 
     def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
         """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
@@ -377,18 +391,18 @@ class ExecutorPool:
         state = self.tile(one, batch, cache_len)
         state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
         state = self.put(state, 0, one, cache_len)
-        if not speculative:
+        if self.drops_draft:
             state = self._with_draft(state, 0, self._blank(cache_len), cache_len)
         self.take(state, batch - 1, cache_len)
         self.reshape(self.tile(one, batch, cache_len), range(batch), cache_len)
 
-    def _compile_constrained(self, cache_len: int) -> None:
-        """Compile the steps of one sequence with a constraint, which takes one step of every shape."""
+    def _compile_constrained(self, batch: int, cache_len: int) -> None:
+        """Compile steps in which every sequence has a constraint, by one step of every plan."""
         ids = np.zeros(self.last_chunks[0], np.int32)
-        for constraint in self._constrained[1].stand_ins():
+        for constraint in self._constrained[batch].stand_ins():
             state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraint)
-            state = self.tile(state, 1, cache_len)
-            self.advance(state, cache_len, np.zeros(1, bool), 1, True, (constraint,))
+            state = self.tile(state, batch, cache_len)
+            self.advance(state, cache_len, np.zeros(batch, bool), 1, True, (constraint,) * batch)
 
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""

@@ -17,6 +17,7 @@ class PromptPrefill:
         group: that the sequence will join.
         cache_len: positions of its KV cache.
         cached: tokens that are copied from a cached prefix.
+        programs: that it needs.
         missed: tokens that the draft does not read.
         read: tokens before these.
     """
@@ -42,17 +43,21 @@ class PromptPrefill:
         """
         self._pool, self.handle, self.group = pool, handle, group
         length, read = len(handle.request.ids), shared if prefix is None else min(shared, prefix.read)
-        drafted |= handle.request.constraint is not None or not pool.can_be_unread(
-            pool.prefill_cache_len(shared, length)
-        )
+        drafted = drafted or handle.request.constraint is not None or not pool.can_be_unread(shared, length)
         self.cached = pool.read_from(read, shared) if drafted else shared
+        self.programs = pool.prefill_programs(self.cached, length, drafted)
         self.cache_len = pool.prefill_cache_len(self.cached, length)
         self.read, self.missed = (length, 0) if drafted else (read, length - read)
         self._drafted, self._position = drafted, self.cached
-        self._prefix, self._state = prefix, None
+        self._prefix, self._state, self._final = prefix, None, None
 
     def run_chunk(self) -> State | None:
         """Run the next chunk. Return the state after the last one, which can join the group; None before."""
+        if self._final is None:
+            self._final = self._run_chunk()
+        return self._final
+
+    def _run_chunk(self) -> State | None:
         request, pool, ids = self.handle.request, self._pool, self.handle.request.ids
         if self._state is None:
             self._state = self._first_state()

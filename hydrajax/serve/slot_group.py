@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +18,26 @@ from hydrajax.decoding.executor import State
 from hydrajax.generation import growing_text
 from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
+from hydrajax.serve.programs import Program
 from hydrajax.serve.requests import RequestHandle
 
 FEW_TOKENS = 8  # such as those of a burst of plain steps that is only measured
+STEPS_AHEAD = 64  # for which programs are compiled
 STEPS_BEFORE_SHRINKING = 8  # bursts for which a smaller shape must have been enough
+
+
+class Extent(NamedTuple):
+    """What a sequence needs of its batch.
+
+    Attributes:
+        length: tokens in its KV cache.
+        max_length: tokens that it can reach.
+        constrained: it has a constraint.
+    """
+
+    length: int
+    max_length: int
+    constrained: bool
 
 
 class RunningSequence:
@@ -55,6 +71,10 @@ class RunningSequence:
         return len(self.handle.request.ids) + self.emitted
 
     @property
+    def extent(self) -> Extent:
+        return Extent(self.length, self.max_length, self.constraint is not None)
+
+    @property
     def ids(self) -> np.ndarray:
         """The tokens of prompt and answer."""
         return np.concatenate([self.handle.request.ids, self.output])
@@ -84,6 +104,7 @@ class SlotGroup:
     def __init__(self, pool: ExecutorPool, lock: threading.Condition):
         self._pool, self._lock = pool, lock
         self._state: State | None = None
+        self._parked: dict[RunningSequence, State] = {}  # those that wait for the programs of a longer cache
         self.slots: list[RunningSequence | None] = []
         self.reserved: int | None = None
         self.cache_len, self._too_large = 0, 0
@@ -94,6 +115,11 @@ class SlotGroup:
     def live(self) -> list[tuple[int, RunningSequence]]:
         """The running sequences with their slots."""
         return [(slot, sequence) for slot, sequence in enumerate(self.slots) if sequence is not None]
+
+    @property
+    def stepping(self) -> list[tuple[int, RunningSequence]]:
+        """The running sequences that do not wait for programs."""
+        return [(slot, sequence) for slot, sequence in self.live if sequence not in self._parked]
 
     @property
     def constraints(self) -> list[Constraint | None]:
@@ -115,6 +141,12 @@ class SlotGroup:
         """Bytes of the present shape."""
         return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
 
+    def programs_with(self, extent: Extent) -> list[Program]:
+        """Return the programs of the batch in which a sequence that joins would step."""
+        batch, cache_len = self._needed_with(extent)
+        shape = max(batch, len(self.slots)), max(cache_len, self.cache_len)
+        return self._pool.step_programs(*shape, extent.constrained or any(self.constraints))
+
     def join(self, state: State, sequence: RunningSequence) -> bool:
         """Let a prefilled sequence take a free slot; the group may grow.
 
@@ -122,7 +154,7 @@ class SlotGroup:
             True if ``state`` was copied; False if it now belongs to the group, whose steps donate it.
         """
         self.reserved = None
-        batch, cache_len = self._needed([*(running for _, running in self.live), sequence], 1)
+        batch, cache_len = self._needed_with(sequence.extent)
         if self._state is None:
             copied = not self._pool.shapes.has(state, batch, cache_len)
             self._state = self._pool.tile(state, batch, cache_len) if copied else state
@@ -137,9 +169,10 @@ class SlotGroup:
         return True
 
     def advance(self, steps: int, speculative: bool = True) -> Snapshot:
-        """Take at most ``steps`` decode steps, speculative or plain."""
-        self._fit(steps)
-        stopped = np.array([sequence is None for sequence in self.slots])
+        """Take at most ``steps`` decode steps, speculative or plain, of the sequences that are `stepping`."""
+        self._shrink(steps)
+        steps, stopped = self.grow(steps), np.ones(len(self.slots), bool)
+        stopped[[slot for slot, _ in self.stepping]] = False
         self._state, snapshot = self._pool.advance(
             self._state, self.cache_len, stopped, steps, speculative, self.constraints
         )
@@ -152,6 +185,7 @@ class SlotGroup:
         sequence.missed = 0
 
     def remove(self, slot: int) -> None:
+        self._parked.pop(self.slots[slot], None)
         with self._lock:
             self.slots[slot] = None
 
@@ -167,20 +201,61 @@ class SlotGroup:
             return state
         return self._pool.take(self._state, slot, cache_len)
 
-    def _needed(self, sequences: Sequence[RunningSequence], steps: int) -> tuple[int, int]:
-        """The smallest batch size and cache length for ``steps`` more steps."""
-        constrained = any(sequence.constraint for sequence in sequences)
-        growth = steps * (self._pool.constrained_path if constrained else self._pool.max_path)
-        longest = max(min(sequence.length + growth, sequence.max_length) for sequence in sequences)
-        return self._pool.batch_for(len(sequences)), self._pool.cache_len_for(longest + self._pool.headroom)
+    @property
+    def _extents(self) -> list[Extent]:
+        return [sequence.extent for _, sequence in self.live]
 
-    def _fit(self, steps: int) -> None:
-        """Grow the cache at once if needed; shrink if a smaller shape has been enough for a while."""
-        needed = self._needed([sequence for _, sequence in self.live], steps)
-        if needed[1] > self.cache_len:
-            self._reshape(*needed)
-        self._too_large = self._too_large + 1 if needed != (len(self.slots), self.cache_len) else 0
-        if self._too_large >= STEPS_BEFORE_SHRINKING:
+    def _path(self, extents: Sequence[Extent]) -> int:
+        """The most tokens of a step."""
+        return self._pool.constrained_path if any(each.constrained for each in extents) else self._pool.max_path
+
+    def _needed(self, extents: Sequence[Extent], steps: int) -> tuple[int, int]:
+        """The smallest batch size and cache length for ``steps`` more steps."""
+        growth = steps * self._path(extents)
+        longest = max(min(each.length + growth, each.max_length) for each in extents)
+        return self._pool.batch_for(len(extents)), self._pool.cache_len_for(longest + self._pool.headroom)
+
+    def _needed_with(self, extent: Extent) -> tuple[int, int]:
+        """The shape in which a sequence can join. Parked ones stay so."""
+        others = [
+            each.extent._replace(max_length=each.length) if each in self._parked else each.extent
+            for _, each in self.live
+        ]
+        return self._needed([*others, extent], 1)
+
+    def _has_programs(self, shape: tuple[int, int]) -> bool:
+        """Return whether the batch can step in this shape; its programs are compiled next if not."""
+        return self._pool.programs.ready(self._pool.step_programs(*shape, any(self.constraints)))
+
+    def grow(self, steps: int) -> int:
+        """Grow the cache if ``steps`` more steps need it, and return how many can be taken.
+
+        A sequence whose next step needs a cache length without compiled programs is parked until these are compiled,
+        outside the batch, whose steps would change its root. Without any other sequence the result is 0.
+        """
+        for count in (steps, 1):
+            needed = self._needed(self._extents, count)
+            if needed[1] > self.cache_len and self._has_programs(needed):
+                self._reshape(*needed)
+        self._has_programs(self._needed(self._extents, STEPS_AHEAD))
+        left = {slot: self._steps_left(sequence.extent) for slot, sequence in self.live}
+        for slot, sequence in self.live:
+            if left[slot] and sequence in self._parked:
+                self._state = self._pool.put(self._state, slot, self._parked.pop(sequence), self.cache_len)
+            elif not left[slot] and sequence not in self._parked:
+                self._parked[sequence] = self._pool.take(self._state, slot, self.cache_len)
+        return min([steps, *filter(None, left.values())]) if any(left.values()) else 0
+
+    def _steps_left(self, extent: Extent) -> int:
+        """The steps for which the cache has room."""
+        room, left = self.cache_len - self._pool.headroom - extent.length, extent.max_length - extent.length
+        return left if left <= room else room // self._path(self._extents)
+
+    def _shrink(self, steps: int) -> None:
+        """Shrink if a smaller shape has been enough for a while."""
+        needed = self._needed(self._extents, steps)
+        self._too_large = 0 if needed == self.shape or needed[1] > self.cache_len else self._too_large + 1
+        if self._too_large >= STEPS_BEFORE_SHRINKING and self._has_programs(needed):
             self._reshape(*needed)
 
     def _reshape(self, batch: int, cache_len: int) -> None:
@@ -218,13 +293,16 @@ class RunningBatch:
     def nbytes(self) -> int:
         return sum(group.nbytes for group in self.groups)
 
-    def reserve(self, index: int, max_length: int) -> SlotGroup:
-        """Reserve a slot in the group with this index; the next index makes a new group."""
+    def group(self, index: int) -> SlotGroup:
+        """Return the group with this index; the next index is a new group."""
+        return self.groups[index] if index < len(self.groups) else SlotGroup(self._pool, self._lock)
+
+    def reserve(self, group: SlotGroup, max_length: int) -> None:
+        """Reserve a slot in a group, which may be new."""
         with self._lock:
-            if index == len(self.groups):
-                self.groups.append(SlotGroup(self._pool, self._lock))
-            self.groups[index].reserved = max_length
-            return self.groups[index]
+            if group not in self.groups:
+                self.groups.append(group)
+            group.reserved = max_length
 
     def drop_empty(self) -> None:
         """Drop groups without running or reserved slots."""

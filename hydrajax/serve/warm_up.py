@@ -13,8 +13,7 @@ from hydrajax.serve.executor_pool import ExecutorPool
 class WarmUp:
     """A thread that compiles every program of some pools, the most wanted first.
 
-    A request waits only for the programs that it needs. If the thread compiles such a program at that moment, JAX lets
-    the request wait for the same compilation.
+    A request waits only for the programs that it needs, which come first (`hydrajax.serve.programs`).
 
     Attributes:
         total: number of programs; those of one kind and shape count as one.
@@ -28,7 +27,7 @@ class WarmUp:
             pools: their programs are compiled in turn.
             then: called by the thread at its end, unless it was stopped.
         """
-        in_turn = itertools.zip_longest(*(pool.programs() for pool in pools))
+        in_turn = itertools.zip_longest(*([(pool.programs, each) for each in pool.all_programs()] for pool in pools))
         self._programs = [program for programs in in_turn for program in programs if program is not None]
         self._then = then
         self.compiled, self.total = 0, len(self._programs)
@@ -50,10 +49,11 @@ class WarmUp:
             self._thread.join()
 
     def _run(self) -> None:
-        for compile_program in self._programs:
+        for programs, program in self._programs:
+            programs.wait_for_wanted()
             if self._stop.is_set():
                 return
-            compile_program()
+            programs.compile(program)
             return_freed_memory()
             self.compiled += 1
         self._then(self)

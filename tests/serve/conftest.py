@@ -6,6 +6,7 @@ import pytest
 
 from helpers import letters
 from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.programs import Kind
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,7 @@ def served():
 def small(served):
     """Two slots and a single cache length, so that few programs compile. Those of a grammar compile when it is used."""
     pool = letters.pool(served, PoolSizes(slots=2, chunk=16, cache_len=128, penalties=True))
-    for program in pool.programs()[:-1]:
-        program()
+    for program in pool.all_programs():
+        if program.kind is not Kind.CONSTRAINED:
+            pool.programs.compile(program)
     return pool

@@ -13,6 +13,7 @@ from hydrajax.serve import bursts
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.bursts import PATIENCE, BurstRunner
 from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.programs import Kind
 from hydrajax.serve.slot_group import SlotGroup
 from hydrajax.serve.speculation_policy import SpeculationPolicy
 
@@ -28,7 +29,11 @@ def drafted():
 
 @pytest.fixture(scope="module")
 def executors(drafted):
-    return pool(drafted, PoolSizes(slots=1, chunk=64, cache_len=128), drops_draft=True)
+    found = pool(drafted, PoolSizes(slots=1, chunk=64, cache_len=128), drops_draft=True)
+    for program in found.all_programs():
+        if program.cache_len == 128 and program.kind is not Kind.CONSTRAINED:
+            found.programs.compile(program)
+    return found
 
 
 def steps_taken(executors, state, count: int, speculative: bool):

@@ -21,25 +21,26 @@ from hydrajax.models.backend import host_calls
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.idle_times import idle_times
+from hydrajax.serve.programs import Kind, Programs
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.warm_up import WarmUp
 
 SECONDS = 300
 
 
-class Programs(ExecutorPool):
+class Noted(ExecutorPool):
     """Programs that note when they are compiled."""
 
     def __init__(self, names: str, notes: list[str], compiles=lambda name: None):
-        self._names, self._notes, self._compiles = names, notes, compiles
+        self._names, self.programs = names, Programs(lambda name: (compiles(name), notes.append(name)))
 
-    def programs(self):
-        return [lambda name=name: (self._compiles(name), self._notes.append(name)) for name in self._names]
+    def all_programs(self):
+        return list(self._names)
 
 
 def test_pools_take_turns_and_the_end_is_reported():
     notes, ended = [], threading.Event()
-    warm_up = WarmUp([Programs("abc", notes), Programs("xy", notes)], lambda warm_up: ended.set())
+    warm_up = WarmUp([Noted("abc", notes), Noted("xy", notes)], lambda warm_up: ended.set())
     assert (warm_up.compiled, warm_up.total) == (0, 5)
     warm_up.start()
     assert ended.wait(SECONDS)
@@ -68,7 +69,7 @@ def test_memory_that_a_compilation_frees_is_returned(monkeypatch):
             libc.free(block)
         sizes.append(resident())
 
-    WarmUp([Programs("a", [], compiles)], lambda warm_up: ended.set()).start()
+    WarmUp([Noted("a", [], compiles)], lambda warm_up: ended.set()).start()
     assert ended.wait(SECONDS)
     assert resident() < sizes[0] - 103
     libc.free(last[0])
@@ -81,7 +82,7 @@ def test_it_stops_after_the_program_in_progress():
         begun.set()
         assert go_on.wait(SECONDS)
 
-    warm_up = WarmUp([Programs("abc", notes, compiles)], lambda warm_up: notes.append("end"))
+    warm_up = WarmUp([Noted("abc", notes, compiles)], lambda warm_up: notes.append("end"))
     warm_up.start()
     assert begun.wait(SECONDS)
     stopper = threading.Thread(target=warm_up.stop)
@@ -93,27 +94,23 @@ def test_it_stops_after_the_program_in_progress():
     WarmUp([]).stop()  # one that was never started
 
 
-def test_the_most_wanted_programs_come_first(served, monkeypatch):
+def test_the_most_wanted_programs_come_first(served):
     """Short texts and small batches; then plain steps and prompts without the draft, in whose place others can be
     taken; grammars last.
     """
     found = pool(served, PoolSizes(slots=2, chunk=16, cache_len=64), drops_draft=True)
     assert (found.batches, found.cache_lens, found.last_chunks) == ((1, 2), (64, 114), (8, 16))
-    done = []
-    for kind in ("prefill", "feed", "steps", "unread", "constrained"):
-        monkeypatch.setattr(found, f"_compile_{kind}", lambda *shape, kind=kind: done.append((kind, *shape)))
-    assert found.can_be_plain(1, 64)
-    found.warm_up()
-    shapes = [(1, 64), (1, 114), (2, 64), (2, 114)]
-    plain = [("steps", *shape, False) for shape in shapes]
-    assert done == [
-        ("prefill", 8, 64), ("steps", 1, 64, True), ("prefill", 16, 64), ("feed", 64),
-        ("prefill", 8, 114), ("steps", 1, 114, True), ("prefill", 16, 114), ("feed", 114),
-        ("steps", 2, 64, True), ("steps", 2, 114, True), *plain, ("unread", 64), ("unread", 114),
-        ("constrained", 64),
+    shapes, steps = [(64, 1), (114, 1), (64, 2), (114, 2)], Kind.SPECULATIVE
+    assert [(program.kind, *program[1:]) for program in found.all_programs()] == [
+        (Kind.PREFILL, 64, 8), (steps, 64, 1), (Kind.PREFILL, 64, 16), (Kind.FEED, 64, 16),
+        (Kind.PREFILL, 114, 8), (steps, 114, 1), (Kind.PREFILL, 114, 16), (Kind.FEED, 114, 16),
+        (steps, 64, 2), (steps, 114, 2), *[(Kind.PLAIN, *shape) for shape in shapes],
+        (Kind.UNREAD_PREFILL, 64, 8), (Kind.UNREAD_PREFILL, 64, 16), (Kind.UNREAD_FEED, 64, 16),
+        (Kind.UNREAD_PREFILL, 114, 8), (Kind.UNREAD_PREFILL, 114, 16), (Kind.UNREAD_FEED, 114, 16),
+        *[(Kind.CONSTRAINED, *shape) for shape in shapes],
     ]  # fmt: skip
-    assert not found.can_be_plain(1, 64)  # they have only been noted
-    assert not found.can_be_unread(64)
+    assert not found.can_be_plain(1, 64)  # they have only been listed
+    assert not found.can_be_unread(0, 9)
 
 
 @dataclass(frozen=True)
@@ -160,9 +157,9 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
     assert warm_up.compiled == warm_up.total
     # Two batch sizes and two kinds of steps.
     assert compiled["jit(burst)"] == 4
-    assert compiled["jit(extend)"] == 5  # two lengths with and without the draft, and one with a mask
+    assert compiled["jit(extend)"] == 4  # two lengths with and without the draft
     # Steps in one program, or in three: without forced tokens, with one, and with as many as the tree is deep.
-    constrained_steps = {"steps": 1} if host_calls() else {"verify": 3, "settle": 3}
+    constrained_steps = {"steps": 2} if host_calls() else {"verify": 6, "settle": 6}
     assert {name: compiled[f"jit({name})"] for name in constrained_steps} == constrained_steps
 
 
@@ -177,7 +174,7 @@ def test_health_counts_the_programs(small):
     from hydrajax.serve.served_models import ServedModel
 
     encoder = RequestEncoder(small.executor.tokenizer, small.executor.model.config)
-    warm_up = WarmUp([Programs("abc", [])])
+    warm_up = WarmUp([Noted("abc", [])])
     api = Api([ServedModel("letters", Batcher(small))], encoder, ServerSettings(), warm_up)
     response = asyncio.run(api.health(Request({"type": "http"})))
     assert response.status_code == 200
@@ -201,12 +198,8 @@ def test_times_are_measured_while_no_request_runs(small):
 
 
 def test_steps_of_both_kinds_are_timed_for_every_batch_size(found):
-    (slots,) = found.cache_lens
-    if not found.is_compiled(2, slots, False):  # without the test above
-        found.warm_up()
-    compiled = {name: found.is_compiled(2, slots, name) for name in (True, False)}
+    found.warm_up()  # nothing after the test above
     times = idle_times(found)
-    assert compiled == {True: True, False: True}
     assert set(times.steps) == {(batch, kind) for batch in (1, 2) for kind in (True, False)}
     assert all(1e-6 < seconds < 1 for seconds in times.steps.values())
     assert 0 <= times.reading < 1
