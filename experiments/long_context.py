@@ -107,7 +107,7 @@ def measured(lengths: list[int], repeats: int):
             began = time.perf_counter()
             state = jax.block_until_ready(read(length, chunks))
             seconds = time.perf_counter() - began
-            slots = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.max_path + pool.headroom)
+            slots = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.longest_path() + pool.headroom)
             found = {"tokens": length, "places": slots, "read_ms_per_1000": 1e6 * seconds / length}
             found["last_piece_ms"] = 1e3 * statistics.median(chunks[-3:]) if chunks else None
             found["step_ms"] = step(pool.tile(state, 1, slots))

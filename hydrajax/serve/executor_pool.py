@@ -111,7 +111,6 @@ class ExecutorPool:
             self._plain = executor.with_spec(self.spec.replace(drafter=drafter, tree=presets.root()))
         # Prefilled states have room for the paths of every tree, and of forced tokens.
         self._prefill = max(made.values(), key=lambda each: each.engine.depth)
-        self.max_path = self._prefill.engine.depth + 1
         self._constrained: dict[int, SteppedExecutor] = {}
         if isinstance(executor, FusedExecutor):
             self._prefill = self._prefill.with_spec(forced_nodes=FORCED_NODES)
@@ -137,7 +136,6 @@ class ExecutorPool:
             self.spec.replace(rule=rule, processors=[LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])]),
         ]
         self._neutral = self.sampling(self.spec, jax.random.key(0))
-        self.constrained_path = self._prefill.engine.depth + 1
         self.headroom = max(each.spec.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
@@ -154,6 +152,11 @@ class ExecutorPool:
     def drops_draft(self) -> bool:
         """True if plain steps are possible."""
         return self._plain is not None
+
+    def longest_path(self, constrained: bool = False) -> int:
+        """Return the most tokens that a step emits per sequence."""
+        made = self._constrained if constrained else self._speculative
+        return 1 + max(each.engine.depth for each in made.values())
 
     @property
     def nodes(self) -> int:

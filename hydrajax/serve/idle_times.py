@@ -26,7 +26,7 @@ def idle_times(pool: ExecutorPool) -> IdleTimes:
     width = max(width for width in pool.last_chunks if width <= max(PROMPT, pool.last_chunks[0]))
     ids, endless = np.zeros(width, np.int32), pool.spec.replace(eos_ids=())
     cache_len = pool.prefill_cache_len(0, width)
-    room = (min(cache_len - pool.headroom, pool.context) - width) // pool.max_path
+    room = (min(cache_len - pool.headroom, pool.context) - width) // pool.longest_path()
     steps = max(min(STEPS, room // (ROUNDS + 1)), 1)
 
     def prefilled(read: bool) -> State:

@@ -27,13 +27,7 @@ STEPS_BEFORE_SHRINKING = 8  # bursts for which a smaller shape must have been en
 
 
 class Extent(NamedTuple):
-    """What a sequence needs of its batch.
-
-    Attributes:
-        length: tokens in its KV cache.
-        max_length: tokens that it can reach.
-        constrained: it has a constraint.
-    """
+    """The tokens of a sequence, those that it can reach, and whether it has a constraint."""
 
     length: int
     max_length: int
@@ -205,23 +199,16 @@ class SlotGroup:
     def _extents(self) -> list[Extent]:
         return [sequence.extent for _, sequence in self.live]
 
-    def _path(self, extents: Sequence[Extent]) -> int:
-        """The most tokens of a step."""
-        return self._pool.constrained_path if any(each.constrained for each in extents) else self._pool.max_path
-
     def _needed(self, extents: Sequence[Extent], steps: int) -> tuple[int, int]:
         """The smallest batch size and cache length for ``steps`` more steps."""
-        growth = steps * self._path(extents)
+        growth = steps * self._pool.longest_path(any(each.constrained for each in extents))
         longest = max(min(each.length + growth, each.max_length) for each in extents)
         return self._pool.batch_for(len(extents)), self._pool.cache_len_for(longest + self._pool.headroom)
 
     def _needed_with(self, extent: Extent) -> tuple[int, int]:
         """The shape in which a sequence can join. Parked ones stay so."""
-        others = [
-            each.extent._replace(max_length=each.length) if each in self._parked else each.extent
-            for _, each in self.live
-        ]
-        return self._needed([*others, extent], 1)
+        here = [each.extent._replace(max_length=each.length) for each in self._parked]
+        return self._needed([*(each.extent for _, each in self.stepping), *here, extent], 1)
 
     def _has_programs(self, shape: tuple[int, int]) -> bool:
         """Return whether the batch can step in this shape; its programs are compiled next if not."""
@@ -249,7 +236,7 @@ class SlotGroup:
     def _steps_left(self, extent: Extent) -> int:
         """The steps for which the cache has room."""
         room, left = self.cache_len - self._pool.headroom - extent.length, extent.max_length - extent.length
-        return left if left <= room else room // self._path(self._extents)
+        return left if left <= room else room // self._pool.longest_path(any(self.constraints))
 
     def _shrink(self, steps: int) -> None:
         """Shrink if a smaller shape has been enough for a while."""
