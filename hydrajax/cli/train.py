@@ -30,14 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"read the settings of the run from this file, or from a recipe in the package: {', '.join(recipes())}",
     )  # fmt: skip
     parser.add_argument(
-        "--dry-run", action="store_true", help="print parameters, bytes per device and hours without running"
+        "--dry-run", action="store_true", help="print parameters, bytes per device and time without running"
     )
     parser.add_argument(
         "--device-memory",
         metavar="GB",
         type=positive,
-        default=80,
-        help="check that the --dry-run fits into this memory per device (default %(default)s)",
+        help="check that the --dry-run fits into this memory per device (default: on a CPU the machine's, else 80)",
     )
     parser.add_argument(
         "--preview", metavar="N", type=positive, help="print N training documents with their targets marked, and stop"

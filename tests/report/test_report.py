@@ -10,7 +10,7 @@ from helpers.report_examples import ROWS, result, write_to
 from hydrajax.report.markdown import section, write_report
 from hydrajax.report.outputs import find_results
 from hydrajax.report.results import Result
-from hydrajax.report.tables import markdown_table, print_table
+from hydrajax.report.tables import cell, markdown_table, print_table
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
@@ -75,6 +75,11 @@ def test_a_section_has_its_sources():
 def test_a_markdown_table():
     lines = ["| a | b | c |", "|---|---:|---:|", "| x\\|y | 1 |  |", "| 0.123 | yes | 1, 2 |"]
     assert markdown_table(("a", "b", "c"), [("x|y", 1, None), (0.12345, True, [1, 2])]) == lines
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.12345, "0.123"), (999.4, "999"), (999.6, "1,000"), (12345.6, "12,346")])
+def test_figures_have_no_exponent(value, text):
+    assert cell(value) == text
 
 
 def test_a_printed_table_is_never_cut(capsys):
