@@ -222,9 +222,11 @@ def check_settings(meta: dict, wanted: dict) -> None:
     found, wanted = defaults | _flat(meta["settings"]), _flat(wanted)
     changed = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
     if changed:
-        name = changed[0]
+        # The digest of the training data may differ because of another setting.
+        name = next((name for name in changed if name != "rows"), "rows")
+        shown = "data: got the digest" if name == "rows" else f"{name}: got"
         raise HydrajaxError(
-            f"output: got a run with {name}={found.get(name)!r}, expected {wanted.get(name)!r}; "
+            f"{shown} {wanted.get(name)!r}, expected {found.get(name)!r} as in the run in this output; "
             "set another output for a new run"
         )
 

@@ -230,13 +230,22 @@ def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, long_run, 
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_finished_run_is_exported_again_and_other_settings_are_refused(config, uninterrupted, program, tmp_path):
+def test_finished_run_is_exported_again_and_other_settings_are_refused(
+    config, settings, uninterrupted, program, monkeypatch, tmp_path
+):
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
     there = ("--config", config, f"output={output}")
-    line = refused(program(*there, "optimizer.lr=0.5"))
-    assert line.startswith("output: got a run with optimizer.lr=0.003, expected 0.5")
-    assert f"steps={STEPS}, expected {STEPS + 1}" in refused(program(*there, f"steps={STEPS + 1}"))
+    end = " as in the run in this output; set another output for a new run"
+    for name, changed, found in (("optimizer.lr", 0.5, 0.003), ("steps", STEPS + 1, STEPS), ("seed", 1, 0)):
+        assert refused(program(*there, f"{name}={changed}")) == f"{name}: got {changed}, expected {found}{end}"
+    (texts := tmp_path / "texts").mkdir()
+    for path in Path(settings["data"]["files"][0]).iterdir():
+        (texts / path.name).write_text(path.read_text())
+    assert refused(program(*there, f"data.files=[{texts}]")).startswith(f"data.files: got ['{texts}'], expected ['")
+    with monkeypatch.context() as patch:  # other content under the same names
+        patch.setattr(train_loop, "digest", lambda *rows: "ab" * 32)
+        assert refused(program(*there)).startswith("data: got the digest 'abababababababab', expected '")
 
     before = next((output / "heads").glob("*.safetensors")).read_bytes()
     shutil.rmtree(output / "heads")
