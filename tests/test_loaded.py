@@ -273,7 +273,13 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
         refused(partial(call, PROMPT, max_tokens=8), message)
     message = "do_sample: unknown argument; did you mean temperature=0.7, which samples (0 is greedy)?"
     refused(lambda: m.generate(PROMPT, do_sample=True), message)
-    refused(lambda: m.generate(PROMPT, temprature=0.5), "temprature: unknown argument; did you mean temperature?")
+    for near, meant in {"temprature": "temperature", "max_token": "max_new_tokens", "drft": "draft"}.items():
+        refused(partial(m.generate, PROMPT, **{near: 1}), f"{near}: unknown argument; did you mean {meant}?")
+    message = "streamer: unknown argument; did you mean the method stream?"
+    refused(lambda: m.generate(PROMPT, streamer=1), message)
+    refused(lambda: m.generate(PROMPT, num_beams=4), "num_beams: unknown argument; hydrajax has no beam search")
+    with pytest.raises(HydrajaxError, match="synced_gpus: unknown argument; expected one of temperature, top_k, "):
+        m.generate(PROMPT, synced_gpus=True)
     given = hydrajax.ExactSampling()
     message = "top_k: got a value next to a rule object, expected none: set it in the rule"
     refused(lambda: m.generate(PROMPT, rule=given, top_k=3), message)

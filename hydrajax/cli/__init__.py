@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 from hydrajax.cli.signals import Terminated, terminable
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, hint, one_line
 
 EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
 COMMANDS = {
@@ -111,8 +111,20 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     if "overrides" in args and not any(word.startswith("-") for word in rest):
         args.overrides, rest = [*args.overrides, *rest], []
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, args.flags)}")
     return args
+
+
+def _hint(rest: list[str], flags: frozenset[str]) -> str:
+    """Return what to write for the first unknown flag."""
+    from hydrajax.decoding.keywords import OTHERS_WORDS
+
+    words = [word[2:].partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")]
+    others = {name.replace("_", "-"): meant.replace("_", "-") for name, meant in OTHERS_WORDS.items()}
+    known = [flag.removeprefix("--") for flag in flags]
+    own = {name: f"--{meant}" for name, meant in others.items() if meant.partition("=")[0] in known}
+    absent = {name: meant for name, meant in others.items() if meant.startswith("no ")}
+    return hint(words[0], known, own | absent, "--") if words else ""
 
 
 def guarded(parse: Callable[[], argparse.Namespace]) -> int:
