@@ -214,4 +214,4 @@ def report(result: DialogueResult, seeds: Seeds, file: RecordFile, context: int)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, COMMANDS["distill"], add_arguments, run, sys.argv[1:] if argv is None else argv)
+    return run_command(PROG, COMMANDS["distill"], add_arguments, run, argv)
