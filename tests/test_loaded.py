@@ -275,9 +275,9 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
     refused(lambda: m.generate(PROMPT, do_sample=True), message)
     for near, meant in {"temprature": "temperature", "max_token": "max_new_tokens", "drft": "draft"}.items():
         refused(partial(m.generate, PROMPT, **{near: 1}), f"{near}: unknown argument; did you mean {meant}?")
-    message = "streamer: unknown argument; did you mean the method stream?"
-    refused(lambda: m.generate(PROMPT, streamer=1), message)
-    refused(lambda: m.generate(PROMPT, num_beams=4), "num_beams: unknown argument; hydrajax has no beam search")
+    others = {"streamer": "did you mean the method stream?", "num_beams": "hydrajax has no beam search"}
+    for name, hint in others.items():
+        refused(partial(m.generate, PROMPT, **{name: 4}), f"{name}: unknown argument; {hint}")
     with pytest.raises(HydrajaxError, match="synced_gpus: unknown argument; expected one of temperature, top_k, "):
         m.generate(PROMPT, synced_gpus=True)
     given = hydrajax.ExactSampling()

@@ -193,16 +193,16 @@ class ProgressLine:
     def __init__(self, total: int):
         # stdout holds results, even where it is the same terminal.
         self._line = bar("prompts", SpinnerColumn(), redirect_stdout=False, redirect_stderr=False)
-        self._task = self._line.add_task("", total=total)
+        self._task, self._speed = self._line.add_task("", total=total), ""
 
     def status(self, description: str) -> None:
         """Show the line with this text, such as "loading"."""
-        self._line.update(self._task, description=f"{description} ...")
+        self._line.update(self._task, description=f"{self._speed}{description} ...")
         self._line.start()
 
     def hide(self) -> None:
         self._line.stop()
 
     def update(self, totals: Totals) -> None:
-        speed = f"{totals.tokens_per_second:.1f} tokens/s  {totals.tokens_per_step:.2f} tokens per step"
-        self._line.update(self._task, completed=totals.prompts, description=speed)
+        self._speed = f"{totals.tokens_per_second:.1f} tokens/s  {totals.tokens_per_step:.2f} tokens per step  "
+        self._line.update(self._task, completed=totals.prompts, description=self._speed)

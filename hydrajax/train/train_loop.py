@@ -83,8 +83,6 @@ FREE = (
     "output", "log_every", "eval_every", "eval_rows", "checkpoint_every", "keep_checkpoints", "max_bad_steps", "mesh",
 )  # fmt: skip
 
-FINISHING = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
-
 
 def total_steps(config: TrainConfig, n_rows: int) -> int:
     """The optimizer steps of a run on ``n_rows`` sequences."""
@@ -308,7 +306,8 @@ class Interrupts:
     def _handle(self, number, frame) -> None:
         if self.number is None:
             self.number, name = number, "interrupted" if number == signal.SIGINT else "terminated"
-            print(f"hydrajax: {name}: {FINISHING}", file=sys.stderr, flush=True)
+            what = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
+            print(f"hydrajax: {name}: {what}", file=sys.stderr, flush=True)
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 

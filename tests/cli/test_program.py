@@ -75,7 +75,6 @@ def test_unknown_flags_next_to_settings_are_refused(program):
         ("generate", "--max_length", "; did you mean --max-new-tokens?"),
         ("generate", "--prompt-lookup-num-tokens", '; did you mean --draft="lookup"?'),
         ("generate", "--num-beams", "; hydrajax has no beam search"),
-        ("generate", "--streamer", "; did you mean --stream?"),
         ("serve", "--streamer", ""),  # not --tree
         ("serve", "--stop-strings", ""),  # it has no --stop
     ],

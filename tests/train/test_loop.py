@@ -24,9 +24,10 @@ from hydrajax.cli.train import main
 from hydrajax.train import train_loop, train_step
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import TrainMetrics, read_metrics
-from hydrajax.train.train_loop import FINISHING, Interrupts
+from hydrajax.train.train_loop import Interrupts
 
 STEPS, EVERY = 16, 4  # steps of a run, and of each checkpoint in it
+FINISHING = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
 LONG = 60  # steps of a run in another process, which is ended while it runs
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
@@ -256,9 +257,7 @@ def test_finished_run_is_exported_again_and_other_settings_are_refused(
     end = " as in the run in this output; set another output for a new run"
     for name, changed, found in (("optimizer.lr", 0.5, 0.003), ("steps", STEPS + 1, STEPS), ("seed", 1, 0)):
         assert refused(program(*there, f"{name}={changed}")) == f"{name}: got {changed}, expected {found}{end}"
-    (texts := tmp_path / "texts").mkdir()
-    for path in Path(settings["data"]["files"][0]).iterdir():
-        (texts / path.name).write_text(path.read_text())
+    texts = shutil.copytree(settings["data"]["files"][0], tmp_path / "texts")
     assert refused(program(*there, f"data.files=[{texts}]")).startswith(f"data.files: got ['{texts}'], expected ['")
     with monkeypatch.context() as patch:  # other content under the same names
         patch.setattr(train_loop, "digest", lambda *rows: "ab" * 32)
