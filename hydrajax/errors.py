@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Mapping
+from difflib import SequenceMatcher, get_close_matches
 
+NEAR = 0.75  # `SequenceMatcher.ratio` of typing errors; other words with the same letters have up to 0.7
 FIELD = re.compile(r"([a-z][a-z0-9_]*): ")
 
 
@@ -51,3 +52,16 @@ def not_allowed(field: str, found: object, allowed: Iterable[str], more: str = "
 def nearest_first(found: str, names: Iterable[str]) -> list[str]:
     """Return names in the order of their likeness to ``found``."""
     return sorted(names, key=lambda name: -SequenceMatcher(None, found.lower(), name).ratio())
+
+
+def hint(found: str, names: Iterable[str], others: Mapping[str, str], prefix: str = "") -> str:
+    """Return ``; did you mean X?`` for an unknown name, ``""`` if none is near.
+
+    ``others`` has the name here, or a text such as ``"no beam search"``, for names of other libraries. ``prefix``
+    precedes known names.
+    """
+    near = get_close_matches(found.lower(), names, n=1, cutoff=NEAR)
+    meant = others.get(found) or (prefix + near[0] if near else "")
+    if meant.startswith("no "):
+        return f"; hydrajax has {meant}"
+    return meant and f"; did you mean {meant}?"

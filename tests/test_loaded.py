@@ -273,7 +273,13 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
         refused(partial(call, PROMPT, max_tokens=8), message)
     message = "do_sample: unknown argument; did you mean temperature=0.7, which samples (0 is greedy)?"
     refused(lambda: m.generate(PROMPT, do_sample=True), message)
-    refused(lambda: m.generate(PROMPT, temprature=0.5), "temprature: unknown argument; did you mean temperature?")
+    for near, meant in {"temprature": "temperature", "max_token": "max_new_tokens", "drft": "draft"}.items():
+        refused(partial(m.generate, PROMPT, **{near: 1}), f"{near}: unknown argument; did you mean {meant}?")
+    others = {"streamer": "did you mean the method stream?", "num_beams": "hydrajax has no beam search"}
+    for name, hint in others.items():
+        refused(partial(m.generate, PROMPT, **{name: 4}), f"{name}: unknown argument; {hint}")
+    with pytest.raises(HydrajaxError, match="synced_gpus: unknown argument; expected one of temperature, top_k, "):
+        m.generate(PROMPT, synced_gpus=True)
     given = hydrajax.ExactSampling()
     message = "top_k: got a value next to a rule object, expected none: set it in the rule"
     refused(lambda: m.generate(PROMPT, rule=given, top_k=3), message)

@@ -16,10 +16,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 
 from hydrajax.cli.signals import Terminated, terminable
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, hint, one_line
 
 EPILOG = 'Tab completion in this shell: eval "$(register-python-argcomplete hydrajax)"'
 COMMANDS = {
@@ -90,16 +91,16 @@ def main(argv: list[str] | None = None) -> int:
         from hydrajax.cli.completion import complete
 
         complete(build_parser)
-    argv = sys.argv[1:] if argv is None else argv
-    return guarded(lambda: parse(build_parser(argv), argv))
+    words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: parse(build_parser(words), words), is_program=argv is None)
 
 
-def run_command(prog: str, module_help: str, add_arguments: Callable, run: Callable, argv: list[str]) -> int:
+def run_command(prog: str, module_help: str, add_arguments: Callable, run: Callable, argv: list[str] | None) -> int:
     """Run a program with a single command, such as ``python -m hydrajax.train``, with the same error handling."""
     parser = _Parser(prog=prog, description=module_help, allow_abbrev=False)
     add_arguments(parser)
     parser.set_defaults(run=run, flags=flags_of(parser))
-    return guarded(lambda: parse(parser, argv))
+    return guarded(lambda: parse(parser, sys.argv[1:] if argv is None else argv), is_program=argv is None)
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
@@ -111,20 +112,28 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespac
     if "overrides" in args and not any(word.startswith("-") for word in rest):
         args.overrides, rest = [*args.overrides, *rest], []
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_hint(rest, args.flags)}")
     return args
 
 
-def guarded(parse: Callable[[], argparse.Namespace]) -> int:
+def _hint(rest: list[str], flags: frozenset[str]) -> str:
+    """Return what to write for the first unknown flag."""
+    from hydrajax.decoding.keywords import OTHERS_WORDS
+
+    words = [word[2:].partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")]
+    others = {name.replace("_", "-"): meant.replace("_", "-") for name, meant in OTHERS_WORDS.items()}
+    known = [flag.removeprefix("--") for flag in flags]
+    own = {name: f"--{meant}" for name, meant in others.items() if meant.partition("=")[0] in known}
+    absent = {name: meant for name, meant in others.items() if meant.startswith("no ")}
+    return hint(words[0], known, own | absent, "--") if words else ""
+
+
+@terminable()
+def guarded(parse: Callable[[], argparse.Namespace], *, is_program: bool) -> int:
     """Run the parsed command and return its exit code, 0 where it returns None.
 
-    Bad input prints one line and returns 2, Ctrl-C returns 130, SIGTERM 143.
+    Bad input prints one line and returns 2, Ctrl-C returns 130, SIGTERM 143. The two end a program here.
     """
-    with terminable():
-        return _guarded(parse)
-
-
-def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
     flags: frozenset[str] = frozenset()
     try:
         args = parse()
@@ -145,7 +154,11 @@ def _guarded(parse: Callable[[], argparse.Namespace]) -> int:
             raise
         code, line = found
         if line:
-            print(line, file=sys.stderr)
+            print(line, file=sys.stderr, flush=True)
+            if is_program and isinstance(error, KeyboardInterrupt):
+                with suppress(OSError):
+                    sys.stdout.flush()
+                os._exit(code)  # XLA may still compile in a thread, which crashes in Python's cleanup
         else:  # a broken pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports it again at exit
     return code or 0

@@ -24,7 +24,7 @@ from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.split_contest import split_contest
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.report.tables import print_table
+from hydrajax.report.tables import cell, print_table
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets
@@ -212,7 +212,7 @@ def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:
         print(f"generated {args.max_new_tokens} tokens for each of {len(texts)} prompts, interleaved with the baseline")
     last = rows[-1]
     peak = f"peak memory {last.peak_memory_bytes / 1e9:.2f} GB"
-    print(f"last row: compile {last.compile_seconds:.1f} s, prefill {last.prefill:.3g} ms, {peak}")
+    print(f"last row: compile {last.compile_seconds:.1f} s, prefill {cell(last.prefill)} ms, {peak}")
     if last.autoregressive_bandwidth_fraction:
         print(
             f"an autoregressive step reads {last.autoregressive_bytes_per_step / 1e9:.2f} GB: "

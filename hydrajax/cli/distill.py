@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import COMMANDS, run_command
@@ -163,7 +164,12 @@ def settings_of(
     args: argparse.Namespace, config: TrainConfig, seeds: Seeds, spec: DistillSpec, sha256: str
 ) -> dict[str, Any]:
     """Return what the tokens of a record depend on; draft, number of seeds and batch size are not part of it."""
+    causes = {"seeds": args.seeds}
+    if args.seeds is None:
+        causes = {f"data.{name}": value for name, value in asdict(config.data).items()}
+        causes |= {"held_out": args.held_out, "config.seed": config.seed}
     settings = {"base": sha256, "dtype": config.dtype, "seeds": seeds.digest}
+    settings |= {f"from.seeds.{name}": value for name, value in causes.items()}
     if seeds.conversations:
         settings["template"] = config.data.template
     else:
@@ -208,4 +214,4 @@ def report(result: DialogueResult, seeds: Seeds, file: RecordFile, context: int)
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, COMMANDS["distill"], add_arguments, run, sys.argv[1:] if argv is None else argv)
+    return run_command(PROG, COMMANDS["distill"], add_arguments, run, argv)

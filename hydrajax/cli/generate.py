@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import SpinnerColumn
 
 from hydrajax import processes
 from hydrajax.cli.options import (
@@ -25,7 +25,7 @@ from hydrajax.cli.options import (
     spec_from,
     tree_from,
 )
-from hydrajax.cli.screen import write_marked
+from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         writes = args.output is not None and processes.is_main()
         writer = stack.enter_context(AnswerWriter(args.output)) if writes else None
-        progress = stack.enter_context(ProgressLine(len(prompts)))
+        progress = ProgressLine(len(prompts))
+        stack.callback(progress.hide)
         progress.status("loading")
         model = load_from(args, progress.status)
         spec = model.spec(spec, tree=model.default_tree(args.batch_size) if tree is None else tree)
@@ -187,37 +188,21 @@ class Totals:
 
 
 class ProgressLine:
-    """A line of progress on stderr, if that is a terminal; erased when the context ends."""
+    """A line of progress on stderr, if that is a terminal."""
 
     def __init__(self, total: int):
-        self._line = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("prompts  {task.fields[speed]}"),
-            console=Console(stderr=True),
-            transient=True,
-            redirect_stdout=False,  # stdout holds results, even where it is the same terminal
-            redirect_stderr=False,
-            disable=not sys.stderr.isatty(),
-        )
-        self._task = self._line.add_task("", total=total, speed="")
+        # stdout holds results, even where it is the same terminal.
+        self._line = bar("prompts", SpinnerColumn(), redirect_stdout=False, redirect_stderr=False)
+        self._task, self._speed = self._line.add_task("", total=total), ""
 
     def status(self, description: str) -> None:
         """Show the line with this text, such as "loading"."""
-        self._line.update(self._task, description=f"{description} ...")
+        self._line.update(self._task, description=f"{self._speed}{description} ...")
         self._line.start()
 
     def hide(self) -> None:
         self._line.stop()
 
     def update(self, totals: Totals) -> None:
-        speed = f"{totals.tokens_per_second:.1f} tokens/s  {totals.tokens_per_step:.2f} tokens per step"
-        self._line.update(self._task, completed=totals.prompts, speed=speed)
-
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.hide()
+        self._speed = f"{totals.tokens_per_second:.1f} tokens/s  {totals.tokens_per_step:.2f} tokens per step  "
+        self._line.update(self._task, completed=totals.prompts, description=self._speed)

@@ -25,7 +25,7 @@ from hydrajax.measure.random_models import random_base, with_random_params
 from hydrajax.measure.shapes import SHAPES
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.report.tables import print_table
+from hydrajax.report.tables import cell, print_table
 from hydrajax.roofline.best_chain import BestChain, best_chain
 from hydrajax.roofline.comparison import Comparison, compare
 from hydrajax.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
@@ -255,8 +255,8 @@ def _report(
         report["chains"] = [chain.as_dict() for chain in chains]
     if compared is None:
         return report
-    for cell, row in zip(cells, compared.measured, strict=True):
-        cell["measured"] = row.as_dict()
+    for found, row in zip(cells, compared.measured, strict=True):
+        found["measured"] = row.as_dict()
     return report | {"machine": machine(), "drift": compared.drift}
 
 
@@ -272,11 +272,11 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     count = sizes.data * sizes.model
     devices = f"{count} {name} ({sizes.data} x {sizes.model})" if count > 1 else name
     print(f"{args.shape or args.base} with {draft}, {weights}, on {devices}: predicted ms per step")
-    print(f"{device.flops / 1e12:.3g} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s", end="")
+    print(f"{cell(device.flops / 1e12)} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s", end="")
     print(f", {device.link / 1e9:.4g} GB/s between devices" if sizes.model > 1 and device.link else "")
     for kind, rates in (("weights", device.weight_rates), ("attention", device.attention_rates)):
         if rates:
-            print(f"GFLOP/s by rows, {kind}: " + ", ".join(f"{n}: {rate / 1e9:.3g}" for n, rate in rates))
+            print(f"GFLOP/s by rows, {kind}: " + ", ".join(f"{n}: {cell(rate / 1e9)}" for n, rate in rates))
     with_tau = rows[0].tokens_per_step is not None
     cells = []
     for row in rows:
@@ -285,7 +285,7 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
         cells.append(line + ([f"{row.tokens_per_step:.2f}", f"{row.speedup:.2f}x"] if with_tau else []))
     if sizes.model > 1:
         for row, line in zip(rows, cells, strict=True):
-            line.insert(9, f"{row.collective_time:.3g} ({row.collectives})")
+            line.insert(9, f"{cell(row.collective_time)} ({row.collectives})")
     columns = ["AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even"]
     columns[6:6] = ["exchange"] if sizes.model > 1 else []
     print_table(("batch", "context", "nodes", *columns, *(("τ", "speed-up") if with_tau else ())), cells)
@@ -331,12 +331,13 @@ def _print_chains(chains: list[BestChain]) -> None:
 def _print_comparison(compared: Comparison) -> None:
     steps, phases = [], []
     for predicted, found in zip(compared.predicted, compared.measured, strict=True):
-        cell, times = [predicted.batch, predicted.context, predicted.nodes], []
+        place, times = [predicted.batch, predicted.context, predicted.nodes], []
         for key in ("autoregressive_step", "step"):
             ours, theirs = getattr(predicted, key), getattr(found, key)
             times += [ours, theirs, f"{ours / theirs - 1:+.0%}"]
-        steps.append([*cell, *times, f"{found.break_even:.2f}"])
-        phases.append([*cell, *(f"{getattr(predicted, name):.3g} ({getattr(found, name):.3g})" for name in PHASES)])
+        steps.append([*place, *times, f"{found.break_even:.2f}"])
+        pairs = [(cell(getattr(predicted, name)), cell(getattr(found, name))) for name in PHASES]
+        phases.append([*place, *(f"{ours} ({theirs})" for ours, theirs in pairs)])
     columns = ("AR step", "measured", "error", "step", "measured", "error", "even")
     print_table(("batch", "context", "nodes", *columns), steps)
     print("measured: median ms. error: of the prediction. even: as measured.")
@@ -357,6 +358,6 @@ def _print_operators(device: Device, work: Workload, tree: CandidateTree) -> Non
             bound = "memory" if device.memory_bound(operator) else "arithmetic"
             bound = "links" if operator.kind == "collective" else bound
             ms = milliseconds(device, [operator])
-            cells.append([operator.name, operator.count, *(f"{figure:.4g}" for figure in figures), ms, bound])
+            cells.append([operator.name, operator.count, *figures, ms, bound])
         columns = ("operator", "times", "GFLOP each", "MB each", "FLOP/byte", "ms", "bound by")
         print_table(columns, cells, left=["operator"])

@@ -7,44 +7,35 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
-from rich.table import Table
+from rich.table import Column
 
-MIN_WIDTH = 120  # columns; narrower terminals wrap lines, so that no figure is cut
 DRAFTED = "green underline"  # underlined for terminals without colours
 OPEN, CLOSE = "⟦", "⟧"  # drafted tokens in files and pipes, which have no styles
 
 
-def wide_console() -> Console:
-    """Return standard output, at least `MIN_WIDTH` columns wide."""
-    console = Console()
-    console.width = max(console.width, MIN_WIDTH)
-    return console
+def bar(*columns: str | ProgressColumn, **settings: Any) -> Progress:
+    """Return a progress bar, shown on stderr if that is a terminal and erased at the end.
 
-
-def figure_table(*columns: str, left: str) -> Table:
-    """Return an empty table, right-aligned except for the column ``left``."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for column in columns:
-        table.add_column(column, justify="left" if column == left else "right", no_wrap=True)
-    return table
-
-
-def bar() -> Progress:
-    """Return a progress bar with the remaining time, shown on stderr if that is a terminal and erased at the end."""
+    ``columns`` follow the counts, by default the remaining time.
+    """
+    # The description is the last column and the only one that a narrow terminal cuts.
+    description = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
+        *(columns or [TimeRemainingColumn(compact=True)]),
+        description,
         console=Console(stderr=True),
+        expand=True,
         transient=True,
         disable=not sys.stderr.isatty(),
+        **settings,
     )
 
 

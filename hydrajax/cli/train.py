@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -30,14 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"read the settings of the run from this file, or from a recipe in the package: {', '.join(recipes())}",
     )  # fmt: skip
     parser.add_argument(
-        "--dry-run", action="store_true", help="print parameters, bytes per device and hours without running"
+        "--dry-run", action="store_true", help="print parameters, bytes per device and time without running"
     )
     parser.add_argument(
         "--device-memory",
         metavar="GB",
         type=positive,
-        default=80,
-        help="check that the --dry-run fits into this memory per device (default %(default)s)",
+        help="check that the --dry-run fits into this memory per device (default: on a CPU the machine's, else 80)",
     )
     parser.add_argument(
         "--preview", metavar="N", type=positive, help="print N training documents with their targets marked, and stop"
@@ -45,19 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="replace settings of the file")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     config = load_config(args.config, args.overrides)
     if args.dry_run:
         from hydrajax.train.dry_run import dry_run
 
         dry_run(config, console, args.device_memory)
-        return
+        return 0
     start_devices(config)
     console.quiet = not processes.is_main()
     if args.preview:
         preview(config, args.preview, console)
-        return
+        return 0
     from hydrajax.sharding import make_mesh
     from hydrajax.train.tasks.from_config import make_task
     from hydrajax.train.train_loop import train
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     with ExitStack() as held:
         processes.main_does(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
         with processes.or_end():
-            train(config, make_task(config, mesh, console), mesh, console)
+            return train(config, make_task(config, mesh, console), mesh, console)
 
 
 def start_devices(config: TrainConfig) -> None:
@@ -95,4 +93,4 @@ def preview(config: TrainConfig, count: int, console: Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, COMMANDS["train"], add_arguments, run, sys.argv[1:] if argv is None else argv)
+    return run_command(PROG, COMMANDS["train"], add_arguments, run, argv)

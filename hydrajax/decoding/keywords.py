@@ -13,7 +13,7 @@ from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.errors import HydrajaxError, nearest_first, not_allowed
+from hydrajax.errors import HydrajaxError, hint, not_allowed
 
 
 class Numbers(TypedDict, total=False):
@@ -52,25 +52,28 @@ ARGUMENTS = (
     "on_status", "template",
 )  # fmt: skip
 OTHERS_WORDS = {
-    "max_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "do_sample": "temperature=0.7, which samples (0 is greedy)",
-    "stop_strings": "stop",
-    "chat_template": "template",
-    "response_format": "grammar",
-    "guided_json": "grammar",
-}
+    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "temp": "temperature",
+    "do_sample": "temperature=0.7, which samples (0 is greedy)", "stop_strings": "stop", "stopping_criteria": "stop",
+    "chat_template": "template", "response_format": "grammar", "guided_json": "grammar",
+    "logits_processor": "processors", "output_scores": "logprobs", "output_logits": "logprobs",
+    "assistant_model": "draft", "prompt_lookup_num_tokens": 'draft="lookup"',
+    "num_assistant_tokens": 'tree="chain-K"', "streamer": "the method stream",
+    **dict.fromkeys(("num_return_sequences", "best_of", "n"), "a list with the prompt several times"),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "early_stopping", "length_penalty"), "no beam search"),
+    **dict.fromkeys(("min_length", "min_new_tokens"), "no minimum length"),
+    **dict.fromkeys(("no_repeat_ngram_size", "bad_words_ids"), "no bans of n-grams; logit_bias bans single tokens"),
+}  # fmt: skip
 # Nodes for the tokens that a grammar forces; measured, see docs/structured_output.md.
 FORCED_NODES = 8
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `HydrajaxError` with the nearest known name for a keyword that is not in `Numbers`."""
+    """Raise `HydrajaxError` with what to write for a keyword that is not in `Numbers`."""
     known = [*Numbers.__annotations__, *ARGUMENTS]
     for name in names:
         if name not in Numbers.__annotations__:
-            nearest = OTHERS_WORDS.get(name) or nearest_first(name, known)[0]
-            raise HydrajaxError(f"{name}: unknown argument; did you mean {nearest}?")
+            what = hint(name, known, OTHERS_WORDS) or f"; expected one of {', '.join(known)}"
+            raise HydrajaxError(f"{name}: unknown argument{what}")
 
 
 def default_rule(numbers: Mapping[str, Any]) -> str:

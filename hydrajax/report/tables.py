@@ -19,7 +19,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
     return ", ".join(map(cell, value)) if isinstance(value, list | tuple) else str(value)
 
 

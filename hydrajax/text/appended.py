@@ -45,6 +45,7 @@ def keep_settings(
     """Write the settings (a JSON object) to ``path``, or compare them with those in the file if the run has ``begun``.
 
     Args:
+        settings: ``from.KEY.NAME`` is a setting from which the digest ``KEY`` follows; it may change alone.
         holder: what was made with them, such as ``"out holds answers"``.
         otherwise: what to do about other settings, for the message.
         what: start of every message.
@@ -63,8 +64,10 @@ def keep_settings(
         reason = str(error).removeprefix(f"{what}: ")
         raise HydrajaxError(f"{what}: {holder}, but no readable {path.name} ({reason}); {otherwise}") from None
     for key in dict.fromkeys([*settings, *before]):
-        if settings.get(key) != before.get(key):
+        if settings.get(key) != before.get(key) and not key.startswith("from."):
+            causes = [name for name in settings if name.startswith(f"from.{key}.")]
+            cause = next((name for name in causes if before.get(name, settings[name]) != settings[name]), key)
             raise HydrajaxError(
-                f"{what}: {holder} made with other settings: {key}: got {shown(settings.get(key))}, expected "
-                f"{shown(before.get(key))}; {otherwise}"
+                f"{what}: {holder} made with other settings: {cause.removeprefix(f'from.{key}.')}: got "
+                f"{shown(settings.get(cause))}, expected {shown(before.get(cause))}; {otherwise}"
             )

@@ -1,4 +1,4 @@
-"""Estimate what a training run needs without running it: parameters, bytes per device and hours.
+"""Estimate what a training run needs without running it: parameters, bytes per device and time.
 
 Nothing is allocated, and neither data nor weights are read. The mesh is simulated on a CPU, where the train step is
 compiled for abstract sharded arrays; XLA's memory analysis gives the size of its temporaries.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any
 
 import flax.linen as nn
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.filesize import decimal
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.hub import without_hub
@@ -42,17 +46,19 @@ SHAPES = PUBLISHED | {
 
 ASSUMED_MFU = 0.4
 GB = 1e9
+GPU_MEMORY = 80.0  # GB of an A100 or H100
 GPU_SHARE = 0.75  # of a GPU's memory, which JAX preallocates by default
 # Two depths are compiled and the temporaries extrapolated: 60 unrolled layers would take minutes.
 SHALLOW, DEEPER = 2, 4
 
 
-def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) -> bool:
+def dry_run(config: TrainConfig, console: Console, device_memory: float | None = None) -> bool:
     """Print what the run needs on each device.
 
     Args:
         config: ``model`` and ``teacher`` may be a name in `SHAPES` or a directory with a ``config.json``.
-        device_memory: of one device, in GB (10^9 bytes). If the run does not fit, more accumulation is tried.
+        device_memory: of one device, in GB (10^9 bytes); default `GPU_MEMORY`, and on a CPU its share of the machine's.
+            If the run does not fit, more accumulation is tried.
 
     Returns:
         True if the run fits.
@@ -61,7 +67,13 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
         HydrajaxError: settings with which no run could start.
     """
     shape = config.scratch or named_shape(config, "model")
-    simulate_devices(config.mesh.data * config.mesh.model)
+    count, where = config.mesh.data * config.mesh.model, ""
+    # From JAX's settings and plugins, as starting an accelerator takes its memory.
+    has_accelerator = jax.config.jax_platforms != "cpu" and (entry_points(group="jax_plugins") or find_spec("libtpu"))
+    if device_memory is None and not has_accelerator:
+        device_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GB / count
+        where = ", each device's share of this machine's memory" if count > 1 else ", this machine's memory"
+    simulate_devices(count)
     mesh = make_mesh(config.mesh.data, config.mesh.model)
     task = abstract_task(config, shape, mesh)
     state = abstract_run(config, task, mesh)[2]
@@ -75,9 +87,9 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
     held = sum(sizes.values())
     temporary, depths = temporaries(config, shape, mesh)
     total = held + temporary
-    console.print("\nper device, in GB of 10^9 bytes")
+    console.print("\nper device")
     for label, size in (sizes | {"temporaries": temporary, "total": total}).items():
-        console.print(f"  {label:14s}{size / GB:10.3f}")
+        console.print(f"  {label:14s}{decimal(int(size), precision=3):>10s}")
     how = f"extrapolated from {depths[0]} and {depths[1]} layers of the base, " if depths else ""
     console.print(
         f"temporaries (activations, gradients, casts): {how}as planned by XLA's CPU compiler. It multiplies bfloat16 "
@@ -87,9 +99,9 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float = 80.0) 
         console.print(
             "joint.remat: XLA's CPU compiler undoes it and keeps all activations; a GPU or TPU needs far less"
         )
-    print_verdict(config, shape, mesh, held, total, device_memory, console)
-    print_hours(config, task.flops_per_token, mesh.size, console)
-    return total <= device_memory * GB
+    print_verdict(config, shape, mesh, held, total, device_memory or GPU_MEMORY, where, console)
+    print_time(config, task.flops_per_token, mesh.size, console)
+    return total <= (device_memory or GPU_MEMORY) * GB
 
 
 def summary(config: TrainConfig, task: HeadsTask | BaseTask, state: TrainState, mesh: Mesh) -> str:
@@ -113,38 +125,46 @@ def summary(config: TrainConfig, task: HeadsTask | BaseTask, state: TrainState, 
 
 
 def print_verdict(
-    config: TrainConfig, shape: LlamaConfig, mesh: Mesh, held: float, total: float, memory: float, console: Console
-) -> None:
+    config: TrainConfig, shape: LlamaConfig, mesh: Mesh, held: float, total: float, memory: float, where: str,
+    console: Console,
+) -> None:  # fmt: skip
     """Print whether the run fits and, if not, the smallest accumulation with which it would."""
     limit = memory * GB
     if total <= limit:
-        console.print(f"\nfits in {memory:g} GB: {total / limit:.0%} used")
-        if total > GPU_SHARE * limit:
+        console.print(f"\nfits in {memory:.4g} GB{where}: {total / limit:.0%} used")
+        if total > GPU_SHARE * limit and not where:
             console.print(
                 f"  JAX preallocates {GPU_SHARE:.0%} of a GPU's memory; set XLA_PYTHON_CLIENT_MEM_FRACTION to use more"
             )
         return
-    console.print(f"\nDOES NOT FIT in {memory:g} GB: {total / GB:.1f} GB needed on each device")
+    console.print(f"\nDOES NOT FIT in {memory:.4g} GB{where}: {decimal(int(total))} needed on each device")
     accumulation = 2 * config.accumulation
     while held < limit and config.batch_size % (accumulation * config.mesh.data) == 0:
         need = held + temporaries(dataclasses.replace(config, accumulation=accumulation), shape, mesh)[0]
-        console.print(f"  accumulation={accumulation}: {need / GB:.1f} GB" + ", fits" * (need <= limit))
+        console.print(f"  accumulation={accumulation}: {decimal(int(need))}" + ", fits" * (need <= limit))
         if need <= limit:
             return
         accumulation *= 2
-    console.print("  no accumulation fits; a larger mesh.model splits the base and the optimizer over more devices")
+    more = "" if where else "; a larger mesh.model splits the base and the optimizer over more devices"
+    console.print(f"  no accumulation fits{more}")
 
 
-def print_hours(config: TrainConfig, flops_per_token: float, n_devices: int, console: Console) -> None:
+def print_time(config: TrainConfig, flops_per_token: float, n_devices: int, console: Console) -> None:
     """Print the time at an assumed MFU: of the run if ``steps`` is set, else per token, as the data is not read."""
-    tokens, what = 1e6, "per million tokens"
+    tokens, what = 10**6, "per million tokens"
     if config.steps:
         tokens = config.steps * config.batch_size * config.data.length
-        what = f"for {config.steps} steps, {tokens / 1e6:.0f} million tokens"
-    console.print(f"\n{flops_per_token / 1e9:.2f} GFLOP per token; hours {what} at an MFU of {ASSUMED_MFU}")
+        what = f"for {config.steps} steps, {tokens:,} tokens"
+    console.print(f"\n{flops_per_token / 1e9:.3g} GFLOP per token; time {what} on GPUs at an MFU of {ASSUMED_MFU}")
     for device in ("A100", "H100"):
-        time = flops_per_token * tokens / (n_devices * DEVICES[device].flops * ASSUMED_MFU) / 3600
-        console.print(f"  {n_devices} x {device}: {time:.3g} h")
+        seconds = flops_per_token * tokens / (n_devices * DEVICES[device].flops * ASSUMED_MFU)
+        console.print(f"  {n_devices} x {device}: {duration(seconds)}")
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as ``1.5 h`` in the largest unit of which it has one."""
+    units = {"days": 86400, "h": 3600, "min": 60, "s": 1}
+    return next((f"{seconds / size:.3g} {unit}" for unit, size in units.items() if seconds >= size), "less than 1 s")
 
 
 # --- the run, abstract ----------------------------------------------------------------------------------------------
@@ -253,4 +273,5 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def millions(tree: Any) -> str:
-    return f"{sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6:,.1f} million"
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) / 1e6
+    return f"{count:,.{1 if count >= 1 else 3}f} million"

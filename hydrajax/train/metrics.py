@@ -13,6 +13,7 @@ from typing import Any, Self
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
@@ -47,8 +48,9 @@ class TrainMetrics:
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+            expand=True,  # a narrow terminal cuts the note only
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )

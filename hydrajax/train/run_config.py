@@ -7,7 +7,6 @@ contradictory settings before anything is loaded.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
-from hydrajax.errors import HydrajaxError, nearest_first, one_line
+from hydrajax.errors import HydrajaxError, hint, nearest_first, one_line
 from hydrajax.formats import draft_registry
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama_config import LlamaConfig
@@ -395,6 +394,14 @@ def draft_of(heads: str = "hydra", init: str | None = None, **settings) -> Draft
     return _draft({"heads": heads, "init": init} | settings)
 
 
+# The keys for names of other trainers.
+OTHERS_KEYS = {
+    "learning_rate": "optimizer.lr", "lr": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule",
+    "max_grad_norm": "optimizer.clip_norm", "max_steps": "steps", "num_train_epochs": "epochs", "output_dir": "output",
+    "per_device_train_batch_size": "batch_size", "gradient_accumulation_steps": "accumulation",
+    "max_length": "data.length", "max_seq_length": "data.length", "logging_steps": "log_every",
+    "eval_steps": "eval_every", "save_steps": "checkpoint_every", "model_name_or_path": "model", "bf16": "dtype",
+}  # fmt: skip
 NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -443,9 +450,8 @@ def _section(raw: dict, section: type, prefix: str, more_names: Sequence[str] = 
     names = [*more_names, *(f.name for f in fields)]
     for key in raw:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(names)}"
-            raise HydrajaxError(f"config: unknown key {prefix}{key}; {hint}")
+            what = hint(str(key), names, OTHERS_KEYS, prefix) or f"; expected one of {', '.join(names)}"
+            raise HydrajaxError(f"config: unknown key {prefix}{key}{what}")
     required = [f.name for f in fields if f.default is MISSING and f.default_factory is MISSING]
     if missing := [prefix + name for name in required if name not in raw]:
         raise HydrajaxError(f"config: {', '.join(missing)} missing")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,11 +91,11 @@ def total_steps(config: TrainConfig, n_rows: int) -> int:
     return steps
 
 
-def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool:
+def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> int:
     """Train to the end or to a SIGTERM or Ctrl-C, then save the state.
 
     Returns:
-        True if the run has reached its end.
+        The exit code: 0 at the end of the run, 128 plus the number of the signal that stopped it.
 
     Raises:
         HydrajaxError: the run in ``output`` has other settings, or the loss or gradient was not finite in
@@ -186,11 +187,11 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> bool
                         save(done, None, wait=True)
                     checkpoints.wait()
                     metrics.message(f"stopped at step {done} of {steps}; the same command resumes there")
-                    return False
+                    return 128 + (interrupts.number or signal.SIGTERM)  # without a signal here, another process had it
             checkpoints.wait()
     params = to_host(state.params)
     main_does(lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True))
-    return True
+    return 0
 
 
 def progress_note(task: Task, report: dict[str, Any]) -> str:
@@ -222,9 +223,11 @@ def check_settings(meta: dict, wanted: dict) -> None:
     found, wanted = defaults | _flat(meta["settings"]), _flat(wanted)
     changed = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))
     if changed:
-        name = changed[0]
+        # The digest of the training data may differ because of another setting.
+        name = next((name for name in changed if name != "rows"), "rows")
+        shown = "data: got the digest" if name == "rows" else f"{name}: got"
         raise HydrajaxError(
-            f"output: got a run with {name}={found.get(name)!r}, expected {wanted.get(name)!r}; "
+            f"{shown} {wanted.get(name)!r}, expected {found.get(name)!r} as in the run in this output; "
             "set another output for a new run"
         )
 
@@ -285,20 +288,28 @@ class Throughput:
 
 
 class Interrupts:
-    """Set ``requested`` at the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
+    """Note and acknowledge the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once.
+
+    Attributes:
+        number: of the first signal, None before.
+    """
 
     def __init__(self):
-        self.requested = False
+        self.number: int | None = None
         self._before: dict[int, Any] = {}
 
     def agreed(self, synchronise: bool) -> bool:
         """Return True to stop now. Several processes agree only if ``synchronise`` is set, as this takes time."""
-        return self.requested if jax.process_count() == 1 else synchronise and anywhere(self.requested)
+        requested = self.number is not None
+        return requested if jax.process_count() == 1 else synchronise and anywhere(requested)
 
     def _handle(self, number, frame) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self.number is None:
+            self.number, name = number, "interrupted" if number == signal.SIGINT else "terminated"
+            what = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
+            print(f"hydrajax: {name}: {what}", file=sys.stderr, flush=True)
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
 
     def __enter__(self):
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -64,5 +64,21 @@ def test_unknown_flags_next_to_settings_are_refused(program):
     result = program("train", "seed=1", "--config", "own_text", "--dryrun", "data.length=64")
     assert (result.code, result.err) == (
         2,
-        "hydrajax: unrecognized arguments: --dryrun data.length=64 (see hydrajax --help)\n",
+        "hydrajax: unrecognized arguments: --dryrun data.length=64; did you mean --dry-run? (see hydrajax --help)\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "hint"),
+    [
+        ("generate", "--drft=lookup", "; did you mean --draft?"),
+        ("generate", "--max_length", "; did you mean --max-new-tokens?"),
+        ("generate", "--prompt-lookup-num-tokens", '; did you mean --draft="lookup"?'),
+        ("generate", "--num-beams", "; hydrajax has no beam search"),
+        ("serve", "--streamer", ""),  # not --tree
+        ("serve", "--stop-strings", ""),  # it has no --stop
+    ],
+)
+def test_unknown_flags_get_a_hint_only_if_a_flag_is_meant(program, command, flag, hint):
+    result = program(command, "--base", "x", "--prompt" if command == "generate" else "--port", "1", flag, "1")
+    assert (result.code, result.err) == (2, f"hydrajax: unrecognized arguments: {flag} 1{hint} (see hydrajax --help)\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -51,6 +52,20 @@ def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number,
     assert found.type is raised
     assert 2 <= len(calls) < 500
     assert sys.unraisablehook is hook
+
+
+def test_an_interrupted_program_does_not_wait_for_pythons_cleanup():
+    """XLA's threads may still compile then, and crash."""
+    code = """if True:
+        import atexit, os, sys
+        from hydrajax.cli import run_command
+        def run(args):
+            print("begun")
+            raise KeyboardInterrupt
+        atexit.register(os.abort)
+        sys.exit(run_command("x", "", lambda parser: None, run, None))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "begun\n", "hydrajax: interrupted\n")
 
 
 def test_other_errors_of_callbacks_are_reported(monkeypatch):

@@ -24,7 +24,7 @@ def start(config: Path, output: Path, *overrides: str, **environment: str) -> su
 def finish(process: subprocess.Popen, code: int = 0) -> str:
     out, err = process.communicate(timeout=600)
     assert process.returncode == code, err
-    return out if code == 0 else err
+    return out if code in (0, 130, 143) else err
 
 
 def wait_for_step(process: subprocess.Popen, output: Path, step: int) -> None:

@@ -10,7 +10,7 @@ from helpers.report_examples import ROWS, result, write_to
 from hydrajax.report.markdown import section, write_report
 from hydrajax.report.outputs import find_results
 from hydrajax.report.results import Result
-from hydrajax.report.tables import markdown_table, print_table
+from hydrajax.report.tables import cell, markdown_table, print_table
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
@@ -75,6 +75,10 @@ def test_a_section_has_its_sources():
 def test_a_markdown_table():
     lines = ["| a | b | c |", "|---|---:|---:|", "| x\\|y | 1 |  |", "| 0.123 | yes | 1, 2 |"]
     assert markdown_table(("a", "b", "c"), [("x|y", 1, None), (0.12345, True, [1, 2])]) == lines
+
+
+def test_figures_have_no_exponent():
+    assert [cell(value) for value in (0.12345, 999.4, 999.6, 12345.6)] == ["0.123", "999", "1,000", "12,346"]
 
 
 def test_a_printed_table_is_never_cut(capsys):

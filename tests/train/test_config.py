@@ -80,6 +80,8 @@ REFUSED = [
     # unknown keys
     ("stepz=3", "unknown key stepz; did you mean steps?"),
     ("draft.num_draft_head=3", "unknown key draft.num_draft_head; did you mean draft.num_draft_heads?"),
+    ("optimizer.learning_rate=3", "unknown key optimizer.learning_rate; did you mean optimizer.lr?"),
+    ("stream=3", "unknown key stream; expected one of output, task"),
     ("optimizer.xyz=3", "unknown key optimizer.xyz; expected one of name, lr, schedule"),
     ("scratch.widht=3", "unknown key scratch.widht; did you mean scratch.width?"),
     # wrong types: nothing is guessed

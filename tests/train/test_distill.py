@@ -298,6 +298,10 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     assert result.err.count("\n") == 1
     assert "--output: " in result.err
     assert "made with other settings: seed: got 1, expected 0" in result.err
+    result = program(*common, "seed=1", main=command.main)  # of the config, which splits the data
+    assert "made with other settings: config.seed: got 1, expected 0" in result.err
+    result = program(*common, "--held-out", main=command.main)
+    assert "made with other settings: held_out: got true, expected false" in result.err
     common = ("--config", config_file(model=str(make_base(1))), *common[2:])
     result = program(*common, main=command.main)
     assert result.code == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -37,7 +39,7 @@ def settings(**changes) -> TrainConfig:
 def dry_run():
     """``run(config, memory) -> (fits, lines)``."""
 
-    def run(config, memory=80.0):
+    def run(config, memory: float | None = 80.0):
         out = io.StringIO()
         fits = module.dry_run(config, Console(file=out, width=200, highlight=False, markup=False), memory)
         return fits, out.getvalue()
@@ -59,8 +61,9 @@ def no_compilation(monkeypatch):
 
 
 def figure(text: str, label: str) -> float:
-    (number,) = re.findall(rf"^ *{label} +([\d.]+)$", text, re.MULTILINE)
-    return float(number)
+    """Return the GB in a line."""
+    ((number, prefix),) = re.findall(rf"^ *{label} +([\d.]+) (k|M|G|)B$", text, re.MULTILINE)
+    return float(number) * {"k": 1e-6, "M": 1e-3, "G": 1}[prefix]
 
 
 def test_counts_of_vicuna_7b(no_compilation, dry_run):
@@ -130,15 +133,29 @@ def test_verdict_and_smaller_micro_batches(no_compilation, dry_run):
     assert "no accumulation fits" in text
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_cpu_has_the_memory_of_the_machine(no_compilation, dry_run, monkeypatch):
+    monkeypatch.setattr(module, "make_mesh", lambda *sizes: make_mesh())  # without a second device
+    (kibibytes,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
+    for count, whose in ((1, "this machine's memory"), (2, "each device's share of this machine's memory")):
+        _, text = dry_run(settings(mesh=MeshConfig(data=count)), None)
+        (found,) = re.findall(rf"(?:fits in|FIT in) ([\d.]+) GB, {whose}: ", text)
+        assert float(found) == pytest.approx(int(kibibytes) * 1024 / GB / count, rel=1e-3)
+
+
 def test_hours(no_compilation, dry_run):
     """About 6 N D for a base from scratch: without the embedding, which is looked up, and with attention."""
     shape = module.SHAPES["tiny"]
     _, text = dry_run(settings(task="base", model=None, scratch=shape, optimizer=OptimizerConfig(name="muon")))
     weights = 3 * (4 * 64 * 64 + 3 * 64 * 172) + 64 * 512
     per_token = 6 * weights + 3 * 3 * 2 * 64 * 32
-    hours = per_token * 1000 * 8 * 32 / (312e12 * 0.4) / 3600
+    assert f"\n{per_token / 1e9:.3g} GFLOP per token; time for 1000 steps, 256,000 tokens on GPUs" in text
+    hours = per_token * 1e10 * 8 * 32 / (312e12 * 0.4) / 3600
+    assert "1 x A100: less than 1 s" in text
+    _, text = dry_run(settings(task="base", model=None, scratch=shape, steps=10**10))
     assert f"1 x A100: {hours:.3g} h" in text
-    assert "for 1000 steps" in text
+    for seconds, text in {2: "2 s", 180: "3 min", 5400: "1.5 h", 86400 * 12: "12 days"}.items():
+        assert module.duration(seconds) == text
     _, text = dry_run(settings(steps=None, epochs=2.0))
     assert "per million tokens" in text
 

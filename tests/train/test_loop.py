@@ -27,6 +27,7 @@ from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.train_loop import Interrupts
 
 STEPS, EVERY = 16, 4  # steps of a run, and of each checkpoint in it
+FINISHING = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
 LONG = 60  # steps of a run in another process, which is ended while it runs
 TWO_DEVICES = ("mesh.data=2", "mesh.cpu_devices=2")
 
@@ -46,6 +47,28 @@ def long_config(config) -> Path:
     changes = {"steps": LONG, "checkpoint_every": 5, "eval_every": 16}
     path.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | changes))
     return path
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """``at_step(number, event)`` calls ``event`` before this step of the next run."""
+    make = train_loop.make_train_step
+
+    def arrange(number: int, event) -> None:
+        def made(*settings):
+            step, calls = make(*settings), []
+
+            def watched(*inputs):
+                calls.append(1)
+                if len(calls) == number:
+                    event()
+                return step(*inputs)
+
+            return watched
+
+        monkeypatch.setattr(train_loop, "make_train_step", made)
+
+    return arrange
 
 
 @pytest.fixture
@@ -95,24 +118,10 @@ def test_metrics_of_an_uninterrupted_run(uninterrupted):
 
 
 def test_a_run_that_ends_early_resumes_and_ends_bitwise_as_the_uninterrupted_one(
-    config, uninterrupted, program, monkeypatch, tmp_path
+    config, uninterrupted, program, at_step, tmp_path
 ):
-    """An error ends it between two checkpoints, then a signal. The slow test kills the process."""
-    output, make = tmp_path / "run", train_loop.make_train_step
-
-    def at_step(number: int, event) -> None:
-        def made(*settings):
-            step, calls = make(*settings), []
-
-            def watched(*inputs):
-                calls.append(1)
-                if len(calls) == number:
-                    event()
-                return step(*inputs)
-
-            return watched
-
-        monkeypatch.setattr(train_loop, "make_train_step", made)
+    """An error ends it between two checkpoints, then signals. The slow test kills the process."""
+    output = tmp_path / "run"
 
     def fail():
         raise ZeroDivisionError
@@ -121,14 +130,23 @@ def test_a_run_that_ends_early_resumes_and_ends_bitwise_as_the_uninterrupted_one
     with pytest.raises(ZeroDivisionError):
         program("--config", config, f"output={output}")
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == 7
+    at_step(2, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
+    result = program("--config", config, f"output={output}")
+    assert result.code == 130
+    assert result.err.splitlines() == [f"hydrajax: interrupted: {FINISHING}", "hydrajax: interrupted"]
     at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
     result = program("--config", config, f"output={output}")
+    assert (result.code, result.err) == (143, f"hydrajax: terminated: {FINISHING}\n")
     assert f"resumed at step 6 of {STEPS}" in result.out
     assert f"stopped at step 9 of {STEPS}; the same command resumes there" in result.out
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) == 9
-    monkeypatch.setattr(train_loop, "make_train_step", make)
+    at_step(2, lambda: signal.raise_signal(signal.SIGINT))
     result = program("--config", config, f"output={output}")
-    assert f"resumed at step 9 of {STEPS}" in result.out  # no step is repeated
+    assert (result.code, result.err) == (130, f"hydrajax: interrupted: {FINISHING}\n")
+    assert f"stopped at step 11 of {STEPS}; the same command resumes there" in result.out
+    at_step(None, None)
+    result = program("--config", config, f"output={output}")
+    assert f"resumed at step 11 of {STEPS}" in result.out  # no step is repeated
     assert heads_file(output).read_bytes() == heads_file(uninterrupted).read_bytes()
     # No line is repeated or missing, and all numbers are equal.
     assert without_clock(output) == without_clock(uninterrupted)
@@ -149,7 +167,7 @@ def test_killed_and_stopped_run_ends_bitwise_as_the_uninterrupted_one(launch, lo
     stopped = launch(output)
     wait_for_step(stopped, output, max(stop_at, reached + 1))
     stopped.terminate()
-    out = finish(stopped)
+    out = finish(stopped, 143)
     message = next(line for line in out.splitlines() if line.startswith("stopped at step "))
     assert message.endswith(f" of {LONG}; the same command resumes there")
     stopped_at = int(message.split()[3])
@@ -222,7 +240,7 @@ def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, long_run, 
     first = launch(output, *TWO_DEVICES)
     wait_for_step(first, output, 30)
     first.terminate()
-    assert "stopped at step" in finish(first)
+    assert "stopped at step" in finish(first, 143)
     assert "resumed at step" in finish(launch(output))
     found, expected = load_file(heads_file(output)), load_file(heads_file(long_run))
     assert found.keys() == expected.keys()
@@ -230,13 +248,20 @@ def test_run_resumed_on_another_mesh_differs_by_rounding_only(launch, long_run, 
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
-def test_finished_run_is_exported_again_and_other_settings_are_refused(config, uninterrupted, program, tmp_path):
+def test_finished_run_is_exported_again_and_other_settings_are_refused(
+    config, settings, uninterrupted, program, monkeypatch, tmp_path
+):
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
     there = ("--config", config, f"output={output}")
-    line = refused(program(*there, "optimizer.lr=0.5"))
-    assert line.startswith("output: got a run with optimizer.lr=0.003, expected 0.5")
-    assert f"steps={STEPS}, expected {STEPS + 1}" in refused(program(*there, f"steps={STEPS + 1}"))
+    end = " as in the run in this output; set another output for a new run"
+    for name, changed, found in (("optimizer.lr", 0.5, 0.003), ("steps", STEPS + 1, STEPS), ("seed", 1, 0)):
+        assert refused(program(*there, f"{name}={changed}")) == f"{name}: got {changed}, expected {found}{end}"
+    texts = shutil.copytree(settings["data"]["files"][0], tmp_path / "texts")
+    assert refused(program(*there, f"data.files=[{texts}]")).startswith(f"data.files: got ['{texts}'], expected ['")
+    with monkeypatch.context() as patch:  # other content under the same names
+        patch.setattr(train_loop, "digest", lambda *rows: "ab" * 32)
+        assert refused(program(*there)).startswith("data: got the digest 'abababababababab', expected '")
 
     before = next((output / "heads").glob("*.safetensors")).read_bytes()
     shutil.rmtree(output / "heads")

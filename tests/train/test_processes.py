@@ -70,8 +70,8 @@ def test_stopping_either_process_stops_both_and_they_resume(two, launch, tmp_pat
     main, other = launch(output, 2)
     wait_for_step(main, output, 6)
     other.send_signal(signal.SIGTERM)
-    out = finish(main)
-    finish(other)
+    out = finish(main, 143)
+    finish(other, 143)
     (line,) = [line for line in out.splitlines() if line.startswith("stopped at step ")]
     stopped_at = int(line.split()[3])
     assert 6 <= stopped_at < STEPS, line

@@ -111,7 +111,7 @@ def sigkill_100(trial: Trial) -> int:
 
 @fault("train-signal", seeds=4)
 def stopped(trial: Trial) -> None:
-    """SIGTERM or SIGINT. Once training has begun, the run saves and ends with code 0."""
+    """SIGTERM or SIGINT. Once training has begun, the run saves and ends with the code of the signal."""
     whole, seconds = undisturbed(trial)
     config = training_config(trial, STEPS, EVERY)
     process = start("train", "--config", config)
