@@ -165,5 +165,5 @@ def abstract_base(model: BaseModel) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def _abstract_first(model: BaseModel, traced_for: Platform) -> dict:
-    """Return the shapes of a model of one layer. A quantised one stores its weights as the platform's kernels read them."""
+    """Return the shapes of one layer and the rest, with quantised weights as the kernels of the platform read them."""
     return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))
