@@ -18,7 +18,7 @@ from hydrajax.decoding.numbers import batched, broadcast
 from hydrajax.decoding.processors import batched_processors
 from hydrajax.decoding.prompt_batch import bucket, check_prompts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
-from hydrajax.decoding.state import OutputState, Params
+from hydrajax.decoding.state import OutputState, Params, ParamsCheck
 from hydrajax.errors import HydrajaxError
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -219,8 +219,10 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
     refuse_grammar(spec)
     engine, config = Engine.of(model, spec), model.config
     outermost, inner = decode_programs(engine)
+    check = ParamsCheck(model, spec.drafter)
 
     def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
+        check(params)
         given = settled_inputs(spec, config, prompt, lengths, rng, limits, rule, processors)
         called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
         if called_in_jit:

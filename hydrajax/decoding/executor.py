@@ -25,7 +25,7 @@ from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
-from hydrajax.decoding.state import DecodeState, OutputState, Params
+from hydrajax.decoding.state import DecodeState, OutputState, Params, ParamsCheck
 from hydrajax.host_memory import into_huge_pages
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -84,6 +84,7 @@ class Executor(abc.ABC):
         if not self.follows_grammars:
             refuse_grammar(spec)
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
+        ParamsCheck(model, spec.drafter)(params)
         self._wanted_room, self.mesh = room, mesh
         into_huge_pages(jax.tree.leaves(params))
         self.engine = self._programs = Engine.of(model, spec, room)
