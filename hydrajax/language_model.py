@@ -310,7 +310,7 @@ class LanguageModel:
         """
         single = isinstance(prompts, (str, Prompt))
         several: list[OnePrompt] = [prompts] if single else items(prompts, "prompts", "a text or a list of prompts")  # type: ignore[list-item]
-        if is_conversation(several):
+        if is_conversation(several) and "input_ids" not in several[0]:
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")

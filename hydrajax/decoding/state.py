@@ -41,7 +41,7 @@ class ParamsCheck:
         self._model, self._drafter = model, drafter
         self._passed: Any = None
 
-    def __call__(self, params: Params) -> None:
+    def __call__(self, params: Any) -> None:
         """Raise `HydrajaxError` for parameters of another model, drafter or dtype."""
         if not isinstance(params, Params):
             raise HydrajaxError(f"params: got {type(params).__name__}, expected Params(base, draft), such as m.params")
@@ -56,13 +56,12 @@ class ParamsCheck:
 
 def _by_path(params: Params) -> dict[str, str]:
     """Return the dtype and shape of each leaf."""
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    return {
-        path: f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {list(leaf.shape)}"
-        if hasattr(leaf, "dtype")
-        else repr(leaf)
-        for path, leaf in found.items()
-    }
+
+    def shown(leaf: Any) -> str:
+        array = hasattr(leaf, "dtype")
+        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {list(leaf.shape)}" if array else repr(leaf)
+
+    return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
 
 
 def _compare(found: dict[str, str], expected: dict[str, str], quantized: bool) -> None:
