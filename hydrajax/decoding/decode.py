@@ -211,7 +211,7 @@ class DecodeFn(Protocol):
             The result, a `DecodeResult`.
 
         Raises:
-            HydrajaxError: For an invalid prompt (outside a trace).
+            HydrajaxError: For parameters of another model, draft or dtype, and for an invalid prompt (outside a trace).
         """
         ...
 

@@ -79,7 +79,7 @@ class Executor(abc.ABC):
             mesh: The parameters' mesh. The sequences of a batch are divided over its ``data`` axis.
 
         Raises:
-            HydrajaxError: If base and spec do not fit each other.
+            HydrajaxError: If base, parameters and spec do not fit each other.
         """
         if not self.follows_grammars:
             refuse_grammar(spec)

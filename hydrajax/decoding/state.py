@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.processors import TokenCounts
+from hydrajax.drafters.corpus import NAME as CORPUS
+from hydrajax.drafters.corpus import corpus_of
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
@@ -50,6 +53,8 @@ class ParamsCheck:
         if given != self._passed:
             model, base = self._model, nn.unbox(abstract_base(self._model))
             draft = jax.eval_shape(lambda base: self._drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+            if (corpus := corpus_of(params.draft)) is not None:
+                draft |= {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
             _compare(_by_path(params), _by_path(Params(base, draft)), getattr(model, "quantize", None) is not None)
             self._passed = given
 

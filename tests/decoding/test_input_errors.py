@@ -14,6 +14,7 @@ from helpers.lab import shared_lab
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.corpus import Corpus
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base_model import init_base
@@ -105,6 +106,7 @@ WRONG = [  # the message, and a base and a draft, made of the right ones
     (r".base\['layers_1'\].* got nothing", lambda b, d: ({k: b[k] for k in b if k != "layers_1"}, d)),
     (r".base\['layers_0'\]\['down'\]: got int8 ", lambda b, d: (quantized(), d)),
     (r".draft\['head_0'\].* got bfloat16 ", lambda b, d: (b, cast(d))),
+    (r".draft\['corpus'\].* got bfloat16 \[99\], expected int32", lambda b, d: (b, d | {"corpus": cast(Corpus(99))})),
     (r".draft\['head_0'\].* got nothing", lambda b, d: (b, {})),
     (r".draft\['head_0'\].* got ", lambda b, d: (b, shared_lab().draft("medusa", 0))),
 ]
