@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,53 +21,31 @@ from hydrajax.roofline.traced import PLAIN
 from hydrajax.ssd.split_executor import _program
 
 TINY = SHAPES["tiny"]
-DEADLINE = 60  # seconds
-
-
-def traced_at_once(*devices: int) -> dict[int, list[int]]:
-    """Trace one program per thread, which all begin before one ends; return what each was traced for, and when."""
-    seen: dict[int, list[int]] = {count: [] for count in devices}
-    step = threading.Barrier(len(devices))
-
-    def run(count):
-        def program(x):
-            for _ in range(2):
-                seen[count].append(platforms.platform().devices)
-                step.wait(DEADLINE)
-            return x
-
-        step.wait(DEADLINE)
-        _program(count, program).lower(0.0)
-        seen[count].append(platforms.platform().devices)
-
-    threads = [threading.Thread(target=run, args=(count,)) for count in devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE)
-    return seen
 
 
 def test_threads_trace_for_their_own_devices():
-    here = jax.device_count()
-    assert traced_at_once(2, 1, 5) == {count: [count, count, here] for count in (2, 1, 5)}
-    assert platforms.platform().devices == here
+    """All programs are begun before one is done."""
+    counts, step = (2, 1, 5), threading.Barrier(3, timeout=60)
+
+    def look(count):
+        def program(x):
+            for _ in range(2):
+                seen.append(platforms.platform().devices)
+                step.wait()
+
+        seen: list[int] = []
+        _program(count, program).lower(0.0)
+        return [*seen, platforms.platform().devices]
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(look, counts)) == [[count, count, jax.device_count()] for count in counts]
 
 
 def test_a_training_step_divides_no_other_threads_activations(monkeypatch):
     monkeypatch.setattr(sequence_parallel, "axis_over", lambda *_: 0)  # as on a mesh
-    found = []
-
-    def look():
-        found.append(sequence_parallel.divides_tokens(np.zeros((1, 2, 3))))
-
-    with sequence_parallel.dividing_tokens():
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join(DEADLINE)
-        look()
-    look()
-    assert found == [False, True, False]
+    look = partial(sequence_parallel.divides_tokens, np.zeros((1, 2, 3)))
+    with sequence_parallel.dividing_tokens(), ThreadPoolExecutor(1) as thread:
+        assert [thread.submit(look).result(), look()] == [False, True]
 
 
 @pytest.mark.skipif(not platforms.has_few_bits(), reason="int8 weights are tiles for our CPU kernel only")
