@@ -114,9 +114,9 @@ class LanguageModel:
     draft_directory: Path | None = None
     adapter_directory: Path | None = None
     base_directory: Path | None = None
-    _executors: dict = field(default_factory=dict)
-    _drafts: dict = field(default_factory=dict)  # by name or drafter
-    _fastest: dict = field(default_factory=dict)  # drafter and tree, by batch size and type of rule
+    _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters
+    _drafts: dict = field(default_factory=dict, init=False)  # by name or drafter
+    _fastest: dict = field(default_factory=dict, init=False)  # drafter and tree, by batch size and type of rule
 
     def __repr__(self) -> str:
         """Describe the model in one line, from shapes: nothing is fetched from a device."""
@@ -310,7 +310,7 @@ class LanguageModel:
         """
         single = isinstance(prompts, (str, Prompt))
         several: list[OnePrompt] = [prompts] if single else items(prompts, "prompts", "a text or a list of prompts")  # type: ignore[list-item]
-        if is_conversation(several):
+        if is_conversation(several) and "input_ids" not in several[0]:
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")

@@ -18,13 +18,14 @@ from hydrajax.decoding.numbers import batched, broadcast
 from hydrajax.decoding.processors import batched_processors
 from hydrajax.decoding.prompt_batch import bucket, check_prompts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
-from hydrajax.decoding.state import OutputState, Params
-from hydrajax.errors import HydrajaxError
+from hydrajax.decoding.state import OutputState, Params, ParamsCheck
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import mesh_of, on_mesh
+from hydrajax.text.prompt import refuse_mapping
 
 
 class DecodeResult(NamedTuple):
@@ -95,13 +96,17 @@ def settled_inputs(
     """
     traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
-    ids = xp.asarray(prompt)
-    if ids.ndim != 2 or not xp.issubdtype(ids.dtype, xp.integer):
+    ids = _array(xp, "prompt", prompt, "int32 [batch, tokens]")
+    if ids.ndim != 2 or not len(ids) or not xp.issubdtype(ids.dtype, xp.integer):
         raise HydrajaxError(f"prompt: got {ids.dtype} {list(ids.shape)}, expected int32 [batch, tokens]")
     batch = ids.shape[0]
-    lengths = np.full(batch, ids.shape[1], np.int32) if lengths is None else xp.asarray(lengths)
+    lengths = (
+        np.full(batch, ids.shape[1], np.int32) if lengths is None else _array(xp, "lengths", lengths, "int32 [batch]")
+    )
     if not xp.issubdtype(lengths.dtype, xp.integer):
         raise HydrajaxError(f"lengths: got {lengths.dtype}, expected int32 [batch]")
+    if lengths.shape != ids.shape[:1]:
+        raise HydrajaxError(f"lengths: got shape {lengths.shape} for prompts {ids.shape}, expected one per prompt")
     if not traced:
         check_prompts(ids, lengths, config)
     padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
@@ -111,7 +116,7 @@ def settled_inputs(
     if limits is None:  # an array all the same, so that limits compile nothing
         limits = np.full(lengths.shape, spec.max_new_tokens, np.int32)
     else:
-        limits = xp.asarray(limits)
+        limits = _array(xp, "limits", limits, "int32 [batch]")
         if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
             raise HydrajaxError(f"limits: got {limits.dtype} {list(limits.shape)}, expected int32 [batch]")
     rule = _rule_of_rows(spec, rule, batch)
@@ -123,6 +128,14 @@ def settled_inputs(
         rng = jax.random.key(0)
     processors = batched_processors(_of_each_row(spec, processors, batch), config.vocab_size)
     return Inputs(prompt, lengths.astype(xp.int32), SamplingParams(rng, rule, processors, limits))
+
+
+def _array(xp: Any, field: str, given: Any, expected: str) -> Any:
+    refuse_mapping(given, field, expected)
+    try:
+        return xp.asarray(given)
+    except (TypeError, ValueError):
+        raise HydrajaxError(f"{field}: got {one_line(repr(given), 60)}, expected {expected}") from None
 
 
 def _rule_of_rows(spec: DecodeSpec, rule, batch: int) -> AcceptanceRule:
@@ -198,7 +211,7 @@ class DecodeFn(Protocol):
             The result, a `DecodeResult`.
 
         Raises:
-            HydrajaxError: For an invalid prompt (outside a trace).
+            HydrajaxError: For parameters of another model, draft or dtype, and for an invalid prompt (outside a trace).
         """
         ...
 
@@ -219,8 +232,10 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
     refuse_grammar(spec)
     engine, config = Engine.of(model, spec), model.config
     outermost, inner = decode_programs(engine)
+    check = ParamsCheck(model, spec.drafter)
 
     def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
+        check(params)
         given = settled_inputs(spec, config, prompt, lengths, rng, limits, rule, processors)
         called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
         if called_in_jit:

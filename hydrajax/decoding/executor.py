@@ -25,7 +25,7 @@ from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
-from hydrajax.decoding.state import DecodeState, OutputState, Params
+from hydrajax.decoding.state import DecodeState, OutputState, Params, ParamsCheck
 from hydrajax.host_memory import into_huge_pages
 from hydrajax.models import backend
 from hydrajax.models.arrays import Array
@@ -79,11 +79,12 @@ class Executor(abc.ABC):
             mesh: The parameters' mesh. The sequences of a batch are divided over its ``data`` axis.
 
         Raises:
-            HydrajaxError: If base and spec do not fit each other.
+            HydrajaxError: If base, parameters and spec do not fit each other.
         """
         if not self.follows_grammars:
             refuse_grammar(spec)
         self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
+        ParamsCheck(model, spec.drafter)(params)
         self._wanted_room, self.mesh = room, mesh
         into_huge_pages(jax.tree.leaves(params))
         self.engine = self._programs = Engine.of(model, spec, room)

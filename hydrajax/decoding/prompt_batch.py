@@ -89,8 +89,6 @@ def check_prompt(ids: np.ndarray, where: str, config: LlamaConfig) -> None:
 
 def check_prompts(prompt: Int[np.ndarray, "B P"], lengths: Int[np.ndarray, "..."], config: LlamaConfig) -> None:
     """Apply `check_prompt` to every prompt."""
-    if lengths.shape != prompt.shape[:1]:
-        raise HydrajaxError(f"lengths: got shape {lengths.shape} for prompts {prompt.shape}, expected one per prompt")
     for row, (ids, length) in enumerate(zip(prompt, lengths, strict=True)):
         if not 0 <= length <= len(ids):
             raise HydrajaxError(f"lengths: got {length} for prompt {row}, expected 0 to its {len(ids)} columns")

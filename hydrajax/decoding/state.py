@@ -7,12 +7,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.processors import TokenCounts
+from hydrajax.drafters.corpus import NAME as CORPUS
+from hydrajax.drafters.corpus import corpus_of
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
+from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import KVCache
 
 
@@ -25,6 +32,58 @@ class Params(NamedTuple):
     def __repr__(self) -> str:
         """Count the parameters. The default would fetch and print the weights."""
         return f"Params(base={_summary(self.base)}, draft={_summary(self.draft)})"
+
+
+class ParamsCheck:
+    """Compares parameters with those that a base and its drafter are initialised with.
+
+    Only shapes and dtypes are read, so tracers, arrays of NumPy and any sharding pass.
+    """
+
+    def __init__(self, model: BaseModel, drafter: Drafter):
+        self._model, self._drafter = model, drafter
+        self._passed: Any = None
+
+    def __call__(self, params: Any) -> None:
+        """Raise `HydrajaxError` for parameters of another model, drafter or dtype."""
+        if not isinstance(params, Params):
+            raise HydrajaxError(f"params: got {type(params).__name__}, expected Params(base, draft), such as m.params")
+        leaves, structure = jax.tree.flatten(params)
+        given = structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
+        if given != self._passed:
+            model, base = self._model, nn.unbox(abstract_base(self._model))
+            draft = jax.eval_shape(lambda base: self._drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+            if (corpus := corpus_of(params.draft)) is not None:
+                draft |= {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
+            _compare(_by_path(params), _by_path(Params(base, draft)), getattr(model, "quantize", None) is not None)
+            self._passed = given
+
+
+def _by_path(params: Params) -> dict[str, str]:
+    """Return the dtype and shape of each leaf."""
+
+    def shown(leaf: Any) -> str:
+        array = hasattr(leaf, "dtype")
+        return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {list(leaf.shape)}" if array else repr(leaf)
+
+    return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _compare(found: dict[str, str], expected: dict[str, str], quantized: bool) -> None:
+    """Raise `HydrajaxError` for the first leaf that differs.
+
+    A draft may have quantised kernels and copies of the base's. The kernels of a quantised base may be those of a file.
+    """
+    for path in [*expected, *found]:
+        got, wanted = found.get(path, "nothing"), expected.get(path, "nothing")
+        if path.startswith(".draft"):
+            fits = wanted == "nothing" or (got == "nothing" and any(other.startswith(path) for other in found))
+        else:
+            stored = all(one.startswith(("int8 ", "uint8 ")) for one in (got, wanted))
+            fits = quantized and (stored or path.endswith(("_scale']", "_offset']", "_order']")))
+        if got != wanted and not fits:
+            todo = "pass the parameters that were loaded with this model and draft, in their own dtype"
+            raise HydrajaxError(f"params{path}: got {one_line(got, 60)}, expected {wanted}; {todo}")
 
 
 def _summary(tree: Any) -> str:

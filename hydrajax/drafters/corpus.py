@@ -13,7 +13,7 @@ may know this.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,17 +39,20 @@ class Index(NamedTuple):
         order: ``[C]`` places in ``tokens``, sorted by the `CONTEXT` tokens before them, backwards; of equal ones the
             latest first.
         count: ``[1]`` how many entries of ``order`` are valid.
+        head: ``[1]`` the place in ``tokens`` that is written next. Programs do not read it; copies of a corpus do.
     """
 
     tokens: Int[Array, " C"]
     order: Int[Array, " C"]
     count: Int[Array, " 1"]
+    head: Int[Array, " 1"]
 
 
 class Corpus:
     """The last tokens of past outputs. A pytree node: to a program it is its `Index` at the time of the call.
 
-    It can be shared by any number of models with one tokenizer, and by threads.
+    It can be shared by any number of models with one tokenizer, and by threads. Copies, also those of `jax.tree.map`
+    and pickle, keep its texts and remember later ones by themselves.
 
     Example:
         ```python
@@ -73,21 +76,34 @@ class Corpus:
         if not 2 * CONTEXT < tokens <= MOST_TOKENS:
             raise HydrajaxError(f"corpus: got {tokens} tokens, expected {2 * CONTEXT + 1} to {MOST_TOKENS}")
         self._place, self._lock = place, threading.Lock()
-        self._ring, self._order = np.empty(tokens, np.int32), np.empty(0, np.int32)
+        self._ring: Int[np.ndarray, " C"] = np.full(tokens, END, np.int32)
+        self._order, self._head = np.empty(0, np.int32), 0
         self._index: Index | None = None
-        self.clear()
 
     def __len__(self) -> int:
         """Return the number of places that a text can be continued from."""
+        self._read_index()
         return len(self._order)
+
+    def __reduce__(self) -> tuple:
+        return _unflatten, (None, tuple(self.index))
 
     @property
     def capacity(self) -> int:
         """C."""
-        return len(self._ring)
+        return len(self.index.tokens if self._ring is None else self._ring)
+
+    def _read_index(self) -> None:
+        """Take a copy's texts from its index, which is all that `jax.tree.map` gives it."""
+        with self._lock:
+            if self._ring is None and self._index:
+                ring, order, count, head = jax.device_get(self._index)
+                self._place = functools.partial(jax.device_put, device=getattr(self._index.tokens, "sharding", None))
+                self._ring, self._order, self._head = ring.copy(), order[: count[0]], int(head[0])
 
     def clear(self) -> None:
         """Forget all texts."""
+        self._read_index()
         with self._lock:
             self._ring[:], self._head = END, 0
             self._order, self._index = np.empty(0, np.int32), None
@@ -105,6 +121,7 @@ class Corpus:
             return
         before = np.asarray(prompt, np.int32).reshape(-1)[-CONTEXT:] if len(text) == np.size(ids) else text[:0]
         written = np.concatenate([before, text, np.array([END], np.int32)])
+        self._read_index()
         with self._lock:
             places = (self._head + np.arange(len(written) + CONTEXT)) % self.capacity
             # Places whose context is overwritten leave the index.
@@ -141,8 +158,8 @@ class Corpus:
             if self._index is None:
                 order = np.zeros(self.capacity, np.int32)
                 order[: len(self._order)] = self._order
-                count = np.array([len(self._order)], np.int32)
-                self._index = Index(*map(self._place, (self._ring.copy(), order, count)))
+                count, head = np.array([[len(self._order)], [self._head]], np.int32)
+                self._index = Index(*map(self._place, (self._ring.copy(), order, count, head)))
             return self._index
 
 
@@ -151,9 +168,9 @@ def _flatten(corpus: Corpus):
 
 
 def _unflatten(_, arrays) -> Corpus:
-    """Return a corpus inside a program, which is its index alone."""
+    """Return a corpus that is its index alone, such as one inside a program."""
     found = object.__new__(Corpus)
-    found._lock, found._index = contextlib.nullcontext(), Index(*arrays)
+    vars(found).update(_lock=threading.Lock(), _ring=None, _index=Index(*arrays))
     return found
 
 

@@ -7,6 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -32,12 +33,12 @@ class Platform(NamedTuple):
     capability: float = 0.0
 
 
-_described: Platform | None = None
+_described: ContextVar[Platform | None] = ContextVar("platform", default=None)  # each thread traces for its own
 
 
 def platform() -> Platform:
     """Return the described platform, or else the present one."""
-    return _described or _present()
+    return _described.get() or _present()
 
 
 @functools.cache
@@ -55,12 +56,11 @@ def _capability(device) -> float:
 @contextlib.contextmanager
 def traced_for(described: Platform) -> Iterator[None]:
     """Trace programs for an absent platform, for compilers that know a device by description only."""
-    global _described
-    before, _described = _described, described
+    before = _described.set(described)
     try:
         yield
     finally:
-        _described = before
+        _described.reset(before)
 
 
 def on_devices(count: int) -> contextlib.AbstractContextManager[None]:
@@ -113,13 +113,13 @@ def on_turing() -> bool:
 
 def has_triton() -> bool:
     """Return whether programs may contain our GPU kernels: on one GPU, as XLA cannot partition custom kernels."""
-    return on_ampere() and on_one_device() and (_described is not None or _kernels_agree("GPU"))
+    return on_ampere() and on_one_device() and (_described.get() is not None or _kernels_agree("GPU"))
 
 
 def has_mosaic() -> bool:
     """Return whether programs may contain our TPU kernel: on one TPU; HYDRAJAX_TPU_KERNELS=0 disables it."""
     here = on_tpu() and on_one_device() and os.environ.get("HYDRAJAX_TPU_KERNELS") != "0"
-    return here and (_described is not None or _kernels_agree("TPU"))
+    return here and (_described.get() is not None or _kernels_agree("TPU"))
 
 
 @functools.cache

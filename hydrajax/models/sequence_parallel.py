@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import jax.numpy as jnp
 from jaxtyping import Shaped
@@ -20,23 +21,22 @@ from jaxtyping import Shaped
 from hydrajax.models.arrays import Array
 from hydrajax.models.per_device import DATA, MODEL, axis_over, divided, placed
 
-_used = False
+_used: ContextVar[bool] = ContextVar("divides_tokens", default=False)
 
 
 @contextlib.contextmanager
 def dividing_tokens() -> Iterator[None]:
     """Trace what follows with activations divided by tokens; without a mesh this changes nothing."""
-    global _used
-    before, _used = _used, True
+    before = _used.set(True)
     try:
         yield
     finally:
-        _used = before
+        _used.reset(before)
 
 
 def divides_tokens(x: Array) -> bool:
     """Return whether the devices divide ``x``, ``[B, T, D]``, by its tokens."""
-    return _used and x.ndim == 3 and axis_over(MODEL, x.shape[1]) is not None
+    return _used.get() and x.ndim == 3 and axis_over(MODEL, x.shape[1]) is not None
 
 
 def by_token(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:

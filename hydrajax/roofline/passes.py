@@ -199,12 +199,12 @@ def abstract_params(model: Llama) -> Any:
 @cached
 def boxed_draft(drafter: Drafter, base: Llama) -> Any:
     """Return the shapes and dtypes of a drafter's parameters, with the logical axes of those that devices divide."""
-    if isinstance(drafter, Trainable):
-        with traced_for(PLAIN):
+    with traced_for(PLAIN):
+        if isinstance(drafter, Trainable):
             return abstract_draft(drafter, base)
-    return jax.eval_shape(
-        lambda params: drafter.init(jax.random.key(0), BoundBase(base, params)), abstract_params(base)
-    )
+        return jax.eval_shape(
+            lambda params: drafter.init(jax.random.key(0), BoundBase(base, params)), abstract_params(base)
+        )
 
 
 def _drafting(drafter: Drafter, base: Llama, batch: int, slots: int):

@@ -163,8 +163,10 @@ class SplitExecutor(Executor):
 
     def abstract_state(self, batch, slots, sampling):
         def empty():
-            base = self.engine.empty(batch, slots, sampling)
-            draft = self._speculator.empty(self._draft, batch, slots, base.output.keys, base.output.rule)
+            with platforms.on_devices(len(self._base_home.device_set)):
+                base = self.engine.empty(batch, slots, sampling)
+            with platforms.on_devices(len(self._draft_home.device_set)):
+                draft = self._speculator.empty(self._draft, batch, slots, base.output.keys, base.output.rule)
             return SplitState(base, draft)
 
         return jax.eval_shape(empty)

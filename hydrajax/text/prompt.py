@@ -106,10 +106,18 @@ def is_conversation(content: Any) -> bool:
     return several and all(isinstance(item, Mapping) for item in content)
 
 
+def refuse_mapping(content: Any, where: str, expected: str) -> None:
+    """Raise `HydrajaxError` for a mapping or table, whose items would be its keys, such as a tokenizer's result."""
+    if callable(getattr(content, "keys", None)) and not hasattr(content, "dtype"):
+        todo = "; pass its input_ids" if "input_ids" in [*content.keys()] else ""
+        raise HydrajaxError(f"{where}: got a mapping ({type(content).__name__}), expected {expected}{todo}")
+
+
 def items(content: Any, where: str, expected: str) -> list:
-    """Return the items of a list or array; raises `HydrajaxError` for anything else, and for bytes."""
+    """Return the items of a list or array; raises `HydrajaxError` for anything else, for bytes, sets and mappings."""
+    refuse_mapping(content, where, expected)
     try:
-        if isinstance(content, bytes):
+        if isinstance(content, (bytes, bytearray, memoryview, set, frozenset)):
             raise TypeError
         return list(content)
     except TypeError:

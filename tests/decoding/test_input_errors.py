@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 
-from hydrajax.api import make_decode_fn
+from helpers.lab import shared_lab
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.corpus import Corpus
 from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import LanguageModel
+from hydrajax.models.base_model import init_base
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -55,6 +61,10 @@ def test_max_new_tokens_must_be_positive(lab):
         (np.zeros((2, 5), int), [5], "lengths: got shape"),
         (np.zeros((2, 5), int), [5, 6], "lengths: got 6 for prompt 1, expected 0 to its 5 columns"),
         (np.zeros((2, 5), int), [-1, 5], "lengths: got -1 for prompt 0"),
+        (np.zeros((2, 5), int), [1, [2]], r"lengths: got \[1, \[2\]\], expected int32 \[batch\]"),
+        ([[1, 2], [3]], None, r"prompt: got \[\[1, 2\], \[3\]\], expected int32 \[batch, tokens\]"),
+        (np.zeros((0, 5), int), None, r"prompt: got int64 \[0, 5\], expected int32 \[batch, tokens\]"),
+        (BatchEncoding({"input_ids": [[1]]}), None, r"prompt: got a mapping \(BatchEncoding\), .*; pass its input_ids"),
         (np.zeros((1, 5), int), [3.9], r"lengths: got float64, expected int32 \[batch\]"),
         (np.zeros(5, np.int32), None, r"prompt: got int32 \[5\], expected int32 \[batch, tokens\]"),
         (np.zeros((1, 5), np.float32), None, r"prompt: got float32 \[1, 5\], expected int32 \[batch, tokens\]"),
@@ -66,6 +76,74 @@ def test_bad_prompts_are_rejected(lab, prompt, lengths, message):
     decode_fn = lab.decode_fn("hydra", "random", 24)
     with pytest.raises(HydrajaxError, match=message):
         decode_fn(params, prompt, lengths)
+
+
+def test_lengths_of_a_traced_prompt_are_one_per_prompt(lab):
+    decode_fn, params = lab.decode_fn("hydra", "random", 24), Params(lab.base(0), lab.draft("hydra", 0))
+    with pytest.raises(
+        HydrajaxError, match=r"lengths: got shape \(1,\) for prompts \(2, 16\), expected one per prompt"
+    ):
+        jax.jit(decode_fn)(params, np.zeros((2, 16), np.int32), np.ones(1, np.int32))
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+def cast(tree):
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+
+def quantized():
+    return init_base(shared_lab().model.clone(quantize="int8"), jax.random.key(0))
+
+
+WRONG = [  # the message, and a base and a draft, made of the right ones
+    (r".base\['embedding'\]: got bfloat16 \[17, 32\], expected float32 \[17, 32\]", lambda b, d: (cast(b), d)),
+    (r".base\['embedding'\]: got nothing", lambda b, d: (None, d)),
+    (r".base\['embedding'\]: got 'x'", lambda b, d: (b | {"embedding": "x"}, d)),
+    (r".base\['embedding'\]: got float32 \[16, 32\]", lambda b, d: (b | {"embedding": b["embedding"][1:]}, d)),
+    (r".base\['layers_2'\].* expected nothing", lambda b, d: (b | {"layers_2": b["layers_1"]}, d)),
+    (r".base\['layers_1'\].* got nothing", lambda b, d: ({k: b[k] for k in b if k != "layers_1"}, d)),
+    (r".base\['layers_0'\]\['down'\]: got int8 ", lambda b, d: (quantized(), d)),
+    (r".draft\['head_0'\].* got bfloat16 ", lambda b, d: (b, cast(d))),
+    (r".draft\['corpus'\].* got bfloat16 \[99\], expected int32", lambda b, d: (b, d | {"corpus": cast(Corpus(99))})),
+    (r".draft\['head_0'\].* got nothing", lambda b, d: (b, {})),
+    (r".draft\['head_0'\].* got ", lambda b, d: (b, shared_lab().draft("medusa", 0))),
+]
+
+
+@pytest.mark.parametrize(("message", "changed"), WRONG)
+def test_parameters_of_another_model_are_rejected(lab, message, changed):
+    wrong = Params(*changed(lab.base(0), lab.draft("hydra", 0)))
+    with pytest.raises(HydrajaxError, match=f"^params{message}"):
+        lab.decode_fn("hydra", "random", 24)(wrong, np.ones((1, 4), int))
+    model = LanguageModel(lab.model, lab.drafters["hydra"], wrong)
+    with pytest.raises(HydrajaxError, match=f"^params{message}"):
+        model.executor(model.spec(tree="chain-1"))
+
+
+@pytest.mark.parametrize("given", [{"a": 1}, None, ({}, {})])
+def test_parameters_of_another_type_are_rejected(lab, given):
+    with pytest.raises(HydrajaxError, match=rf"^params: got {type(given).__name__}, expected Params\(base, draft\)"):
+        lab.decode_fn("hydra", "random", 24)(given, np.ones((1, 4), int))
+
+
+def test_parameters_are_compared_by_shape_and_dtype_alone(lab):
+    """NumPy's arrays, float64 as JAX reads it, another device and tracers are right, and give the same tokens."""
+    decode_fn, prompt = lab.decode_fn("hydra", "random", 24), np.full((2, 16), 3, np.int32)
+    params = Params(lab.base(0), lab.draft("hydra", 0))
+    expected = np.asarray(decode_fn(params, prompt).tokens)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    for same in (jax.device_get(params), wide, jax.device_put(params, jax.devices()[-1])):
+        np.testing.assert_array_equal(decode_fn(same, prompt).tokens, expected)
+    np.testing.assert_array_equal(jax.jit(decode_fn)(params, prompt).tokens, expected)
+
+
+def test_a_quantized_base_refuses_float_kernels(lab):
+    decode_fn = make_autoregressive_fn(lab.model.clone(quantize="int8"), max_new_tokens=2)
+    decode_fn(Params(quantized(), {}), np.ones((1, 4), int))
+    with pytest.raises(HydrajaxError, match=r"^params.base\['.*'\]: got float32 .*, expected int8"):
+        decode_fn(Params(lab.base(0), {}), np.ones((1, 4), int))
 
 
 def test_token_ids_in_the_padding_are_ignored(lab):

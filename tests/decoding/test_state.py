@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -165,3 +167,12 @@ def test_executors_share_programs_across_numbers(lab):
     assert (first.room, second.spec.max_new_tokens) == (32, 17)
     for other in (executor(Typical(), "chain-1"), executor(Typical(), logprobs=0), executor(Typical(), eos_ids=(1,))):
         assert other._advance is not first._advance
+
+
+def test_a_model_of_other_parameters_has_its_own_executors(lab):
+    """An executor of the first model would decode with the first parameters."""
+    model = LanguageModel(lab.model, lab.drafters["hydra"], Params(lab.base(0), lab.draft("hydra", 0)))
+    first, spec = model.executor(model.spec(tree="chain-1")), model.spec(tree="chain-1")
+    other = dataclasses.replace(model, params=Params(lab.base(1), lab.draft("hydra", 0)))
+    assert other.executor(spec).params is other.params
+    assert model.executor(spec).params is first.params is model.params

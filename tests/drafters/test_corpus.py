@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import jax
@@ -90,6 +92,36 @@ def test_a_corpus_is_what_it_was_when_the_program_was_called():
     assert count._cache_size() == 1
     assert corpus_of({NAME: corpus}) is corpus
     assert corpus_of({}) is corpus_of(()) is None
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda corpus: jax.tree.map(lambda x: x, corpus),
+        lambda corpus: jax.tree.map(np.asarray, corpus),
+        lambda corpus: pickle.loads(pickle.dumps({NAME: corpus}))[NAME],
+        copy.copy,
+        copy.deepcopy,
+        lambda corpus: jax.device_put(corpus, jax.devices()[-1]),
+        jax.jit(lambda corpus: corpus),
+    ],
+)
+def test_a_copy_remembers_by_itself(copied):
+    corpus, listed = filled(7, 5)
+    found = copied(corpus)
+    assert (len(found), found.capacity) == (len(corpus), CAPACITY)
+    untouched, home = jax.device_get(corpus.index), getattr(found.index.tokens, "sharding", None)
+    later = [text_of(np.random.default_rng(8), length) for length in (20, 40, 150)]
+    for text in later:
+        found.remember(text)
+        listed.remember(text)
+    index, (ring, places) = found.index, listed.ring()
+    np.testing.assert_array_equal(index.tokens, ring)
+    assert set(np.asarray(index.order)[: len(found)].tolist()) == places
+    assert home in (None, index.tokens.sharding)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(corpus.index), untouched)
+    found.clear()
+    assert len(found) == found.index.count[0] == 0 < len(corpus)
 
 
 def test_outputs_are_remembered_if_the_draft_reads_a_corpus():

@@ -40,7 +40,7 @@ ONE = {"model": "letters", "messages": HELLO, "max_completion_tokens": 60}
 @pytest.fixture(scope="module")
 def pool(served):
     """A slot for a tokenizer that can write JSON. Except for grammars, its programs are those of `small`."""
-    own = dataclasses.replace(served, tokenizer=json_letters.tokenizer(), _executors={}, _drafts={}, _fastest={})
+    own = dataclasses.replace(served, tokenizer=json_letters.tokenizer())
     return letters.pool(own, PoolSizes(slots=1, chunk=16, cache_len=128, penalties=True))
 
 

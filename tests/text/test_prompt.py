@@ -6,12 +6,16 @@ import gzip
 import io
 import json
 import re
+from collections import UserDict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from transformers import BatchEncoding
 
+from helpers import letters
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.prompt import Prompt, read_prompts
+from hydrajax.text.prompt import Prompt, items, read_prompts
 
 
 class Tokenizer:
@@ -206,3 +210,23 @@ def test_a_tokenizer_that_fails():
             prompt.ids(Panics(error))
     with pytest.raises(KeyboardInterrupt):
         prompt.ids(Panics(KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (UserDict(a=1), r"a mapping \(UserDict\)"),
+        (SimpleNamespace(keys=list), r"a mapping \(SimpleNamespace\)"),  # such as a table of pandas
+        ({"a"}, r"\{'a'\}"),
+        (bytearray(b"a"), r"bytearray\(b'a'\)"),
+    ],
+)
+def test_items_have_an_order(given, shown):
+    with pytest.raises(HydrajaxError, match=f"^prompts: got {shown}, expected a list$"):
+        items(given, "prompts", "a list")
+
+
+def test_a_tokenizers_result_is_no_list_of_prompts():
+    """Its items are the names of its fields."""
+    with pytest.raises(HydrajaxError, match=r"^prompts: got a mapping \(BatchEncoding\), .*; pass its input_ids$"):
+        letters.model().generate(BatchEncoding({"input_ids": [[1, 2]]}))

@@ -43,7 +43,8 @@ ffi::Error AddNorm(ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::RemainingArgs re
   const auto given = rest.get<ffi::AnyBuffer>(0);
   const ffi::AnyBuffer added = given ? *given : x;
   for (const ffi::AnyBuffer& matrix : {x, added, *total, *out}) {
-    if (!IsNumbers(matrix, 2) || matrix.element_type() != scale.element_type()) {
+    if (!IsNumbers(matrix, 2) || matrix.element_type() != scale.element_type() || !Has(scale, {x.dimensions()[1]}) ||
+        !Has(matrix, {x.dimensions()[0], x.dimensions()[1]})) {
       return ffi::Error::InvalidArgument("add_norm: the rows of a norm are not as declared");
     }
   }

@@ -32,27 +32,36 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
     auto cache = results.get<ffi::AnyBuffer>(i);
     const auto old = rest.get<ffi::AnyBuffer>(i), block = rest.get<ffi::AnyBuffer>(n + i);
     if (!cache || !old || !block) return ffi::Error::InvalidArgument("append_rows: an array is not as declared");
-    shape = (*cache)->dimensions(), fed = block->dimensions();
+    if (i == 0) shape = (*cache)->dimensions(), fed = block->dimensions();
+    const ffi::DataType type = block->element_type();
+    if (shape.size() != 4 || fed.size() != 4 || block->dimensions().size() != 4 || type != old->element_type() ||
+        type != (*cache)->element_type() || !Has(*block, {shape[0], shape[1], fed[2], block->dimensions()[3]}) ||
+        !Has(*old, {shape[0], shape[1], shape[2], block->dimensions()[3]}) ||
+        !Has(**cache, {shape[0], shape[1], shape[2], block->dimensions()[3]})) {
+      return ffi::Error::InvalidArgument("append_rows: a cache and its block do not fit");
+    }
     if ((*cache)->untyped_data() != old->untyped_data()) {
       return ffi::Error::Internal("append_rows: a result is not its cache, although it was declared so");
     }
-    const int64_t row_bytes = static_cast<int64_t>(block->size_bytes() / block->element_count()) * fed[3];
+    const int64_t row_bytes = static_cast<int64_t>(ffi::ByteWidth(type)) * block->dimensions()[3];
     arrays.push_back(
         {static_cast<char*>(block->untyped_data()), static_cast<char*>((*cache)->untyped_data()), row_bytes});
     rows_bytes += row_bytes;
   }
   const int64_t batch = shape[0], heads = shape[1], slots = shape[2], tokens = fed[2], rows = index.dimensions()[1];
-  if (rows > slots) return ffi::Error::InvalidArgument("append_rows: more rows than slots");
+  if (rows > slots || tokens < 1 || !Has(index, {batch, rows}) || !Has(starts, {batch})) {
+    return ffi::Error::InvalidArgument("append_rows: the rows do not fit");
+  }
   const int64_t shares = Shares(pool, n, batch * heads * rows * rows_bytes);
   InParallel(pool, shares, [&](int64_t share) {
     for (size_t i = n * share / shares; i < n * (share + 1) / shares; ++i) {
       const auto [block, cache, row_bytes] = arrays[i];
       for (int64_t b = 0; b < batch; ++b) {
-        // As XLA does, move a write that does not fit.
+        // As XLA does, move a write that does not fit, and take the nearest token for one that is not there.
         const int64_t start = std::max<int64_t>(0, std::min<int64_t>(starts.typed_data()[b], slots - rows));
         for (int64_t head = b * heads; head < (b + 1) * heads; ++head) {
           for (int64_t r = 0; r < rows; ++r) {
-            const int64_t token = index.typed_data()[b * rows + r];
+            const int64_t token = std::clamp<int64_t>(index.typed_data()[b * rows + r], 0, tokens - 1);
             std::memcpy(cache + (head * slots + start + r) * row_bytes, block + (head * tokens + token) * row_bytes,
                         row_bytes);
           }

@@ -407,14 +407,24 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
       factors[0] = of_keys->typed_data(), factors[1] = of_values->typed_data();
     }
     const auto m = visible->dimensions();
-    kv_heads = keys->dimensions()[1];
     const int64_t slots = keys->dimensions()[2];
+    if (i == 0) kv_heads = keys->dimensions()[1];
+    bool fits = Has(*keys, {q[0], kv_heads, slots, q[3]}) && Has(*values, {q[0], kv_heads, slots, q[3]}) &&
+                Has(*visible, {m[0] == 1 ? 1 : q[0], m[1] == 1 ? 1 : q[2], slots});
+    if constexpr (kHasFactors<K>) {
+      for (const size_t at : {i + 1, i + 3}) fits &= Has(*rest.get<ffi::AnyBuffer>(at), {q[0], kv_heads, slots, 1});
+    }
+    if (!fits) return ffi::Error::InvalidArgument("attention: a part and the queries do not fit");
     parts.push_back({static_cast<const K*>(keys->untyped_data()), static_cast<const K*>(values->untyped_data()),
                      factors[0], factors[1], visible->typed_data(), slots, m[0] == 1 ? 0 : m[1] * m[2],
                      m[1] == 1 ? 0 : m[2]});
     all_slots += slots;
   }
-  const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3], per_kv = heads / kv_heads;
+  const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3];
+  if (rest.size() % kArrays || kv_heads < 1 || heads % kv_heads || !Has(out, {batch, tokens, heads * head_dim})) {
+    return ffi::Error::InvalidArgument("attention: the parts, the heads and the result do not fit");
+  }
+  const int64_t per_kv = heads / kv_heads;
   if (head_dim > kLongestHead || head_dim % kLanes) {
     return ffi::Error::InvalidArgument("attention: head_dim must be 16n <= 256");
   }

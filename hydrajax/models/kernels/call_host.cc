@@ -14,6 +14,7 @@ using Entry = ffi::Buffer<ffi::U32, 1>;
 using Host = int32_t (*)(int32_t number, int32_t count, void* const* buffers, const int64_t* bytes);
 
 ffi::Error CallHost(Entry entry, ffi::RemainingArgs inputs, ffi::RemainingRets outputs) {
+  if (entry.element_count() != 3) return ffi::Error::InvalidArgument("hydrajax_call_host: the entry is not as declared");
   std::vector<void*> buffers;
   std::vector<int64_t> bytes;
   for (size_t i = 0; i < inputs.size(); ++i) {

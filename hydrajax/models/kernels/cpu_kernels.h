@@ -1,4 +1,4 @@
-// What the CPU kernels share: threads and scratch space.
+// What the CPU kernels share: checks of buffers, threads and scratch space.
 
 #ifndef HYDRAJAX_CPU_KERNELS_H_
 #define HYDRAJAX_CPU_KERNELS_H_
@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <thread>
 #include <type_traits>
@@ -18,6 +19,12 @@ namespace ffi = xla::ffi;
 #define ALWAYS_INLINE __attribute__((always_inline))
 
 namespace {
+
+// No kernel reads a buffer whose dtype and sizes it has not checked: JAX passes whatever parameters a user has.
+template <typename Buffer>
+bool Has(const Buffer& x, std::initializer_list<int64_t> sizes) {
+  return std::equal(x.dimensions().begin(), x.dimensions().end(), sizes.begin(), sizes.end());
+}
 
 // Runs work(0) ... work(n - 1) on the caller and on the pool's free threads. The caller takes whatever no thread has begun,
 // so this never waits for a thread that does not come.

@@ -300,7 +300,11 @@ ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const
   const bool four_bits = tiles.element_type() == ffi::U8;
   const int64_t bytes = count * units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
   const auto scale = scales.get<ffi::AnyBuffer>(0), offset = scales.get<ffi::AnyBuffer>(1);
-  if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes) {
+  const auto is_one_of = [](const auto& buffer, ffi::DataType a, ffi::DataType b) {
+    return buffer->element_type() == a || buffer->element_type() == b;
+  };
+  if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes || !is_one_of(&tiles, ffi::U8, ffi::S8) ||
+      !is_one_of(scale, ffi::F16, ffi::F32) || (offset && !is_one_of(offset, ffi::F16, ffi::U8))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("few_bits: x and the weight do not fit"));
   }
   const auto n_scales = static_cast<int64_t>(scale->element_count());
@@ -334,6 +338,7 @@ int64_t BytesOf(const Weight& weight) {
 ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
                          ffi::Result<Matrix> out) {
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = out->dimensions()[1];
+  if (out->dimensions()[0] != rows) return ffi::Error::InvalidArgument("few_bits: x and the result do not fit");
   const auto found = WeightOf(depth, width, 1, tiles, scales);
   if (!found) return found.error();
   const Weight& weight = *found;
@@ -365,7 +370,7 @@ Weight WeightAt(const Weight& first, int64_t i) {
 ffi::Error MatmulFewBitsExperts(ffi::ThreadPool pool, Matrix x, ExpertIds experts, ffi::AnyBuffer tiles,
                                 ffi::RemainingArgs scales, ffi::Result<Matrix> out) {
   const int64_t n = static_cast<int64_t>(experts.element_count()), depth = x.dimensions()[1];
-  const int64_t width = out->dimensions()[1], n_experts = tiles.dimensions().front();
+  const int64_t width = out->dimensions()[1], n_experts = tiles.dimensions().size() ? tiles.dimensions().front() : 0;
   if (x.dimensions()[0] < 1 || n % x.dimensions()[0] || out->dimensions()[0] != n) {
     return ffi::Error::InvalidArgument("few_bits: x and the experts do not fit");
   }

@@ -205,7 +205,8 @@ void MatmulInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::An
 #endif
 
 ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out) {
-  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || !IsNumbers(*out, 2) || weight.dimensions()[0] != x.dimensions()[1]) {
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || !IsNumbers(*out, 2) || weight.dimensions()[0] != x.dimensions()[1] ||
+      !Has(*out, {x.dimensions()[0], weight.dimensions()[1]})) {
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
 #ifdef HYDRAJAX_AMX
@@ -297,7 +298,7 @@ ffi::Error MatmulExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ExpertIds exper
                          ffi::Result<ffi::AnyBuffer> out) {
   const int64_t n = static_cast<int64_t>(experts.element_count());
   if (!IsNumbers(x, 2) || !IsNumbers(weight, 3) || !IsNumbers(*out, 2) || weight.dimensions()[1] != x.dimensions()[1] ||
-      out->dimensions()[0] != n || x.dimensions()[0] < 1 || n % x.dimensions()[0]) {
+      !Has(*out, {n, weight.dimensions()[2]}) || x.dimensions()[0] < 1 || n % x.dimensions()[0]) {
     return ffi::Error::InvalidArgument("few_rows: x and the experts' weights do not fit");
   }
   const int64_t depth = x.dimensions()[1], width = weight.dimensions()[2], per_row = n / x.dimensions()[0];
@@ -414,7 +415,8 @@ void MatmulTransposedInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, con
 
 ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                             ffi::Result<ffi::Buffer<ffi::F32, 2>> out) {
-  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || weight.dimensions()[1] != x.dimensions()[1]) {
+  if (!IsNumbers(x, 2) || !IsNumbers(weight, 2) || weight.dimensions()[1] != x.dimensions()[1] ||
+      !Has(*out, {x.dimensions()[0], weight.dimensions()[0]})) {
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
