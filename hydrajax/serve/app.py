@@ -49,6 +49,7 @@ from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
 from hydrajax.serve.structured import FREE, Structure, structure_of
 from hydrajax.serve.warm_up import WarmUp
+from hydrajax.text.templates import text_of
 
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
@@ -155,7 +156,7 @@ class Api:
             ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
             plain = _plain(body.messages)
-            ids = await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
+            ids = await self._on_thread(lambda: self._encoder.conversation(plain), _texts(plain))
         texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
@@ -176,7 +177,7 @@ class Api:
         def encoded() -> tuple[np.ndarray, Structure]:
             return self._encoder.conversation(plain, tools), structure_of(body, self._encoder.call_format)
 
-        ids, structure = await self._on_thread(encoded, [str(tools), *(message["content"] for message in plain)])
+        ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
         try:
             return await self._answer(request, body, [ids], True, structure)
         except HydrajaxError as error:
@@ -301,6 +302,10 @@ def _listed(model: ServedModel) -> dict[str, Any]:
 def _plain(items: Sequence[ChatMessage] | Sequence[Tool]) -> list[dict[str, Any]]:
     """Return messages or tools for chat templates."""
     return [item.plain() for item in items]
+
+
+def _texts(messages: Sequence[dict[str, Any]]) -> list[str]:
+    return [text_of(message["content"]) for message in messages]
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
