@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-memory",
         metavar="MB",
         type=positive,
-        help="limit KV caches to MB megabytes (default: all slots with full context, and as much for the prefix cache)",
+        help="limit the KV caches of all models to MB megabytes in equal shares (default: all slots with full context, "
+        "and as much for the prefix cache)",
     )
     batch.add_argument("--no-prefix-reuse", action="store_true", help="turn the prefix cache off")
     batch.add_argument(
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
     pools = [offer.pool(each, sizes) for each, offer in zip(models, offers, strict=True)]
-    memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
+    memory = None if args.cache_memory is None else args.cache_memory * 1_000_000 // len(pools)
     batchers = [
         Batcher(pool, queue=args.queue, cache_memory=memory, prefix_cache=not args.no_prefix_reuse) for pool in pools
     ]
