@@ -16,6 +16,13 @@ def one_line(error: object, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[:most]} ..."
 
 
+def integer_in(text: str) -> int:
+    """Return the integer that ASCII digits write. ``1_0``, ``+1`` and spaces, which `int` reads, are a ValueError."""
+    if not re.fullmatch("-?[0-9]+", text):
+        raise ValueError("expected an integer")
+    return int(text)
+
+
 class HydrajaxError(ValueError):
     """Bad input. The message is one printable line, whatever it quotes from a file: ``field: got X, expected Y``.
 

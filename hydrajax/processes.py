@@ -21,7 +21,7 @@ from jax._src import distributed  # the only access to the store of the coordina
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, integer_in, one_line
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 LOST = "another process of this run has ended or cannot be reached"
@@ -45,7 +45,7 @@ def start() -> None:
     address, count, index = os.environ[ADDRESS], _number(COUNT), _number(INDEX)
     try:
         host, _, port = address.rpartition(":")
-        if not host or not 0 < int(port) < 2**16:
+        if not host or not 0 < integer_in(port) < 2**16:
             raise ValueError
     except ValueError:
         raise HydrajaxError(f"{ADDRESS}: got {address!r}, expected host:port") from None
@@ -61,7 +61,7 @@ def _number(name: str) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise HydrajaxError(f"{name}: got {text!r}, expected an integer from 0 up")
     return int(text)
 

@@ -19,7 +19,7 @@ from hydrajax import api, assets
 from hydrajax.decoding.keywords import RULES, with_grammar, with_keywords
 from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, integer_in, one_line
 from hydrajax.files import WholeFile
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, naming_corpus
 from hydrajax.formats.known_bases import KNOWN_BASES
@@ -238,7 +238,7 @@ def most_tokens(text: str) -> int:
 
 def positives(text: str) -> list[int]:
     """Parse positive integers separated by commas."""
-    return [positive(part) for part in text.split(",")]
+    return [positive(part.strip()) for part in text.split(",")]
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -262,7 +262,7 @@ def alternatives(text: str) -> int:
 
 def _integer(text: str, least: int, most: int | None) -> int:
     try:
-        value = int(text)
+        value = integer_in(text)
     except ValueError:
         value = None
     if value is None or value < least or (most is not None and value > most):
@@ -283,6 +283,9 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(f"{error}, found '{one_line(text, 40)}'") from None
 
     return parsed
+
+
+integer = _argument(integer_in)
 
 
 # --- from arguments to objects --------------------------------------------------------------------------------------

@@ -28,11 +28,11 @@ KEY = "HYDRAJAX_API_KEY"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True, corpus=True)
-    default, positive = "(default %(default)s)", options.positive
+    default, positive, integer = "(default %(default)s)", options.positive, options.integer
     parser.add_argument("--template", metavar="NAME", default="auto", help=f"use a chat template, see chat {default}")
     web = parser.add_argument_group("API")
     web.add_argument("--host", default="127.0.0.1", help=f"listen on this address {default}")
-    web.add_argument("--port", type=int, default=8000, help=f"listen on this port, 0 for a free one {default}")
+    web.add_argument("--port", type=integer, default=8000, help=f"listen on this port, 0 for a free one {default}")
     web.add_argument("--api-key", metavar="KEY", help=f"require this key below /v1 (default: ${KEY}, or no key)")
     web.add_argument(
         "--cors",
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", metavar="S", type=positive, default=600, help=f"cut answers off after S seconds {default}"
     )
     web.add_argument(
-        "--grace", metavar="S", type=int, default=30, help=f"finish answers for S seconds at shutdown {default}"
+        "--grace", metavar="S", type=integer, default=30, help=f"finish answers for S seconds at shutdown {default}"
     )
     web.add_argument(
         "--max-body", metavar="BYTES", type=positive, default=4 << 20, help=f"limit request bodies to BYTES {default}"
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument(
         "--slots", metavar="B", type=positive, default=8, help=f"run up to B sequences at once {default}"
     )
-    batch.add_argument("--queue", metavar="N", type=int, default=64, help=f"let up to N requests wait {default}")
+    batch.add_argument("--queue", metavar="N", type=integer, default=64, help=f"let up to N requests wait {default}")
     batch.add_argument(
         "--chunk", metavar="N", type=positive, default=256, help=f"prefill prompts in chunks of N tokens {default}"
     )
@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-memory",
         metavar="MB",
         type=positive,
-        help="limit KV caches to MB megabytes (default: all slots with full context, and as much for the prefix cache)",
+        help="limit the KV caches of all models to MB megabytes in equal shares (default: all slots with full context, "
+        "and as much for the prefix cache)",
     )
     batch.add_argument("--no-prefix-reuse", action="store_true", help="turn the prefix cache off")
     batch.add_argument(
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]
     pools = [offer.pool(each, sizes) for each, offer in zip(models, offers, strict=True)]
-    memory = None if args.cache_memory is None else args.cache_memory * 1_000_000
+    memory = None if args.cache_memory is None else args.cache_memory * 1_000_000 // len(pools)
     batchers = [
         Batcher(pool, queue=args.queue, cache_memory=memory, prefix_cache=not args.no_prefix_reuse) for pool in pools
     ]

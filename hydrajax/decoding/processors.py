@@ -23,9 +23,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 from hydrajax.decoding import numbers
 from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
 from hydrajax.drafters.allowed import is_allowed
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, integer_in
 from hydrajax.models.arrays import Array
 from hydrajax.models.ranking import over_rows
+from hydrajax.text.jsonl import shown
 
 
 class TokenCounts(NamedTuple):
@@ -247,7 +248,7 @@ class MinTokens:
 def _parse_bias(text: str) -> dict[int, float]:
     """Parse ``ID:BIAS,ID:BIAS``; raises ValueError."""
     try:
-        return {int(token): float(bias) for token, bias in (pair.split(":") for pair in text.split(","))}
+        return {integer_in(token.strip()): float(bias) for token, bias in (pair.split(":") for pair in text.split(","))}
     except ValueError:
         raise ValueError("expected ID:B,ID:B,...") from None
 
@@ -272,12 +273,12 @@ class LogitBias:
     counts_tokens: ClassVar[bool] = False
 
     def __post_init__(self):
-        pairs = self.logit_bias
+        given = self.logit_bias
         try:
-            pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
+            pairs = given.items() if isinstance(given, Mapping) else given
             pairs = tuple(sorted((_token_id(token), float(bias)) for token, bias in pairs))
         except (TypeError, ValueError, OverflowError):
-            raise HydrajaxError(f"logit_bias: got {str(pairs)[:60]}, expected token ids with numbers") from None
+            raise HydrajaxError(f"logit_bias: got {shown(given)}, expected token ids with numbers") from None
         for token, bias in pairs:
             if token < 0 or not math.isfinite(bias):
                 raise HydrajaxError(f"logit_bias: got {token}: {bias}, expected ids from 0 up with finite numbers")
@@ -324,7 +325,7 @@ def _token_id(token: Any) -> int:
     """Return a token id given as an integer or, as JSON's keys are, as text."""
     if isinstance(token, bool) or (isinstance(token, float) and not token.is_integer()):
         raise ValueError
-    return int(token)
+    return integer_in(token) if isinstance(token, str) else int(token)
 
 
 class AllowedTokens(NamedTuple):

@@ -117,7 +117,7 @@ def without_weights(draft: Any) -> DrafterKind | None:
     kind = WITHOUT_WEIGHTS.get(name)
     if kind is None or not numbers:
         return kind
-    if not kind.numbers or not all(re.fullmatch(r"\d{1,6}", number) for number in numbers):
+    if not kind.numbers or not all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
         return None
     if len(numbers) != len(kind.numbers):
         raise HydrajaxError(f"draft: got '{draft}', expected {name} or {'-'.join([name, *kind.numbers])}")
@@ -155,7 +155,7 @@ class SeveralDrafts(NamedTuple):
 
 SOURCES = {"lookup": PromptLookup(), "corpus": CorpusSearch()}
 NODES_OF = {"lookup": NODES, "corpus": 8}  # L without a number
-OF_TEXT = rf"(?:{'|'.join(SOURCES)})(?:-\d{{1,6}})?"
+OF_TEXT = rf"(?:{'|'.join(SOURCES)})(?:-[0-9]{{1,6}})?"
 
 
 def parse_several(draft: Any) -> LookupAndDraft | SeveralDrafts | None:
@@ -203,7 +203,7 @@ def parse_lookup(draft: Any) -> LookupAndDraft | None:
     Raises:
         HydrajaxError: DRAFT has no weights, or L is invalid.
     """
-    found = re.fullmatch(r"lookup(?:-(\d{1,6}))?\+(.*)", str(draft)) if isinstance(draft, (str, Path)) else None
+    found = re.fullmatch(r"lookup(?:-([0-9]{1,6}))?\+(.*)", str(draft)) if isinstance(draft, (str, Path)) else None
     if found is None:
         return None
     nodes, inner = found.groups()

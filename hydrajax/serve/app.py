@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,13 @@ from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
 from hydrajax.serve.structured import FREE, Structure, structure_of
 from hydrajax.serve.warm_up import WarmUp
+from hydrajax.text.templates import text_of
 
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
 SHORT_CONTENT = 1 << 11  # bytes, characters or ids that take no longer than to hand them to a thread
+LOG = logging.getLogger("uvicorn.error")
+FAILED = "the server failed; its log has the reason"
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 # The page loads nothing from other hosts, and no other page may embed it.
@@ -124,7 +128,7 @@ class Api:
                 *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
             middleware=middleware,
-            exception_handlers={HTTPException: _error_response, HydrajaxError: _error_response},
+            exception_handlers=dict.fromkeys((HTTPException, HydrajaxError, Exception), _error_response),
         )
 
     async def models(self, request: Request) -> Response:
@@ -155,7 +159,7 @@ class Api:
             ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
             plain = _plain(body.messages)
-            ids = await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
+            ids = await self._on_thread(lambda: self._encoder.conversation(plain), _texts(plain))
         texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
@@ -176,7 +180,7 @@ class Api:
         def encoded() -> tuple[np.ndarray, Structure]:
             return self._encoder.conversation(plain, tools), structure_of(body, self._encoder.call_format)
 
-        ids, structure = await self._on_thread(encoded, [str(tools), *(message["content"] for message in plain)])
+        ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
         try:
             return await self._answer(request, body, [ids], True, structure)
         except HydrajaxError as error:
@@ -284,7 +288,7 @@ class Api:
             ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
-                return EventStream(events, self._settings.write_timeout, reply.close)
+                return EventStream(_ending_in_errors(events), self._settings.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:
@@ -301,6 +305,10 @@ def _listed(model: ServedModel) -> dict[str, Any]:
 def _plain(items: Sequence[ChatMessage] | Sequence[Tool]) -> list[dict[str, Any]]:
     """Return messages or tools for chat templates."""
     return [item.plain() for item in items]
+
+
+def _texts(messages: Sequence[dict[str, Any]]) -> list[str]:
+    return [text_of(message["content"]) for message in messages]
 
 
 def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
@@ -387,6 +395,17 @@ def _written(events: Sequence[dict[str, Any]]) -> str:
     return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
 
 
+async def _ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """Pass events on. An exception, which no status can tell any more, becomes the last event."""
+    try:
+        async with aclosing(events):
+            async for event in events:
+                yield event
+    except Exception:
+        LOG.exception("a stream failed")
+        yield _written([_error(FAILED, 500)])
+
+
 PARAM = re.compile(r"[a-z][\w.]*(?=: )")  # messages begin with the field, such as messages.0.role
 
 
@@ -400,6 +419,8 @@ async def _error_response(request: Request, error: Exception) -> Response:
     """Clients retry after 429 and 503."""
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
+    elif not isinstance(error, HydrajaxError):  # starlette then raises it again, and uvicorn logs it
+        status, message, headers = 500, FAILED, None
     else:
         status = 429 if isinstance(error, QueueFull) else 503 if isinstance(error, Closed) else 400
         message, headers = str(error), {"retry-after": "1"} if status == 429 else None

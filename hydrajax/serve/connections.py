@@ -17,7 +17,8 @@ except ImportError:  # Windows
     resource = None
 
 LOG = logging.getLogger("uvicorn.error")
-BUSY_BODY = json.dumps({"error": {"message": "too many connections are open", "type": "server_error"}}).encode()
+ERROR = {"message": "too many connections are open", "type": "server_error", "param": None, "code": None}
+BUSY_BODY = json.dumps({"error": ERROR}).encode()
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 1\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY_BODY), BUSY_BODY)

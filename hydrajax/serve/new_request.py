@@ -14,6 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import growing_text, seed_for
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.requests import Request
+from hydrajax.text.jsonl import shown
 
 
 def new_request(
@@ -66,7 +67,7 @@ def new_request(
     if grammar is not None:
         for name, value in (("ignore_eos", ignore_eos), ("min_tokens", min_tokens)):
             if value:
-                raise HydrajaxError(f"{name}: got {value} with a grammar, which decides where the answer ends")
+                raise HydrajaxError(f"{name}: got {shown(value)} with a grammar, which decides where the answer ends")
         if not pool.follows_grammars:
             raise HydrajaxError("grammar: got one, expected none: this server's draft has devices of its own")
         constraint = grammar.start(tokenizer, model.config.vocab_size, spec.eos_ids)

@@ -1,6 +1,7 @@
 """Request bodies of the OpenAI-compatible API.
 
-Fields that would change the answer and are not supported are refused, so that no client assumes they took effect.
+Fields that would change the answer and are not supported are refused, so that no client assumes they took effect. A
+field that is null or has a neutral value changes nothing and counts as absent.
 """
 
 from __future__ import annotations
@@ -10,24 +11,24 @@ import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import SEED_BITS
+from hydrajax.text.jsonl import shown
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
 Body = TypeVar("Body", bound=BaseModel)
+
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
 FunctionName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NUMBERS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 KINDS = {  # of pydantic's errors
-    "int_type": "an integer", "int_parsing": "an integer", "int_from_float": "an integer",
-    "int_parsing_size": "a smaller integer",
-    "float_type": "a number", "float_parsing": "a number",
+    "int_type": "an integer", "int_parsing_size": "a smaller integer", "float_type": "a finite number",
     "bool_type": "true or false", "bool_parsing": "true or false",
-    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "none_required": "null",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object",
     "string_pattern_mismatch": "1 to 64 letters, digits, _ and -",
 }  # fmt: skip
 UNIONS = {
@@ -38,53 +39,80 @@ UNIONS = {
     "function_call": "none; use tool_choice, which replaces it",
     "suffix": "none, as this server only continues prompts",
 }
+IGNORED = object()  # stands for any value in the tables of what changes nothing
+TEMPLATE_DEFAULTS = {
+    "add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "media_io_kwargs": {},
+    "mm_processor_kwargs": {}, "documents": [],
+}  # fmt: skip
+REQUEST_DEFAULTS = {  # of OpenAI and vLLM
+    "use_beam_search": False, "length_penalty": 1, "watermarking": False, "repetition_detection": {},
+    "stop_token_ids": [], "bad_words": [], "logits_processors": [], "include_stop_str_in_output": False,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "priority": 0, "thinking_token_budget": -1,
+    "vllm_xargs": {}, "kv_transfer_params": {}, "ec_transfer_params": {}, "return_tokens_as_token_ids": False,
+    "return_token_ids": False, "return_token_offsets": False, "return_prompt_text": False, "return_mm_kwargs": True,
+    "routed_experts_prompt_start": 0, "stream_interval": 1,
+} | dict.fromkeys((
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "request_id", "session_id",
+), IGNORED)  # fmt: skip
+CHAT_DEFAULTS = REQUEST_DEFAULTS | TEMPLATE_DEFAULTS | {
+    "add_special_tokens": False, "echo": False, "include_reasoning": True, "verbosity": "medium",
+    "function_call": "none", "prediction": IGNORED,
+}  # fmt: skip
+COMPLETION_DEFAULTS = REQUEST_DEFAULTS | {"add_special_tokens": True, "response_format": {"type": "text"}, "suffix": ""}
 
 
-class StreamOptions(BaseModel):
-    """``include_drafts`` is an extension that marks drafted tokens. ``include_obfuscation`` has no effect."""
-
-    model_config = ConfigDict(extra="forbid")
-    include_usage: bool = False
-    include_drafts: bool = False
-    include_obfuscation: bool = False
-
-
-class RequestBody(BaseModel):
-    """The common fields. None means the server's default."""
+class JsonObject(BaseModel):
+    """An object of a request, without unknown fields. Null and the values of ``NEUTRAL`` count as absent."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    NEUTRAL: ClassVar[dict[str, Any]] = {}
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _without_neutral_fields(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if not cls._is_neutral(name, value)}
+
+    @classmethod
+    def _is_neutral(cls, name: str, value: Any) -> bool:
+        neutral = cls.NEUTRAL.get(name)
+        same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)  # False == 0
+        return value is None or neutral is IGNORED or same
+
+
+class StreamOptions(JsonObject):
+    """``include_drafts`` is an extension that marks drafted tokens."""
+
+    NEUTRAL = {"continuous_usage_stats": False, "include_obfuscation": IGNORED}
+    include_usage: bool = False
+    include_drafts: bool = False
+
+
+class RequestBody(JsonObject):
+    """The common fields. None means the server's default."""
+
     TOP_LOGPROBS: ClassVar[str]  # the field with the number of most likely tokens
 
     model: str = ""
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**SEED_BITS)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    temperature: StrictFloat | None = Field(None, ge=0)
+    top_p: StrictFloat | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = Field(None, ge=-1)
+    min_p: StrictFloat | None = Field(None, ge=0, le=1)
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = Field(None, gt=0)
+    logit_bias: dict[str, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
+    seed: StrictInt | None = Field(None, ge=0, lt=2**SEED_BITS)
+    n: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: StrictInt | None = Field(None, ge=0)
     corpus: bool | None = None  # false: later answers are not drafted from this one
     stream: bool | None = None
     stream_options: StreamOptions = StreamOptions()
-    # Without effect on the answer.
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
-    @pydantic.field_validator("stream_options", mode="before")
-    @classmethod
-    def _default_stream_options(cls, value: Any) -> Any:
-        return {} if value is None else value
 
     def limit(self) -> int | None:
         """Return the limit of new tokens."""
@@ -110,13 +138,12 @@ class RequestBody(BaseModel):
 class CompletionBody(RequestBody):
     """``POST /v1/completions``."""
 
-    TOP_LOGPROBS = "logprobs"
+    NEUTRAL, TOP_LOGPROBS = COMPLETION_DEFAULTS, "logprobs"
 
     prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
-    logprobs: int | None = Field(None, ge=0, le=5)
+    logprobs: StrictInt | None = Field(None, ge=0, le=5)
     echo: bool | None = None
-    suffix: None = None
-    best_of: int | None = None
+    best_of: StrictInt | None = None
 
     def prompts(self) -> list[str | list[int]]:
         return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
@@ -134,17 +161,15 @@ class CompletionBody(RequestBody):
         return self
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class TextPart(JsonObject):
     type: Literal["text"]
     text: StrictStr
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class CalledFunction(JsonObject):
+    NEUTRAL = {"parsed_arguments": IGNORED}  # OpenAI's client adds it
     name: FunctionName
     arguments: StrictStr
-    parsed_arguments: Any = None  # without effect: OpenAI's client adds it
 
     @pydantic.field_validator("arguments")
     @classmethod
@@ -154,18 +179,17 @@ class CalledFunction(BaseModel):
         except (ValueError, RecursionError):
             valid = False
         if not valid:
-            raise ValueError(f"got {reprlib.repr(value)}, expected a JSON object as text")
+            raise ValueError(f"got {_shown(value)}, expected a JSON object as text")
         return value
 
 
-class ToolCall(BaseModel):
+class ToolCall(JsonObject):
     """A call in an assistant message of the conversation."""
 
-    model_config = ConfigDict(extra="forbid")
+    NEUTRAL = {"index": IGNORED}  # from a stream
     id: StrictStr
     type: Literal["function"]
     function: CalledFunction
-    index: int | None = None  # without effect, from a stream
 
     def plain(self) -> dict[str, Any]:
         """Return the call for chat templates, which write the arguments as JSON themselves."""
@@ -173,16 +197,11 @@ class ToolCall(BaseModel):
         return {"id": self.id, "type": self.type, "function": function}
 
 
-class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ChatMessage(JsonObject):
+    NEUTRAL = {"annotations": [], "tool_calls": [], "parsed": IGNORED}  # OpenAI's client adds parsed
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: StrictStr | list[TextPart] | None = None
     name: str | None = None
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
-    parsed: Any = None  # without effect: OpenAI's client adds it
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: StrictStr | None = None
 
@@ -198,7 +217,9 @@ class ChatMessage(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the message for chat templates, which call OpenAI's developer the system."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        content = self.content or ""
+        if not isinstance(content, str):
+            content = [part.model_dump() for part in content]
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls is not None:
             found["tool_calls"] = [call.plain() for call in self.tool_calls]
@@ -207,18 +228,14 @@ class ChatMessage(BaseModel):
         return found
 
 
-class JsonSchema(BaseModel):
-    """``strict`` has no effect: every answer is valid under the schema."""
-
-    model_config = ConfigDict(extra="forbid")
+class JsonSchema(JsonObject):
+    NEUTRAL = {"strict": IGNORED}  # every answer is valid under the schema
     name: StrictStr
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
     description: str | None = None
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class ResponseFormat(JsonObject):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -230,33 +247,27 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class FunctionDefinition(BaseModel):
-    """``strict`` has no effect: all arguments are valid under ``parameters``."""
-
-    model_config = ConfigDict(extra="forbid")
+class FunctionDefinition(JsonObject):
+    NEUTRAL = {"strict": IGNORED}  # all arguments are valid under the schema
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class Tool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class Tool(JsonObject):
     type: Literal["function"]
     function: FunctionDefinition
 
     def plain(self) -> dict[str, Any]:
         """Return the tool for chat templates."""
-        return self.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
+        return self.model_dump(exclude_unset=True)
 
 
-class FunctionReference(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class FunctionReference(JsonObject):
     name: StrictStr
 
 
-class NamedTool(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class NamedTool(JsonObject):
     type: Literal["function"]
     function: FunctionReference
 
@@ -264,18 +275,16 @@ class NamedTool(BaseModel):
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
-    TOP_LOGPROBS = "top_logprobs"
+    NEUTRAL, TOP_LOGPROBS = CHAT_DEFAULTS, "top_logprobs"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    functions: None = None
-    function_call: None = None
     modalities: list[Literal["text"]] | None = None
 
     def limit(self) -> int | None:
@@ -283,7 +292,7 @@ class ChatBody(RequestBody):
 
     @pydantic.model_validator(mode="after")
     def _top_logprobs_need_logprobs(self):
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: requires logprobs=true")
         return self
 
@@ -295,7 +304,7 @@ class ChatBody(RequestBody):
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: requires tools")
         if isinstance(self.tool_choice, NamedTool) and (name := self.tool_choice.function.name) not in names:
-            raise ValueError(f"tool_choice.function.name: got {name!r}, expected one of: {', '.join(names)}")
+            raise ValueError(f"tool_choice.function.name: got '{name}', expected one of: {', '.join(names)}")
         return self
 
     def callable_tools(self) -> list[Tool]:
@@ -303,16 +312,15 @@ class ChatBody(RequestBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(JsonObject):
     """``POST /tokenize``, vLLM's: of a text or of messages."""
 
-    model_config = ConfigDict(extra="forbid")
+    NEUTRAL = TEMPLATE_DEFAULTS | {"tools": []}
     model: str = ""
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: Literal[True] | None = None
 
     @pydantic.model_validator(mode="after")
     def _one_text(self):
@@ -324,10 +332,9 @@ class TokenizeBody(BaseModel):
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(JsonObject):
     """``POST /detokenize``, vLLM's."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
     tokens: list[StrictInt]
 
@@ -341,7 +348,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 
 def _message(error: dict[str, Any]) -> str:
-    message, found = error["msg"].removeprefix("Value error, "), reprlib.repr(error["input"])
+    message, found = error["msg"].removeprefix("Value error, "), _shown(error["input"])
     if error["type"] == "json_invalid":
         return f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})"
     # In a union, pydantic appends the type that it tried.
@@ -350,11 +357,15 @@ def _message(error: dict[str, Any]) -> str:
         return message if not error["loc"] else f"{field}{': ' if message.startswith('got ') else '.'}{message}"
     if error["type"] == "missing":
         return f"{field}: is missing"
-    if error["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden" and field not in UNIONS:
         return f"{field}: this field is not supported"
     if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
         return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
     return f"{field}: got {found}, expected {_expected(error['type'], message, error.get('ctx', {}))}"
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value) if isinstance(value, str) else shown(value)
 
 
 def _expected(kind: str, message: str, numbers: dict[str, Any]) -> str:
@@ -371,7 +382,7 @@ def _expected(kind: str, message: str, numbers: dict[str, Any]) -> str:
         return KINDS[kind]
     if kind.startswith("string_"):
         return "a text"
-    return message.removeprefix("Input should be ").replace("True", "true")
+    return message.removeprefix("Input should be ")
 
 
 def _is_field(part: str | int) -> bool:

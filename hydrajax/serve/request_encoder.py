@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.tool_calls import CallFormat, call_format
 from hydrajax.text.prompt import Prompt
-from hydrajax.text.templates import PromptEncoder, make_encoder
+from hydrajax.text.templates import PromptEncoder, make_encoder, text_of
 from hydrajax.text.tokenizer import run_tokenizer
 
 
@@ -115,7 +115,7 @@ class RequestEncoder:
 def _text_of(message: dict[str, Any]) -> str:
     """Return everything in a message that a client writes."""
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
-    return message["content"] + (json.dumps(others, ensure_ascii=False) if others else "")
+    return text_of(message["content"]) + (json.dumps(others, ensure_ascii=False) if others else "")
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:

@@ -110,4 +110,6 @@ def shown(value: Any, most: int = 60) -> str:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except RecursionError:  # reading it succeeded higher up the stack
         text = f"{type(value).__name__} nested too deeply to show"
+    except TypeError:  # a mapping's keys are no JSON
+        text = str(value)
     return text if len(text) <= most else text[: most - 3] + "..."

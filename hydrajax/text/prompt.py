@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.text.jsonl import BYTE_ORDER_MARK, decoded, file_content, json_lines, objects, shown
 from hydrajax.text.records import TEXT, Kind, list_of
+from hydrajax.text.templates import readable_messages, run_template
 from hydrajax.text.tokenizer import run_tokenizer
 
 FIELDS = {
@@ -82,11 +84,16 @@ class Prompt:
         return self._chat_ids(tokenizer, [dict(message) for message in self.content])
 
     def _chat_ids(self, tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+        render = partial(run_template, tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
         try:
             # The template writes BOS itself, so the text must not be tokenised on its own.
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        except Exception as error:  # templates are programs and may raise anything
-            raise HydrajaxError(f"{self.where}: the tokenizer's chat template failed: {error}") from None
+            ids = render(readable_messages(partial(render, tokenize=False), messages))
+        except HydrajaxError as error:  # here the template is never a built-in one
+            message = str(error).replace("the chat template", "the tokenizer's chat template", 1)
+            raise HydrajaxError(f"{self.where}: {message}") from None
+        if not ids:
+            raise HydrajaxError(f"{self.where}: the chat template writes an empty text, expected some text")
+        return ids
 
     def _integer(self, item: Any) -> int:
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.text.tokenizer import run_tokenizer
+
+Content = str | Sequence[Mapping[str, Any]]  # a text, or parts of type text
+Messages = list[dict[str, Any]]
 
 # Vicuna's default system message.
 VICUNA_SYSTEM = (
@@ -73,7 +77,7 @@ class PromptEncoder:
             tools: functions that the model may call, as `transformers` describes them.
 
         Raises:
-            HydrajaxError: for a template that fails, and with tools for one that ignores them.
+            HydrajaxError: for a template that fails or leaves out a message, and with tools for one that ignores them.
         """
         text = self.render(messages, prompt=True, tools=tools)
         if tools and text == self.render(messages, prompt=True):
@@ -84,22 +88,23 @@ class PromptEncoder:
         """Return the template for a conversation with or without tools; some tokenizers have one for each."""
         return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
 
-    def render(self, messages: list[dict[str, Any]], *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
+    def render(self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
-        return run_template(
+        render = partial(
+            run_template,
             self.tokenizer.apply_chat_template,
-            messages,
             tools=tools or None,
             chat_template=self.source_for(tools),
             tokenize=False,
             add_generation_prompt=prompt,
         )
+        return render(readable_messages(render, messages))
 
     def tokenize(self, text: str) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n 2"]]:
         """Return the token ids of rendered text, int32, and the first and last offset of each token in the text.
 
         Raises:
-            HydrajaxError: for text that is not valid Unicode or has two BOS.
+            HydrajaxError: for text that is empty, is not valid Unicode or has two BOS.
         """
         try:
             text.encode()
@@ -109,7 +114,10 @@ class PromptEncoder:
             self.tokenizer, text, add_special_tokens=not self.own, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = np.asarray(encoded["input_ids"], np.int32), np.asarray(encoded["offset_mapping"])
-        length = int(np.flatnonzero(offsets[:, 1])[-1]) + 1  # without the EOS that some tokenizers add
+        written = np.flatnonzero(offsets.reshape(-1, 2)[:, 1])
+        if not len(written):
+            raise HydrajaxError("messages: the chat template writes an empty text, expected messages with some text")
+        length = int(written[-1]) + 1  # without the EOS that some tokenizers add
         if length > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
             raise HydrajaxError("the chat template writes BOS twice")
         return ids[:length], offsets[:length]
@@ -143,6 +151,61 @@ def make_encoder(
     return PromptEncoder(
         tokenizer, source, template == "auto", re.compile(pattern or "(?!)"), np.array(marks, np.int32)
     )
+
+
+def text_of(content: Content) -> str:
+    """Return the text of a message's content."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _one_part(content: Content) -> Content:
+    return [{"type": "text", "text": text_of(content)}]
+
+
+def readable_messages(render: Callable[[Messages], str], messages: Messages) -> Messages:
+    """Return the messages with contents in a form that a chat template reads: as they are, or the other form.
+
+    Many templates read either texts or lists of parts, and silently write nothing for the other form. The template is
+    therefore run on the same messages with marks in place of their texts.
+
+    Args:
+        render: the template; raises `HydrajaxError` if it fails.
+        messages: the conversation; each content is a text or a list of parts of type text.
+
+    Raises:
+        HydrajaxError: for a message that the template leaves out in any form, unless it is an answer.
+    """
+    found, unread, refused = list(messages), range(len(messages)), True
+    for form in (lambda content: content, _one_part, text_of):
+        for number in unread:
+            found[number] = messages[number] | {"content": form(messages[number]["content"])}
+        try:
+            text = render([_marked(number, message) for number, message in enumerate(found)]).casefold()
+        except HydrajaxError:  # a template may refuse this form, or these messages in any form
+            continue
+        refused, unread = False, [number for number in unread if not _is_read(number, found[number]["content"], text)]
+        if not unread:
+            return found
+    # Templates may cut an earlier answer's reasoning, or write its tool calls without its text.
+    lost = [number for number in unread if messages[number]["role"] != "assistant"]
+    if lost and not refused:
+        role = messages[lost[0]]["role"]
+        raise HydrajaxError(f"messages.{lost[0]}: the chat template leaves out messages of role {role}; remove it")
+    return messages if refused else found
+
+
+def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with marks in place of its texts. Parts have a field that templates only write as JSON."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message | {"content": content and f"q{number}x0z"}
+    parts = [{**part, "text": f"q{number}x{index}z", "form": f"form{number}z"} for index, part in enumerate(content)]
+    return message | {"content": parts}
+
+
+def _is_read(number: int, content: Content, text: str) -> bool:
+    marks = len(content[:1] if isinstance(content, str) else content)
+    return f"form{number}z" not in text and all(f"q{number}x{index}z" in text for index in range(marks))
 
 
 def _own_template(tokenizer: Any, field: str) -> str:

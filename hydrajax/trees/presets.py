@@ -127,16 +127,16 @@ def by_name(name: str) -> CandidateTree:
         return root()
     if name in _released():
         return sparse(name)
-    if match := re.fullmatch(r"chain-(\d{1,3})", name):
+    if match := re.fullmatch(r"chain-([0-9]{1,3})", name):
         return chain(int(match[1]))
-    if match := re.fullmatch(r"cartesian-(\d{1,3}(?:x\d{1,3})*)", name):
+    if match := re.fullmatch(r"cartesian-([0-9]{1,3}(?:x[0-9]{1,3})*)", name):
         widths = [int(width) for width in match[1].split("x")]
         return cartesian(widths)
-    if match := re.fullmatch(r"dynamic-(\d{1,4})-(\d{1,2})-(\d{1,3})", name):
+    if match := re.fullmatch(r"dynamic-([0-9]{1,4})-([0-9]{1,2})-([0-9]{1,3})", name):
         return DynamicTree(*map(int, match.groups()))
-    if match := re.fullmatch(r"best-(\d{1,4})", name):
+    if match := re.fullmatch(r"best-([0-9]{1,4})", name):
         return BestFirstTree(int(match[1]))
-    if match := re.fullmatch(r"fanout-(\d{1,4})-([1-9]\d{0,2})", name):
+    if match := re.fullmatch(r"fanout-([0-9]{1,4})-([1-9][0-9]{0,2})", name):
         return BestFirstTree(int(match[1]), top_k=int(match[2]))
     raise not_allowed("tree", name, names(), ", a .json file or a JSON list of choices such as [[0], [0, 0], [1]]")
 

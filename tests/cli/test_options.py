@@ -12,6 +12,7 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.platforms import Platform, traced_for
+from hydrajax.trees import presets
 
 LOADING = {
     "generate": ["generate", "--base", "B", "--prompt", "x"],
@@ -75,6 +76,15 @@ def test_numbers_that_no_array_counts(text):
     ) as error:
         parsed("generate", "--base", "B", "--prompt", "x", "--batch-size", text)
     assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("text", ["1_0", "+1", " 1", "１"])
+def test_only_ascii_digits_are_integers(text):
+    for flag in ("--slots", "--port", "--queue", "--grace"):
+        with pytest.raises(HydrajaxError, match=f"{flag}: .*expected an integer"):
+            parsed("serve", "--base", "B", f"{flag}={text}")
+    with pytest.raises(HydrajaxError, match="tree: got 'chain-"):
+        presets.by_name(f"chain-{text}")
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,10 @@ def test_numbers_that_float32_cannot_hold_are_limits():
         (lambda: Penalties(frequency_penalty=float("nan")), "frequency_penalty: got nan, expected a finite number"),
         (lambda: LogitBias({3: float("inf")}), "logit_bias: got 3: inf, expected ids from 0 up with finite numbers"),
         (lambda: LogitBias({-1: 1.0}), "logit_bias: got -1: 1.0, expected ids from 0 up with finite numbers"),
-        (lambda: LogitBias({"the": 1.0}), "logit_bias: got dict_items"),
+        *(
+            (lambda text=text: LogitBias({text: 1.0}), 'logit_bias: got {"')
+            for text in ("the", "1_0", " 1", "+1", "１")
+        ),
         (lambda: LogitBias(3), "logit_bias: got 3, expected token ids with numbers"),
         (lambda: LogitBias({1.5: 3}), "logit_bias: got"),
         (

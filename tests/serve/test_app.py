@@ -175,14 +175,14 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
             "completions",
             GOOD | {"stop": ["a"] * 17},
             400,
-            r"stop: got \['a', .*, expected a text or a list of up to 16",
+            r"stop: got \[\"a\", .*, expected a text or a list of up to 16",
         ),
         ("completions", GOOD | {"echo": True, "logprobs": 0}, 400, "echo: got true with logprobs"),
         ("completions", GOOD | {"suffix": "x"}, 400, "suffix: got 'x', expected none, as this server only continues"),
         ("completions", GOOD | {"min_tokens": 4}, 400, "min_tokens: got 4, expected at most max_tokens, 3"),
         ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected at most 100"),
         ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: got token id 17, expected 0 to"),
-        ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, "logit_bias: got"),
+        ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, 'logit_bias: got {"x": 1.0}, expected token ids'),
         ("completions", GOOD | {"beam": 3}, 400, "beam: this field is not supported"),
         ("chat/completions", {"messages": []}, 400, "messages: got [], expected at least 1 item"),
         (
@@ -198,7 +198,7 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
             400,
             "messages.0: contains the special token </s>",
         ),
-        ("chat/completions", HELLO | {"top_logprobs": 0}, 400, "top_logprobs: requires logprobs=true"),
+        ("chat/completions", HELLO | {"top_logprobs": 1}, 400, "top_logprobs: requires logprobs=true"),
         ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: got 2, expected at most 0; start the server"),
         ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools.0.type: is missing"),
         (
@@ -220,6 +220,46 @@ def test_bad_requests_get_a_status_and_one_line(address, path, body, status, mes
     assert "\n" not in error["message"]
     assert error["param"] == (re.match(r"[a-z][\w.]*(?=: )", error["message"]) or [None])[0]
     assert "should" not in error["message"]
+
+
+def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, capsys):
+    """The log has the traceback, the client nothing of it."""
+
+    def fail(*_):
+        raise RuntimeError("secret")
+
+    def error_of(answer: httpx.Response, status: int, text: str) -> None:
+        assert answer.status_code == status
+        error = json.loads(text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "secret" not in error["message"]
+
+    with running(small) as (address, _):
+        for method, path, status in (("POST", "health", 405), ("GET", "v1/completions", 405), ("GET", "x", 404)):
+            answer = httpx.request(method, f"{address}/{path}")
+            error_of(answer, status, answer.text)
+        monkeypatch.setattr("hydrajax.serve.replies.ReplyFormat.events", fail)
+        answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"stream": True}, timeout=SECONDS)
+        error_of(answer, 200, answer.text.split("data: ")[-1])
+        assert capsys.readouterr().err.count("RuntimeError: secret") == 1
+        monkeypatch.setattr("hydrajax.serve.request_encoder.RequestEncoder.prompt", fail)
+        monkeypatch.setattr("hydrajax.serve.prometheus.ServerMetrics.text", fail)
+        for method, path in (("POST", "v1/completions"), ("POST", "tokenize"), ("GET", "metrics")):
+            answer = httpx.request(method, f"{address}/{path}", json=GOOD if "v1" in path else {"prompt": "a"})
+            error_of(answer, 500, answer.text)
+            assert answer.json()["error"]["type"] == "server_error"
+    assert capsys.readouterr().err.count("RuntimeError: secret") == 3
+
+
+def test_templates_that_read_parts_only(small, monkeypatch):
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }} {% endfor %}{% endfor %}"
+    tokenizer, parts = small.executor.tokenizer, [{"type": "text", "text": "abc"}, {"type": "text", "text": "bad"}]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with running(small) as (address, _):
+        for content, text in (("abc", "abc "), (parts, "abc bad ")):
+            body = {"messages": [{"role": "user", "content": content}]}
+            answer = httpx.post(f"{address}/tokenize", json=body, timeout=SECONDS)
+            assert answer.json()["tokens"] == tokenizer.encode(text)
 
 
 def test_numbers_that_clients_of_vllm_send(served, client, address):

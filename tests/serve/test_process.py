@@ -12,6 +12,7 @@ import pytest
 import hydrajax
 from hydrajax import assets
 from hydrajax.cli import main
+from hydrajax.errors import HydrajaxError
 from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
 
@@ -102,6 +103,22 @@ def test_a_busy_port_and_bad_numbers_are_refused_before_the_model_is_loaded(capf
             err = capfd.readouterr().err
             assert message in err
             assert len(err.splitlines()) == 1
+
+
+def test_the_cache_memory_is_that_of_all_models(capsys, monkeypatch):
+    pytest.importorskip("starlette", reason="starlette is not installed")
+    found = []
+
+    def batcher(pool, *, cache_memory, **_):
+        found.append(cache_memory)
+        if len(found) == 3:
+            raise HydrajaxError("enough")
+
+    monkeypatch.setattr("hydrajax.serve.batcher.Batcher", batcher)
+    options = ("--also", "none", "--also", "lookup", "--cache-memory", "100", "--port", "0")
+    assert main(["serve", *OPTIONS, *options]) == 2
+    assert capsys.readouterr().err.endswith("hydrajax: enough\n")
+    assert sum(found) == pytest.approx(100e6, abs=3)
 
 
 @pytest.mark.parametrize("key", ["", "\udcff"])

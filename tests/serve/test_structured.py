@@ -393,8 +393,12 @@ def test_completions_have_no_response_format(address):
     ("template", "body", "message"),
     [
         (letters.TEMPLATE, tool(), "tools: the chat template ignores tools; leave them out"),
-        ("a{{ tools }}", tool(), "tools: the chat template describes calls in an unknown format"),
-        ("<tool_call><function=x>{{ tools }}", tool(), "tools: the chat template describes calls in an unknown"),
+        (f"{letters.TEMPLATE}{{{{ tools }}}}", tool(), "tools: the chat template describes calls in an unknown format"),
+        (
+            f"{letters.TEMPLATE}<tool_call><function=x>{{{{ tools }}}}",
+            tool(),
+            "tools: the chat template describes calls in an unknown",
+        ),
         (
             letters.TEMPLATE,
             messages({"role": "tool", "content": "a", "tool_call_id": "1"}),

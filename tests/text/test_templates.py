@@ -9,6 +9,7 @@ import pytest
 
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError
+from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import BUILT_IN, VICUNA_SYSTEM, make_encoder
 from hydrajax.train.data.corpus import END_OF_TEXT, train_tokenizer
 
@@ -102,3 +103,87 @@ def test_a_template_that_fails_is_one_line(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no\nway') }}"
     with pytest.raises(HydrajaxError, match=r"^the chat template failed: no way$"):
         make_encoder(tokenizer).prompt(MESSAGES)
+
+
+PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
+FIRST_PART = "{{ m.content[0].text.strip() }}"  # raises for a text
+EITHER = "{% if m.content is string %}{{ m.content }}{% else %}" + PARTS.replace("part.text", "part.text + ','")
+EITHER += "{% endif %}"
+SYSTEM_AS_TEXT = "{% if m.role == 'system' %}{{ m.content.strip() }}{% else %}" + PARTS + "{% endif %}"
+SPOKEN = [("system", "r"), ("user", "user"), ("assistant", "a"), ("user", "user, assistant?")]
+
+
+def as_template(content: str) -> str:
+    return "{% for m in messages %}<{{ m.role }}>" + content + "{% endfor %}<assistant>"
+
+
+def said(as_parts=(), spoken=SPOKEN):
+    """Messages, of some roles with parts."""
+    return [{"role": role, "content": [{"type": "text", "text": t}] if role in as_parts else t} for role, t in spoken]
+
+
+@pytest.mark.parametrize(
+    ("content", "as_parts"),
+    [
+        (PARTS, ("system", "user", "assistant")),
+        (FIRST_PART, ("system", "user", "assistant")),
+        (SYSTEM_AS_TEXT, ("user", "assistant")),
+        (EITHER, ()),
+        ("{{ m.content }}", ()),
+        ("{{ m.content | trim | upper | tojson | e }}", ()),
+        ("{{ m.content[5:] if m.role == 'assistant' else m.content }}", ()),  # as templates that cut the reasoning do
+    ],
+)
+def test_contents_have_the_form_that_the_template_reads(tokenizer, content, as_parts):
+    """The words also occur as roles, so that only a mark can tell whether a template writes them."""
+    tokenizer.chat_template = as_template(content)
+    right = tokenizer.apply_chat_template(said(as_parts), tokenize=False)
+    for given in (said(), said(as_parts)):
+        assert make_encoder(tokenizer).render(given, prompt=True) == right
+    assert Prompt(said(), "prompt").ids(tokenizer) == tokenizer.encode(right)
+    if content == EITHER:  # parts stay parts
+        right = tokenizer.apply_chat_template(said(("user",)), tokenize=False)
+        assert make_encoder(tokenizer).render(said(("user",)), prompt=True) == right
+
+
+def test_several_parts_of_a_message(tokenizer):
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("a ", "b")]}]
+    for content in ("{{ m.content }}", PARTS, FIRST_PART):  # texts, any parts, one part
+        tokenizer.chat_template = as_template(content)
+        assert make_encoder(tokenizer).render(parts, prompt=True) == "<user>a b<assistant>"
+
+
+def test_each_template_of_a_tokenizer_has_its_own_form(tokenizer):
+    tokenizer.chat_template = {"default": OWN, "tool_use": as_template(PARTS + "{{ tools[0].function.name }}")}
+    messages = [{"role": "user", "content": "q"}, {"role": "tool", "content": "7"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    encoder = make_encoder(tokenizer)
+    assert encoder.render(messages, prompt=True, tools=tools) == "<user>qf<tool>7f<assistant>"
+    assert encoder.render(messages, prompt=True) == "user:qtool:7>"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "{% if m.role != 'system' %}{{ m.content }}{% endif %}",
+            "messages.0: the .* leaves out messages of role system",
+        ),
+        ("{% if loop.last %}{{ m.content }}{% endif %}", "messages.0: the chat template leaves out"),
+        ("{{ m.text }}", "messages.0: the chat template leaves out messages of role system"),
+        ("{% if loop.first %}{{ raise_exception('no system') }}{% endif %}", "the chat template failed: no system"),
+    ],
+)
+def test_no_message_is_left_out_silently(tokenizer, content, message):
+    tokenizer.chat_template = as_template(content)
+    for prompt in (make_encoder(tokenizer).prompt, lambda messages: Prompt(messages, "prompt").ids(tokenizer)):
+        with pytest.raises(HydrajaxError, match=message.replace("the chat", "the.* chat")):
+            prompt(said())
+
+
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_prompt_is_refused(tokenizer, text):
+    tokenizer.chat_template = BUILT_IN["raw"]
+    for prompt in (make_encoder(tokenizer).prompt, lambda messages: Prompt(messages, "prompt").ids(tokenizer)):
+        with pytest.raises(HydrajaxError, match="the chat template writes an empty text"):
+            prompt([{"role": "user", "content": text}])

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.templates import PromptEncoder, make_encoder, run_template
+from hydrajax.text.templates import PromptEncoder, make_encoder, readable_messages, run_template
 from hydrajax.train.data.conversations import BadRecord, Conversation
 from hydrajax.train.data.packing import Document
 
@@ -116,13 +116,16 @@ def _marked_spans(encoder: PromptEncoder, messages: list[dict]) -> tuple[str, Sp
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, spans = run_template(
-        render_jinja_template,
-        conversations=[messages],
-        chat_template=encoder.source,
-        return_assistant_tokens_mask=True,
-        **encoder.tokenizer.special_tokens_map,
-    )
+    def render(messages: list[dict]) -> tuple[list[str], list[Spans]]:
+        return run_template(
+            render_jinja_template,
+            conversations=[messages],
+            chat_template=encoder.source,
+            return_assistant_tokens_mask=True,
+            **encoder.tokenizer.special_tokens_map,
+        )
+
+    texts, spans = render(readable_messages(lambda marked: render(marked)[0][0], messages))
     return texts[0], [(start, end) for start, end in spans[0] if end > start]
 
 

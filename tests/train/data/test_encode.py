@@ -256,3 +256,11 @@ def test_a_tokenizer_that_adds_eos_gives_one(tokenizer):
     assert document.ids.tolist().count(tokenizer.eos_token_id) == 2
     assert document.targets[-1]
     assert not document.targets[0]
+
+
+@pytest.mark.parametrize("source", [CHATML, GENERATION])
+def test_templates_that_read_parts_only_give_the_same_targets(with_template, source):
+    texts = encode_conversation(with_template(source), conversation(*TURNS))
+    parts = encode_conversation(with_template(source.replace("m.content", "m.content[0].text")), conversation(*TURNS))
+    assert parts.ids.tolist() == texts.ids.tolist()
+    assert parts.targets.tolist() == texts.targets.tolist()
