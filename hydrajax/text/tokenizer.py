@@ -67,17 +67,6 @@ def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def visible(tokenizer: Any | None, token: int) -> str:
-    """Return one token on one line, with visible spaces and line breaks; its id without a tokenizer.
-
-    ``∅`` stands for a token without text, and for -1, which is not a token.
-    """
-    if tokenizer is None:
-        return str(token)
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False) if token >= 0 else ""
-    return repr(text)[1:-1].replace(" ", "·") or "∅"
-
-
 def token_ids(tokenizer: Any) -> dict[str, int]:
     """Return the map from tokens to ids of a tokenizer loaded from a directory, added tokens included.
 

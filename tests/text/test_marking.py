@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from helpers import small_tokenizer
 from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import visible
 from hydrajax.text.marking import pieces, text_of
-from hydrajax.text.tokenizer import decode_text, visible
+from hydrajax.text.tokenizer import decode_text
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +91,13 @@ def test_a_split_character_belongs_to_the_token_that_completes_it(tokenizer):
 
 def test_ids_are_marked_where_there_is_no_text():
     result = generation([12, 3, 405], [2, 1])
-    assert pieces(None, result) == [("12 ", False), ("3 ", True), ("405", False)]
+    assert pieces(None, result) == [("12", False), (" 3", True), (" 405", False)]
     assert text_of(result) == "12 3 405"
 
 
-def test_one_token_on_one_line():
-    class Words:
-        def decode(self, ids, clean_up_tokenization_spaces):
-            assert not clean_up_tokenization_spaces
-            return [" area", "\n    ", "", "'", "·"][ids[0]]
-
-    assert [visible(Words(), token) for token in range(-1, 5)] == ["∅", "·area", "\\n····", "∅", "'", "·"]
+def test_one_token_on_one_line(tokenizer, byte_fallback_tokenizer):
+    ids = tokenizer.convert_tokens_to_ids(["Ġthe", "Ċ", "'", "Ġ"])
+    assert [visible(tokenizer, token) for token in (-1, *ids, len(tokenizer))] == ["∅", "·the", "\\n", "'", "·", "∅"]
+    ids = byte_fallback_tokenizer.convert_tokens_to_ids(["▁tree", "s", "<0x0A>", "</s>"])
+    assert [visible(byte_fallback_tokenizer, token) for token in ids] == ["·tree", "s", "\\n", "</s>"]
     assert visible(None, 17) == "17"
