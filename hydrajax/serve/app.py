@@ -156,8 +156,7 @@ class Api:
         else:
             plain = _plain(body.messages)
             ids = await self._on_thread(lambda: self._encoder.conversation(plain), [each["content"] for each in plain])
-        name = self._encoder.after(None).name
-        texts = [name(token) for token in ids.tolist()] if body.return_token_strs else None
+        texts = list(map(self._encoder.after(None).name, ids.tolist())) if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
 

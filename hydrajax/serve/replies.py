@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
 from hydrajax.text.continuation import INCOMPLETE, Continuation
+from hydrajax.text.marking import text_of
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop"}  # all others are "length": limit, context, cancelled
-PART = "bytes:"  # begins the names of parts of characters in OpenAI's completions
 
 
 class Delta(NamedTuple):
@@ -67,8 +67,7 @@ class ReplyChoice:
         result = self.handle.result  # once, because another thread may replace it
         if result is None:
             return Delta("", [], [], [], [])
-        # Without a tokenizer, the ids are the text.
-        text = self._echo + (" ".join(map(str, result.output_ids)) if result.text is None else result.text)
+        text = self._echo + text_of(result)
         if self._calls is not None:
             new, calls = self._calls.new(text, ended)
         else:
@@ -97,7 +96,7 @@ class ReplyChoice:
                 others = [self._chat_token(other, its_own) for other, its_own in top]
                 content.append(self._chat_token(token, logprob) | {"top_logprobs": others})
             else:
-                tokens.append(self._scored.name(token, PART))
+                tokens.append(self._scored.name(token))
                 offsets.append(self._scored.offset)
                 tops.append(self._by_name(top, token, logprob))
             self._scored.read(token)
@@ -110,16 +109,16 @@ class ReplyChoice:
         """Map the most likely tokens and the chosen one to log-probabilities. One that shares its name has its id."""
         if token not in dict(top):
             top = [(token, logprob), *top]
-        chosen, found = self._scored.name(token, PART), {}
+        chosen, found = self._scored.name(token), {}
         for other, its_own in top:
-            name = self._scored.name(other, PART)
+            name = self._scored.name(other)
             taken = name in found or (name == chosen and other != token)
             found[f"token_id:{other}" if taken else name] = its_own
         return found
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
         """Return a token as in chats. The bytes of all join to the text; a special token has none."""
-        return {"token": self._scored.name(token), "logprob": logprob, "bytes": list(self._scored.bytes(token))}
+        return {"token": self._scored.name(token), "logprob": logprob, "bytes": list(self._scored.data(token))}
 
 
 class ReplyFormat:

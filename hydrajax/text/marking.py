@@ -6,11 +6,12 @@ from typing import Any
 
 from hydrajax.text.answers import Generation
 from hydrajax.text.continuation import Continuation
+from hydrajax.text.tokenizer import decode_text
 
 
 def text_of(result: Generation) -> str:
     """Return the output as text; its ids without a tokenizer."""
-    return " ".join(map(str, result.output_ids)) if result.text is None else result.text
+    return decode_text(None, result.output_ids) if result.text is None else result.text
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:

@@ -38,15 +38,12 @@ class GrowingText:
             if (cut := first_stop(self._full, self._stop)) is not None:
                 self.stopped, self.text = True, self._full[:cut]
                 break
-        if not self.stopped:
-            held = self._begun(self._full)
-            self.text = self._full + self._answer.rest() if final else self._full[: len(self._full) - held]
+        if final and not self.stopped:
+            self.text = self._full + self._answer.rest()
+        elif not self.stopped:  # without what may begin a stop string
+            begun = (n for string in self._stop for n in range(1, len(string)) if self._full.endswith(string[:n]))
+            self.text = self._full[: len(self._full) - max(begun, default=0)]
         return self.text[start:]
-
-    def _begun(self, text: str) -> int:
-        """Return the number of characters at the end that may begin a stop string."""
-        begun = (n for string in self._stop for n in range(1, len(string)) if text.endswith(string[:n]))
-        return max(begun, default=0)
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -62,8 +62,10 @@ def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:
         raise HydrajaxError(f"{where}the tokenizer failed: {one_line(error)}") from None
 
 
-def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return token ids as text, without special tokens and with every space."""
+def decode_text(tokenizer: Any | None, ids: Sequence[int]) -> str:
+    """Return a text's token ids as text, without special tokens; without a tokenizer, the ids."""
+    if tokenizer is None:
+        return " ".join(map(str, ids))
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 

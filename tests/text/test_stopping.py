@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import codecs
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.continuation import Continuation
 from hydrajax.text.stopping import GrowingText, first_stop
 
 
-@functools.cache
-def byte_tokens():
-    """A tokenizer with a token for each byte, whose id is the byte."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    tokens = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, []))
-    tokens.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return PreTrainedTokenizerFast(tokenizer_object=tokens)
-
-
-def growing_text(stop=()) -> GrowingText:
-    return GrowingText(Continuation(byte_tokens(), None), stop)
+def answer():
+    """Return a stand-in for a `Continuation`, whose ids are bytes."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return SimpleNamespace(read=lambda byte: decoder.decode(bytes([byte])), rest=lambda: decoder.decode(b"", True))
 
 
 def decode(ids) -> str:
@@ -49,7 +40,7 @@ STOPS = st.lists(st.text("abcé🌳 \n", min_size=1, max_size=4), max_size=3)
 @settings(max_examples=300, deadline=None)
 @given(LETTERS, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=60))
 def test_any_pieces_make_the_cut_text(text, stop, sizes):
-    ids, shown, growing = list(text.encode()), "", growing_text(stop)
+    ids, shown, growing = list(text.encode()), "", GrowingText(answer(), stop)
     wanted, stopped = cut(text, stop)
     assert first_stop(text, stop) == (len(wanted) if stopped else None)
     end = 0
@@ -70,7 +61,7 @@ def test_any_pieces_make_the_cut_text(text, stop, sizes):
 
 
 def test_text_is_held_back_only_while_it_may_be_a_stop_string():
-    growing = growing_text(["\n\n", "END"])
+    growing = GrowingText(answer(), ["\n\n", "END"])
     assert growing.grow(b"a\n") == "a"
     assert growing.grow(b"a\nE") == "\n"
     assert growing.grow(b"a\nEN") == ""
@@ -81,29 +72,29 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string():
 
 def test_half_a_character_is_held_back_and_shown_at_the_end():
     tree = list("🌳".encode())
-    growing = growing_text()
+    growing = GrowingText(answer())
     assert [growing.grow(tree[:n]) for n in range(1, 5)] == ["", "", "", "🌳"]
-    cut_off = growing_text()
+    cut_off = GrowingText(answer())
     assert cut_off.grow(tree[:2]) == ""
     assert cut_off.grow(tree[:2], final=True) != ""
 
 
 @pytest.mark.parametrize(("stop", "text"), [(["b", "abc"], "a"), (["abc", "c"], ""), (["bc", "abc"], "")])
 def test_the_stop_string_that_is_complete_first_counts_and_of_those_the_longest(stop, text):
-    growing = growing_text(stop)
+    growing = GrowingText(answer(), stop)
     growing.grow(b"abcd")
     assert growing.text == text
 
 
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(HydrajaxError, match="stop: got an empty string"):
-        growing_text(["a", ""])
+        GrowingText(answer(), ["a", ""])
 
 
 @pytest.mark.parametrize("sizes", [[1] * 6, [6], [2, 4], [3, 3]])
 def test_a_character_that_is_not_complete_is_no_stop_string(sizes):
     """What decoders show for it, U+FFFD, is found where a byte is wrong, whose text no later byte changes."""
-    ids, growing, end = "é".encode() + b"a\xffbc", growing_text(["\ufffd"]), 0
+    ids, growing, end = "é".encode() + b"a\xffbc", GrowingText(answer(), ["\ufffd"]), 0
     for size in sizes:
         end += size
         growing.grow(ids[:end], final=end == len(ids))

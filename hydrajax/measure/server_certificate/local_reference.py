@@ -95,7 +95,7 @@ class LocalReference:
             answer.read(token)
 
         def text(token: int) -> str:
-            return "" if token in self._model.eos_ids else (answer.begun + answer.bytes(token)).decode(errors="replace")
+            return "" if token in self._model.eos_ids else (answer.begun + answer.data(token)).decode(errors="replace")
 
         top: dict[str, float] = {}
         for token in np.argsort(-logits, kind="stable")[:MOST_LIKELY].tolist():
