@@ -19,7 +19,7 @@ LETTERS |= {chr(256 + n): byte for n, byte in enumerate(sorted({*range(256)} - {
 
 @functools.lru_cache(maxsize=8)
 class TokenBytes(dict[int, bytes]):
-    """The bytes that tokens add to a text after its first word, none for special tokens. Ids are text for None."""
+    """The bytes that tokens add to a text after its first word, none for special tokens; ids without a tokenizer."""
 
     def __init__(self, tokenizer: Any | None):
         self.tokenizer, self.errors, self._word = tokenizer, "replace", 0
