@@ -130,7 +130,13 @@ class Chat:
                 answer += piece
                 yield piece
         finally:
-            self.messages.append({"role": "assistant", "content": answer})
+            self.messages.append({"role": "assistant", "content": self._content(answer)})
+
+    def _content(self, answer: str) -> str:
+        """Return an answer as a message. Some templates write the space before it, as Vicuna's does."""
+        prompt = self._encoder.render(self.messages, prompt=True)
+        whole = self._encoder.render([*self.messages, {"role": "assistant", "content": answer}], prompt=False)
+        return answer if whole.startswith(prompt + answer) else answer.removeprefix(" ")
 
     def _encode(self) -> list[int]:
         """Return the token ids of the conversation, up to the next answer."""
@@ -164,7 +170,7 @@ class Chat:
             prompt, count = right_padded([ids], bucket(len(ids), self._context))
             slots = executor.engine.cache_slots(self._context)  # for the whole conversation
             state = executor.prefill(prompt, count, sampling, slots)
-        text = growing_text(executor.tokenizer, ())
+        text = growing_text(executor.tokenizer, (), ids)
         done, steps = False, 1
         while not done:
             asked = time.perf_counter()

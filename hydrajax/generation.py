@@ -6,7 +6,6 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,9 +23,9 @@ from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.processes import agreed
 from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
-from hydrajax.text.tokenizer import decode_text
 
 SEED_BITS = 32  # of a JAX key without 64-bit mode
 STEPS_PER_BURST = 8  # between two checks for stop strings
@@ -146,7 +145,7 @@ class Stream:
 
     def _run(self, executor, ids, stop, seed, number, on_status) -> Iterator[str]:
         spec, shown = executor.spec, 0
-        text = growing_text(executor.tokenizer, stop)
+        text = growing_text(executor.tokenizer, stop, ids)
         given = _inputs(executor, [ids], [spec], row_keys(jax.random.key(seed or 0), 1, number))
         for now, seconds in _decode(executor, given, [text], None, on_status):
             self.result = row_result(executor, spec, ids, now, 0, text, seconds, seed)
@@ -157,15 +156,14 @@ class Stream:
                 yield piece
 
 
-def growing_text(tokenizer: Any, stop: Sequence[str]) -> GrowingText:
-    """Return an empty text to append tokens to. Without a tokenizer the text is the ids.
+def growing_text(tokenizer: Any, stop: Sequence[str], prompt: Sequence[int] = ()) -> GrowingText:
+    """Return an empty text that continues a prompt, to append tokens to. Without a tokenizer the text is the ids.
 
     Raises `HydrajaxError` for an empty stop string, and for any stop string without a tokenizer.
     """
     if stop and tokenizer is None:
         raise HydrajaxError("stop: requires a tokenizer, which the base does not have")
-    decode = (lambda ids: " ".join(map(str, ids))) if tokenizer is None else partial(decode_text, tokenizer)
-    return GrowingText(decode, stop)
+    return GrowingText(Continuation(tokenizer, prompt), stop)
 
 
 def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
@@ -274,7 +272,7 @@ def _generate(
         else:
             keys = _own_keys(np.array([each[start + row] for row in filled], np.uint32))
         given = _inputs(executor, [batch[row] for row in filled], [own[row] for row in filled], keys, kinds)
-        texts = [growing_text(executor.tokenizer, stop) for _ in batch]
+        texts = [growing_text(executor.tokenizer, stop, ids) for ids in batch]
         *_, (now, seconds) = _decode(executor, given, texts, n_steps, on_status)
         for row, (ids, spec, text) in enumerate(zip(batch, own, texts, strict=True)):
             drawn = one if each is None or one is None else int(each[start + row])

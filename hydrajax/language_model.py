@@ -43,8 +43,8 @@ from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import built_in_prompts
+from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
-from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -402,10 +402,10 @@ class LanguageModel:
         return right_padded(ids, max(map(len, ids), default=0))
 
     def decode(self, result: DecodeResult) -> list[str]:
-        """Return the texts of a decode function's result, one per sequence, without special tokens."""
+        """Return the texts of a decode function's result as they continue a word, without special tokens."""
         if self.tokenizer is None:
             raise HydrajaxError("base: has no tokenizer; use result.ids()")
-        return [decode_text(self.tokenizer, ids) for ids in result.ids()]
+        return [Continuation(self.tokenizer, None).text(ids) for ids in result.ids()]
 
     def prompt_ids(self, prompt: OnePrompt, where: str) -> Int[np.ndarray, " P"]:
         """Return the token ids of a prompt, see `hydrajax.decoding.prompt_batch.encode_prompt`."""

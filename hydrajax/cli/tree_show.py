@@ -63,7 +63,8 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     from hydrajax.language_model import make_executor
     from hydrajax.measure.step_trace import path_probabilities, trace_steps
     from hydrajax.report.drawing import draw_step, new_figure, png
-    from hydrajax.text.tokenizer import decode_text, visible
+    from hydrajax.text.continuation import visible
+    from hydrajax.text.tokenizer import decode_text
 
     for name, needed in (("draft", options.draft_of(args)), ("prompt", args.prompt)):
         if needed is None:

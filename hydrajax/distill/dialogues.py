@@ -22,8 +22,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate
 from hydrajax.questions.dialogue import Dialogue
 from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import Continuation
 from hydrajax.text.templates import PromptEncoder
-from hydrajax.text.tokenizer import decode_text
 from hydrajax.train.data.conversations import BadRecord
 
 OPEN = 16  # conversations in progress, in batches; prompts of similar length are batched together
@@ -115,7 +115,7 @@ def write(
             outputs = [file.output((one.number, one.turn), one.ids) for one in batch]
         for one, output in zip(batch, outputs, strict=True):
             if encoder is not None:
-                one.answer(decode_text(executor.tokenizer, output))
+                one.answer(Continuation(executor.tokenizer, one.ids).text(output))
         ended = {one.number for one in batch if not continues(one)}
         dialogues = [one for one in dialogues if one.number not in ended]
 

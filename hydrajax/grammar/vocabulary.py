@@ -7,6 +7,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.optional_deps import needs
+from hydrajax.text.continuation import TokenBytes
 
 START = "\x02"  # begins a text whose tokens do not depend on being the first ones
 
@@ -60,7 +61,8 @@ class _PlainTokenizer:
         self._start = self._ids(START)
         self.eos_token_id, self.bos_token_id = read.eos_tokens[0], None
         every, named = range(read.vocab_size), len(tokenizer)
-        self.tokens = [read.decode_bytes([token]) for token in every]
+        known = TokenBytes(tokenizer)
+        self.tokens = [known[token] or read.decode_bytes([token]) for token in every]
         self.special_token_ids = [token for token in every if read.is_special_token(token) or token >= named]
 
     def __call__(self, text: str | bytes) -> list[int]:

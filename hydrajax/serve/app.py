@@ -160,7 +160,7 @@ class Api:
         else:
             plain = _plain(body.messages)
             ids = await self._on_thread(lambda: self._encoder.conversation(plain), _texts(plain))
-        texts = [self._encoder.token_text(token) for token in ids.tolist()] if body.return_token_strs else None
+        texts = list(map(self._encoder.after(None).name, ids.tolist())) if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
 
@@ -281,7 +281,7 @@ class Api:
         reply = _Reply(batcher, self._metrics, request, self._settings.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
-            options = (self._encoder.token_text, body.wants_logprobs(), top, body.stream_options.include_drafts)
+            options = (self._encoder.after, body.wants_logprobs(), top, body.stream_options.include_drafts)
             reply.choices = [
                 ReplyChoice(index, handle, *options, echoed[index // n], structure.calls)
                 for index, handle in enumerate(handles)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
+from hydrajax.text.continuation import INCOMPLETE, Continuation
+from hydrajax.text.marking import text_of
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop"}  # all others are "length": limit, context, cancelled
 
@@ -28,6 +30,7 @@ class ReplyChoice:
     """One choice of a response: a request's answer, and how much of it has been sent.
 
     Attributes:
+        after: Return the continuation of a prompt.
         logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
         top_logprobs: Number of most likely tokens at each position.
         echo: Text before the answer's.
@@ -38,16 +41,18 @@ class ReplyChoice:
         self,
         index: int,
         handle: RequestHandle,
-        token_text: Callable[[int], str],
+        after: Callable[[Sequence[int]], Continuation],
         logprobs: bool,
         top_logprobs: int = 0,
         drafts: bool = False,
         echo: str = "",
         calls: CallReader | None = None,
     ):
-        self.index, self.handle, self._echo = index, handle, echo
-        self._token_text, self._logprobs, self._top, self._drafts = token_text, logprobs, top_logprobs, drafts
-        self._sent, self._tokens, self._offset = 0, 0, 0  # characters and tokens sent, offset of the next token's text
+        self.index, self.handle = index, handle
+        self._logprobs, self._top, self._drafts = logprobs, top_logprobs, drafts
+        self._scored, self._marked = (after(handle.request.ids) for _ in range(2))
+        self._echo = echo.rstrip(INCOMPLETE) if self._marked.begun else echo
+        self._sent, self._tokens = 0, 0  # characters and tokens sent
         self._calls = None if calls is None else CallDeltas(calls)
         self.ended = False  # its end has been sent
 
@@ -62,8 +67,7 @@ class ReplyChoice:
         result = self.handle.result  # once, because another thread may replace it
         if result is None:
             return Delta("", [], [], [], [])
-        # Without a tokenizer, the ids are the text.
-        text = self._echo + (" ".join(map(str, result.output_ids)) if result.text is None else result.text)
+        text = self._echo + text_of(result)
         if self._calls is not None:
             new, calls = self._calls.new(text, ended)
         else:
@@ -79,36 +83,42 @@ class ReplyChoice:
             return None
         roots = set(itertools.accumulate(self.handle.result.emitted_per_step, initial=0))
         return [
-            {"text": self._token_text(token), "drafted": number not in roots}
+            {"text": self._marked.read(token), "drafted": number not in roots}
             for number, token in enumerate(ids, start=self._tokens - len(ids))
         ]
 
     def logprobs(self, delta: Delta, chat: bool) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
+        content, tokens, offsets, tops = [], [], [], []
+        for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
+            if chat:
+                others = [self._chat_token(other, its_own) for other, its_own in top]
+                content.append(self._chat_token(token, logprob) | {"top_logprobs": others})
+            else:
+                tokens.append(self._scored.name(token))
+                offsets.append(self._scored.offset)
+                tops.append(self._by_name(top, token, logprob))
+            self._scored.read(token)
         if chat:
-            content = []
-            for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
-                top = [self._chat_token(other, its_own) for other, its_own in top]
-                content.append(self._chat_token(token, logprob) | {"top_logprobs": top})
             return {"content": content, "refusal": None}
-        tokens, offsets = [self._token_text(token) for token in delta.ids], []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
-        top = list(map(self._by_text, delta.top, tokens, delta.logprobs)) if self._top else None
-        return {"tokens": tokens, "token_logprobs": delta.logprobs, "top_logprobs": top, "text_offset": offsets}
+        tops = tops if self._top else None
+        return {"tokens": tokens, "token_logprobs": delta.logprobs, "top_logprobs": tops, "text_offset": offsets}
 
-    def _by_text(self, top: list[tuple[int, float]], token: str, logprob: float) -> dict[str, float]:
-        """Map the most likely tokens and the chosen one to log-probabilities; of equal texts keep the likeliest."""
-        found: dict[str, float] = {}
+    def _by_name(self, top: list[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
+        """Map the most likely tokens and the chosen one to log-probabilities. One that shares its name has its id."""
+        if token not in dict(top):
+            top = [(token, logprob), *top]
+        chosen, found = self._scored.name(token), {}
         for other, its_own in top:
-            found.setdefault(self._token_text(other), its_own)
-        return {token: logprob} | found if token not in found else found
+            name = self._scored.name(other)
+            taken = name in found or (name == chosen and other != token)
+            found[f"token_id:{other}" if taken else name] = its_own
+        return found
 
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        """Return a token as in chats. The bytes of all join to the text; a special token has none."""
+        return {"token": self._scored.name(token), "logprob": logprob, "bytes": list(self._scored.data(token))}
 
 
 class ReplyFormat:

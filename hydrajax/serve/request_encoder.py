@@ -13,6 +13,7 @@ from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.tool_calls import CallFormat, call_format
+from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import PromptEncoder, make_encoder, text_of
 from hydrajax.text.tokenizer import run_tokenizer
@@ -94,11 +95,9 @@ class RequestEncoder:
             raise HydrajaxError(f"tokens: got token id {wrong[0]}, expected 0 to {self._config.vocab_size - 1}")
         return self._tokenizer.decode(content, clean_up_tokenization_spaces=False)
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a single token."""
-        if self._tokenizer is None:
-            return str(token)
-        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    def after(self, prompt: Sequence[int] | None) -> Continuation:
+        """Return the continuation of a prompt, None for one that ends with a word."""
+        return Continuation(self._tokenizer, prompt)
 
     def _check_bytes(self, contents: Sequence[str], field: str) -> None:
         """Refuse before tokenizing a text that must have too many tokens."""

@@ -50,7 +50,7 @@ class RunningSequence:
 
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
         self.handle, self.max_length = handle, max_length
-        self.text = growing_text(tokenizer, handle.request.stop)
+        self.text = growing_text(tokenizer, handle.request.stop, handle.request.ids)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.output, self.steps = np.zeros(0, np.int32), 0
         self.read, self.missed = self.length, 0

@@ -123,7 +123,7 @@ class PlainCalls:
             start += f" | {_json(answer)}"
         elif text:  # it cannot begin as a call does
             start += " | text"
-            rules += ["FIRST: /[^{](.|\\n)*/", "TEXT: /(.|\\n)+/"]
+            rules += ["FIRST: /\\s*[^{\\s](.|\\n)*/", "TEXT: /(.|\\n)+/"]
             rules += [f"text: {_with_tokens('FIRST?', '(', self._others, ' TEXT?)*')}"]
         return _lark(start, rules)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from hydrajax.text.answers import Generation
-from hydrajax.text.stopping import INCOMPLETE
+from hydrajax.text.continuation import Continuation
 from hydrajax.text.tokenizer import decode_text
 
 
 def text_of(result: Generation) -> str:
     """Return the output as text; its ids without a tokenizer."""
-    return " ".join(map(str, result.output_ids)) if result.text is None else result.text
+    return decode_text(None, result.output_ids) if result.text is None else result.text
 
 
 def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
@@ -20,23 +20,15 @@ def pieces(tokenizer: Any, result: Generation) -> list[tuple[str, bool]]:
     Each step emits one token of the base and then the accepted draft tokens. A character that spans several tokens
     belongs to the token that completes it.
     """
-    text, cuts, end = text_of(result), [], 0
+    text, answer, ids = text_of(result), Continuation(tokenizer, result.prompt_ids), result.output_ids
+    found, start, end = [], 0, 0
     for accepted in result.emitted_per_step:
         for count, is_drafted in ((1, False), (accepted - 1, True)):
+            for token in ids[end : end + count]:
+                answer.read(token)
             end += count
-            cuts.append((end, is_drafted))
-    found, start = [], 0
-    for end, is_drafted in cuts:
-        if end == len(result.output_ids):
-            stop = len(text)
-        elif tokenizer is None:
-            stop = len(" ".join(map(str, result.output_ids[:end]))) + 1
-        else:
-            so_far = decode_text(tokenizer, result.output_ids[:end])
-            if not text.startswith(so_far):
-                so_far = so_far.rstrip(INCOMPLETE)
-            stop = max(start, len(so_far)) if text.startswith(so_far) else start
-        if stop > start:
-            found.append((text[start:stop], is_drafted))
-        start = stop
+            stop = answer.offset if end < len(ids) else len(text)  # a last character may be incomplete
+            if piece := text[start:stop]:
+                found.append((piece, is_drafted))
+            start = stop
     return found

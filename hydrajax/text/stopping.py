@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from hydrajax.errors import HydrajaxError
-
-INCOMPLETE = "\ufffd"  # decoders write it for a character with missing bytes
+from hydrajax.text.continuation import Continuation
 
 
 class GrowingText:
     """The text of one sequence while its ids grow.
 
     Args:
-        decode: ids to text; more ids only append text, except that they complete characters.
+        answer: the text of its ids.
         stop: stop strings, no part of which is ever emitted. The text is cut before the stop string that is complete
             first: ``["b", "abc"]`` cuts "abc" to "a". If several end at the same character, the longest is used. So the
             cut does not depend on the number of ids per call.
@@ -24,45 +23,27 @@ class GrowingText:
         used: number of ids in the text, the one that completed the stop string included.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()):
+    def __init__(self, answer: Continuation, stop: Sequence[str] = ()):
         if any(not string for string in stop):
             raise HydrajaxError("stop: got an empty string, expected at least one character")
-        self._decode, self._stop = decode, tuple(stop)
+        self._answer, self._stop, self._full = answer, tuple(stop), ""
         self.text, self.stopped, self.used = "", False, 0
 
     def grow(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Take all ids so far and return the new text that no further id changes; ``final`` marks the last call."""
-        if self.stopped:
-            return ""
-        before, full = self.text, self._certain(ids, final)
-        cut = first_stop(full, self._stop)
-        if cut is not None:
-            self.stopped, self.text = True, full[:cut]
-            self.used = next(n for n in range(self.used, len(ids) + 1) if self._stops_within(ids, n, final))
-            return self.text[len(before) :]
-        self.used = len(ids)
-        if not final:
-            full = full[: len(full) - self._begun(full)]
-        if full.startswith(before):
-            self.text = full
-        return self.text[len(before) :]
-
-    def _certain(self, ids: Sequence[int], final: bool) -> str:
-        """Return the text of these ids without incomplete characters at its end."""
-        text = self._decode(ids)
-        return text if final else text.rstrip(INCOMPLETE)
-
-    def _stops_within(self, ids: Sequence[int], n: int, final: bool) -> bool:
-        """Return whether a stop string is complete in the first ``n`` ids."""
-        return first_stop(self._certain(ids[:n], final and n == len(ids)), self._stop) is not None
-
-    def _begun(self, text: str) -> int:
-        """Return the number of characters at the end that may begin a stop string."""
-        longest = max((len(string) - 1 for string in self._stop), default=0)
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(string.startswith(text[-length:]) for string in self._stop if len(string) > length):
-                return length
-        return 0
+        start, new = len(self.text), () if self.stopped else ids[self.used :]
+        for token in new:
+            self._full += self._answer.read(token)
+            self.used += 1
+            if (cut := first_stop(self._full, self._stop)) is not None:
+                self.stopped, self.text = True, self._full[:cut]
+                break
+        if final and not self.stopped:
+            self.text = self._full + self._answer.rest()
+        elif not self.stopped:  # without what may begin a stop string
+            begun = (n for string in self._stop for n in range(1, len(string)) if self._full.endswith(string[:n]))
+            self.text = self._full[: len(self._full) - max(begun, default=0)]
+        return self.text[start:]
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -62,20 +62,11 @@ def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:
         raise HydrajaxError(f"{where}the tokenizer failed: {one_line(error)}") from None
 
 
-def decode_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Return token ids as text, without special tokens and with every space."""
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def visible(tokenizer: Any | None, token: int) -> str:
-    """Return one token on one line, with visible spaces and line breaks; its id without a tokenizer.
-
-    ``∅`` stands for a token without text, and for -1, which is not a token.
-    """
+def decode_text(tokenizer: Any | None, ids: Sequence[int]) -> str:
+    """Return a text's token ids as text, without special tokens; without a tokenizer, the ids."""
     if tokenizer is None:
-        return str(token)
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False) if token >= 0 else ""
-    return repr(text)[1:-1].replace(" ", "·") or "∅"
+        return " ".join(map(str, ids))
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:

@@ -10,6 +10,7 @@ from hydrajax import assets
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.vocabulary import vocabulary_of
+from hydrajax.text.continuation import TokenBytes
 
 PADDING = 20  # ids of a base beyond its tokenizer's
 
@@ -33,25 +34,6 @@ def of_sentencepiece(token: str) -> bytes:
     return token.replace("▁", " ").encode()
 
 
-def metaspace():
-    """Return a tokenizer as LLaMA 2's: BPE with metaspace and byte fallback, <unk>, <s>, </s> = 0, 1, 2."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<unk>", "<s>", "</s>"]
-    pieces = ["▁", "t", "r", "e", "h", "ß", "日", "▁t", "re", "tre", "▁the", "▁▁", "he", "▁tre", "▁{", '"', "{", "}"]
-    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    merges = [("▁", "t"), ("r", "e"), ("h", "e"), ("▁t", "he"), ("t", "re"), ("▁", "▁"), ("▁t", "re"), ("▁", "{")]
-    ids = {token: number for number, token in enumerate(vocabulary)}
-    tokens = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokens.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokens.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokens.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
 def with_added_tokens():
     """Return the byte-level tokenizer with a special token and with added tokens that are ordinary text."""
     from tokenizers import AddedToken
@@ -71,7 +53,7 @@ def shipped():
 TOKENIZERS = {
     "byte level": (small_tokenizer.byte_level, of_byte_level),
     "added tokens": (with_added_tokens, of_byte_level),
-    "metaspace": (metaspace, of_sentencepiece),
+    "metaspace": (small_tokenizer.metaspace, of_sentencepiece),
     "shipped": (shipped, of_byte_level),
 }
 
@@ -100,6 +82,8 @@ def test_bytes_of_every_token(made):
     marker = {number for number, token in expected.items() if token == b"\xff"}
     found = {number: vocabulary.decode_bytes([number]) for number in expected}
     assert found == expected | dict.fromkeys(marker, b"")
+    found = {number: TokenBytes(tokenizer)[number] for number in range(len(tokenizer))}
+    assert found == expected | dict.fromkeys(special, b"")
     found = {number for number in range(len(tokenizer)) if vocabulary.is_special_token(number)}
     assert found - marker == special
     assert vocabulary.eos_tokens == [tokenizer.eos_token_id]

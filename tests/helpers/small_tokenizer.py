@@ -30,3 +30,22 @@ def byte_level():
         clean_up_tokenization_spaces=True,  # as in many released tokenizers
         model_max_length=16,  # otherwise transformers warns about longer texts
     )
+
+
+def metaspace():
+    """Return a tokenizer as LLaMA 2's: BPE with metaspace and byte fallback, <unk>, <s>, </s> = 0, 1, 2."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    pieces = ["▁", "t", "r", "e", "h", "ß", "日", "▁t", "re", "tre", "▁the", "▁▁", "he", "▁tre", "▁{", '"', "{", "}"]
+    vocabulary = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [("▁", "t"), ("r", "e"), ("h", "e"), ("▁t", "he"), ("t", "re"), ("▁", "▁"), ("▁t", "re"), ("▁", "{")]
+    ids = {token: number for number, token in enumerate(vocabulary)}
+    tokens = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokens.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokens.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokens.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")

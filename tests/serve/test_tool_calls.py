@@ -181,6 +181,7 @@ def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
         (AUTO, PLAIN_AB, True),
         (AUTO, 'Hello {"a": 1}', True),
         (AUTO, '{"a": 1}', False),
+        (AUTO, f" {PLAIN_AB}", False),  # a space that the first token may have
         (OR_PERSON, PLAIN_AB, True),
         (OR_PERSON, f"<|python_tag|>{PLAIN_AB}", True),
         (OR_PERSON, '{"name": "ab", "parameters": {"a": 1}}', False),

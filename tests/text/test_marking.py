@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from helpers import small_tokenizer
 from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import visible
 from hydrajax.text.marking import pieces, text_of
-from hydrajax.text.tokenizer import decode_text, visible
+from hydrajax.text.tokenizer import decode_text
 
 
 @pytest.fixture(scope="module")
@@ -29,37 +30,12 @@ def outputs(draw, vocab: int):
     return ids, accept_lengths
 
 
-@pytest.fixture(scope="session")
-def byte_fallback_tokenizer():
-    """The decoder of LLaMA 2: words with ▁ for spaces, and one token per byte for all else."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<unk>", "<s>", "</s>", "▁the", "▁tree", "s", "▁", "é", "▁🌳"]
-    vocab = {word: i for i, word in enumerate(words)} | {f"<0x{b:02X}>": len(words) + b for b in range(256)}
-    tokens = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokens.decoder = decoders.Sequence(steps)
-    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def check_reassembly(tokenizer, output):
+@settings(max_examples=100, deadline=None)
+@given(output=outputs(320))
+def test_marked_text_is_the_decoded_text(tokenizer, output):
     ids, accept_lengths = output
     result = generation(ids, accept_lengths, decode_text(tokenizer, ids))
-    marked = pieces(tokenizer, result)
-    assert "".join(text for text, _ in marked) == result.text
-
-
-@settings(max_examples=100, deadline=None)
-@given(output=outputs(VOCAB := 320))
-def test_marked_text_is_the_decoded_text_byte_level(tokenizer, output):
-    check_reassembly(tokenizer, output)
-
-
-@settings(max_examples=150, deadline=None)
-@given(output=outputs(265))
-def test_marked_text_is_the_decoded_text_byte_fallback(byte_fallback_tokenizer, output):
-    check_reassembly(byte_fallback_tokenizer, output)
+    assert "".join(text for text, _ in pieces(tokenizer, result)) == result.text
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,15 +66,14 @@ def test_a_split_character_belongs_to_the_token_that_completes_it(tokenizer):
 
 def test_ids_are_marked_where_there_is_no_text():
     result = generation([12, 3, 405], [2, 1])
-    assert pieces(None, result) == [("12 ", False), ("3 ", True), ("405", False)]
+    assert pieces(None, result) == [("12", False), (" 3", True), (" 405", False)]
     assert text_of(result) == "12 3 405"
 
 
-def test_one_token_on_one_line():
-    class Words:
-        def decode(self, ids, clean_up_tokenization_spaces):
-            assert not clean_up_tokenization_spaces
-            return [" area", "\n    ", "", "'", "·"][ids[0]]
-
-    assert [visible(Words(), token) for token in range(-1, 5)] == ["∅", "·area", "\\n····", "∅", "'", "·"]
+def test_one_token_on_one_line(tokenizer):
+    ids = tokenizer.convert_tokens_to_ids(["Ġthe", "Ċ", "'", "Ġ"])
+    assert [visible(tokenizer, token) for token in (-1, *ids, len(tokenizer))] == ["∅", "·the", "\\n", "'", "·", "∅"]
+    spaced = small_tokenizer.metaspace()
+    ids = spaced.convert_tokens_to_ids(["▁the", "re", "<0x0A>", "</s>"])
+    assert [visible(spaced, token) for token in ids] == ["·the", "re", "\\n", "</s>"]
     assert visible(None, 17) == "17"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from hydrajax.text.continuation import INCOMPLETE
 
 # Servers that separate a reasoning text name it differently. It is part of the compared text.
 TEXT_FIELDS = ("reasoning_content", "reasoning", "content")
@@ -128,20 +131,22 @@ def _tokens(logprobs: Any) -> list[Token] | None:
     if not isinstance(texts, list) or not isinstance(values, list):
         return None
     tops = logprobs.get("top_logprobs") or [None] * len(texts)
-    return [Token(text, value, _top(top)) for text, value, top in zip(texts, values, tops, strict=False)]
+    return [Token(_piece(text), value, _top(top)) for text, value, top in zip(texts, values, tops, strict=False)]
 
 
 def _top(top: Any) -> dict[str, float]:
-    if isinstance(top, dict):
-        return dict(top)
     found: dict[str, float] = {}
-    for each in top or ():
-        found.setdefault(_piece(each), each["logprob"])  # of equal texts the likeliest
+    for token, logprob in top.items() if isinstance(top, dict) else [(each, each["logprob"]) for each in top or ()]:
+        found.setdefault(_piece(token), logprob)  # of equal texts the likeliest
     return found
 
 
-def _piece(token: dict[str, Any]) -> str:
-    return token.get("token") or ""
+def _piece(token: dict[str, Any] | str) -> str:
+    """Return a token as text. Parts of characters have bytes in chats, and names as ``bytes:\\xf0`` in completions."""
+    if isinstance(token, str):
+        return re.sub(r"(\\x[0-9a-f]{2})+", INCOMPLETE, token[6:]) if token.startswith("bytes:") else token
+    data = token.get("bytes")
+    return bytes(data).decode(errors="replace") if data else token.get("token") or ""
 
 
 def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:

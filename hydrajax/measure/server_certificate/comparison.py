@@ -10,10 +10,10 @@ from typing import Any
 
 from hydrajax.measure.server_certificate.answers import Answer, Token
 from hydrajax.measure.server_certificate.questions import Question
+from hydrajax.text.continuation import INCOMPLETE
 
 TIE, FAULT = "tie", "fault"
 UNJUDGED = "unjudged"  # valid structured output of which the gap is unknown; asked again, the server gives the other
-INCOMPLETE = "\ufffd"  # a part of a character
 END = re.compile(r"<[^\s<>]*>|\[[A-Z]+\]|")  # tokens that end a text: servers write them as nothing or as such names
 # Two tokenisations of one text differ before the texts do.
 NEAR_TOKENS = 3

@@ -11,11 +11,11 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.measure.server_certificate.answers import Answer, Token
 from hydrajax.measure.server_certificate.client import Refused, Reply
-from hydrajax.measure.server_certificate.comparison import INCOMPLETE, NEAR_TOKENS
+from hydrajax.measure.server_certificate.comparison import NEAR_TOKENS
 from hydrajax.measure.server_certificate.questions import Question
 from hydrajax.measure.uncached_forward import all_logits
 from hydrajax.text.answers import Generation
-from hydrajax.text.tokenizer import decode_text
+from hydrajax.text.continuation import Continuation
 
 BATCH_SIZE = 8
 MOST_LIKELY = 64  # tokens of which the texts are compared
@@ -84,22 +84,25 @@ class LocalReference:
         logits = all_logits(self._model.model, self._model.params.base, text)[len(generation.prompt_ids) - 1 :]
         found = []
         for number in range(max(0, last - NEAR_TOKENS + 1), min(last, len(logits) - 1) + 1):
-            found.append(self._scored(ids, number, logits[number].astype(np.float64)))
+            found.append(self._scored(generation, number, logits[number].astype(np.float64)))
         return found
 
-    def _scored(self, ids: list[int], number: int, logits: np.ndarray) -> Token:
+    def _scored(self, found: Generation, number: int, logits: np.ndarray) -> Token:
         logits = logits - logits.max()
         logits -= np.log(np.exp(logits).sum())
-        before = ids[:number]
-        text, top = self._text(before), {}
+        ids, answer = found.output_ids, Continuation(self._model.tokenizer, found.prompt_ids)
+        for token in ids[:number]:
+            answer.read(token)
+
+        def text(token: int) -> str:
+            return "" if token in self._model.eos_ids else (answer.begun + answer.data(token)).decode(errors="replace")
+
+        top: dict[str, float] = {}
         for token in np.argsort(-logits, kind="stable")[:MOST_LIKELY].tolist():
-            ends = token in self._model.eos_ids
-            piece = "" if ends else decode_text(self._model.tokenizer, [*before, token])[len(text) :]
-            if piece or ends:
+            if (piece := text(token)) or token in self._model.eos_ids:
                 top.setdefault(piece, float(logits[token]))
         chosen = ids[number] if number < len(ids) else int(logits.argmax())
-        piece = "" if chosen in self._model.eos_ids else decode_text(self._model.tokenizer, [*before, chosen])
-        return Token(piece[len(text) :], float(logits[chosen]), top, len(text))
+        return Token(text(chosen), float(logits[chosen]), top, answer.offset)
 
     def _generate(self, questions: Sequence[Question], **choices: Any) -> list[Generation]:
         contents = [_content(each) for each in questions]
@@ -114,14 +117,11 @@ class LocalReference:
         reason = FINISH_REASONS.get(found.finish_reason or "", "length")
         tokens = None
         if found.logprobs is not None:
-            tokens, end = [], 0
-            for number, logprob in enumerate(found.logprobs, start=1):
-                start, end = end, max(end, len(self._text(found.output_ids[:number])))
-                tokens.append(Token((found.text or "")[start:end], logprob, {}, start))
+            tokens, answer = [], Continuation(self._model.tokenizer, found.prompt_ids)
+            for token, logprob in zip(found.output_ids, found.logprobs, strict=True):
+                start, _ = answer.offset, answer.read(token)
+                tokens.append(Token((found.text or "")[start : answer.offset], logprob, {}, start))
         return Answer(found.text or "", reason, None if tokens is None else tuple(tokens), index=index)
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return decode_text(self._model.tokenizer, ids).rstrip(INCOMPLETE)
 
 
 def _content(question: Question) -> Any:

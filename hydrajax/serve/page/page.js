@@ -77,7 +77,7 @@ function message(role, code, of = "") {
   return found;
 }
 
-// Tokens that end in the middle of a character do not join to the text, which is then shown without colours.
+// Tokens do not join to a text that is held back for a stop string. It is then shown without colours.
 function show(place, text, tokens) {
   if (tokens.map((token) => token.text).join("") !== text) {
     place.append(text);
