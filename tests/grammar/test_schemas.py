@@ -83,11 +83,11 @@ def test_random_schemas_without_a_draft(models):
 
 
 def test_a_text_that_the_check_refuses_does_not_end_as_a_complete_one(models, monkeypatch):
-    """Where nothing is allowed the first token is drawn, which is EOS in this vocabulary."""
+    """Where nothing is allowed after a draft, the first token is drawn, which is EOS in this vocabulary."""
     assert models("none").eos_ids == (0,)
     monkeypatch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
     grammars = [Grammar.json_schema({"const": [1]})] * BATCH
-    found = decoded(executor_of(models("none"), grammars[0], 48, 0), grammars)
+    found = decoded(executor_of(models("none"), grammars[0], 48, 8), grammars)
     assert [(one.text, one.finish_reason) for one in found] == [("[1]", "grammar")] * BATCH
 
 
