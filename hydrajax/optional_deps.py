@@ -8,6 +8,7 @@ PACKAGES = {
     "torch": (".pt and .bin files need", "'hydrajax[torch]'"),
     "gguf": ("GGUF files need", "'hydrajax[gguf]'"),
     "llguidance": ("grammars need", "'hydrajax[grammar]'"),
+    "jsonschema": ("grammars need", "'hydrajax[grammar]'"),
     "starlette": ("serving needs", "'hydrajax[serve]'"),
     "datasets": ("data sets by name need", "datasets"),
 }

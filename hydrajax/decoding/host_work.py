@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from hydrajax.decoding.constraints import ALL, Constraint, words
 from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.drafters.allowed import WORD
 
 Constraints = Sequence[Constraint | None]  # of each sequence, None for none
 
@@ -56,6 +57,7 @@ class HostWork:
         self._constraints, self._stopped, self._vocab_size, self._steps = constraints, stopped, vocab_size, steps
         self._depth, self._forces = spec.longest_path - spec.forced_nodes, spec.forced_nodes > 0
         self._held, self._until_one_ends = held_tokens, until_one_ends
+        self._other = next(token for token in range(vocab_size - 1, -1, -1) if token not in spec.eos_ids)
         self._ended_before: Bool[np.ndarray, " B"] | None = None  # the first step
         self.ended, self.running, self.plan = np.array(stopped), False, Plan.TREE
         self.forced = np.full((len(constraints), max(spec.longest_path, 1)), -1, np.int32)
@@ -87,6 +89,9 @@ class HostWork:
         for row, constraint in enumerate(self._constraints):
             if constraint is not None and not self.ended[row]:
                 constraint.allow(tokens[row], parents[row], allowed[row])
+        # Where no token is allowed, one is drawn nevertheless, and the next step ends the sequence. EOS would end it
+        # as if the text were complete.
+        allowed[~allowed.any(axis=2), self._other // WORD] = 1 << self._other % WORD
         return allowed
 
     def next_masks(self) -> UInt32[np.ndarray, "B 1 W"]:

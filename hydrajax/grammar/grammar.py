@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.grammar.matcher import Matcher
+from hydrajax.grammar.matcher import LIMITS, Matcher
+from hydrajax.grammar.schema_faults import JsonCheck, mishandled, names_and_patterns
+from hydrajax.grammar.trial import fault_of
 from hydrajax.grammar.vocabulary import vocabulary_of
 from hydrajax.optional_deps import needs
+from hydrajax.text.tokenizer import decode_text
 
 # One way to write each value, that of Python's json.dumps: no punctuation is forced where any whitespace may stand.
 FIXED_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -29,11 +33,13 @@ class Grammar:
         text: The schema, the expression, the choices as a JSON list, or the grammar.
         whitespace: JSON may contain any whitespace between its tokens. By default there is one space after ``,`` and
             ``:``, as Python's ``json.dumps`` writes, so that more tokens are forced.
+        is_valid: judges a complete text; JSON is always checked against its schema.
     """
 
     kind: str
     text: str
     whitespace: bool = False
+    is_valid: Callable[[str], bool] | None = field(default=None, compare=False)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | type, *, whitespace: bool = False) -> Grammar:
@@ -89,21 +95,40 @@ class Grammar:
         """The grammar in llguidance's own form.
 
         Raises:
-            HydrajaxError: if llguidance is missing, and for a grammar that is too long or not text.
+            HydrajaxError: if llguidance is missing, and for a grammar that is too long, not text, refused by llguidance
+                or mishandled by it, or that takes too long to compile.
         """
         try:
+            import jsonschema  # noqa: F401
             import llguidance
-        except ImportError:
-            raise HydrajaxError(f"{self.kind}: {needs('llguidance')}") from None
+        except ImportError as error:
+            missing = "jsonschema" if error.name == "jsonschema" else "llguidance"
+            raise HydrajaxError(f"{self.kind}: {needs(missing)}") from None
         if len(self.text.encode(errors="surrogatepass")) > MOST_BYTES:
             raise HydrajaxError(f"{self.kind}: got more than {MOST_BYTES} bytes, expected a shorter grammar")
         try:
             if self.kind == "json_schema":
                 options: Any = {} if self.whitespace else FIXED_WHITESPACE
-                return llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=options)
-            return llguidance.grammar_from("choice" if self.kind == "choices" else self.kind, self.text)  # type: ignore[arg-type]
-        except ValueError as error:  # nested too deep, or half of a surrogate pair
-            raise HydrajaxError(f"{self.kind}: {one_line(error)}") from None
+                found = llguidance.LLMatcher.grammar_from_json_schema(self.text, overrides=options)
+            else:
+                found = llguidance.grammar_from("choice" if self.kind == "choices" else self.kind, self.text)  # type: ignore[arg-type]
+            fault = _fault(found) or (self._schema_fault() if self.kind == "json_schema" else "")
+        except (ValueError, OSError) as error:  # nested too deep, half of a surrogate pair, no process
+            fault = str(error)
+        if fault:
+            raise HydrajaxError(f"{self.kind}: {one_line(fault)}")
+        return found
+
+    def _schema_fault(self) -> str:
+        schema = json.loads(self.text)
+        try:
+            for names, patterns in names_and_patterns(schema):
+                both = {"enum": names, "anyOf": [{"pattern": pattern} for pattern in patterns]}
+                if not _fault(json.dumps({"grammars": [{"json_schema": both}]})).startswith("Unsatisfiable"):
+                    return "patternProperties: a pattern matches a name in properties, expected none that does"
+            return mishandled(schema)
+        except (AttributeError, TypeError) as error:  # in a definition without use
+            return f"got a keyword of the wrong type ({error})"
 
     def start(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Matcher:
         """Return the matcher of an empty text, see `hydrajax.decoding.constraints.GrammarLike`.
@@ -117,7 +142,9 @@ class Grammar:
             HydrajaxError: for a grammar that llguidance refuses or no text satisfies, and for a base without a fast
                 tokenizer or without EOS.
         """
-        found = Matcher(vocabulary_of(tokenizer, vocab_size, tuple(eos_ids)), self.source)
+        vocabulary, source = vocabulary_of(tokenizer, vocab_size, tuple(eos_ids)), self.source
+        check = JsonCheck(self.text) if self.kind == "json_schema" else self.is_valid
+        found = Matcher(vocabulary, source, check and (lambda ids: check(decode_text(tokenizer, ids))))
         if found.error:
             raise HydrajaxError(f"{self.kind}: {found.error}")
         return found
@@ -134,6 +161,12 @@ def as_grammar(value: Any) -> Grammar | None:
         return Grammar.json_schema(value)
     got = one_line(repr(value), 40)
     raise HydrajaxError(f"grammar: got {got}, expected a Grammar, a JSON schema (a dict) or a pydantic model")
+
+
+def _fault(source: str) -> str:
+    """Return why llguidance refuses a grammar, except for what depends on the vocabulary, which the trial lacks."""
+    found = fault_of(re.sub(r"<\[[\d,-]+\]>", "<[0]>", source), json.dumps(LIMITS | {"verbose_errors": False}))
+    return "" if re.search("unknown special token|^NoExtension", found) else found.replace("<non-verbose/>", "")
 
 
 def _text(name: str, value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,26 +13,26 @@ from jaxtyping import Int, UInt32
 
 from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import one_line
+from hydrajax.grammar.trial import STACK
 
-# Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error. And of
-# symbols: 3,000 optional properties are 30,000 and take a second to compile, which grows with their square.
-LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_grammar_size": 50_000}
-# Bytes of the stack of a compilation. llguidance follows references recursively: 1,000 nested definitions overflow the
-# usual 8 MB, which ends the process. Grammars have at most `hydrajax.grammar.grammar.MOST_BYTES`.
-STACK = 256 << 20
+# Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error. Of
+# symbols: 3,000 optional properties are 30,000 and take a second to compile, which grows with their square. And of
+# states, of 2 kB each.
+LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_grammar_size": 50_000, "max_lexer_states": 50_000}
+
+
+# One thread compiles: each would keep memory of its own.
+_compiler = ThreadPoolExecutor(1, "grammar")
 
 
 def on_deep_stack(compiled: Callable[[], Any]) -> Any:
     """Return the result of a call of llguidance's compiler, made on a thread with a stack of `STACK` bytes."""
-    found: list[Any] = []
     usual = threading.stack_size(STACK)
     try:
-        thread = threading.Thread(target=lambda: found.append(compiled()))
-        thread.start()
+        found = _compiler.submit(compiled)  # starts the thread
     finally:
         threading.stack_size(usual)
-    thread.join()
-    return found[0]
+    return found.result()
 
 
 def can_begin(source: str, text: str) -> bool:
@@ -53,17 +54,18 @@ class Matcher:
     """A `hydrajax.decoding.constraints.Constraint` on llguidance's parser.
 
     Where the grammar leaves one text, llguidance allows only the tokens by which the tokenizer writes it. Elsewhere it
-    allows every token that can begin an allowed text. After a complete text that nothing can follow, EOS is allowed.
+    allows every token that can begin an allowed text. EOS is allowed after a complete and valid text.
     """
 
-    def __init__(self, vocabulary: Any, source: str):
+    def __init__(self, vocabulary: Any, source: str, is_valid: Callable[[Sequence[int]], bool] | None = None):
         """Compile a grammar; a complex one takes a tenth of a second.
 
         Args:
             vocabulary: of `hydrajax.grammar.vocabulary.vocabulary_of`.
             source: the grammar in llguidance's own form.
+            is_valid: judges the tokens of a text that llguidance regards as complete.
         """
-        self._vocabulary, self._source = vocabulary, source
+        self._vocabulary, self._source, self._is_valid = vocabulary, source, is_valid
         self._text: list[int] = []
         self._masks: dict[tuple[int, ...], np.ndarray] = {}  # after paths below the text
         self.error: str | None = None
@@ -108,6 +110,7 @@ class Matcher:
                 if self._matcher.is_error():
                     mask[:] = 0
                     return
+                self._check_end(mask, path)
                 self._masks[tuple(path)] = mask.copy()
             for child in children.get(node, ()):
                 token = int(tokens[child])
@@ -126,6 +129,14 @@ class Matcher:
             visit(0, [])
         if not allowed[0].any():
             self._fail()
+
+    def _check_end(self, mask: UInt32[np.ndarray, " W"], path: list[int]) -> None:
+        """Forbid EOS where llguidance only finds no continuation, and after a text that is not valid."""
+        ends = [token for token in self._vocabulary.eos_tokens if mask[token // WORD] >> np.uint32(token % WORD) & 1]
+        check = self._is_valid or (lambda ids: True)
+        if ends and not (self._matcher.is_accepting() and check([*self._text, *path])):
+            for token in ends:
+                mask[token // WORD] &= ~np.uint32(1 << token % WORD)
 
     @property
     def _ended(self) -> bool:
@@ -148,6 +159,6 @@ class Matcher:
 
     def _fail(self) -> None:
         found = self._matcher.get_error().replace("<non-verbose/>", "") if self._matcher.is_error() else ""
-        if not found or found.startswith("NoExtension"):
-            found = "no token of the vocabulary can continue the text" if self._text else "no text satisfies it"
+        if not found or found.startswith(("NoExtension", "Parser Error: token")):
+            found = "no token of the vocabulary can continue or end the text" if self._text else "no text satisfies it"
         self.error = self.error or one_line(found, 200)

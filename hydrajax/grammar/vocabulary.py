@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
@@ -41,10 +42,11 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> 
 
 
 class _PlainTokenizer:
-    """A tokenizer that reads the name of a special token as ordinary text, for `llguidance.TokenizerWrapper`.
+    """A tokenizer that reads the name of an added token as ordinary text, for `llguidance.TokenizerWrapper`.
 
     A forced text may contain such a name, for example a constant of a JSON schema. llguidance's own reading of the
-    tokenizer would write it with the special token, and EOS in the middle of a string would end the output.
+    tokenizer would write it with the token: EOS in the middle of a string would end the output, and no text contains
+    tokens that llguidance regards as special, among them all added ones like ``<think>``.
 
     Attributes:
         eos_token_id, bos_token_id, tokens, special_token_ids: as `llguidance.TokenizerWrapper` expects.
@@ -54,20 +56,27 @@ class _PlainTokenizer:
         """Build the tokenizer from the transformers one and llguidance's reading of it."""
         import tokenizers
 
-        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        every, named, added = range(read.vocab_size), len(tokenizer), tokenizer.added_tokens_decoder
+        skipped = {token for token in added if added[token].special}
+        self.special_token_ids = [t for t in every if read.is_special_token(t) or t in skipped or t >= named]
+        form = json.loads(tokenizer.backend_tokenizer.to_str())
+        for token in form["added_tokens"]:
+            token["special"] |= token["id"] in self.special_token_ids
+        self._backend = tokenizers.Tokenizer.from_str(json.dumps(form))
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
-        self._start = self._ids(START)
+        self._start, self._read, self._never = self._ids(START), read, frozenset(self.special_token_ids)
         self.eos_token_id, self.bos_token_id = read.eos_tokens[0], None
-        every, named = range(read.vocab_size), len(tokenizer)
         known = TokenBytes(tokenizer)
         self.tokens = [known[token] or read.decode_bytes([token]) for token in every]
-        self.special_token_ids = [token for token in every if read.is_special_token(token) or token >= named]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        text = text.decode() if isinstance(text, bytes) else text
-        return self._ids(START + text)[len(self._start) :]
+        text = text.encode() if isinstance(text, str) else text
+        found = self._ids(START + text.decode())[len(self._start) :]
+        # A normalizer changes texts, and the model's own vocabulary may have the name of a special token.
+        spelled = b"".join(self.tokens[token] for token in found) == text and self._never.isdisjoint(found)
+        return found if spelled else self._read.greedy_tokenize(text.decode())
 
     def _ids(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids

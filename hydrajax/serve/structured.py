@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.grammar.matcher import can_begin, on_deep_stack
+from hydrajax.grammar.matcher import can_begin
+from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
-from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer
+from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer, Schema
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _of_format(body: ChatBody) -> Structure:
     return Structure(_of_schema(schema, field), field)
 
 
-def _answer(body: ChatBody) -> tuple[dict[str, Any] | None, str]:
+def _answer(body: ChatBody) -> tuple[Schema | None, str]:
     """Return the JSON schema of a request's answers, None for free text, and the field that it comes from."""
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
@@ -80,19 +81,34 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
     several = named is None and body.parallel_tool_calls is not False
     answer, field = _answer(body) if choice in (None, "auto") else (None, "")
     if answer is None:
-        return Structure(calls.grammar(schemas, text=choice in (None, "auto"), several=several), "tools", calls)
-    source, heads = _valid(answer, field), calls.heads(schemas)
+        grammar = calls.grammar(schemas, text=choice in (None, "auto"), several=several)
+        return Structure(_checked(grammar, calls, schemas), "tools", calls)
+    source, heads = _of_schema(answer, field).source, calls.heads(schemas)
     for name, head in heads.items():
         if can_begin(source, head):
             raise HydrajaxError(
                 f"{field}: allows JSON that begins as a call of {name} does; set additionalProperties to false, or "
                 "tool_choice to none or required"
             )
+    reader = CallsOrAnswer(calls, heads.values())
     grammar = calls.grammar(schemas, several=several, answer=answer)
-    return Structure(grammar, "tools", CallsOrAnswer(calls, heads.values()))
+    return Structure(_checked(grammar, reader, schemas, answer), "tools", reader)
 
 
-def _arguments(number: int, tool: Tool) -> dict[str, Any]:
+def _checked(grammar: Grammar, reader: CallReader, schemas: dict[str, Schema], answer: Schema | None = None) -> Grammar:
+    """Return the grammar with a check of complete answers: of the arguments of calls, or of the answer without any."""
+
+    def is_valid(text: str) -> bool:
+        content, calls = reader.read(text, True)
+        checked = [(schemas[call.name], call.arguments) for call in calls]
+        if not calls and answer is not None:
+            checked = [(answer, content)]
+        return all(JsonCheck(json.dumps(schema))(value) for schema, value in checked)
+
+    return replace(grammar, is_valid=is_valid)
+
+
+def _arguments(number: int, tool: Tool) -> Schema:
     """Return the JSON schema of a tool's arguments, which are an object."""
     field, schema = f"tools.{number}.function.parameters", tool.function.parameters
     if schema is None:
@@ -100,23 +116,12 @@ def _arguments(number: int, tool: Tool) -> dict[str, Any]:
     if schema.get("type", "object") != "object":
         raise HydrajaxError(f"{field}.type: got {schema['type']!r}, expected 'object'")
     schema = {"type": "object"} | schema
-    _valid(schema, field)
+    _of_schema(schema, field)
     return schema
 
 
-def _valid(schema: dict[str, Any], field: str) -> str:
-    """Return the grammar of a schema in llguidance's own form; raise `HydrajaxError` if llguidance refuses it."""
-    source = _of_schema(schema, field).source
-    from llguidance import LLMatcher
-
-    wrong, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(source))
-    if wrong:
-        raise HydrajaxError(f"{field}: {one_line(messages[0])}")
-    return source
-
-
-def _of_schema(schema: dict[str, Any], field: str) -> Grammar:
-    """Return the grammar of a schema in the request's ``field``; refuse it if it is too long or llguidance missing."""
+def _of_schema(schema: Schema, field: str) -> Grammar:
+    """Return the grammar of a schema in the request's ``field``; raise `HydrajaxError` if it cannot be used."""
     try:
         found = Grammar.json_schema(schema)
         _ = found.source

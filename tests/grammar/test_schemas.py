@@ -14,6 +14,7 @@ from helpers.random_schemas import random_schema
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
+from hydrajax.grammar.schema_faults import JsonCheck
 
 PROMPTS = [
     'import json\n\nprint(json.dumps(record))\n# prints\n"""\n',
@@ -79,6 +80,15 @@ def test_random_schemas_without_a_draft(models):
     rng = random.Random(0)
     found = without_draft(models, [random_schema(rng, 2) for _ in range(6)], 48)
     assert sum(one.finish_reason == "eos" for one in found) >= 4
+
+
+def test_a_text_that_the_check_refuses_does_not_end_as_a_complete_one(models, monkeypatch):
+    """Where nothing is allowed after a draft, the first token is drawn, which is EOS in this vocabulary."""
+    assert models("none").eos_ids == (0,)
+    monkeypatch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
+    grammars = [Grammar.json_schema({"const": [1]})] * BATCH
+    found = decoded(executor_of(models("none"), grammars[0], 48, 8), grammars)
+    assert [(one.text, one.finish_reason) for one in found] == [("[1]", "grammar")] * BATCH
 
 
 @pytest.mark.slow

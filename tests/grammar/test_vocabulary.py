@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -108,6 +111,45 @@ def test_the_name_of_a_special_token_is_ordinary_text(made):
     *forced, last = matcher.forced(50)
     assert last == tokenizer.eos_token_id
     assert b"".join(expected.get(number, b"special") for number in forced) == text.encode()
+
+
+def unigram():
+    """Return a tokenizer of SentencePiece's kind, whose model has the names of its special tokens as likely pieces."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [(f"<0x{byte:02X}>", -12.0) for byte in range(256)] + [(letter, -4.0) for letter in "▁</s>think"]
+    model = models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces], unk_id=0, byte_fallback=True)
+    tokens = Tokenizer(model)
+    tokens.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Replace(" ", "▁")])
+    tokens.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokens.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokens.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [small_tokenizer.byte_level, metaspace, unigram])
+def test_a_text_may_contain_the_name_of_any_added_token(make):
+    """It is spelled with tokens that decoding leaves in the text, also if a normalizer changes it."""
+    from tokenizers import AddedToken
+
+    tokenizer = make()
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<b c>", lstrip=True, rstrip=True)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "[INST]", "system"]})
+    names = ["cafe\u0301", *(token.content for token in tokenizer.added_tokens_decoder.values())]
+    for name in names:
+        text = f"a {name} b{name}"
+        for grammar, expected in (
+            (Grammar.choices([text]), text),
+            (Grammar.json_schema({"const": {name: [text]}}), json.dumps({name: [text]}, ensure_ascii=False)),
+            (Grammar.json_schema({"pattern": f"^{re.escape(text)}$", "type": "string"}), f'"{text}"'),
+        ):
+            matcher, ids = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)), []
+            while not ids or ids[-1] != tokenizer.eos_token_id:
+                ids += matcher.forced(8)[:1]
+                matcher.follow(ids)
+                assert matcher.error is None, (name, matcher.error)
+            assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
 def allowed_at_start(pattern: str, tokenizer, vocabulary) -> set[int]:

@@ -23,6 +23,7 @@ from helpers import json_letters, letters  # noqa: E402
 from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG  # noqa: E402
 from helpers.serving import SECONDS, running  # noqa: E402
 from hydrajax.grammar.grammar import Grammar  # noqa: E402
+from hydrajax.grammar.schema_faults import JsonCheck  # noqa: E402
 from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
 from hydrajax.serve.request_encoder import RequestEncoder  # noqa: E402
 
@@ -283,6 +284,20 @@ def test_calls_of_llama(pool, monkeypatch):
         assert (message.tool_calls, bool(message.content)) == (None, True)
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tools": TOOLS[2:], "tool_choice": "required", "parallel_tool_calls": False},
+    ],
+)
+def test_an_invalid_answer_is_an_error(client, monkeypatch, wanted):
+    """The check finds no fault of llguidance today, so a text that it accepts is called invalid."""
+    monkeypatch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
+    with pytest.raises(openai.BadRequestError, match=r": no token of the vocabulary can continue or end"):
+        client.chat.completions.create(**ONE, **wanted, logit_bias={str(IDS["}"]): 100})
+
+
 def test_grammars_are_compiled_outside_the_event_loop(client, monkeypatch):
     start, in_loop = Grammar.start, []
 
@@ -330,6 +345,11 @@ WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"nam
     [
         (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
         (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
+        (of({"type": "integer", "multipleOf": 2**31}), "response_format.json_schema.schema: takes more than 2 s"),
+        (
+            of({"properties": {"a": {}}, "patternProperties": {"^a": {}}}),
+            "response_format.json_schema.schema: patternProperties: a pattern matches a name in properties",
+        ),
         (of({"title": "a" * (1 << 17)}), "response_format.json_schema.schema: got more than 131072 bytes"),
         (of(3), "response_format.json_schema.schema: got 3, expected an object"),
         (of({}, x=1), "response_format.json_schema.x: this field is not supported"),

@@ -1,0 +1,89 @@
+"""Schemas that llguidance mishandles, and the check of finished texts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers import small_tokenizer
+from hydrajax.decoding.constraints import allowed_next
+from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.grammar import Grammar
+from hydrajax.grammar.matcher import Matcher
+from hydrajax.grammar.schema_faults import JsonCheck
+from hydrajax.grammar.vocabulary import vocabulary_of
+
+NULL, OF_A, OVERLAP = {"type": "null"}, {"patternProperties": {"^a": {}}}, "patternProperties: a pattern matches a name"
+NAMED = {"properties": {"ab": NULL}}
+OBJECT = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (OBJECT | NAMED | OF_A, OVERLAP),
+        (OBJECT | {"required": ["ab"]} | OF_A, OVERLAP),
+        ({"items": {"allOf": [NAMED, OF_A]}}, OVERLAP),
+        ({"$defs": {"a b": OF_A}, "properties": {"x": NAMED | {"$ref": "#/$defs/a%20b"}}}, OVERLAP),
+        ({"anyOf": [NULL, OBJECT | NAMED | {"allOf": [{"anyOf": [NULL, OF_A]}]}]}, OVERLAP),
+        (OBJECT | {"patternProperties": {"^a": {}, "b$": {}}}, "are not disjoint"),
+        (OBJECT | {"additionalProperties": NULL, "minProperties": 2}, "minProperties: got 2, expected at most 1"),
+        ({"type": "integer", "x-guidance": {"lenient": True}, "not": {"const": 1}}, "x-guidance: "),
+        ({"type": "array", "prefixItems": [{}], "items": NULL, "additionalItems": False}, "prefixItems: "),
+        ({"enum": [2**60 + 1]}, "const: got 1152921504606846977, expected at most 15 digits"),
+        ({"const": 9347.891899370043}, "const: got 9347.891899370043, expected at most 15 digits"),
+    ],
+)
+def test_mishandled_schemas_are_refused_by_name(schema, message):
+    with pytest.raises(HydrajaxError, match=message):
+        _ = Grammar.json_schema(schema).source
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        OBJECT | OF_A,
+        OBJECT | {"properties": {"id": NULL}, "required": ["id"]} | OF_A,
+        {"properties": {"ab": OBJECT | {"patternProperties": {".*": NULL}}}},  # of another value
+        {"properties": {"patternProperties": NULL, "ab": {"const": OF_A}, "x-guidance": NULL}},
+        OBJECT | {"properties": {"a": NULL, "b": NULL}, "required": ["a"], "minProperties": 2},
+        {"const": [-1.5, 1e22, 0.1, 10**18, 2**40]},
+    ],
+)
+def test_similar_schemas_are_not(schema):
+    assert Grammar.json_schema(schema).source
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"),
+    [
+        ({}, ["[1]", "1" * 5000, "[" * 5000 + "]" * 5000], ['{"a": 1, ', "", "[1]]"]),
+        (OBJECT | NAMED, ["{}", '{"ab": null}'], ['{"b": 1}', '{"ab": 1}']),
+        ({"type": "number", "multipleOf": 0.1}, ["0.3", "1e0"], ['"a"']),
+        ({"type": "number", "exclusiveMinimum": 0.1}, ["0.10000000000000000001"], ["0.1"]),
+        ({"pattern": "^(a+)+$", "maxLength": 90}, [f'"{"a" * 60}!"'], [f'"{"a" * 91}"']),  # llguidance's task
+        ({"pattern": r"^\p{Lu}$", "format": "date"}, ['"A"'], []),
+        (OBJECT | {"patternProperties": {r"^\p{Lu}": {}}}, ['{"A": 1}'], ["1"]),
+        ({"$ref": "http://localhost:1/schema"}, ["1"], []),  # is not fetched
+        ({"$schema": [], "type": "null"}, ["1"], ["[1"]),
+        ({"minimum": 0, "exclusiveMinimum": True}, ["1"], ["-1"]),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [NULL]}, ["[null, 1]"], ["[1]"]),
+        ({"items": {"enum": [f"{n}" for n in range(9000)]}}, [json.dumps(["8999"] * 4000)], []),  # takes too long
+    ],
+)
+def test_the_check_of_finished_texts(schema, valid, invalid):
+    check = JsonCheck(json.dumps(schema))
+    assert [check(text) for text in valid + invalid] == [True] * len(valid) + [False] * len(invalid)
+
+
+def test_eos_does_not_follow_an_invalid_text():
+    """llguidance would end a text here; the sequence ends with an error."""
+    tokenizer, errors = small_tokenizer.byte_level(), []
+    vocabulary, source = vocabulary_of(tokenizer, 320, (2,)), Grammar.choices(["[1]"]).source
+    for is_valid in (None, lambda ids: tokenizer.decode(ids) == "[1]", lambda ids: False):
+        matcher = Matcher(vocabulary, source, is_valid)
+        matcher.follow(tokenizer.encode("[1]", add_special_tokens=False))
+        allowed_next(matcher, 320)
+        errors.append(matcher.error)
+    assert errors == [None, None, "no token of the vocabulary can continue or end the text"]
