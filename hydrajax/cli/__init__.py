@@ -188,6 +188,8 @@ def _outcome(error: BaseException, flags: frozenset[str]) -> tuple[int, str] | N
         return 128 + 13, ""  # the shell's code for SIGPIPE
     if isinstance(error, OSError) and error.filename is not None:
         return 2, f"hydrajax: cannot use {error.filename}: {error.strerror}"
+    if type(error).__name__ == "PanicException":  # of a library in Rust; its module cannot be imported
+        return 2, f"hydrajax: a library failed: {one_line(error)}"
     if isinstance(error, Exception) and not isinstance(error, OSError) and (trouble := _platform_error()):
         return 2, f"hydrajax: {trouble}"
     return None

@@ -20,11 +20,13 @@ from hydrajax.families.config_fields import rope_fields, unsupported
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_file, whole_directory
+from hydrajax.formats.gguf_tokenizer import KNOWN_SPLITS, gguf_tokenizer
 from hydrajax.formats.tensors import GGUF_FLOATS, GGUF_INDEX, GgufFiles, expect_tensors, gguf_directory
 from hydrajax.locking import one_at_a_time
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.optional_deps import needs
+from hydrajax.text.tokenizer import run_tokenizer, without_panic_text
 
 SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
@@ -51,11 +53,7 @@ GEMMA_TENSORS = LAYER_TENSORS | {
 }
 GEMMA_27B_LAYERS = 62  # the one size of Gemma 3 whose scores have another scale
 ROPE_FACTORS = "rope_freqs.weight"
-# Values of tokenizer.ggml.pre of byte-level vocabularies. llama.cpp splits these at every digit first, which
-# transformers' conversion leaves out.
-DIGITS_FIRST = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
-KNOWN_SPLITS = (*DIGITS_FIRST, "gpt-2", "llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "dbrx")
-KNOWN_SPLITS += ("tekken", "pixtral", "qwen2", "deepseek-r1-qwen", "megrez", "mpt", "olmo", "jais", "trillion")
+EXPECTED = {int: "an integer", str: "a text", float: "a number", bool: "a bool", list: "an array"}
 
 
 def described(file: str | Path, what: str) -> Path:
@@ -105,8 +103,8 @@ def _describe(path: Path, directory: Path, what: str) -> None:
         if config.n_layers > len(tensors):  # before a wrong number makes us list millions of names
             raise HydrajaxError(f"block_count: got {config.n_layers} layers with {len(tensors)} tensors")
         expect_tensors(GgufFiles(path, tensors, what), shapes(base_layout(config)), where)
-        tokenizer = file.tokenizer()
-    except ImportError as error:  # of gguf, or of a transformers without its conversion
+        tokenizer = file.tokenizer(config.vocab_size)
+    except ImportError as error:  # of gguf
         raise _missing(error, what) from None
     except HydrajaxError as error:
         text = str(error)
@@ -229,51 +227,31 @@ class _GgufFile:
 
     def token_ids(self) -> dict[str, Any]:
         """Return the special tokens for ``config.json``. End of text, of turn and of message end generation."""
-        names = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        ends = list(dict.fromkeys(found for name in names if (found := self._field(name, int, -1)) >= 0))
+        found = (self._token_id(name) for name in ("eos", "eot", "eom"))
+        ends = list(dict.fromkeys(i for i in found if i is not None))
         return {
-            "bos_token_id": self._field("tokenizer.ggml.bos_token_id", int, None),
+            "bos_token_id": self._token_id("bos"),
             "eos_token_id": (ends[0] if len(ends) == 1 else ends) if ends else None,
         }
 
-    def tokenizer(self) -> Any | None:
-        """Build the transformers tokenizer; None for a file without a vocabulary."""
-        kind = self._field("tokenizer.ggml.model", str, "no_vocab")
-        if kind == "no_vocab":
-            return None
-        # Not AutoTokenizer's gguf_file, which needs torch.
-        from tokenizers import Tokenizer, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    def _token_id(self, name: str) -> int | None:
+        defaults = {"bos": 1, "eos": 2, "unknown": 0} if self._field("tokenizer.ggml.model", str, "") == "llama" else {}
+        found = self._field(f"tokenizer.ggml.{name}_token_id", int, defaults.get(name, -1))
+        return None if found < 0 else found
 
-        values, settings = (
-            {ours: field.contents() for name, ours in names.items() if (field := self._raw(f"tokenizer.{name}"))}
-            for names in (GGUF_TOKENIZER_MAPPING["tokenizer"], GGUF_TOKENIZER_MAPPING["tokenizer_config"])
-        )
-        if kind == "llama":
-            settings.setdefault("add_bos_token", True)  # llama.cpp's default for files without the flag
-        for name in ("bos", "eos", "unk", "pad"):
-            token = values.get(f"{name}_token_id")
-            settings[f"{name}_token"] = None if token is None else values["tokens"][token]
+    def tokenizer(self, vocab_size: int) -> Any | None:
+        """Build the transformers tokenizer; None for a file without a vocabulary."""
         splits = self._field("tokenizer.ggml.pre", str, "default")
-        if kind == "gpt2" and splits not in KNOWN_SPLITS:
+        if self._field("tokenizer.ggml.model", str, "") == "gpt2" and splits not in KNOWN_SPLITS:
             warnings.warn(
                 f"hydrajax: tokenizer.ggml.pre: got '{one_line(splits, 40)}', which is not supported: text is split as "
-                "for GPT-2, and some ids may differ from the original tokenizer's",
+                "for files without it, and some ids may differ from the original tokenizer's",
                 stacklevel=2,
             )
-        try:
-            backend, more = convert_gguf_tokenizer(self._architecture, values)
-            content = json.loads(backend.to_str())
-            size = len(values["tokens"])  # the classes add default tokens beyond the vocabulary
-            content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]
-            backend = Tokenizer.from_str(json.dumps(content))
-            if kind == "gpt2" and splits in DIGITS_FIRST:
-                digits = pre_tokenizers.Digits(individual_digits=True)
-                backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-            return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
-        except Exception as error:  # transformers raises many types
-            raise HydrajaxError(f"cannot read the tokenizer: {one_line(f'{type(error).__name__}: {error}')}") from None
+        special = {name: self._token_id(name) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+        with without_panic_text():
+            failed = "cannot read the tokenizer"
+            return run_tokenizer(gguf_tokenizer, self._field, special, vocab_size, failed=failed)
 
     def _rope_scaling(self, head_dim: int, theta: float) -> RopeScaling | None:
         kind = self._own("rope.scaling.type", str, "linear")  # llama.cpp's default, with the factor 1
@@ -305,11 +283,11 @@ class _GgufFile:
             if not default:
                 raise HydrajaxError(f"field '{name}' is missing")
             return default[0]
-        value = field.contents() if len(field.types) == 1 else "an array"
+        value = field.contents() if kind is list or len(field.types) == 1 else "an array"
         if kind is float and type(value) in (int, float):
             return float(str(np.float32(value)))  # 1e-05 as in config.json, not 9.999999747378752e-06
         if type(value) is not kind:
-            raise unsupported(name, value, {int: "an integer", str: "a text", float: "a number", bool: "a bool"}[kind])
+            raise unsupported(name, value, EXPECTED[kind])
         if kind is int and abs(value) >= 2**31:
             raise unsupported(name, value, "an integer of 32 bits")
         return value

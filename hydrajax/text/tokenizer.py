@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+import re
+import string
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_directory
 
+_STDERR = threading.RLock()
+# Texts that a damaged tokenizer may panic at: letters, digits, punctuation, spaces, characters of one to four bytes.
+TRIED = ("a", "the tree", f"{string.printable}é日🙂")
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one class of transformers
 
 
@@ -36,10 +45,33 @@ def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
     else:
         from transformers import AutoTokenizer as Tokenizer
 
-    try:
-        return Tokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises many types for a damaged tokenizer
-        raise HydrajaxError(f"{field}: cannot read the tokenizer in {directory}: {one_line(error)}") from None
+    with without_panic_text():
+        failed = f"cannot read the tokenizer in {directory}"
+        return run_tokenizer(_read_and_try, Tokenizer, directory, where=f"{field}: ", failed=failed)
+
+
+def _read_and_try(kind: Any, directory: Path) -> Any:
+    """Read a tokenizer; a damaged one may panic only when it is used."""
+    _check_merges(directory / "tokenizer.json")
+    tokenizer = kind.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+    for text in TRIED:
+        with contextlib.suppress(Exception):  # prompts of ids need no text; some tokenizers are not the library's
+            ids = tokenizer.backend_tokenizer.encode(text).ids
+            for some in (ids, *([i] for i in ids)):
+                tokenizer.backend_tokenizer.decode(some)
+    return tokenizer
+
+
+def _check_merges(file: Path) -> None:
+    """Refuse merges without the prefix that the library cuts off: it ends the process if that fails."""
+    text = file.read_bytes() if file.is_file() else b""
+    if re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', text):
+        model = json.loads(text)["model"]
+        prefix = model.get("continuing_subword_prefix") or ""
+        for merge in model.get("merges") or ():
+            second = (merge.split(" ") if isinstance(merge, str) else merge)[1]
+            if not second.startswith(prefix):
+                raise ValueError(f"continuing_subword_prefix: got {prefix!r}, expected a start of {second!r}")
 
 
 def _names_a_generic_class(directory: Path) -> bool:
@@ -52,14 +84,36 @@ def _names_a_generic_class(directory: Path) -> bool:
     return named and (directory / "tokenizer.json").is_file()
 
 
-def run_tokenizer(call: Callable, *args, where: str = "", **settings) -> Any:
-    """Call a tokenizer and raise any error as a `HydrajaxError`; ``where`` is the start of the message."""
+def run_tokenizer(call: Callable, *args, where: str = "", failed: str = "the tokenizer failed", **settings) -> Any:
+    """Call a tokenizer and raise any error as a `HydrajaxError`: ``where``, ``failed`` and the reason."""
     try:
         return call(*args, **settings)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, HydrajaxError):
         raise
     except BaseException as error:  # panics of the tokenizers library are not Exceptions
-        raise HydrajaxError(f"{where}the tokenizer failed: {one_line(error)}") from None
+        raise HydrajaxError(f"{where}{failed}: {one_line(error)}") from None
+
+
+@contextlib.contextmanager
+def without_panic_text() -> Iterator[None]:
+    """Leave out the text that Rust prints to stderr for a panic, which becomes an exception as well.
+
+    Other text that any thread writes meanwhile appears at the end.
+    """
+    with _STDERR, contextlib.ExitStack() as stack:
+        try:
+            kept = stack.enter_context(os.fdopen(os.dup(2), "wb"))
+            written = stack.enter_context(tempfile.TemporaryFile())
+            os.dup2(written.fileno(), 2)
+        except OSError:  # stderr is closed, or there is no folder for temporary files
+            yield
+            return
+        try:
+            yield
+        finally:
+            os.dup2(kept.fileno(), 2)
+            written.seek(0)
+            kept.write(re.sub(rb"\n?thread '[^\n]* panicked at .*", b"", written.read(), flags=re.DOTALL))
 
 
 def decode_text(tokenizer: Any | None, ids: Sequence[int]) -> str:
@@ -79,7 +133,8 @@ def token_ids(tokenizer: Any) -> dict[str, int]:
         return tokenizer.get_vocab()
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    with without_panic_text():
+        return run_tokenizer(Tokenizer.from_file, str(file)).get_vocab(with_added_tokens=True)
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int], we: str, they: str) -> str | None:

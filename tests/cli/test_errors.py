@@ -107,6 +107,15 @@ def test_damaged_tokenizer(refused, copied):
     refused(r"--base: cannot read the tokenizer in ", "--base", copied, *TEXT)
 
 
+def test_a_library_that_panics():
+    """pyo3's type is not an Exception, and no module has it."""
+    panic = type("PanicException", (BaseException,), {})
+    assert cli._outcome(panic("index\nout of bounds"), frozenset()) == (
+        2,
+        "hydrajax: a library failed: index out of bounds",
+    )
+
+
 # --- the draft ------------------------------------------------------------------------------------------------
 
 
