@@ -100,35 +100,35 @@ class Matcher:
             if parent >= 0 and tokens[node] >= 0:
                 children.setdefault(parent, []).append(node)
         allowed[:] = 0
-
-        def visit(node: int, path: list[int]) -> None:
-            mask, known = allowed[node], self._masks.get(tuple(path))
-            if known is not None:
-                mask[:] = known
-            else:
-                self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-                if self._matcher.is_error():
-                    mask[:] = 0
-                    return
-                self._check_end(mask, path)
-                self._masks[tuple(path)] = mask.copy()
-            for child in children.get(node, ()):
-                token = int(tokens[child])
-                if not mask[token // WORD] >> np.uint32(token % WORD) & 1 or token in self._vocabulary.eos_tokens:
-                    continue  # never accepted, or the last token of a text
-                if self._matcher.consume_token(token):
-                    visit(child, [*path, token])
-                if self._matcher.is_error():  # for ever, but only of this branch
-                    self._compile_again(path)
-                else:
-                    self._matcher.rollback(1)
-
         if self._matcher.is_error() and not self.error:  # copies share a lexer, and another one has exhausted it
             self._compile_again()
         if not self.error:
-            visit(0, [])
+            self._visit(0, [], tokens, children, allowed)
         if not allowed[0].any():
             self._fail()
+
+    # No nested function: a cycle of references would keep the parser until a late garbage collection.
+    def _visit(self, node: int, path: list[int], tokens, children: dict[int, list[int]], allowed) -> None:
+        mask, known = allowed[node], self._masks.get(tuple(path))
+        if known is not None:
+            mask[:] = known
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                mask[:] = 0
+                return
+            self._check_end(mask, path)
+            self._masks[tuple(path)] = mask.copy()
+        for child in children.get(node, ()):
+            token = int(tokens[child])
+            if not mask[token // WORD] >> np.uint32(token % WORD) & 1 or token in self._vocabulary.eos_tokens:
+                continue  # never accepted, or the last token of a text
+            if self._matcher.consume_token(token):
+                self._visit(child, [*path, token], tokens, children, allowed)
+            if self._matcher.is_error():  # for ever, but only of this branch
+                self._compile_again(path)
+            else:
+                self._matcher.rollback(1)
 
     def _check_end(self, mask: UInt32[np.ndarray, " W"], path: list[int]) -> None:
         """Forbid EOS where llguidance only finds no continuation, and after a text that is not valid."""
