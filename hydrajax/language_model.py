@@ -37,6 +37,7 @@ from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.low_bit_types import described
 from hydrajax.models.quantized import Quantized
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
@@ -123,7 +124,7 @@ class LanguageModel:
         config, draft = self.config, _count(self.params.draft)
         base = f"{type(self.model).__name__} with {_millions(_count(self.params.base))} parameters"
         parts = [
-            f"{base}, {self.model.dtype.name}",
+            f"{base}, {described(self.model.dtype.name, self.model.quantize)}",
             title_of(self.drafter) + (f" with {_millions(draft)}" if draft else ""),
             f"vocabulary {config.vocab_size}, context {config.max_positions}",
             "no tokenizer" if self.tokenizer is None else "tokenizer",

@@ -27,7 +27,7 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel
 from hydrajax.models import platforms
-from hydrajax.models.low_bit_types import QUANTIZED
+from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
@@ -121,9 +121,10 @@ def add_model_arguments(
     if base:
         add_dtype_argument(group)
         group.add_argument(
-            "--quantize", choices=QUANTIZED,
-            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast "
-            "('hydrajax convert int8' measures the effect)",
+            "--quantize", choices=(WIDENED, *QUANTIZED),
+            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
+            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
+            "--dtype is given; else none)",
         )  # fmt: skip
         group.add_argument(
             "--kv-cache", choices=KV_CACHES,
@@ -344,7 +345,7 @@ def load_from(
     """Load the base and the draft of the arguments; ``changes`` override ``base``, ``draft`` and ``dtype``.
 
     Progress goes to ``on_status``, by default to a line on stderr. ``args.dtype`` auto is replaced by the dtype that
-    was chosen, for reports.
+    was chosen, for reports, and ``args.quantize`` None by the type of weights, unless they are floats.
     """
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         update = on_status or line.update
@@ -362,6 +363,7 @@ def load_from(
             corpus=getattr(args, "corpus", None),
             on_progress=lambda done, total: update(f"loading {done / total:.0%}"),
         )
+    args.quantize = args.quantize or model.model.quantize
     if args.dtype == api.AUTO:
         args.dtype = model.model.dtype.name
         if args.dtype == "float16":
