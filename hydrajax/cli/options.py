@@ -25,7 +25,7 @@ from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, naming_corpus
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.language_model import LanguageModel
+from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.models import platforms
 from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
@@ -114,8 +114,8 @@ def add_model_arguments(
         group.add_argument(
             "--tree", metavar="NAME|FILE.json|JSON", **listed,
             help=f"verify this candidate tree: {', '.join(presets.names())}, a file, or choices such as "
-            "'[[0],[0,0],[1]]' (default: the tree that 'hydrajax tree search --save' left with the heads; without one, "
-            "generate and chat measure which tree is fastest here, other commands use the drafter's own)"
+            "'[[0],[0,0],[1]]'; generate, chat and serve also take auto: time a few trees, once per device (default: "
+            "what auto found here, for these three; else the tree that comes with the draft, else the drafter's own)"
             + ("; repeatable, every draft runs with every tree" if several else ""),
         )  # fmt: skip
     if base:
@@ -204,14 +204,6 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--choices", metavar="TEXT", nargs="+", help="generate one of these texts; quote a text with spaces"
     )
     group.add_argument("--lark", metavar="FILE", help="generate a text of this Lark grammar (llguidance's dialect)")
-
-
-def add_search_argument(parser: argparse._ActionsContainer) -> None:
-    """Add ``--no-tree-search``."""
-    parser.add_argument(
-        "--no-tree-search", action="store_true",
-        help="without --tree, use the draft's own tree (default: the first run times a few trees on this device)",
-    )  # fmt: skip
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -326,15 +318,16 @@ def draft_of(args: argparse.Namespace) -> str | None:
     return None if args.draft == api.NO_DRAFT else args.draft
 
 
-def tree_from(args: argparse.Namespace) -> CandidateTree | None:
+def tree_from(args: argparse.Namespace, measures: bool = False) -> CandidateTree | Any:
     """Return the tree of ``--tree``, None if it is not given. It needs no model, so mistakes show early.
 
-    Raises `HydrajaxError` for an unknown or malformed tree, and for any tree but the root without a draft.
+    A command that ``measures`` also takes `AUTO`. Raises `HydrajaxError` for an unknown or malformed tree, and for any
+    tree but the root without a draft.
     """
     if args.tree is None:
         return None
-    tree = presets.by_name(args.tree)
-    if draft_of(args) is None and tree.depth > 0:
+    tree = AUTO if measures and args.tree == AUTO else presets.by_name(args.tree)
+    if draft_of(args) is None and (tree == AUTO or tree.depth > 0):
         raise HydrajaxError(f"--tree: got '{args.tree}', expected 'root' without --draft; add a draft")
     return tree
 
