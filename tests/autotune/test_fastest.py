@@ -160,14 +160,6 @@ def test_built_in_prompts_follow_the_users_own(loaded, speeds):
     assert speeds.prompts == [8, *built_in, 8]
 
 
-def test_a_server_finds_the_choice_of_generate(loaded, speeds):
-    assert loaded.measured_tree() is None  # without measuring
-    loaded.with_tree(DecodeSpec(max_new_tokens=5), "auto", prompts=PROMPTS)
-    assert loaded.measured_tree().tree == presets.chain(4)
-    assert loaded.measured_tree(2) is None
-    assert len(speeds.names) == 1
-
-
 def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, executor, speeds, capsys):
     """The draft's own tree remains, and the next call measures again."""
     speeds.lowest = 0.8
@@ -188,6 +180,7 @@ def test_generate_measures_only_if_asked(loaded, speeds, capsys):
     assert (speeds.names, capsys.readouterr().err) == ([], "")
     speeds.update({name: speed / 2 for name, speed in speeds.items()})
     m.generate([PROMPTS[0]], tree="auto", max_new_tokens=2)
+    assert (m.measured_tree().name, m.measured_tree(2)) == ("chain-4", None)  # which a server asks for
     for later in (m, loaded.with_draft("lookup")):
         assert later.generate([PROMPTS[0]], max_new_tokens=6)[0].steps == 6
     assert capsys.readouterr().err.count("tree: none, decoding without the draft: the fastest tree, chain-4,") == 2
