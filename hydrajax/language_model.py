@@ -36,7 +36,7 @@ from hydrajax.generation import Stream, generate, stream
 from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
 from hydrajax.models import platforms
-from hydrajax.models.base_model import BaseModel
+from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.low_bit_types import described
 from hydrajax.models.quantized import Quantized
@@ -127,7 +127,8 @@ class LanguageModel:
     def __repr__(self) -> str:
         """Describe the model in one line, from shapes: nothing is fetched from a device."""
         config, draft = self.config, _count(self.params.draft)
-        base = f"{type(self.model).__name__} with {_millions(_count(self.params.base))} parameters"
+        base = abstract_base(self.model.clone(quantize=None)) if self.model.quantize else self.params.base
+        base = f"{type(self.model).__name__} with {_millions(_count(base))} parameters"
         parts = [
             f"{base}, {described(self.model.dtype.name, self.model.quantize)}",
             title_of(self.drafter) + (f" with {_millions(draft)}" if draft else ""),

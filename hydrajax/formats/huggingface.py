@@ -142,8 +142,7 @@ def load_llama(
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
         quantize: one of `hydrajax.models.low_bit_types.QUANTIZED`; quantises the weights of matrix products. On a CPU
-            layers that a file has in 4 bits keep its numbers with every name of 4 bits. ``"auto"`` is
-            `stored_quantize`, and None for an adapter that is merged.
+            layers that a file has in 4 bits keep its numbers with every name of 4 bits. "auto": `stored_quantize`.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
         on_progress: called after each parameter.

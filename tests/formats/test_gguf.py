@@ -195,7 +195,8 @@ def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
     layer = [m.params.base["layers_0"][f"down{part}"] for part in ("", "_scale", "_offset")]
     expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).T
     np.testing.assert_array_equal(Int4Tiles(*layer, expected.shape).dequantized(), expected)
-    assert "float32 with int4 weights" in repr(m)
+    count = sum(leaf.size for leaf in jax.tree.leaves(hydrajax.load(file, quantize="none").params.base))
+    assert f" with {count / 1e6:.1f}M parameters, float32 with int4 weights" in repr(m)
     drafted, alone = (m.generate(TEXTS[:2], draft=draft, max_new_tokens=24) for draft in (None, "none"))
     assert [one.output_ids for one in drafted] == [one.output_ids for one in alone]
 
