@@ -39,7 +39,6 @@ from side_by_side import side_by_side
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.autotune.fastest import choose
 from hydrajax.cli import options, run_command
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.files import WholeFile, user_cache
@@ -56,11 +55,14 @@ from hydrajax.questions.sets import read_questions
 from hydrajax.report.drawing import can_draw, save_png
 from hydrajax.report.tables import markdown_table, print_table
 from hydrajax.text.templates import make_encoder
-from hydrajax.trees import presets
 
-TYPES = {"float32": {}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantize": "int8"}, "int4": {"quantize": "int4"}}
-TYPES |= {"int4-64": {"quantize": "int4-64"}}  # 4.5 bits for a weight, as in Q4_0
-SMALLEST = "chain-2"
+TYPES: dict[str, dict[str, str]] = {
+    "float32": {"quantize": "none"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+    "int4-64": {"quantize": "int4-64"},  # 4.5 bits for a weight, as in Q4_0
+}
 STEPS = 8  # forward passes of one timing
 CHECKED = 8  # tokens that are compared where only forward passes are timed
 
@@ -76,7 +78,7 @@ class Defaults:
 
 MODELS = {
     "18m": Defaults(drafts=("lookup=chain-5", "draft-model=chain-5", "hydra++=cartesian-2x2")),
-    "smollm2": Defaults(drafts=("lookup", "hydra++", "dspark")),
+    "smollm2": Defaults(drafts=("lookup", "hydra++", "dspark", "lookup-0+dspark")),
     "1b": Defaults(("float32", "bfloat16", "int8", "int4"), rows=(1, 8)),
 }
 RANDOM = {  # Llama 3.2 1B without its scaling of rotary frequencies
@@ -96,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft",
         action="append",
         metavar="NAME[=TREE]",
-        help="hydrajax's draft, repeatable; without a tree the fastest of a few (default: by model)",
+        help="hydrajax's draft, repeatable; without a tree its default one (default: by model)",
     )
     parser.add_argument("--assistant", metavar="DIR", help="draft model of other programs (default: the shipped one)")
     known = ", ".join(program.package for program in PROGRAMS)
@@ -141,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
         results, differing = (time_rows if args.rows else time_decoding)(args, base, found)
         arguments = options.recorded(args)
         content = {"machine": machine(), "arguments": arguments, "results": results}
+        content["builds"] = {program.title: program.build() for program in programs}
         content |= {"differences": [each.as_dict() for each in differing]}
         file.write_json(content)
     show(args, content, differing)
@@ -225,7 +228,7 @@ def time_decoding(
     with contextlib.ExitStack() as stack:
         runs = peer_runs(args, others, prompts, context, first.config.vocab_size, stack)
         for name, m in models.items():
-            runs |= own_runs(args, m, name, prompts)
+            runs |= own_runs(args, m, name)
         return measured(runs, prompts, args, models.get("float32", first))
 
 
@@ -272,7 +275,7 @@ def read_prompts(args: argparse.Namespace, m: LanguageModel) -> list[np.ndarray]
     return [np.array(prompt.ids, np.int32) for prompt in found]
 
 
-def own_runs(args: argparse.Namespace, m: LanguageModel, dtype: str, prompts: Sequence[np.ndarray]) -> dict[str, Run]:
+def own_runs(args: argparse.Namespace, m: LanguageModel, dtype: str) -> dict[str, Run]:
     """Return this package's decoders in one type, by name."""
     title = "hydrajax" if dtype == "float32" else f"hydrajax {dtype}"
     wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
@@ -281,12 +284,8 @@ def own_runs(args: argparse.Namespace, m: LanguageModel, dtype: str, prompts: Se
     for text in args.draft:
         draft, _, tree_name = text.partition("=")
         drafted = m.with_draft(draft)
-        executor = hydrajax.make_executor(drafted, drafted.spec(wanted, tree=tree_name or "root", eos_ids=()))
-        if not tree_name:
-            choice = choose(executor, prompts, 1, drafted.draft_directory)
-            tree_name = SMALLEST if choice.tree is None else choice.name  # None: no tree is faster
-            executor = executor.with_spec(tree=choice.tree or presets.by_name(SMALLEST))
-        found[f"{title}, {title_of(drafted.drafter)}, {tree_name}"] = executor
+        executor = hydrajax.make_executor(drafted, drafted.spec(wanted, tree=tree_name or None, eos_ids=()))
+        found[f"{title}, {title_of(drafted.drafter)}{tree_name and f', {tree_name}'}"] = executor
     return {name: Run(name, plain, "equal", partial(decoded, executor)) for name, executor in found.items()}
 
 

@@ -1,6 +1,6 @@
-"""Draw the two pictures of the README: the tree of one step with its accepted path, and the measured speed.
+"""Draw the two pictures of the README, the tree of one step and the measured speeds, and write its table of speeds.
 
-python experiments/front_page.py --images docs/images
+python experiments/front_page.py --images docs/images --readme README.md
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import json
 import sys
 from pathlib import Path
 
-from peer_picture import speed_picture
+from peer_picture import front_table, speed_picture
 
 import hydrajax
 from hydrajax.cli import run_command
 from hydrajax.measure.step_trace import TracedStep, trace_steps
 from hydrajax.report.drawing import draw_step, save_png
+from hydrajax.report.tables import markdown_table
 from hydrajax.text.tokenizer import decode_text, visible
 from hydrajax.trees.static_tree import TreeTopology
 
+BEGIN, END = "<!-- table of speeds: begin, written by experiments/front_page.py -->", "<!-- table of speeds: end -->"
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = "What is the capital of France, and what is it famous for?"
 TREE = [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0]]
@@ -32,10 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", metavar="FILE.json", default=str(results), help="from cpu_peers.py (default %(default)s)"
     )
 
+    parser.add_argument("--readme", metavar="FILE", help="replace the table of speeds in this page (default: print it)")
+    parser.add_argument("--only-speed", action="store_true", help="leave the picture of the tree as it is")
+
 
 def run(args: argparse.Namespace) -> None:
-    tree_picture(Path(args.images) / "tree.png")
-    save_png(speed_picture(json.loads(Path(args.peers).read_text())), Path(args.images) / "speed.png", "images")
+    if not args.only_speed:
+        tree_picture(Path(args.images) / "tree.png")
+    content = json.loads(Path(args.peers).read_text())
+    save_png(speed_picture(content), Path(args.images) / "speed.png", "images")
+    table = "\n".join(markdown_table(*front_table(content)))
+    if args.readme is None:
+        print(table)
+        return
+    page = Path(args.readme).read_text(encoding="utf-8")
+    before, after = page.split(BEGIN)[0], page.split(END)[1]
+    Path(args.readme).write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
 
 
 def tree_picture(path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ class Program:
         kinds: its name of each of our types that it computes in: a type of GGUF files, or CTranslate2's.
         drafts: its ways to draft.
         rows: it can time a forward pass.
+        features: a Python statement that prints the instruction sets that the package was compiled for.
     """
 
     title: str
@@ -42,18 +45,26 @@ class Program:
     kinds: Mapping[str, str]
     drafts: tuple[str, ...] = ()
     rows: bool = True
+    features: str = ""
 
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.module) is not None
+
+    def build(self) -> str:
+        """Return the package, its version, and the widest vectors that it was compiled for, if it tells."""
+        done = subprocess.run([sys.executable, "-c", self.features], capture_output=True, text=True)
+        found = re.findall(r"((?:AVX|AMX)\w*) = 1", done.stdout)
+        return f"{self.package} {version(self.package)}" + (f" with {found[-1]}" if found else "")
 
     def name(self, dtype: str) -> str:
         """Return the name in this type, as in tables."""
         return f"{self.title} {self.kinds[dtype]}"
 
 
+LLAMA_CPP_FEATURES = "import llama_cpp; print(llama_cpp.llama_print_system_info().decode())"
 OPENVINO_KINDS = {"float32": "F16", "int8": "Q8_0", "int4": "Q4_0"}  # it reads no F32
 PROGRAMS = (
-    Program("llama.cpp", "llama-cpp-python", "llama_cpp", "llama_cpp_peer.py", GGUF_TYPES),
+    Program("llama.cpp", "llama-cpp-python", "llama_cpp", "llama_cpp_peer.py", GGUF_TYPES, features=LLAMA_CPP_FEATURES),
     Program(
         "llama.cpp server", "xllamacpp", "xllamacpp", "xllamacpp_peer.py", GGUF_TYPES, (LOOKUP, DRAFT_MODEL), rows=False
     ),

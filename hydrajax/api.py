@@ -25,7 +25,7 @@ from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_con
 from hydrajax.formats.load import find_own_heads, names_own_heads
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.low_bit_types import QUANTIZED
+from hydrajax.models.low_bit_types import AS_STORED, QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
@@ -146,10 +146,12 @@ def load(
         placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
             shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
             a batch over its ``data`` axis. None is the default device.
-        quantize: ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte each, the lm head
-            in one. ``"int8-64"``, ``"int4-128"`` and the like have a scale for 64 or 128 inputs, not 32. Logits differ
-            slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft heads too; elsewhere
-            products read them as they are stored. ``"fp8"`` requires a GPU of compute capability 8.9.
+        quantize: by default ``"int4"`` on a CPU for a base that is published in 4-bit integers (GGUF, AWQ, GPTQ,
+            compressed-tensors), unless ``dtype`` is given or an adapter is merged; else ``"none"``, which stores
+            weights in ``dtype``. ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte
+            each, the lm head in one. ``"int8-64"``, ``"int4-128"`` and the like have a scale for 64 or 128 inputs, not
+            32. Logits differ slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft
+            heads too; elsewhere products read them as stored. ``"fp8"`` requires a GPU of compute capability 8.9.
         kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per
             token and head. Logits differ slightly (docs/usage.md#kv-cache). A draft's own cache keeps ``dtype``.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).
@@ -180,8 +182,8 @@ def load(
     name = _dtype_name(dtype)
     if name not in (AUTO, *DTYPES):
         raise not_allowed("dtype", name, (AUTO, *DTYPES))
-    if quantize not in (None, *QUANTIZED):
-        raise not_allowed("quantize", quantize, QUANTIZED)
+    if quantize not in (None, WIDENED, *QUANTIZED):
+        raise not_allowed("quantize", quantize, (WIDENED, *QUANTIZED))
     if kv_cache not in (None, *KV_CACHES):
         raise not_allowed("kv_cache", kv_cache, KV_CACHES)
     if merge and adapter is None:
@@ -208,7 +210,7 @@ def load(
         base,
         DTYPES.get(name),  # None for "auto"
         placement.place_base,
-        quantize=quantize,
+        quantize=None if quantize == WIDENED else quantize or (AS_STORED if name == AUTO else None),
         adapter=adapter,
         merge=merge,
         on_progress=on_progress,

@@ -35,8 +35,10 @@ from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
-from hydrajax.models.base_model import BaseModel
+from hydrajax.models import platforms
+from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.low_bit_types import described
 from hydrajax.models.quantized import Quantized
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
@@ -47,8 +49,11 @@ from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.smaller import with_size
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
+AUTO = "auto"  # the tree that is measured to be the fastest
+CPU_NODES = 6  # of default trees on a CPU: with released trees of 64 nodes a step takes five times as long as one token
 
 
 class Keywords(Numbers, total=False):
@@ -84,9 +89,10 @@ class LanguageModel:
     `generate`, `stream` and `chat` share these arguments:
 
     - ``draft``: another draft, as in `hydrajax.load`, such as ``"lookup"`` or ``"none"``; it is loaded once.
-    - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None is the fastest on this device:
-      the tree that was searched or measured earlier; otherwise the first call times a few small trees, which takes
-      some seconds, and prints the choice on stderr (`hydrajax.autotune.fastest`).
+    - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it is the
+      tree that was measured on this device earlier, and no draft if that was faster, which is printed on stderr; else
+      `default_tree`. ``"auto"`` times a few small trees once per device, which takes a minute for a small model, and
+      prints the choice (`hydrajax.autotune.fastest`).
     - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers. ``temperature=0.7``
       alone samples exactly; 0, the default, is greedy.
     - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
@@ -116,14 +122,16 @@ class LanguageModel:
     base_directory: Path | None = None
     _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters
     _drafts: dict = field(default_factory=dict, init=False)  # by name or drafter
-    _fastest: dict = field(default_factory=dict, init=False)  # drafter and tree, by batch size and type of rule
+    # Drafter, tree, and whether it is for "auto"; by batch size and type of rule.
+    _fastest: dict = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         """Describe the model in one line, from shapes: nothing is fetched from a device."""
         config, draft = self.config, _count(self.params.draft)
-        base = f"{type(self.model).__name__} with {_millions(_count(self.params.base))} parameters"
+        base = abstract_base(self.model.clone(quantize=None)) if self.model.quantize else self.params.base
+        base = f"{type(self.model).__name__} with {_millions(_count(base))} parameters"
         parts = [
-            f"{base}, {self.model.dtype.name}",
+            f"{base}, {described(self.model.dtype.name, self.model.quantize)}",
             title_of(self.drafter) + (f" with {_millions(draft)}" if draft else ""),
             f"vocabulary {config.vocab_size}, context {config.max_positions}",
             "no tokenizer" if self.tokenizer is None else "tokenizer",
@@ -143,9 +151,11 @@ class LanguageModel:
     # --- how to decode ------------------------------------------------------------------------------------------------
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
-        """Return the tree that was searched for this draft and batch size, else the drafter's default."""
+        """Return the tree that comes with the draft for this batch size, else the likeliest nodes of its default."""
         found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
-        return found or presets.by_name(self.drafter.spec.default_tree)
+        tree = presets.by_name(self.drafter.spec.default_tree)
+        few = platforms.on_cpu() and not self.drafter.spec.window_nodes
+        return found or (with_size(tree, CPU_NODES) if few else tree)
 
     def spec(self, template: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
         """Return a `DecodeSpec` with this model's drafter and EOS ids.
@@ -176,51 +186,52 @@ class LanguageModel:
             self._executors[key] = make_executor(self, spec, room=room, **choices)
         return self._executors[key].with_spec(spec)
 
-    def fastest(
+    def with_tree(
         self,
-        prompts: Iterable[np.ndarray],
         spec: DecodeSpec,
-        batch_size: int,
+        tree: Tree | None = None,
+        batch_size: int = 1,
+        prompts: Iterable[np.ndarray] = (),
         on_status: Callable[[str], None] = _ignore,
     ) -> DecodeSpec:
-        """Return the spec with the fastest tree (`hydrajax.autotune.fastest`), and print the tree on stderr.
-
-        The returned spec decodes without a draft if that is the fastest.
+        """Return the spec with a tree, or without a draft if that was measured to be faster; a choice is printed.
 
         Args:
-            prompts: token ids, int32 ``[P]``, to measure on. Built-in ones follow if there are too few.
-            spec: how to decode, apart from the tree.
+            spec: how to decode, apart from drafter and tree.
+            tree: as in `LanguageModel`.
             batch_size: sequences decoded together.
+            prompts: token ids, int32 ``[P]``, to measure on for ``"auto"``. Built-in ones follow if there are too few.
             on_status: called with lines of progress.
 
         Raises:
             HydrajaxError: for a grammar that cannot be used, before anything is measured.
         """
+        if tree is not None and tree != AUTO:
+            return self.spec(spec, tree=tree)
+        spec = self.spec(spec, tree=self.default_tree(batch_size))
         if spec.grammar is not None:
             spec.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
-        choice = None
-        if (any_tree := self._for_choice(spec)) is not None:
-            texts = itertools.chain(prompts, self.built_in_prompts())
-            choice = choose(any_tree, texts, batch_size, self.draft_directory, on_status)
+        choice = self.measured_tree(batch_size, spec, prompts if tree == AUTO else None, on_status)
         if choice is None:
-            return spec.replace(tree=self.default_tree(batch_size))
+            return spec
         print(choice, file=sys.stderr)
         if choice.tree is None:
             return spec.autoregressive().replace(forced_nodes=spec.forced_nodes)
         return spec.replace(tree=choice.tree)
 
-    def measured_tree(self, batch_size: int = 1) -> FastestTree | None:
-        """Return the choice of `generate` at this batch size, if it was measured on this device before."""
-        any_tree = self._for_choice(DecodeSpec())
-        return None if any_tree is None else choose(any_tree, None, batch_size, self.draft_directory)
-
-    def _for_choice(self, spec: DecodeSpec) -> Executor | None:
-        """Return an executor to choose a tree for; None if base and draft, which are measured together, are apart."""
+    def measured_tree(
+        self,
+        batch_size: int = 1,
+        spec: DecodeSpec | None = None,
+        prompts: Iterable[np.ndarray] | None = None,
+        on_status: Callable[[str], None] = _ignore,
+    ) -> FastestTree | None:
+        """Return `hydrajax.autotune.fastest.choose`, which measures if there are prompts; None for a draft apart."""
         if self.placement.split:
             return None
-        return make_executor(
-            self, spec.replace(drafter=self.drafter, tree=presets.root(), grammar=None, forced_nodes=0)
-        )
+        any_tree = self.spec(spec, tree=presets.root(), grammar=None, forced_nodes=0)
+        texts = None if prompts is None else itertools.chain(prompts, self.built_in_prompts())
+        return choose(make_executor(self, any_tree), texts, batch_size, self.draft_directory, on_status)
 
     def with_draft(
         self,
@@ -377,7 +388,6 @@ class LanguageModel:
         """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
 
         Args:
-            tree: by default the searched tree, else the drafter's default; nothing is measured.
             template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
             max_new_tokens: limit of each answer.
             grammar: of every answer, as in `generate`.
@@ -390,8 +400,8 @@ class LanguageModel:
         """
         m = self._drafting(draft)
         spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens), as_grammar(grammar))
-        spec = with_keywords(spec, rule, processors, **numbers)
-        return Chat(m.executor(m.spec(spec, tree=tree)), template=template, seed=seed)
+        spec = m.with_tree(with_keywords(spec, rule, processors, **numbers), tree)
+        return Chat(m.executor(spec), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
         """Return token ids, int32 ``[B, P]``, right-padded, and lengths, int32 ``[B]``, for a decode function.
@@ -443,18 +453,17 @@ class LanguageModel:
         batch_size: int,
         on_status,
     ) -> tuple[Executor, list[DecodeSpec]]:
-        """Return the executor and the specs, with the given tree or the fastest one."""
+        """Return the executor and the specs, with the given tree or the one of `with_tree`."""
         m = self._drafting(draft)
         constrained = next((spec for spec in specs if spec.grammar is not None), specs[0])
         most = max(specs, key=lambda spec: spec.max_new_tokens)
         most = most.replace(grammar=constrained.grammar, forced_nodes=constrained.forced_nodes)
-        if tree is None:
+        if tree is None or tree == AUTO:
             key = batch_size, type(specs[0].rule)
-            if key not in m._fastest:
-                first = m.spec(specs[0], tree=presets.root())
-                found = m.fastest(m.ids_of_prompts(prompts), first, batch_size, on_status)
-                m._fastest[key] = found.drafter, found.tree
-            drafter, tree = m._fastest[key]
+            if key not in m._fastest or (tree == AUTO and not m._fastest[key][-1]):
+                found = m.with_tree(specs[0], tree, batch_size, m.ids_of_prompts(prompts), on_status)
+                m._fastest[key] = found.drafter, found.tree, tree == AUTO
+            drafter, tree, _ = m._fastest[key]
             if drafter != m.drafter:  # without a draft
                 specs = [spec.replace(rule=spec.rule.baseline()) for spec in specs]
                 most = most.replace(rule=most.rule.baseline())

@@ -110,9 +110,16 @@ def test_other_pages_give_ratios_that_quote_the_table():
     ratios = {cells[2][:4] for cells in speeds().values()}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        assert page.name == "performance.md" or "tokens/s" not in text, page.name
+        assert page.name in ("performance.md", "README.md") or "tokens/s" not in text, page.name
         quoted = re.findall(r"\[(\d\.\d\d)[^\]]*\]\([^)]*performance\.md#speeds\)", text)
         assert set(quoted) <= ratios, page.name
+
+
+def test_the_first_page_shows_the_run_of_its_picture():
+    rows = json.loads((ROOT / "experiments" / "results" / "cpu_peers_smollm2.json").read_text())["results"]
+    speeds = {f"{row['tokens_per_second']:.3g}" for row in rows if re.match("hydrajax( int4)?,", row["name"])}
+    table = re.search(r"<!-- table of speeds: begin.*?end -->", PAGES[0].read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert {cell for line in table.splitlines()[4:-2] for cell in line.split(" | ")[1:4:2]} == speeds
 
 
 def test_every_page_is_in_the_navigation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from functools import partial
 from importlib.metadata import version
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 
 import hydrajax
-from hydrajax.autotune import fastest
 from hydrajax.cli import run_command
 from hydrajax.decoding.decode import DecodeFn
 from hydrajax.drafters.several import FromText
@@ -197,19 +197,12 @@ def test_a_rule_that_samples_needs_a_key(m):
     refused(lambda: decode_fn(m.params, *prompt, rng=jnp.zeros(1, jnp.int32)), wrong)
 
 
-def test_without_a_tree_the_fastest_is_taken_once(m, monkeypatch, capsys):
-    asked = []
-
-    def choose(executor, prompts, batch_size, draft_directory, on_status):
-        asked.append((batch_size, type(executor.spec.rule).__name__, len(next(iter(prompts)))))
-        return fastest.FastestTree(None, "chain-9", 0.5, None)  # none is faster
-
-    monkeypatch.setattr("hydrajax.language_model.choose", choose)
-    fresh = m.with_draft("lookup")
-    results = [fresh.generate(PROMPT, max_new_tokens=NEW) for _ in range(2)]
-    assert results[0].steps == NEW  # decoded without the draft
-    assert asked == [(1, "Greedy", len(results[0].prompt_ids))]
-    assert capsys.readouterr().err.count("tree: none, decoding without the draft") == 1
+def test_the_default_tree_is_small_on_a_cpu(m, monkeypatch):
+    without_one = dataclasses.replace(m, draft_directory=None)
+    assert without_one.drafter.spec.default_tree == "mc_sim_7b_63"
+    assert without_one.default_tree() == presets.tree_of([[0], [0, 0], [0, 0, 0], [1], [0, 0, 0, 0]])
+    monkeypatch.setattr("hydrajax.models.platforms.on_cpu", lambda: False)
+    assert without_one.default_tree() == presets.by_name("mc_sim_7b_63")
 
 
 def test_a_chat_of_a_loaded_model(m):

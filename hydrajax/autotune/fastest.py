@@ -1,8 +1,8 @@
-"""Choose the fastest tree on this device when the user names none; the choice may be to decode without a draft.
+"""Choose the fastest tree on this device (``--tree auto``); the choice may be to decode without a draft.
 
-The fastest tree depends on the device, the batch size, the heads and the text. A few small trees are timed at the first
-use, and the result is cached with its date in ``$XDG_CACHE_HOME/hydrajax/trees``. A tree that ``hydrajax tree search
---save`` found on this device is used as it is; one that it found elsewhere is one of the candidates.
+The fastest tree depends on the device, the batch size, the heads and the text. A few small trees are timed, and the
+result is cached with its date in ``$XDG_CACHE_HOME/hydrajax/trees``, for calls without a tree too. A tree that
+``hydrajax tree search --save`` found on this device is used as it is; one found elsewhere is one of the candidates.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +38,10 @@ DYNAMIC_ON_CPU = (8, 2, 4)  # a CPU takes longer for more nodes than they save
 BEST_FIRST = "best-16"  # for drafts of one pass
 NEW_TOKENS = 48
 ROUNDS = 6  # of one batch each: trees differ by less than texts, so more texts tell more than more timings of one
+# Largest ratios of the ends of 95% intervals (SmolLM2 in int4 on an idle Zen 4: 1.10 and 1.34): of the speed without a
+AGREEMENT = 1.15, 1.5  # draft, and of the speed-up, which depends on the texts too
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
-OFF = "HYDRAJAX_MEASURE_TREES"  # 0: use the drafter's default tree without measuring
+OFF = "HYDRAJAX_MEASURE_TREES"  # 0: neither measure trees nor use earlier measurements
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,8 @@ def choose(
         on_status: called with a line for every stage.
 
     Returns:
-        None without a drafter, with ``HYDRAJAX_MEASURE_TREES=0``, or without prompts and a cached choice. Cache errors
-        are ignored.
+        None without a drafter, with ``HYDRAJAX_MEASURE_TREES=0``, without prompts and a cached choice, and if the
+        rounds of the measurement disagree. Cache errors are ignored.
     """
     can = executor.spec.drafter.spec
     if not can.depth or (can.remembers and not can.branch_nodes):  # an empty corpus alone drafts nothing
@@ -97,13 +100,16 @@ def choose(
     found = agreed(lambda: _searched_here(executor, draft_directory, batch_size))
     if found is not None and _fits(executor, found.tree):
         return found
+    if prompts is None and not agreed(cache_folder().is_dir):  # `_key` runs a program
+        return None
     trees = _candidates(executor, agreed(lambda: presets.searched(draft_directory, batch_size)))
     path = cache_folder() / f"{_key(executor, trees, batch_size)}.json"
     found = agreed(lambda: _read(path))
     if found is None and prompts is not None:
         measured = _measure(executor, trees, prompts, batch_size, on_status)
         found = agreed(lambda: measured)
-        _write(path, found)
+        if found is not None:
+            _write(path, found)
     return found
 
 
@@ -136,13 +142,14 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
 
 def _measure(
     executor: Executor, trees: Mapping[str, CandidateTree], prompts, batch_size: int, on_status
-) -> FastestTree:
-    """Time the candidates and decoding without a draft.
+) -> FastestTree | None:
+    """Time the candidates and decoding without a draft; return None without prompts or if the rounds disagree.
 
     Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
     """
     plain = executor.with_spec(max_new_tokens=NEW_TOKENS).autoregressive()
-    texts = list(islice(prompts, ROUNDS * batch_size))
+    if not (texts := list(islice(prompts, ROUNDS * batch_size))):
+        return None
     rows = contest(
         {AUTOREGRESSIVE: plain}
         | {name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS) for name, tree in trees.items()},
@@ -156,6 +163,10 @@ def _measure(
     rule = executor.spec.rule
     remembers = executor.spec.drafter.spec.remembers  # the corpus was empty
     taken = best.speedup >= 1 or remembers or type(rule.baseline()) is not type(rule)
+    low, high = best.speedup_low or 0.0, best.speedup_high or 0.0
+    if (rows[0].high or 0.0) > AGREEMENT[0] * (rows[0].low or 0.0) or high > AGREEMENT[1] * low:
+        print(f"tree: the draft's own, as timings disagree ({best.name}: {low:.2f}x to {high:.2f}x)", file=sys.stderr)
+        return None
     return FastestTree(trees[best.name] if taken else None, best.name, best.speedup, None)
 
 
@@ -200,7 +211,7 @@ def _key(executor: Executor, trees: Mapping[str, CandidateTree], batch_size: int
     """Hash of everything that the choice depends on, with a few numbers of each parameter."""
     here, spec = machine(), executor.spec
     facts = (
-        *here.values(), batch_size, type(spec.rule).__name__, executor.mesh and dict(executor.mesh.shape),
+        AGREEMENT, *here.values(), batch_size, type(spec.rule).__name__, executor.mesh and dict(executor.mesh.shape),
         str(executor.model), str(spec.drafter), {name: content_of(tree) for name, tree in trees.items()},
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())

@@ -24,6 +24,7 @@ from hydrajax.measure.random_models import random_draft, random_model
 from hydrajax.measure.split_contest import split_contest
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.models.low_bit_types import WIDENED, described
 from hydrajax.report.tables import cell, print_table
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
@@ -172,7 +173,8 @@ def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, lis
         if args.dtype == api.AUTO:  # there is no checkpoint to take it from
             args.dtype = "float32"
         kind, dtype = args.random_draft or "hydra++", api.DTYPES[args.dtype]
-        model, *drafted = random_model(args.random, kind, dtype, args.seed, args.quantize)
+        quantize = None if args.quantize == WIDENED else args.quantize
+        model, *drafted = random_model(args.random, kind, dtype, args.seed, quantize)
         model = model.clone(kv_cache=args.kv_cache) if args.kv_cache else model
         return _with_own_tree(args, model, *drafted, spec), []
     model = options.load_from(args)
@@ -192,7 +194,8 @@ def _with_own_tree(
 
 def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:
     info, model = machine(), args.random or args.base
-    print(f"{model}, {args.dtype}, context {args.context}, on {info['device']}, jax {info['jax']}; ms per step, median")
+    numbers = described(args.dtype, args.quantize)
+    print(f"{model}, {numbers}, context {args.context}, on {info['device']}, jax {info['jax']}; ms per step, median")
     times = ("autoregressive_step", "step", "verify", "propose", "accept_commit", "observe")
     cells = []
     for row in rows:

@@ -10,6 +10,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.measure.certificate import Check, certify
+from hydrajax.models.low_bit_types import described
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 
@@ -53,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
         prompts = options.prompts_from(args.prompts, model, args.limit)
         spec = model.spec(wanted, tree=tree)
         executor, exact_executor = make_executor(model, spec), make_executor(exact, exact.spec(spec, tree=spec.tree))
-        name = args.tree or f"{spec.tree.size} nodes"
-        print(f"base {args.base}, draft {args.draft}, tree {name}, {spec.shown_rule()}, {args.dtype}", flush=True)
+        name, numbers = args.tree or f"{spec.tree.size} nodes", described(args.dtype, args.quantize)
+        print(f"base {args.base}, draft {args.draft}, tree {name}, {spec.shown_rule()}, {numbers}", flush=True)
         checks: list[Check] = []
         for check in certify(
             executor,

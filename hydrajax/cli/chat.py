@@ -20,7 +20,6 @@ SLASH_COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True, corpus=True)
     group = options.add_decoding_arguments(parser, max_new_tokens=512, batch=False)
-    options.add_search_argument(group)
     group.add_argument(
         "--template", metavar="NAME", default="auto",
         help="write the conversation in this chat template: vicuna, plain or raw (default auto: the tokenizer's own)",
@@ -30,13 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, spec = options.tree_from(args), options.spec_from(args)
+    tree, spec = options.tree_from(args, measures=True), options.spec_from(args)
     console = Console(stderr=True, highlight=False)
     model = options.load_from(args)
-    spec = model.spec(spec, tree=tree)
-    if tree is None and model.tokenizer is not None and not args.no_tree_search:
-        with console.status("finding the fastest tree") as line:
-            spec = model.fastest((), spec, 1, line.update)
+    with console.status("choosing the tree") as line:
+        spec = model.with_tree(spec, tree, on_status=line.update)
     chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)

@@ -22,7 +22,7 @@ from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_
 from hydrajax.formats.tensors import read_json
 from hydrajax.measure.quantization import LogitEffect, logit_effect
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.low_bit_types import QUANTIZED
+from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.text.prompt import PROMPT_FORMATS
 
@@ -168,7 +168,7 @@ def _push(args: argparse.Namespace) -> None:
 
 def _quantized(args: argparse.Namespace) -> None:
     with options.json_report(args.json, indent=1) as write:
-        plain = options.api.load(args.base, dtype=args.dtype)
+        plain = options.api.load(args.base, dtype=args.dtype, quantize=WIDENED)
         ids = options.prompts_from(args.prompts, plain, args.limit)
         quantized = options.api.load(args.base, dtype=args.dtype, quantize=args.verb)
         effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
@@ -182,7 +182,7 @@ def _quantized(args: argparse.Namespace) -> None:
 
 def _kv_caches(args: argparse.Namespace) -> None:
     with options.json_report(args.json, indent=1) as write:
-        plain = options.api.load(args.base, dtype=args.dtype)
+        plain = options.api.load(args.base, dtype=args.dtype, quantize=WIDENED)
         ids = options.prompts_from(args.prompts, plain, args.limit)
         dtype, params = plain.model.dtype.name, plain.params.base
         report = {"base": str(args.base), "dtype": dtype, "bytes_per_token": _token_bytes(plain.model)}

@@ -18,7 +18,6 @@ from hydrajax.cli.options import (
     add_grammar_arguments,
     add_model_arguments,
     add_sampling_arguments,
-    add_search_argument,
     described,
     load_from,
     positive,
@@ -30,7 +29,7 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
-from hydrajax.language_model import LanguageModel
+from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_model_arguments(parser, apart=True, corpus=True)
     decoding = add_decoding_arguments(parser)
-    add_search_argument(decoding)
     decoding.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end each output before this text; repeatable"
     )
@@ -61,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, spec = tree_from(args), spec_from(args, logprobs=args.top_logprobs or (0 if args.logprobs else None))
+    logprobs = args.top_logprobs or (0 if args.logprobs else None)
+    tree, spec = tree_from(args, measures=True), spec_from(args, logprobs=logprobs)
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time; leave out --output and --batch-size")
     if (args.logprobs or args.top_logprobs) and args.output is None:
@@ -78,11 +77,9 @@ def run(args: argparse.Namespace) -> None:
         stack.callback(progress.hide)
         progress.status("loading")
         model = load_from(args, progress.status)
-        spec = model.spec(spec, tree=model.default_tree(args.batch_size) if tree is None else tree)
-        check_same(args, model, spec, prompts)
-        if tree is None and not args.no_tree_search:
-            spec = model.fastest(model.ids_of_prompts(prompts), spec, args.batch_size, progress.status)
-            progress.hide()
+        check_same(args, model, model.spec(spec, tree=None if tree == AUTO else tree), prompts)
+        spec = model.with_tree(spec, tree, args.batch_size, model.ids_of_prompts(prompts), progress.status)
+        progress.hide()
         executor = model.executor(spec)
         if args.stream:
             results = print_streams(executor, prompts, args, progress)
@@ -112,7 +109,7 @@ def check_same(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec,
     """Raise `HydrajaxError` if the processes of the run would decode different things."""
     if jax.process_count() > 1:
         ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
-        chosen = args.mesh, args.tree, args.no_tree_search, args.batch_size, args.seed, args.stop, args.stream
+        chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
         processes.check_same("prompts or arguments", described(model, spec), ids, chosen)
 
 

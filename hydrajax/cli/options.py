@@ -25,9 +25,9 @@ from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, naming_corpus
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.language_model import LanguageModel
+from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.models import platforms
-from hydrajax.models.low_bit_types import QUANTIZED
+from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
@@ -114,16 +114,17 @@ def add_model_arguments(
         group.add_argument(
             "--tree", metavar="NAME|FILE.json|JSON", **listed,
             help=f"verify this candidate tree: {', '.join(presets.names())}, a file, or choices such as "
-            "'[[0],[0,0],[1]]' (default: the tree that 'hydrajax tree search --save' left with the heads; without one, "
-            "generate and chat measure which tree is fastest here, other commands use the drafter's own)"
+            "'[[0],[0,0],[1]]'; generate, chat and serve also take auto: time a few trees, once per device (default: "
+            "what auto found here, for these three; else the tree that comes with the draft, else the drafter's own)"
             + ("; repeatable, every draft runs with every tree" if several else ""),
         )  # fmt: skip
     if base:
         add_dtype_argument(group)
         group.add_argument(
-            "--quantize", choices=QUANTIZED,
-            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast "
-            "('hydrajax convert int8' measures the effect)",
+            "--quantize", choices=(WIDENED, *QUANTIZED),
+            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
+            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
+            "--dtype is given; else none)",
         )  # fmt: skip
         group.add_argument(
             "--kv-cache", choices=KV_CACHES,
@@ -203,14 +204,6 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--choices", metavar="TEXT", nargs="+", help="generate one of these texts; quote a text with spaces"
     )
     group.add_argument("--lark", metavar="FILE", help="generate a text of this Lark grammar (llguidance's dialect)")
-
-
-def add_search_argument(parser: argparse._ActionsContainer) -> None:
-    """Add ``--no-tree-search``."""
-    parser.add_argument(
-        "--no-tree-search", action="store_true",
-        help="without --tree, use the draft's own tree (default: the first run times a few trees on this device)",
-    )  # fmt: skip
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:
@@ -328,15 +321,16 @@ def draft_of(args: argparse.Namespace) -> str | None:
     return None if args.draft == api.NO_DRAFT else args.draft
 
 
-def tree_from(args: argparse.Namespace) -> CandidateTree | None:
+def tree_from(args: argparse.Namespace, measures: bool = False) -> CandidateTree | Any:
     """Return the tree of ``--tree``, None if it is not given. It needs no model, so mistakes show early.
 
-    Raises `HydrajaxError` for an unknown or malformed tree, and for any tree but the root without a draft.
+    A command that ``measures`` also takes `AUTO`. Raises `HydrajaxError` for an unknown or malformed tree, and for any
+    tree but the root without a draft.
     """
     if args.tree is None:
         return None
-    tree = presets.by_name(args.tree)
-    if draft_of(args) is None and tree.depth > 0:
+    tree = AUTO if measures and args.tree == AUTO else presets.by_name(args.tree)
+    if draft_of(args) is None and (tree == AUTO or tree.depth > 0):
         raise HydrajaxError(f"--tree: got '{args.tree}', expected 'root' without --draft; add a draft")
     return tree
 
@@ -347,7 +341,7 @@ def load_from(
     """Load the base and the draft of the arguments; ``changes`` override ``base``, ``draft`` and ``dtype``.
 
     Progress goes to ``on_status``, by default to a line on stderr. ``args.dtype`` auto is replaced by the dtype that
-    was chosen, for reports.
+    was chosen, for reports, and ``args.quantize`` None by the type of weights, unless they are floats.
     """
     with Console(stderr=True).status("loading") if on_status is None else nullcontext() as line:
         update = on_status or line.update
@@ -365,6 +359,7 @@ def load_from(
             corpus=getattr(args, "corpus", None),
             on_progress=lambda done, total: update(f"loading {done / total:.0%}"),
         )
+    args.quantize = args.quantize or model.model.quantize
     if args.dtype == api.AUTO:
         args.dtype = model.model.dtype.name
         if args.dtype == "float16":

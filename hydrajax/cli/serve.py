@@ -13,7 +13,7 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import AUTO, LanguageModel, make_executor
 from hydrajax.models import backend
 from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
@@ -134,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
     ExactSampling(temperature=args.temperature)  # checks it before the model is loaded
     _check_text("host", args.host, "an address; 127.0.0.1 is reached from this machine only, 0.0.0.0 from all")
     key = _api_key(args.api_key)
-    offers = [_Offer(args.name, options.draft_of(args) or "none", args.tree, options.tree_from(args))]
+    tree, measures = options.tree_from(args, measures=True), args.tree == AUTO
+    own = (None, None) if measures else (args.tree, tree)
+    offers = [_Offer(args.name, options.draft_of(args) or "none", *own)]
     offers += [_also(args.name, text) for text in args.also]
     for offer in offers:
         _check_text("name", offer.name, "printable characters without outer spaces")
@@ -142,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)  # before the model is loaded
     with status("loading") as report:
         model = options.load_from(args, report)
-    if args.tree is None and (choice := model.measured_tree()) is not None and choice.tree is not None:
+        choice = model.measured_tree(prompts=() if measures else None, on_status=report) if own[0] is None else None
+    if choice is not None and choice.tree is not None:
         print(choice, file=sys.stderr)
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)
     models = [model, *(model.with_draft(offer.draft) for offer in offers[1:])]

@@ -39,7 +39,7 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.low_bit_types import quantized_type, quantizes_embedding
+from hydrajax.models.low_bit_types import AS_STORED, quantized_type, quantizes_embedding
 from hydrajax.models.quantized import Fp8, Quantized
 from hydrajax.models.quantized_tiles import Int4Tiles, Tiles
 from hydrajax.models.weights import low_rank
@@ -95,6 +95,17 @@ def stored_dtype(directory: str | Path, what: str = WHAT) -> str:
     return _main_dtype(files, _layout_of(read_config(directory, what), files))
 
 
+def stored_quantize(files: TensorFiles, what: str = WHAT) -> str | None:
+    """Return the type that keeps the weights of a base published in 4-bit integers, on a CPU with kernels for it."""
+    if not platforms.on_cpu() or 4 not in files.integer_bits:
+        return None
+    if platforms.has_few_bits():
+        return "int4"
+    reason = "on several devices" if jax.device_count() > 1 else "as the CPU kernels were not built"
+    warnings.warn(f"hydrajax: {what}: its 4-bit weights are widened, {reason}; decoding is slower", stacklevel=2)
+    return None
+
+
 def _layout_of(config: LlamaConfig, files: TensorFiles) -> Layout:
     """Return the key map of a base with these files."""
     return base_layout(config, has_fused_experts(config, files))
@@ -131,7 +142,7 @@ def load_llama(
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
         quantize: one of `hydrajax.models.low_bit_types.QUANTIZED`; quantises the weights of matrix products. On a CPU
-            layers that a file has in 4 bits keep its numbers with every name of 4 bits.
+            layers that a file has in 4 bits keep its numbers with every name of 4 bits. "auto": `stored_quantize`.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
         on_progress: called after each parameter.
@@ -156,6 +167,8 @@ def load_llama(
     expect_tensors(files, shapes(layout), f"{what}: {directory}", ignored)
 
     dtype = default_dtype(_main_dtype(files, layout)) if dtype is None else jnp.dtype(dtype)
+    if quantize == AS_STORED:
+        quantize = None if lora and merge else stored_quantize(files, what)
     model = Llama(config, dtype, quantize, lora.adapter if lora and not merge else None)
     axes = nn.get_partition_spec(abstract_base(model))
     place = place or (lambda array, _: jax.device_put(np.asarray(array)))

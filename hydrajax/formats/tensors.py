@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ def read_json(path: Path, what: str) -> dict:
 
 class TensorFiles:
     """The tensors of one or several files by name. Subclasses open and describe one file."""
+
+    integer_bits: Collection[int] = ()  # sizes of the integers that weights of layers are stored in
 
     def __init__(self, files: list[Path], what: str):
         self._what = what
@@ -232,6 +234,8 @@ class GgufFiles(TensorFiles):
 
     def __init__(self, path: Path, tensors: dict[str, dict[str, Any]], what: str):
         self._tensors = tensors
+        layers = (x["type"] for name, x in tensors.items() if name.startswith("model.layers."))
+        self.integer_bits = {int(kind[1]) for kind in layers if kind.startswith("Q")}
         super().__init__([path], what)
 
     def _opened(self, path):

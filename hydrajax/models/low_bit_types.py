@@ -37,6 +37,7 @@ FOUR_BITS: dict[str, tuple[type[Quantized], type[Quantized]]] = {
 }
 FP8 = "fp8"
 QUANTIZED = (*EIGHT_BITS, *FOUR_BITS, FP8)  # by the user's name
+AS_STORED, WIDENED = "auto", "none"  # `hydrajax.formats.huggingface.stored_quantize`, and float weights
 
 
 def quantized_type(name: str, kernel: str, stored: Array | jax.ShapeDtypeStruct | None = None) -> type[Quantized]:
@@ -72,6 +73,11 @@ def _in_tiles(stored: Array | jax.ShapeDtypeStruct | None) -> bool:
     if stored is None:
         return platforms.has_few_bits()
     return stored.ndim == TILE_AXES and stored.shape[-2:] == TILE
+
+
+def described(dtype: str, quantize: str | None) -> str:
+    """Describe the numbers of a base for messages."""
+    return dtype if quantize in (None, WIDENED) else f"{dtype} with {quantize} weights"
 
 
 # Kernels of drafts that only products read.

@@ -1,4 +1,4 @@
-"""The default tree: measured once per device, cached, and none if no tree is faster."""
+"""The tree `auto`: measured once per device, cached, and none if no tree is faster. Nothing else measures."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hydrajax.autotune import fastest
 from hydrajax.autotune.contest import Measured
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
@@ -49,20 +50,22 @@ def speeds(monkeypatch, tmp_path):
     class Speeds(dict):
         names: list
         prompts: list
+        lowest: tuple  # ends of the intervals
 
     def contest(executors, prompts, *, batch_size, repeats, divided, on_status):
         assert divided
         table.names.append(list(executors))
         table.prompts = [len(prompt) for prompt in prompts]
         assert len(prompts) == repeats * batch_size
+        lowest, low = table.lowest
         speeds = [1.0, *(table[name] for name in list(executors)[1:])]
         return [
-            Measured(name, executor.spec.verified_nodes, 2.0, 100 * speed, 90.0, 110.0, 0.5, speed, True)
-            for (name, executor), speed in zip(executors.items(), speeds, strict=True)
+            Measured(name, 4, 2.0, 100 * speed, low, 105.0, 0.5, speed, True, speed * lowest, speed * 1.05)
+            for name, speed in zip(executors, speeds, strict=True)
         ]
 
     table = Speeds(found)
-    table.names = []
+    table.names, table.lowest = [], (0.95, 95.0)
     monkeypatch.setattr(fastest, "contest", contest)
     return table
 
@@ -152,17 +155,36 @@ def test_texts_are_repeated_only_if_there_are_too_few(executor, speeds):
 
 
 def test_built_in_prompts_follow_the_users_own(loaded, speeds):
-    spec = loaded.fastest(PROMPTS, loaded.spec(tree="root"), 1)
+    spec = loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS)
     assert spec.tree == presets.chain(4)
     built_in = [len(next(loaded.ids_of_prompts([text]))) for text in BEGINNINGS.values()]
     assert speeds.prompts == [8, *built_in, 8]
 
 
-def test_a_server_finds_the_choice_of_generate(loaded, speeds):
-    assert loaded.measured_tree() is None  # without measuring
-    loaded.fastest(PROMPTS, loaded.spec(max_new_tokens=5), 1)
-    assert loaded.measured_tree().tree == presets.chain(4)
-    assert loaded.measured_tree(2) is None
+@pytest.mark.parametrize("lowest", [(0.65, 95.0), (0.95, 85.0)])
+def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, speeds, capsys, lowest):
+    """The draft's own tree remains, and the next call measures again."""
+    speeds.lowest = lowest
+    assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
+    assert "tree: the draft's own, as timings disagree (chain-4: " in capsys.readouterr().err
+    assert not fastest.cache_folder().exists()
+    speeds.lowest = 0.8, 95.0
+    assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == presets.chain(4)
+    assert len(speeds.names) == 2
+
+
+def test_generate_measures_only_if_asked(loaded, speeds, capsys):
+    """Before that it drafts with the draft's own tree, afterwards with the measured one, or without the draft."""
+    m = loaded.with_draft("lookup")
+    assert m.with_tree(DecodeSpec()).tree == m.default_tree()
+    assert m.generate([PROMPTS[0]], max_new_tokens=2)
+    assert (speeds.names, capsys.readouterr().err) == ([], "")
+    speeds.update({name: speed / 2 for name, speed in speeds.items()})
+    m.generate([PROMPTS[0]], tree="auto", max_new_tokens=2)
+    assert (m.measured_tree().name, m.measured_tree(2)) == ("chain-4", None)  # which a server asks for
+    for later in (m, loaded.with_draft("lookup")):
+        assert later.generate([PROMPTS[0]], max_new_tokens=6)[0].steps == 6
+    assert capsys.readouterr().err.count("tree: none, decoding without the draft: the fastest tree, chain-4,") == 2
     assert len(speeds.names) == 1
 
 

@@ -86,6 +86,7 @@ def test_samples_and_streams(program, arguments, mesh):
 @pytest.mark.slow
 def test_the_main_process_chooses_the_tree(base, heads, tmp_path):
     command = ["generate", "--base", base, "--draft", heads, "--max-new-tokens", NEW, "--prompt", TEXTS[0], *SHARED]
+    command += ["--tree", "auto"]
     settings = {"XDG_CACHE_HOME": str(tmp_path / "{process}"), "HYDRAJAX_MEASURE_TREES": "1"}
     main, other = finish(start(command, command, **settings))
     assert (main.code, other.code, other.err) == (0, 0, ""), main.err

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGUFReader
 from peer_checks import Run, differences
 from peer_files import gguf_file, random_directory
-from peer_picture import rows_picture, rows_table
+from peer_picture import rows_picture, rows_table, speed_picture
 from peer_programs import LOOKUP, Peer, Program, Variant, variants
 
 import hydrajax
@@ -74,6 +74,18 @@ def test_only_our_own_decoders(command, base, tmp_path):
     lines = output.with_suffix(".md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[4:6]] == [f"| {name}" for name in names]
     assert (tmp_path / "figures" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_at_most_ten_bars():
+    """Of each other program the fastest way, of ours the fastest drafts."""
+    own = [f"hydrajax{kind}, {way}" for kind in ("", " int8", " int4") for way in ("autoregressive", *"ABCDE")]
+    names = [*own, "llama.cpp Q4_1, greedy", "llama.cpp server Q4_1, x", "transformers float32, greedy"]
+    rows = [{"name": name, "tokens_per_second": 10.0 + at, "prompts": 8} for at, name in enumerate(names)]
+    content = {"results": rows, "machine": {"device": "X"}, "builds": {"llama.cpp": "llama-cpp-python 1 with AVX2"}}
+    figure = speed_picture(content | {"arguments": {"model": "smollm2", "threads": 2, "questions": "q"}})
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [30, 10, 13, 14, 15, 29, 22, 25, 26, 27]
+    assert axes.get_xlabel() == "tokens per second, 8 questions of MT-Bench\nllama.cpp: llama-cpp-python 1 with AVX2"
 
 
 def test_wrong_arguments(command):

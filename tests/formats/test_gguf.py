@@ -31,10 +31,12 @@ from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
 from hydrajax.formats.tensors import GGUF_INDEX, GgufFiles, open_tensors
+from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
 from hydrajax.models.llama_config import RopeScaling
+from hydrajax.models.quantized_tiles import Int4Tiles
 from hydrajax.text.tokenizer import load_tokenizer
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -177,6 +179,36 @@ def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path
         expected = theirs(torch.tensor([ids])).logits[0].numpy()
     np.testing.assert_allclose(logits_of(m.model, m.params.base, ids), expected, atol=1e-4)
     assert m.generate([ids], max_new_tokens=16)[0].output_ids == greedy(theirs, ids, 16)
+
+
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.quick("Q4_1-int4")
+@pytest.mark.parametrize(("kind", "stored"), [("Q4_1", "int4"), ("Q4_0", "int4"), ("Q8_0", None), ("F16", None)])
+def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
+    """It has the file's weights, as gguf reads them, and the same text with and without a draft."""
+    file = write(kind)
+    m = hydrajax.load(file, "lookup")
+    assert (m.model.quantize, m.model.dtype) == (stored, np.float32)
+    if stored is None:
+        return
+    (tensor,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down.weight")
+    layer = [m.params.base["layers_0"][f"down{part}"] for part in ("", "_scale", "_offset")]
+    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).T
+    np.testing.assert_array_equal(Int4Tiles(*layer, expected.shape).dequantized(), expected)
+    count = sum(leaf.size for leaf in jax.tree.leaves(hydrajax.load(file, quantize="none").params.base))
+    assert f" with {count / 1e6:.1f}M parameters, float32 with int4 weights" in repr(m)
+    drafted, alone = (m.generate(TEXTS[:2], draft=draft, max_new_tokens=24) for draft in (None, "none"))
+    assert [one.output_ids for one in drafted] == [one.output_ids for one in alone]
+
+
+def test_who_wants_float_weights_gets_them(write, monkeypatch):
+    file = write("Q4_0")
+    for given in ({"quantize": "none"}, {"dtype": "float32"}, {"dtype": "bfloat16"}):
+        assert hydrajax.load(file, **given).model.quantize is None
+    monkeypatch.setattr(platforms, "has_few_bits", lambda: False)
+    with pytest.warns(UserWarning, match="base: its 4-bit weights are widened, as the CPU kernels were not built"):
+        assert hydrajax.load(file).model.quantize is None
+    refusal(lambda: hydrajax.load(file, quantize="int3"), "quantize: got 'int3', expected none, int8")
 
 
 @pytest.mark.parametrize("kind", ["F32", pytest.param("Q8_0", marks=pytest.mark.slow)])

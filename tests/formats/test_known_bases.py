@@ -244,7 +244,7 @@ def question_texts() -> list[str]:
 def test_int4_has_exactly_the_weights_of_the_file(real, tmp_path, monkeypatch):
     """The layers are stored in Q4_1, the embedding, which is the lm head too, in Q8_0."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    low, plain = (hydrajax.load(real, dtype="float32", quantize=one).params.base for one in ("int4", None))
+    low, plain = (hydrajax.load(real, dtype="float32", quantize=one).params.base for one in ("int4", "none"))
     for name, layer in plain.items():
         for kernel in ("qkv", "out", "gate_up", "down") if name.startswith("layers_") else ():
             stored = [low[name][kernel + part] for part in ("", "_scale", "_offset")]

@@ -149,6 +149,14 @@ def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
 
 
 @pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.parametrize("case", ["awq", "gptq", "gptq_8_bits", "packed_4", "int_8", "fp8", "bnb_nf4"])
+def test_integers_of_4_bits_are_the_default(quantised, case):
+    directory, _ = quantised(case)
+    stored = hydrajax.load(directory).model.quantize
+    assert stored == ("int4" if case in ("awq", "gptq", "packed_4") else None)
+
+
+@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
     """The down projections have three groups, the other layers one."""
     directory, _ = quantised("gptq_act_order")
@@ -280,6 +288,7 @@ def test_a_merged_adapter(float_checkpoint, quantised, tmp_path):
     model = LlamaForCausalLM.from_pretrained(float_checkpoint)
     model.load_state_dict({name: torch.tensor(x) for name, x in weights.items()})
     adapter = write_lora(tmp_path / "lora", model)
+    assert hydrajax.load(directory, adapter=adapter, merge=True).model.quantize is None  # rounding would lose the sum
     export_merged(tmp_path / "merged", directory, adapter)
     assert stored_dtype(tmp_path / "merged") == "bfloat16"
     apply_lora(model, adapter)

@@ -27,6 +27,7 @@ class Awq:
     low_dtypes = ()
     ignored = "(?!)"
     pads_biases = False
+    integer_bits = (BITS,)
 
     @classmethod
     def of(cls, settings: Settings) -> Awq:

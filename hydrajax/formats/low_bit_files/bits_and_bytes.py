@@ -52,6 +52,7 @@ class BitsAndBytes:
     low_dtypes = ("int8", "uint8")
     ignored = "(?!)"
     pads_biases = False
+    integer_bits = ()  # 4 bits are indices of a table, and 8 bits have one scale per output
 
     @classmethod
     def of(cls, settings: Settings) -> BitsAndBytes:

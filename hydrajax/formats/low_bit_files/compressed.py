@@ -87,6 +87,7 @@ class Compressed:
     low_dtypes = ("int8", FP8)
     ignored = r".*\.((input|output)_(scale|zero_point|global_scale)|[kqv]_(scale|zero_point))"
     pads_biases = False
+    integer_bits = property(lambda self: tuple(scheme.bits for scheme in self.schemes))
 
     @classmethod
     def of(cls, settings: Settings) -> Compressed:

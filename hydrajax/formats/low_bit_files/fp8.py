@@ -36,6 +36,7 @@ class Fp8:
     low_dtypes = (FP8,)
     ignored = r".*\.(input_scale|input_scale_ub|activation_scale|[kqv]_scale|kv_scale)"
     pads_biases = False
+    integer_bits = ()
 
     @classmethod
     def of(cls, settings: Settings) -> Fp8:

@@ -35,6 +35,7 @@ class Gptq:
     low_dtypes = ()
     ignored = "(?!)"
     pads_biases = True
+    integer_bits = property(lambda self: (self.bits,))
 
     @classmethod
     def of(cls, settings: Settings) -> Gptq:

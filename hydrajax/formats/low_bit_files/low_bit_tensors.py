@@ -87,6 +87,7 @@ class LowBitFiles(TensorFiles):
 
     def __init__(self, files: TensorFiles, method: Method, stored: str, where: str):
         self._files, self._method, self._stored = files, method, stored
+        self.integer_bits = method.integer_bits
         part = re.compile(rf"(.+?)\.({method.parts})", re.DOTALL)
         names: dict[str, None] = {}
         self._linears: dict[str, StoredLinear] = {}

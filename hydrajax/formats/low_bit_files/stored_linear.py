@@ -30,12 +30,14 @@ class Method(Protocol):
         low_dtypes: dtypes by which a tensor ``weight`` is known to be quantised.
         ignored: regular expression of whole names of tensors that are not the weights', such as activation scales.
         pads_biases: files may have biases of zeros for layers without biases.
+        integer_bits: sizes of the integers that layers may be stored in.
     """
 
     parts: str
     low_dtypes: tuple[str, ...]
     ignored: str
     pads_biases: bool
+    integer_bits: tuple[int, ...]
 
     def shape(self, linear: StoredLinear) -> Shape:
         """Return ``(outputs, inputs)`` after checking shapes and dtypes of the layer's tensors."""

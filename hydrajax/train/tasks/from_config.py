@@ -14,6 +14,7 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.low_bit_types import described
 from hydrajax.sharding import placer
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.data import dataset
@@ -36,6 +37,7 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     if config.task == "joint":
         check_joint(config, read_config(directory, "model"))  # before loading
     model, base_params = _load("the base", directory, config.dtype, mesh, console, config.quantize)
+    console.print(f"base: {described(model.dtype.name, config.quantize)}")
     _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
