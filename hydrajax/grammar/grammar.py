@@ -14,6 +14,7 @@ from hydrajax.grammar.matcher import LIMITS, Matcher
 from hydrajax.grammar.schema_faults import JsonCheck, mishandled, names_and_patterns
 from hydrajax.grammar.trial import fault_of
 from hydrajax.grammar.vocabulary import vocabulary_of
+from hydrajax.host_memory import return_freed_memory
 from hydrajax.optional_deps import needs
 from hydrajax.text.tokenizer import decode_text
 
@@ -145,6 +146,7 @@ class Grammar:
         vocabulary, source = vocabulary_of(tokenizer, vocab_size, tuple(eos_ids)), self.source
         check = JsonCheck(self.text) if self.kind == "json_schema" else self.is_valid
         found = Matcher(vocabulary, source, check and (lambda ids: check(decode_text(tokenizer, ids))))
+        return_freed_memory()  # of earlier grammars: tens of megabytes each
         if found.error:
             raise HydrajaxError(f"{self.kind}: {found.error}")
         return found

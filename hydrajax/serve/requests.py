@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -98,6 +98,8 @@ class RequestHandle:
         self._on_change()
 
     def finish(self, error: HydrajaxError | None = None) -> None:
+        # A parser takes megabytes, and callbacks keep this handle until a late garbage collection.
+        self.request = replace(self.request, constraint=None)
         self.error, self.ended = error, time.perf_counter()
         self._done.set()
         self._on_change()

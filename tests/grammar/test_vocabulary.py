@@ -128,7 +128,7 @@ def unigram():
     return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("make", [small_tokenizer.byte_level, metaspace, unigram])
+@pytest.mark.parametrize("make", [small_tokenizer.byte_level, small_tokenizer.metaspace, unigram])
 def test_a_text_may_contain_the_name_of_any_added_token(make):
     """It is spelled with tokens that decoding leaves in the text, also if a normalizer changes it."""
     from tokenizers import AddedToken
