@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file, user_cache
-from hydrajax.formats.pickles import check_torch_file, starts_as_zip
 from hydrajax.models.layout import ADAPTER, MODEL, Shape
 from hydrajax.optional_deps import needs
 
@@ -167,6 +166,11 @@ def _starts(path: Path) -> dict[str, int]:
     return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if name != "__metadata__"}
 
 
+def _starts_as_zip(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 class TorchFiles(TensorFiles):
     """State dicts saved by ``torch.save``, from which only tensors are unpickled."""
 
@@ -177,15 +181,16 @@ class TorchFiles(TensorFiles):
         if not path.is_file():
             raise HydrajaxError(f"{self._what}: no such file: {path}")
         try:
-            check_torch_file(path)
             # Files of torch before 1.6 cannot be mapped and are read whole.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=starts_as_zip(path))
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_zip(path))
             tensors, problem = self._plain(state, torch)
             storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}
             if sum(storages.values()) > path.stat().st_size:
                 problem = "must hold no more bytes of tensors than the file has"
         except Exception as error:  # torch raises many types for a damaged or unsafe file
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            # Around the reason torch explains how to run the code that a file names.
+            found = str(error).rpartition("WeightsUnpickler error:")[2].strip()
+            reason = one_line(re.split(r"\. |\n", found)[0] or type(error).__name__)
             raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
         if problem:
             raise HydrajaxError(f"{self._what}: {path} {problem}")

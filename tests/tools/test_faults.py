@@ -82,7 +82,6 @@ def test_every_fault_is_described():
     [
         ("shard-indexes", 20),
         ("safetensors-headers", 29),
-        ("pytorch-files", 49),
         ("stdin", 8),
         ("report-values", 3),
         ("serve-options", 20),

@@ -21,7 +21,7 @@ from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.errors import not_allowed
 from tools.faults.registry import FAULTS, run
 
-MODULES = ("training", "decoding", "system", "inputs", "models", "pickles", "text_files", "reports", "drafts")
+MODULES = ("training", "decoding", "system", "inputs", "models", "text_files", "reports", "drafts")
 MODULES += ("continuation", "devices", "process", "chat", "serving")
 for module in MODULES:  # each registers its faults
     importlib.import_module(f"tools.faults.{module}")
