@@ -58,7 +58,7 @@ class Matcher:
     """
 
     def __init__(self, vocabulary: Any, source: str, is_valid: Callable[[Sequence[int]], bool] | None = None):
-        """Compile a grammar; a complex one takes a tenth of a second.
+        """Compile a grammar.
 
         Args:
             vocabulary: of `hydrajax.grammar.vocabulary.vocabulary_of`.
