@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 
+import flax.linen as nn
+import jax
 import pytest
 
 from hydrajax.cli import bench
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
 
 
 def without_weights(shape, kind, dtype, seed, quantize=None):
-    """A `random_model` without parameters, for errors that are raised before they are used."""
+    """A `random_model` of shapes alone, for errors that are raised before parameters are used."""
     model = Llama(PRESETS[shape], dtype)
-    return model, KINDS[kind].build(model.config, dtype), Params({}, {})
+    drafter, base = KINDS[kind].build(model.config, dtype), nn.unbox(abstract_base(model))
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    return model, drafter, Params(base, draft)
 
 
 FAST = ("--repeats", "1", "--context", "128")

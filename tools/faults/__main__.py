@@ -17,8 +17,8 @@ from pathlib import Path
 from rich.console import Console
 
 from hydrajax.cli import options, run_command
-from hydrajax.cli.screen import figure_table, wide_console
 from hydrajax.errors import not_allowed
+from hydrajax.report.tables import print_table
 from tools.faults.registry import FAULTS, run
 
 MODULES = ("training", "decoding", "system", "inputs", "models", "text_files", "reports", "drafts")
@@ -43,7 +43,7 @@ def inject(args: argparse.Namespace) -> int:
     for name in args.only or []:
         if name not in FAULTS:
             raise not_allowed("only", name, FAULTS)
-    table, made, failed = figure_table("fault", "trials", "failures", "first seed", "seconds", left="fault"), {}, False
+    rows, made, failed = [], {}, False
     with (
         tempfile.TemporaryDirectory(prefix="faults", dir=args.folder) as folder,
         Console(stderr=True).status("") as line,
@@ -56,10 +56,10 @@ def inject(args: argparse.Namespace) -> int:
             failed |= found.failures > 0
             first = "" if found.first_seed is None else str(found.first_seed)
             seconds = f"{time.monotonic() - began:.0f}"
-            table.add_row(name, str(found.trials), str(found.failures), first, seconds)
+            rows.append((name, found.trials, found.failures, first, seconds))
             text = f"{name}: {found.trials} trials, {found.failures} failures. {found.message}".strip()
             print(text, file=sys.stderr, flush=True)
-    wide_console().print(table)
+    print_table(("fault", "trials", "failures", "first seed", "seconds"), rows, left=["fault"])
     return int(failed)
 
 
