@@ -81,11 +81,6 @@ def test_link_targets_exist(page):
             assert (page.parent / path).exists(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "design.md"], ids=lambda page: page.stem)
-def test_pages_are_short(page):
-    assert len(page.read_text(encoding="utf-8").split()) <= 1500
-
-
 def speeds() -> dict[str, list[str]]:
     """Return the cells of the table of speeds, by draft."""
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
