@@ -89,10 +89,6 @@ def test_base_of_another_shape_or_kind(refused, copied):
         ({"vocab_size": 319}, r"embed_tokens\.weight: got shape \[320, 32\], expected \[319, 32\]"),
         ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
         (
-            {"quantization_config": {"quant_method": "hqq"}},
-            r"--base: .*/config\.json: quantization_config\.quant_method: got 'hqq', expected one of 'awq', ",
-        ),
-        (
             {"quantization_config": {"quant_method": "gptq", "bits": 3}},
             r"--base: .*/config\.json: quantization_config\.bits: got 3, expected one of 4, 8",
         ),
@@ -126,27 +122,6 @@ def test_draft_missing_or_foreign(refused, base, tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     refused(r"--draft: .* holds no draft heads of a supported format: .*'hydra_num_heads'", *common, other)
-
-
-def test_draft_made_for_another_base(refused, base, medusa):
-    common = ("--base", base, *TEXT, "--draft")
-    refused(r"--draft: .*width: got 16, expected 32; the heads were made for", *common, medusa(width=16))
-    refused(
-        r"--draft: .*vocabulary: got 300, expected 320; the heads were made",
-        *common,
-        medusa(vocab=300),
-    )
-
-
-def test_draft_weights_missing_or_truncated(refused, base, medusa):
-    folder = medusa()
-    weights = folder / "medusa_lm_head.safetensors"
-    whole = weights.read_bytes()
-    common = ("--base", base, *TEXT, "--draft", folder)
-    weights.write_bytes(whole[:-100])
-    refused(r"--draft: .*medusa_lm_head\.safetensors is damaged", *common)
-    weights.unlink()
-    refused(r"--draft: .* has neither medusa_lm_head\.safetensors nor medusa_lm_head\.pt", *common)
 
 
 # --- the tree -------------------------------------------------------------------------------------------------
@@ -231,12 +206,6 @@ def test_text_without_tokenizer(refused, wordless, prompts):
     refused(r"line 1: turns: got text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
 
 
-def test_text_that_is_not_unicode(refused, base, prompts):
-    refused(r"--prompt: is not valid Unicode text", "--base", base, "--prompt", "a\udcff")
-    file = prompts(r'{"prompt": "\ud800"}')
-    refused(r"line 1: prompt: is not valid Unicode text", "--base", base, "--prompts", file)
-
-
 def test_chat_template_that_fails(refused, copied, prompts):
     (copied / "chat_template.jinja").write_text("{{ raise_exception('only the user may speak') }}")
     file = prompts({"turns": ["hello"]})
@@ -307,13 +276,8 @@ def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_pa
     file = tmp_path / "file"
     file.touch()
     common = ("--base", base, *TEXT, "--output")
-    for path, pattern in [
-        (tmp_path, r"--output: '.*' is a directory, expected a file"),
-        (tmp_path / "none" / "out.jsonl", r"--output: cannot write .*: no such directory: .*/none"),
-        (file / "out.jsonl", r"--output: cannot write .*: no such directory: .*/file"),
-        ("/dev/null", r"--output: '/dev/null' is not a regular file"),
-        ("", r"--output: '' is a directory"),
-    ]:
+    for path in (tmp_path / "none" / "out.jsonl", file / "out.jsonl"):
+        pattern = rf"--output: cannot write .*: no such directory: {path.parent}"
         refused(pattern, *common, path, output=False)
     assert list(tmp_path.glob("*.tmp")) == []
 
