@@ -18,8 +18,8 @@ def keep_freed_memory() -> None:
     """Keep freed memory in the process, on Linux with glibc; elsewhere do nothing.
 
     XLA allocates a program's temporary arrays at every call. By default glibc returns arrays of this size to the kernel
-    when they are freed, and each call then waits until the kernel has cleared the pages again. On two cores, a forward
-    pass of 4,096 tokens through a model of 135M parameters took 1.5 to 2.2 times as long. Call it before JAX starts.
+    when they are freed, and each call then waits until the kernel has cleared the pages again. Call it before JAX
+    starts.
     """
     if (mallopt := _of_glibc("mallopt")) is not None:
         for parameter, value in KEEP:
@@ -29,8 +29,7 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Give freed memory back to the kernel, on Linux with glibc; elsewhere do nothing.
 
-    Compilers free gigabytes that glibc keeps in the arenas of their threads. With a server's 48 programs of a model of
-    18M parameters a process had 3,805 MB, and 2,245 with a call after each of them, which takes milliseconds.
+    Compilers free gigabytes that glibc keeps in the arenas of their threads.
     """
     if (malloc_trim := _of_glibc("malloc_trim")) is not None:
         malloc_trim(0)
@@ -39,9 +38,8 @@ def return_freed_memory() -> None:
 def into_huge_pages(arrays: Iterable) -> None:
     """Move JAX arrays of CPU devices into huge pages, on Linux 6.1 and newer; elsewhere do nothing.
 
-    A step reads all weights. Two cores of an AMD EPYC (Zen 4) read 25 to 28 GB/s from pages of 4 kB and 33 to 55 from
-    pages of 2 MB; decoding with the bundled model is 1.02 to 1.07 times as fast (`experiments/huge_pages.py`). Most
-    distributions give huge pages only to programs that ask for them. It takes 0.4 s for 540 MB and, repeated, 2 ms.
+    A step reads all weights, faster from huge pages (`experiments/huge_pages.py`). Most distributions give these only
+    to programs that ask for them.
     """
     madvise = _of_glibc("madvise")
     if madvise is None or not HUGE_PAGE.exists():

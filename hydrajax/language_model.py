@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -257,17 +257,8 @@ class LanguageModel:
             base_directory=base_directory, adapter_directory=self.adapter_directory, confidence=draft_confidence,
             own_directory=self.base_directory, corpus=corpus,
         )  # fmt: skip
-        return LanguageModel(
-            self.model,
-            found.drafter,
-            Params(self.params.base, found.params),
-            self.tokenizer,
-            self.eos_ids,
-            self.placement,
-            found.directory,
-            self.adapter_directory,
-            self.base_directory,
-        )
+        params = Params(self.params.base, found.params)
+        return replace(self, drafter=found.drafter, params=params, draft_directory=found.directory)
 
     # --- text ---------------------------------------------------------------------------------------------------------
 

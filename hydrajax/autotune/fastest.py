@@ -38,8 +38,9 @@ DYNAMIC_ON_CPU = (8, 2, 4)  # a CPU takes longer for more nodes than they save
 BEST_FIRST = "best-16"  # for drafts of one pass
 NEW_TOKENS = 48
 ROUNDS = 6  # of one batch each: trees differ by less than texts, so more texts tell more than more timings of one
-# Largest ratios of the ends of 95% intervals (SmolLM2 in int4 on an idle Zen 4: 1.10 and 1.34): of the speed without a
-AGREEMENT = 1.15, 1.5  # draft, and of the speed-up, which depends on the texts too
+# Largest ratios of the ends of 95% intervals: of the speed without a draft, and of the speed-up, which depends on the
+# texts too.
+AGREEMENT = 1.15, 1.5
 REMEMBERED = {"taken": BOOL, "name": TEXT, "speedup": NUMBER, "date": TEXT}
 OFF = "HYDRAJAX_MEASURE_TREES"  # 0: neither measure trees nor use earlier measurements
 

@@ -100,9 +100,9 @@ def settled_inputs(
     if ids.ndim != 2 or not len(ids) or not xp.issubdtype(ids.dtype, xp.integer):
         raise HydrajaxError(f"prompt: got {ids.dtype} {list(ids.shape)}, expected int32 [batch, tokens]")
     batch = ids.shape[0]
-    lengths = (
-        np.full(batch, ids.shape[1], np.int32) if lengths is None else _array(xp, "lengths", lengths, "int32 [batch]")
-    )
+    if lengths is None:
+        lengths = np.full(batch, ids.shape[1], np.int32)
+    lengths = _array(xp, "lengths", lengths, "int32 [batch]")
     if not xp.issubdtype(lengths.dtype, xp.integer):
         raise HydrajaxError(f"lengths: got {lengths.dtype}, expected int32 [batch]")
     if lengths.shape != ids.shape[:1]:

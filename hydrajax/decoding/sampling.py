@@ -135,8 +135,7 @@ def _among_largest(
     With weights of one these are the k largest; with probabilities as weights, the nucleus of top-p.
 
     The order of floats is that of their bits (negative ones inverted), so the least value is found bit by bit in 32
-    sums. For one row of 32,000 tokens this takes 0.3 ms; sorting took 6.8 (jax 0.10, CPU). `jax.lax.top_k` needs a k
-    that is known at compile time.
+    sums, faster than by sorting. `jax.lax.top_k` needs a k that is known at compile time.
     """
     weights = weights.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(values.astype(jnp.float32) + 0.0, jnp.uint32)  # -0.0 becomes 0.0

@@ -104,11 +104,9 @@ def prefixes_agree(tokens: Int[Array, "B M K"], exists: Bool[Array, "B M K"]) ->
 
 
 def leading(true: Bool[Array, "*n K"]) -> Bool[Array, "*n K"]:
-    """Return which elements are true and have no false one before them, along the last axis.
-
-    On a CPU a cumulative sum takes ten times as long (33 and 3 µs for pairs of 16 chains of 17 tokens).
-    """
+    """Return which elements are true and have no false one before them, along the last axis."""
     place = np.arange(true.shape[-1])
+    # On a CPU a cumulative sum takes ten times as long.
     return place < jnp.min(jnp.where(true, true.shape[-1], place), axis=-1, keepdims=True)
 
 

@@ -1,9 +1,9 @@
 """A drafter that is left out for a while: it reads no text, and its state stays as it is.
 
-A server takes plain steps while they are faster. A draft that observes their tokens costs a part of each step (Hydra++
-with eight sequences of the shipped model: a tenth), so it misses them, and prompts too. Later it reads them again as a
-prompt (`hydrajax.serve.executor_pool.ExecutorPool.catch_up`). A gap in its text may cost acceptance and never changes
-the output.
+A server takes plain steps while they are faster. A draft that observes their tokens costs a part of each step,
+so it misses them, and prompts too. Later it reads them again as a prompt
+(`hydrajax.serve.executor_pool.ExecutorPool.catch_up`). A gap in its text may cost acceptance and never changes the
+output.
 """
 
 from __future__ import annotations

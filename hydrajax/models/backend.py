@@ -35,9 +35,7 @@ def attends_few_rows(queries: Float[Array, "B n_heads T H"]) -> bool:
 def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType | None:
     """Return the module whose ``attend`` attends from these queries to a cache and a tree; None: XLA's operations do.
 
-    7B, 64 nodes, 2048 tokens, batch 1. GPU: XLA's own program moves 19.2 GB per step in 619 kernels, of which weights
-    and filled slots are 14.3 (`experiments/results/gpu_program`). TPU v5e: XLA's attention from one token takes 4.7
-    times the cycles of its bytes, by the compiler's estimate (`experiments/results/tpu_program`).
+    XLA's own programs move far more bytes (`experiments/results/gpu_program`, `experiments/results/tpu_program`).
     """
     _, n_heads, n_tokens, head_dim = queries.shape
     if platforms.has_triton():
@@ -53,10 +51,7 @@ def tree_kernel(queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType
 
 
 def attends_text(queries: Float[Array, "B n_heads T H"]) -> bool:
-    """Return whether a library attends within a text: it stores no square of scores and compiles at once.
-
-    7B, a prompt of 8192 tokens on a GPU: XLA's own operations take 356 kernels and 70 seconds of compilation per layer.
-    """
+    """Return whether a library attends within a text: it stores no square of scores and compiles at once."""
     if platforms.on_tpu():
         from hydrajax.models.kernels import text_attention_tpu
 
@@ -86,8 +81,8 @@ def rotate_halves(
     """Return ``x * cos + y * sin`` in float32, where y is x with the two halves of its last axis exchanged.
 
     On CPUs and GPUs the halves are an axis, whose reversal joins the kernel of its neighbours. A TPU would store them
-    in tiles that are a quarter full. Shifts of lanes took 11% of the cycles of a verify of 8 x 64 nodes of a 7B, a
-    product with a permutation takes 2% (v5e, by the compiler's estimate); it is exact, as each sum has one term.
+    in tiles that are a quarter full, so it multiplies by a permutation: exact, as each sum has one term, and faster
+    than shifts of lanes.
     """
     wide = x.astype(jnp.float32)
     if platforms.on_tpu():
@@ -141,10 +136,7 @@ def _add_norm(x, added, scale, eps: float):
 def step_rows() -> int:
     """Return the rows (sequences times nodes) that a speculative step of several sequences should have.
 
-    On a CPU each row costs. Decoding with the shipped model and its draft model (2 cores, float32), relative to plain
-    steps: 2 sequences 1.66x with 3 nodes each, 1.69x with 4, 1.51x with 6; 4 sequences 1.39x with 2 nodes, 1.23x with
-    4; 8 sequences 1.13x with 2 nodes, 1.03x with 3. Other devices wait for the weights with up to some hundred rows
-    (`hydrajax roofline`).
+    On a CPU each row costs. Other devices wait for the weights with up to some hundred rows (`hydrajax roofline`).
     """
     return 10 if platforms.on_cpu() else 256
 
@@ -169,8 +161,7 @@ def rows_of_token(tokens: int) -> int:
     """Return how often to feed a pass's only token: on a TPU as often as a tile has rows.
 
     A single row would be copied into another layout before and after most kernels, and XLA multiplies it slowly
-    (`products.matmul`). Together with larger tiles of the weights (`compiler_options`), a token of a 7B takes 1.09 of
-    the cycles of its bytes, before 1.27 (v5e, by the compiler's estimate). Several devices would exchange all rows.
+    (`products.matmul`). Several devices would exchange all rows.
     """
     return TPU_TILE_ROWS if tokens == 1 and platforms.on_tpu() and platforms.on_one_device() else 1
 
@@ -197,15 +188,15 @@ def take_rows(table: Float[Array, "V D"], index: Int[Array, "*rows"]) -> Float[A
 
 
 # XLA's CPU argmax is a scalar loop, its maximum is not, so the argmax is taken over the maxima of chunks and then
-# within one chunk. For 64 x 32,000 logits that takes 0.4 ms in place of 5 (jax 0.10).
+# within one chunk.
 ARGMAX_CHUNK, ARGMAX_SMALLEST = 128, 1024
 
 
 def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """Return the index of the largest number of each row, int32; ties go to the smallest index.
 
-    A TPU's own argmax takes 297,000 cycles for 8 x 64 rows of 32,000 logits, the one of chunks 674,000 (v5e, by the
-    compiler's estimate). The barrier keeps it out of the lm head's product, whose tiles it would make smaller.
+    A TPU's own argmax is faster than that of chunks. The barrier keeps it out of the lm head's product, whose tiles it
+    would make smaller.
     """
     size = logits.shape[-1]
     if platforms.on_tpu():
@@ -221,11 +212,9 @@ def argmax(logits: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
 def top_k(logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
     """Return the indices of the k largest numbers in descending order, int32; ties go to the smallest index.
 
-    XLA's selection for GPUs reads a row with one block of threads: 145 us for the 10 best of 32,000 logits (H200, jax
-    0.11), 7% of a Hydra++ step of a 7B in its three levels. Here it gets chunks' maxima, and then the k chunks with the
-    largest ones. All k best are in these: a number in any other chunk comes after the k maxima. For TPUs XLA would sort
-    whole rows and copy their indices, 530,000 cycles for 8 x 10 rows on a v5e without the sort, of which the compiler
-    has no estimate; here it sorts a twentieth, and all else takes 68,000.
+    XLA's selection for GPUs reads a row with one block of threads, and for TPUs it sorts whole rows. Here it gets
+    chunks' maxima, and then the k chunks with the largest ones. All k best are in these: a number in any other chunk
+    comes after the k maxima.
     """
     size = logits.shape[-1]
     if platforms.on_cpu() or size % ARGMAX_CHUNK or size < 2 * k * ARGMAX_CHUNK:
@@ -308,8 +297,7 @@ IN_GRAPHS = ("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "CONDITIONA
 def host_calls() -> ModuleType | None:
     """Return the module whose ``call_host`` calls Python within a program; None: programs return to Python instead.
 
-    After 100 MB of weights have passed through the caches, a program's start takes 130 microseconds, and 3 per array.
-    SmolLM2 with its cache has 330 arrays (two cores of an AMD EPYC).
+    The start of a program takes time for each of its arrays.
     """
     if not (platforms.has_cpu_kernels() and platforms.platform().devices == 1):
         return None
@@ -327,10 +315,9 @@ def compiler_options() -> dict[str, str | bool] | None:
     On a GPU the whole loop becomes one CUDA graph: most of the several hundred kernels of a step move less than a
     megabyte, and launching them one by one would take longer than running them. HYDRAJAX_CUDA_GRAPHS=0 disables it.
 
-    On a TPU a product's kernel gets 32 MB of vector memory in place of 16, for larger tiles of the weight: gate and up
-    of a 7B take 1.28 of the cycles of their bytes, before 1.38 (v5e, by the compiler's estimate). With more, less is
-    left to fetch the next weights into, which is most of what several devices gain: their programs keep 16. A limit in
-    LIBTPU_INIT_ARGS has precedence.
+    On a TPU a product's kernel gets 32 MB of vector memory in place of 16, for larger tiles of the weight. With more,
+    less is left to fetch the next weights into, which is most of what several devices gain: their programs keep 16. A
+    limit in LIBTPU_INIT_ARGS has precedence.
     """
     if platforms.on_tpu():
         given = TPU_VECTOR_MEMORY in os.environ.get("LIBTPU_INIT_ARGS", "")

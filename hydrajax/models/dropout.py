@@ -39,8 +39,7 @@ def drop(
 def _stored(keep: Bool[Array, "B T D"]) -> Bool[Array, "B T D"]:
     """Return the mask as read from memory, a bit for each element, of which every device of a mesh draws a part.
 
-    Otherwise each device draws all of it, in every kernel that reads a product's input: for the heads of Hydra++ this
-    takes as many cycles as their products (7B on eight v5e, by the compiler's estimate).
+    Otherwise each device draws all of it, in every kernel that reads a product's input.
     """
     drawn = jnp.packbits(divided(keep, DATA, None, MODEL), axis=1)
     bits = jax.lax.optimization_barrier(divided(drawn, DATA))

@@ -127,10 +127,8 @@ def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | 
     """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
     operations do.
 
-    128 experts of width 2048 and 768, 8 for each token, as compiled for an H100, in bytes of one expert: for one row
-    the kernel reads 8, `ragged_dot` 128, and a loop over the chosen ones 3 for each, as it copies their matrices first.
-    On a TPU the loop's products read them in place, in 1.59 times the cycles of their bytes (v5e, 8 rows, by the
-    compiler's estimate), and `ragged_dot` first lays out the matrices of all experts anew.
+    A GPU's `ragged_dot` reads all experts, and a loop over the chosen ones copies their matrices first. On a TPU the
+    loop's products read them in place, and `ragged_dot` first does a relayout of all experts.
     """
     if not platforms.has_triton():
         return None

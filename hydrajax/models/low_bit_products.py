@@ -24,9 +24,8 @@ def multiplies_digits(rows: int) -> bool:
     """Return whether int8 weights are multiplied as integers, by `digits` of x: nothing is widened.
 
     A GPU of compute capability 7.5 has no Triton, and cuBLAS multiplies equal types only: XLA would write the weights
-    out in 16 bits in every step, 5.1 times their bytes (T4, 7B, 64 nodes). A TPU widens them on its vector unit, which
-    takes 1.51 times the cycles of the bytes for one token of a 7B, digits 1.31 (v5e, by the compiler's estimate); of
-    many rows the sums of digits cost more than that. Our kernel of a TPU multiplies digits too.
+    out in 16 bits in every step. A TPU widens them on its vector unit, which takes longer than digits of one row; of
+    many rows the sums of digits cost more. Our kernel of a TPU multiplies digits too.
     """
     return platforms.on_turing() or (platforms.on_tpu() and rows == 1 and mesh_in_use() is None)
 
@@ -120,7 +119,7 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
 
 
 # XLA multiplies two rows in one fusion, more in a fusion each, so that the weight is read once for every two. Up to 8
-# rows these are fewer bytes than those of a wider weight, which is written and read: 7.4 times the weight's on a T4.
+# rows these are fewer bytes than those of a wider weight, which is written and read.
 MOST_ROWS = 8
 
 

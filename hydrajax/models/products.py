@@ -27,11 +27,10 @@ def contract(spec: str, a: Array, b: Array, dtype) -> Array:
 
     Under `jax.default_matmul_precision` ("bfloat16"), float32 inputs (and float32 gradients in the backward pass) are
     rounded to bfloat16 and accumulated in float32. XLA does this itself on accelerators; on a CPU it ignores the
-    setting, so the inputs are rounded here. On a CPU with AMX a [4096, 512] by [512, 1536] product then takes 4.5 ms,
-    before 25 (jax 0.10, 2 cores).
+    setting, so the inputs are rounded here, which AMX needs.
 
     On a CPU, bfloat16 inputs with a bfloat16 result are also accumulated in float32: XLA uses AMX for a float32 result
-    only. A [128, 2048] by [2048, 11264] product takes 68 ms, before 311 (float32: 182; jax 0.10, one thread).
+    only.
     """
     if platforms.on_cpu() and jax.config.jax_default_matmul_precision == "bfloat16" and a.dtype == jnp.float32:
         return _rounded_contract(spec, a, b).astype(dtype)
@@ -86,8 +85,7 @@ _rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)
 def few_rows(rows: int, *dtypes) -> bool:
     """Return whether `hydrajax.models.kernels.few_rows` computes products with this many rows and these dtypes.
 
-    1.1B parameters in bfloat16, one thread of an Intel Xeon with AMX: XLA, which widens each weight in memory, takes
-    603 ms for a token and 1,100 for a verify of 8 nodes, the kernels 139 and 162 (float32: 278 and 328).
+    XLA would widen each bfloat16 weight in memory.
     """
     small = 0 < rows <= kernels.MOST_ROWS and all(dtype in kernels.DTYPES for dtype in dtypes)
     return small and platforms.has_cpu_kernels()
@@ -97,8 +95,7 @@ def matmul(x: Num[Array, "*rows D"], kernel: Num[Array, "D F"], dtype, *, stored
     """Return ``x @ kernel``, accumulated and returned in ``dtype``.
 
     On a CPU without our kernels a single row is multiplied as two half contractions whose results are added. XLA runs
-    the two on two cores, while it leaves one core idle for some shapes: [512] by [512, 3072] takes 117 us instead of
-    196, and no shape was more than 10% slower (jax 0.10, 2 cores). With more rows this loses up to threefold.
+    the two on two cores, while it leaves one core idle for some shapes. More rows would be slower in halves.
 
     Args:
         x: Rows.
@@ -111,8 +108,8 @@ def matmul(x: Num[Array, "*rows D"], kernel: Num[Array, "D F"], dtype, *, stored
     width, rows = x.shape[-1], math.prod(x.shape[:-1])
     flat = x.reshape(rows, width)
     if platforms.on_tpu() and dtype != x.dtype:  # an lm head
-        # XLA would lay its weight out anew (262 MB of a 7B), and with several rows compute a draft head's block again
-        # for each part of the vocabulary: 1.10M cycles in place of 0.62M and 0.09M (v5e, by the compiler's estimate).
+        # XLA would relayout its weight, and with several rows compute a draft head's block again for each part of the
+        # vocabulary.
         flat = jax.lax.optimization_barrier(flat)
     if few_rows(rows, x.dtype, kernel.dtype, dtype):
         out = kernels.matmul(flat, kernel, dtype)
@@ -153,9 +150,8 @@ def matmul_float32(x: Float[Array, "*rows D"], kernel: Float[Array, "D F"]) -> F
 def _contract_rows(spec: str, x: Num[Array, "rows D"], weight: Array, dtype, stored: bool = True) -> Array:
     """Apply `contract` to rows of ``x``; ``r`` in the specification.
 
-    cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step:
-    1.05 GB for the lm head of a 7B model instead of 0.26. A TPU multiplies a single row on the vector unit, in 3.8
-    times the cycles that two take on the matrix unit (v5e, by the compiler's estimate). Repeating the row avoids both.
+    cuBLAS cannot multiply a single 16-bit row into a float32 result, so XLA converts the whole weight in every step. A
+    TPU multiplies a single row on the slower vector unit. Repeating the row avoids both.
     """
     widened = stored and platforms.platform().name == "gpu" and dtype == jnp.float32 and x.dtype != jnp.float32
     if len(x) == 1 and (widened or platforms.on_tpu()):
@@ -188,8 +184,7 @@ def stored_order(shape: tuple[int, ...], dtype, axes: Iterable[str | None] | Non
 def trained_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return `stored_order` of a fused kernel that is trained: with D last, as the gradient's product writes it.
 
-    Kernel and moments would be laid out anew before and after each step: 14M of 229M cycles for the heads of Hydra++
-    (7B on eight v5e, by the compiler's estimate).
+    XLA would relayout kernel and moments before and after each step.
     """
     if not platforms.on_tpu() or len(shape) < 3:
         return None
@@ -222,8 +217,7 @@ def matmul_parts(
 def _with_joint_gradient(multiply: Callable, x, kernel, trained: int | None):
     """Return ``multiply(x, kernel)``. The gradient of x, or of its first features, is one product with all parts.
 
-    A product for each part would write all features again to add them: for a head of Hydra++ 2.2M cycles, joint 1.2M,
-    of the hidden state's half 0.8M (7B on eight v5e, by the compiler's estimate).
+    A product for each part would write all features again to add them.
     """
 
     @jax.custom_vjp
@@ -255,10 +249,8 @@ def _matmul_parts(x, kernel, dtype, stored: bool):
 def _by_section(x, kernel, dtype):
     """Return the products with queries, keys and values, or gate and up, joined for callers that take them apart.
 
-    In a verify of 8 x 64 nodes of a 7B, XLA needs 147,000 cycles a layer to copy gate out of a fused product, and
-    118,000 for the heads (v5e, by its estimate). It removes this concatenation. With x as one axis of rows it would lay
-    queries' kernels out anew, in 1,200,000 cycles a layer, and without the barrier multiply up within down's kernel, in
-    860,000 in place of 746,000.
+    XLA copies gate and heads out of a fused product, but removes this concatenation. With x as one axis of rows it
+    would relayout queries' kernels, and without the barrier multiply up within down's kernel, which is slower.
     """
     parts, heads = kernel.shape[-2], "k" * (kernel.ndim - 3)
     rows, shape = "bt"[3 - x.ndim :], x.shape[:-1]

@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024): each matrix steps along the orthogonal matrix that is nearest to its momentum.
 
-optax's own Muon computes every matrix on every device and in float32, which took half of a training step of Hydra++
-heads for SmolLM2 on two cores. Here the matrices are divided among the devices of a mesh's ``data`` axis, and their
-products follow the run's ``matmul_precision``. (The published code computes them in bfloat16.)
+optax's own Muon computes every matrix on every device and in float32. Here the matrices are divided among the devices
+of a mesh's ``data`` axis, and their products follow the run's ``matmul_precision``. (The published code computes them
+in bfloat16.)
 """
 
 from __future__ import annotations

@@ -89,10 +89,6 @@ def test_base_of_another_shape_or_kind(refused, copied):
         ({"vocab_size": 319}, r"embed_tokens\.weight: got shape \[320, 32\], expected \[319, 32\]"),
         ({"num_hidden_layers": 2}, r"missing tensors 'model\.layers\.1\."),
         (
-            {"quantization_config": {"quant_method": "hqq"}},
-            r"--base: .*/config\.json: quantization_config\.quant_method: got 'hqq', expected one of 'awq', ",
-        ),
-        (
             {"quantization_config": {"quant_method": "gptq", "bits": 3}},
             r"--base: .*/config\.json: quantization_config\.bits: got 3, expected one of 4, 8",
         ),
@@ -128,27 +124,6 @@ def test_draft_missing_or_foreign(refused, base, tmp_path):
     refused(r"--draft: .* holds no draft heads of a supported format: .*'hydra_num_heads'", *common, other)
 
 
-def test_draft_made_for_another_base(refused, base, medusa):
-    common = ("--base", base, *TEXT, "--draft")
-    refused(r"--draft: .*width: got 16, expected 32; the heads were made for", *common, medusa(width=16))
-    refused(
-        r"--draft: .*vocabulary: got 300, expected 320; the heads were made",
-        *common,
-        medusa(vocab=300),
-    )
-
-
-def test_draft_weights_missing_or_truncated(refused, base, medusa):
-    folder = medusa()
-    weights = folder / "medusa_lm_head.safetensors"
-    whole = weights.read_bytes()
-    common = ("--base", base, *TEXT, "--draft", folder)
-    weights.write_bytes(whole[:-100])
-    refused(r"--draft: .*medusa_lm_head\.safetensors is damaged", *common)
-    weights.unlink()
-    refused(r"--draft: .* has neither medusa_lm_head\.safetensors nor medusa_lm_head\.pt", *common)
-
-
 # --- the tree -------------------------------------------------------------------------------------------------
 
 
@@ -166,23 +141,11 @@ def test_tree(refused, base, heads, tmp_path):
     refused(r"tree: got rank 320, expected less than the vocabulary of 320 tokens", *common, "cartesian-321")
 
 
-@pytest.mark.parametrize(
-    ("content", "pattern"),
-    [
-        ("[[0], [0, 0]", "is not a JSON tree file"),
-        ("", "is not a JSON tree file"),
-        ('"chain"', r"expected a JSON list of choices such as \[\[0\]"),
-        ("[[0], [1, 0]]", r"got the choice \[1, 0\] without its parent: add \[1\]"),
-        ("[[0], [0]]", r"got the choice \[0\] more than once"),
-        ("[[0], [-1]]", r"got the rank -1 in \[-1\], expected integers from 0 up"),
-        ("[[0], [1.5]]", r"got the rank 1\.5 in \[1\.5\], expected integers from 0 up"),
-        ("[0, 1]", r"got the choice 0"),
-    ],
-)
-def test_tree_file(refused, base, heads, tmp_path, content, pattern):
+def test_tree_file(refused, base, heads, tmp_path):
+    """tests/trees covers every malformed file."""
     path = tmp_path / "tree.json"
-    path.write_text(content)
-    refused(pattern, "--base", base, "--draft", heads, *TEXT, "--tree", path)
+    path.write_text("[[0], [0, 0]")
+    refused("tree.json is not a JSON tree file", "--base", base, "--draft", heads, *TEXT, "--tree", path)
 
 
 def test_tree_without_draft(refused, program, base):
@@ -231,22 +194,16 @@ def test_prompt_longer_than_the_context(refused, base, prompts):
     )
 
 
-@pytest.mark.parametrize("token", [320, -1, 2**31, 2**63, 2**64, 10**30])
-def test_id_outside_the_vocabulary(refused, base, prompts, token):
-    file = prompts({"prompt_ids": [1]}, {"prompt_ids": [5, token]})
-    refused(rf"line 2: prompt_ids: got token id {token}, expected 0 to 319", "--base", base, "--prompts", file)
+def test_id_outside_the_vocabulary(refused, base, prompts):
+    for token in (320, -1, 10**30):
+        file = prompts({"prompt_ids": [1]}, {"prompt_ids": [5, token]})
+        refused(rf"line 2: prompt_ids: got token id {token}, expected 0 to 319", "--base", base, "--prompts", file)
 
 
 def test_text_without_tokenizer(refused, wordless, prompts):
     refused(r"--prompt: got text, but the base has no tokenizer; give token ids", "--base", wordless, *TEXT)
     file = prompts({"turns": ["hello"]})
     refused(r"line 1: turns: got text, but the base has no tokenizer", "--base", wordless, "--prompts", file)
-
-
-def test_text_that_is_not_unicode(refused, base, prompts):
-    refused(r"--prompt: is not valid Unicode text", "--base", base, "--prompt", "a\udcff")
-    file = prompts(r'{"prompt": "\ud800"}')
-    refused(r"line 1: prompt: is not valid Unicode text", "--base", base, "--prompts", file)
 
 
 def test_chat_template_that_fails(refused, copied, prompts):
@@ -275,12 +232,8 @@ def test_prompt_file(refused, base, prompts, tmp_path):
             r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?, '?float16'?\)",
         ),
         (("--quantize", "int4-48"), r"--quantize: invalid choice: 'int4-48' \(choose from .*int4-64.*int4-128"),
-        (("--rule", "best"), r"--rule: invalid choice: 'best' \(choose from '?greedy'?, '?typical'?, .*\)"),
         (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),
-        (("--max-new-tokens", "many"), r"--max-new-tokens: got 'many', expected an integer from 1 up"),
-        (("--batch-size", "-2"), r"--batch-size: got '-2', expected an integer from 1 up"),
         (("--batch-size", "1.5"), r"--batch-size: got '1\.5', expected an integer from 1 up"),
-        (("--seed", "-1"), r"--seed: got '-1', expected an integer from 0 to 4294967295"),
         (("--seed", str(2**32)), r"--seed: got '4294967296', expected an integer from 0 to 4294967295"),
         (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
         (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
@@ -297,12 +250,6 @@ def test_flags(refused, base, flags, pattern):
             ("--rule", "greedy", "--temperature", "1"),
             "--temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection",
         ),
-        (("--top-k", "3"), "--top-k: got a value for the rule greedy, expected none, only with typical"),
-        (
-            ("--rule", "exact", "--epsilon", "0.1"),
-            "--epsilon: got a value for the rule exact, expected none, only with typical",
-        ),
-        (("--min-p", "0.1"), "--min-p: got a value for the rule greedy, expected none, only with typical"),
         (("--logit-bias", "3"), r"hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
         (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
         (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
@@ -329,13 +276,8 @@ def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_pa
     file = tmp_path / "file"
     file.touch()
     common = ("--base", base, *TEXT, "--output")
-    for path, pattern in [
-        (tmp_path, r"--output: '.*' is a directory, expected a file"),
-        (tmp_path / "none" / "out.jsonl", r"--output: cannot write .*: no such directory: .*/none"),
-        (file / "out.jsonl", r"--output: cannot write .*: no such directory: .*/file"),
-        ("/dev/null", r"--output: '/dev/null' is not a regular file"),
-        ("", r"--output: '' is a directory"),
-    ]:
+    for path in (tmp_path / "none" / "out.jsonl", file / "out.jsonl"):
+        pattern = rf"--output: cannot write .*: no such directory: {path.parent}"
         refused(pattern, *common, path, output=False)
     assert list(tmp_path.glob("*.tmp")) == []
 

@@ -80,9 +80,7 @@ def test_bad_prompts_are_rejected(lab, prompt, lengths, message):
 
 def test_lengths_of_a_traced_prompt_are_one_per_prompt(lab):
     decode_fn, params = lab.decode_fn("hydra", "random", 24), Params(lab.base(0), lab.draft("hydra", 0))
-    with pytest.raises(
-        HydrajaxError, match=r"lengths: got shape \(1,\) for prompts \(2, 16\), expected one per prompt"
-    ):
+    with pytest.raises(HydrajaxError, match=r"lengths: got shape \(1,\) for prompts \(2, 16\)"):
         jax.jit(decode_fn)(params, np.zeros((2, 16), np.int32), np.ones(1, np.int32))
 
 

@@ -1,8 +1,7 @@
 """Calls of Python functions inside a program on a CPU (`call_host.cc`).
 
 `jax.pure_callback` does the same, but JAX does not keep programs with callbacks in its cache on disk, because they
-contain the function's address. Here the address is an argument of the program. A call takes 27 microseconds (two busy
-cores of an AMD EPYC).
+contain the function's address. Here the address is an argument of the program.
 """
 
 from __future__ import annotations

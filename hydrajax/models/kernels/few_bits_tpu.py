@@ -1,14 +1,12 @@
 """TPU kernels: products of a few rows with weights of 8 and 4 bits, which leave memory as they are.
 
-XLA's own products of 64 rows widen int8 on the vector unit, in 1.8 times the cycles of the bytes (v5e, by the
-compiler's estimate), and write int4 with a scale per group out in 16 bits, 8.5 times. Here a program passes over blocks
-of inputs for some outputs, and Pallas fetches the next block meanwhile.
+XLA's own products of 64 rows widen int8 on the vector unit, and write int4 with a scale per group out in 16 bits. Here
+a program passes over blocks of inputs for some outputs, and Pallas fetches the next block meanwhile.
 
 - int8: the matrix unit multiplies integers. x is split into two digits (`hydrajax.models.kernels.digits`), whose sums
   are added at the last block.
 - int4: numbers are scaled on the vector unit. Byte j of all groups is one block of the product, so that scales need
-  not be repeated. The offsets are a product of their own, with the sums of x's groups. A weight of 4096 by 4096 and 64
-  rows take 27,300 cycles of a v5e in the compiler's schedule; its bytes take 19,200.
+  not be repeated. The offsets are a product of their own, with the sums of x's groups.
 
 Compiled for described TPUs and compared with NumPy in Pallas's simulation of a TPU; they have not run on a TPU.
 """

@@ -3,62 +3,9 @@
 The library is built at installation if there is a C++ compiler; without one `available` returns False and XLA computes
 the same more slowly. A row's result does not depend on the number of rows, to the last bit.
 
-Measured on 2 cores of an Intel Xeon (AVX-512), jax 0.10.2, all products of six layers of width 512, 76 MB of float32
-weights, in a loop, in ms:
-
-| rows          | 1   | 2   | 4   | 8   | 16  | 64   |
-|---------------|-----|-----|-----|-----|-----|------|
-| XLA           | 3.1 | 3.6 | 5.0 | 6.9 | 8.5 | 14.5 |
-| these kernels | 2.3 | 2.3 | 2.8 | 3.6 | 5.0 | 13.8 |
-
-All products of SmolLM2-135M, 538 MB, which no cache holds, on 2 cores of a newer Intel Xeon, in ms. Before, each thread
-read columns of every weight, prefetches came in bursts, and lanes were summed one by one:
-
-| rows          | 1    | 6    | 8    | 11   | 16   | 64  |
-|---------------|------|------|------|------|------|-----|
-| before        | 21.0 | 25.0 | 27.4 | 31.3 | 35.2 | 93  |
-| these kernels | 19.8 | 22.9 | 24.4 | 28.6 | 32.1 | 95  |
-
-Reading alone takes 18 ms there (two threads, 29 GB/s, pages of 4 kB; see `hydrajax.host_memory` for larger ones).
-
-The same products on 2 cores of an AMD EPYC (Zen 4), pages of 4 kB, the least of 20 times, in ms. Before, more than 8
-rows were read in groups of 8; now up to 14 rows stay in registers:
-
-| rows          | 1    | 8    | 9    | 11   | 12   | 14   | 16   | 32   |
-|---------------|------|------|------|------|------|------|------|------|
-| before        | 18.8 | 19.9 | 31.1 | 34.0 | 34.2 | 35.8 | 38.3 | 61.4 |
-| these kernels | 18.4 | 19.8 | 22.1 | 23.0 | 24.2 | 26.0 | 38.0 | 61.5 |
-
-On 2 cores of an AMD EPYC (Zen 5), eight layers of width 384 and an lm head, 72 MB: XLA with 1 row 1.8, the kernels
-with 2 to 8 rows 1.8 to 2.0, with 16 rows 2.5, with 64 rows 7.5.
-
-The same layers without the lm head, 66 MB, on 2 cores of an AMD EPYC (Zen 4), in ms. Before, there was one source for
-all CPUs with vectors of 64 bytes, which GCC splits into single numbers if the registers are narrower:
-
-| rows         | 1    | 2    | 4    | 6    | 8    | 14    | 16    | 64    |
-|--------------|------|------|------|------|------|-------|-------|-------|
-| AVX-512      | 2.0  | 2.0  | 2.1  | 2.4  | 2.2  | 3.1   | 3.8   | 12.7  |
-| AVX2         | 2.3  | 2.5  | 2.5  | 3.0  | 3.8  | 4.9   | 5.4   | 16.8  |
-| AVX2, before | 11.2 | 13.5 | 26.6 | 40.6 | 63.2 | 102.5 | 163.9 | 644.6 |
-
-Weights are float32 or bfloat16. bfloat16 is widened in registers by a shift. On one thread of an Intel Xeon (AVX-512),
-five layers of width 2048, 236M weights, in ms:
-
-| rows     | 1    | 2    | 4    | 8    | 16   | 32    | 64    |
-|----------|------|------|------|------|------|-------|-------|
-| float32  | 57.6 | 59.4 | 60.6 | 66.1 | 96.0 | 144.7 | 252.5 |
-| bfloat16 | 30.5 | 31.7 | 35.4 | 46.3 | 66.7 | 115.7 | 227.8 |
-
-The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used. It takes 0.59 ns there for twice the products of a
-multiply-add of 0.15, rounds differently, and would need bfloat16 inputs.
-
-With AMX (`amx.h`) bfloat16 is multiplied in tiles: the same weights and an lm head of 8192 tokens, two threads, in ms:
-
-| rows                | 1    | 8    | 16   | 32   | 64    |
-|---------------------|------|------|------|------|-------|
-| float32             | 29.9 | 35.8 | 47.5 | 69.9 | 127.0 |
-| bfloat16 in vectors | 15.6 | 22.9 | 36.4 | 63.9 | 119.6 |
-| bfloat16 in tiles   | 16.0 | 17.9 | 21.1 | 25.9 | 39.5  |
+Weights are float32 or bfloat16, which is widened in registers by a shift, or multiplied in tiles with AMX (`amx.h`).
+The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used: it is slower, rounds differently, and needs bfloat16
+inputs. docs/design.md has measurements.
 """
 
 from __future__ import annotations

@@ -19,8 +19,10 @@ Spans = list[tuple[int, int]]  # first character and end of each answer in the r
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-def encode_conversation(tokenizer: Any, conversation: Conversation, template: str = "auto") -> Document:
-    """Tokenise a conversation as a whole.
+def encode_conversations(
+    tokenizer: Any, conversations: Sequence[Conversation], template: str = "auto"
+) -> tuple[list[Document], list[BadRecord]]:
+    """Tokenise each conversation as a whole, and return those that failed too.
 
     The targets are the tokens that the model generates: from the generation prompt to the special token that ends the
     turn. If the template marks them with ``{% generation %}``, the marks are used. Otherwise the conversation is
@@ -28,24 +30,14 @@ def encode_conversation(tokenizer: Any, conversation: Conversation, template: st
 
     Args:
         tokenizer: a fast tokenizer of transformers.
+        conversations: of the training data.
         template: ``auto`` for the tokenizer's own, or one of `hydrajax.text.templates.BUILT_IN`.
 
     Raises:
-        HydrajaxError: the template fails, changes an answer, or a message contains the text of a special token (the
-            message names the conversation); or tokenizer and template do not fit (it names the setting).
+        HydrajaxError: all conversations fail (the template fails, changes an answer, or a message contains the text of
+            a special token), or tokenizer and template do not fit.
     """
-    encoder = _encoder(tokenizer, template)
-    try:
-        return _document(encoder, conversation)
-    except HydrajaxError as error:
-        raise HydrajaxError(f"{conversation.where}: {error}") from None
-
-
-def encode_conversations(
-    tokenizer: Any, conversations: Sequence[Conversation], template: str = "auto"
-) -> tuple[list[Document], list[BadRecord]]:
-    """Encode each conversation, and return those that failed too. Raises `HydrajaxError` if all fail."""
-    encoder = _encoder(tokenizer, template)
+    encoder = make_encoder(tokenizer, template, field="data.template", tokenizer_field="data.tokenizer")
     documents, bad = [], []
     for conversation in conversations:
         try:
@@ -58,12 +50,7 @@ def encode_conversations(
     return documents, bad
 
 
-def _encoder(tokenizer: Any, template: str) -> PromptEncoder:
-    return make_encoder(tokenizer, template, field="data.template", tokenizer_field="data.tokenizer")
-
-
 def _document(encoder: PromptEncoder, conversation: Conversation) -> Document:
-    """As `encode_conversation`, whose errors name the conversation too."""
     for number, message in enumerate(conversation.messages, start=1):
         if found := encoder.special.search(message.content):
             raise HydrajaxError(f"message {number} contains the special token {found[0]}")

@@ -10,7 +10,7 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.templates import VICUNA_SYSTEM
 from hydrajax.train.data.conversations import Conversation, DialogueTurn
-from hydrajax.train.data.encode import encode_conversation, encode_conversations
+from hydrajax.train.data.encode import encode_conversations
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -47,6 +47,10 @@ TURNS = (
     ("user", "A graph without cycles?"),
     ("assistant", "🦔"),  # one character, four tokens
 )
+
+
+def encode_conversation(tokenizer, one, template="auto"):
+    return encode_conversations(tokenizer, [one], template)[0][0]
 
 
 def conversation(*turns, where="f line 1"):
@@ -221,8 +225,6 @@ def test_a_question_after_the_last_answer_is_not_learnt(with_template):
 )
 def test_conversations_that_are_refused(with_template, source, turns, reason):
     tokenizer = with_template(source)
-    with pytest.raises(HydrajaxError, match=f"^f line 1: .*{reason}"):
-        encode_conversation(tokenizer, conversation(*turns))
     with pytest.raises(HydrajaxError, match=f"none of 2 conversations can be encoded; the first: f line 1: .*{reason}"):
         encode_conversations(tokenizer, [conversation(*turns)] * 2)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.corpus import train_tokenizer
-from hydrajax.train.data.encode import encode_conversation
+from hydrajax.train.data.encode import encode_conversations
 from hydrajax.train.data.packing import Document
 from hydrajax.train.data.preview import preview, preview_text
 
@@ -26,7 +26,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def document(tokenizer):
     turns = (DialogueTurn("user", QUESTION), DialogueTurn("assistant", ANSWER))
-    return encode_conversation(tokenizer, Conversation(turns * 2, "f"), "plain")
+    return encode_conversations(tokenizer, [Conversation(turns * 2, "f")], "plain")[0][0]
 
 
 def test_brackets_around_what_is_learnt(document, tokenizer):
