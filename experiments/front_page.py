@@ -17,7 +17,8 @@ from hydrajax.cli import run_command
 from hydrajax.measure.step_trace import TracedStep, trace_steps
 from hydrajax.report.drawing import draw_step, save_png
 from hydrajax.report.tables import markdown_table
-from hydrajax.text.tokenizer import decode_text, visible
+from hydrajax.text.continuation import visible
+from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.static_tree import TreeTopology
 
 BEGIN, END = "<!-- table of speeds: begin, written by experiments/front_page.py -->", "<!-- table of speeds: end -->"

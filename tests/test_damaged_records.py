@@ -30,7 +30,6 @@ from hydrajax.machine import machine
 from hydrajax.questions.summary import summarise
 from hydrajax.report.markdown import write_report
 from hydrajax.report.outputs import find_results
-from hydrajax.text.answers import read_answers
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import RECORD, TrainCheckpoints
 from hydrajax.train.data import hidden_cache
@@ -59,11 +58,6 @@ def text_at(path: Path, *lines) -> Path:
 
 # --- answers and texts ------------------------------------------------------------------------------------------------
 
-GENERATED = {
-    "prompt_ids": [1, 2], "output_ids": [3, 4, 5], "text": "x", "steps": 2, "accept_lengths": [1, 2], "new_tokens": 3,
-    "wall_time": 0.5, "finish_reason": "length", "logprobs": [-0.1, -0.2, -0.3],
-    "top_logprobs": [[[3, -0.1]], [[4, -0.2]], [[5, -0.3]]],
-}  # fmt: skip
 WRITTEN = {"conversation": 0, "turn": 0, "prompt_ids": [1, 2], "output_ids": [3]}
 
 
@@ -230,9 +224,6 @@ def replaced(folder: Path) -> None:
 
 
 RECORDS = {
-    "answers of generate": Record(
-        lambda folder: text_at(folder / "a.jsonl", *[GENERATED] * 3), lambda folder: read_answers(folder / "a.jsonl")
-    ),
     "answers of evaluate": Record(evaluated, taken_up),
     "settings of evaluate": Record(lambda folder: evaluated(folder).with_name("settings.json"), taken_up),
     "records of distill": Record(distilled, gone_on_with),

@@ -122,7 +122,7 @@ class Batcher:
 
     def expect(self, times: IdleTimes) -> None:
         """Choose between speculative and plain steps by these times until both are measured."""
-        self._bursts.expect(times)
+        self._bursts.policy.idle = times
 
     def cancel(self, handle: RequestHandle) -> None:
         """Free the request's slot before the next step. Its answer stays as far as it is."""
@@ -331,7 +331,7 @@ class Batcher:
         group.remove(slot)
         with self._lock:
             self._counts["ended"] += 1
-        self._bursts.answered(len(request.ids) - handle.cached, result.new_tokens)
+        self._bursts.policy.answered(len(request.ids) - handle.cached, result.new_tokens)
         failed = sequence.constraint is not None and sequence.constraint.error
         handle.finish(HydrajaxError(f"grammar: {failed}") if failed else None)
         if request.remembered:

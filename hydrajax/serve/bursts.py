@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hydrajax.decoding.decode_loop import BURSTS_PER_SECOND, Snapshot
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.slot_group import SlotGroup
-from hydrajax.serve.speculation_policy import CONSTRAINED, IdleTimes, SpeculationPolicy
+from hydrajax.serve.speculation_policy import CONSTRAINED, SpeculationPolicy
 
 PATIENCE = 8  # bursts before plain steps end, because the draft may have to read a lot then
 WORTH_READING = 16  # tokens that a sequence must be able to reach
@@ -40,15 +40,7 @@ class BurstRunner:
     """Advance groups, and measure what their steps take."""
 
     def __init__(self, pool: ExecutorPool):
-        self._pool, self._policy = pool, SpeculationPolicy()
-
-    def expect(self, times: IdleTimes) -> None:
-        """Choose by these times until steps are measured."""
-        self._policy.idle = times
-
-    def answered(self, prompt: int, answer: int) -> None:
-        """Record an answer, see `SpeculationPolicy.answered`."""
-        self._policy.answered(prompt, answer)
+        self._pool, self.policy = pool, SpeculationPolicy()
 
     def drafts(self, group: SlotGroup, coming: int = 0) -> bool:
         """Return whether the group's steps are speculative, so that the draft should read a prompt that joins it.
@@ -60,7 +52,7 @@ class BurstRunner:
         if not self._pool.drops_draft:
             return True
         sequences = min(len(group.live) + coming, self._pool.sizes.slots)
-        preferred = self._policy.prefers(max(len(group.slots), self._pool.batch_for(sequences)))
+        preferred = self.policy.prefers(max(len(group.slots), self._pool.batch_for(sequences)))
         # To leave the draft out costs nothing.
         return preferred is not False and group.drafting is not False
 
@@ -87,24 +79,24 @@ class BurstRunner:
         seconds = (time.perf_counter() - start) / burst.steps
         # Other steps took the time of a move too.
         if constrained:
-            self._policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
+            self.policy.record(shape[0], CONSTRAINED, seconds, steps=burst.steps)
         elif shape == group.shape:
             tokens = burst.tokens / (burst.steps * len(group.stepping)) if speculative and not behind else None
-            self._policy.record(shape[0], speculative, seconds, tokens, burst.steps)
+            self.policy.record(shape[0], speculative, seconds, tokens, burst.steps)
         return burst
 
     def _next(self, group: SlotGroup, seconds: float) -> tuple[bool, int]:
         """Return the kind and the number of the next steps."""
         batch, drafting = len(group.slots), self.drafts(group)
         if any(group.constraints):
-            return True, self._policy.steps(batch, CONSTRAINED, seconds)
+            return True, self.policy.steps(batch, CONSTRAINED, seconds)
         if not self._pool.can_be_plain(*group.shape):
-            return True, self._policy.steps(batch, True, seconds)
-        group.disagreements = group.disagreements + 1 if self._policy.prefers(batch) and not drafting else 0
+            return True, self.policy.steps(batch, True, seconds)
+        group.disagreements = group.disagreements + 1 if self.policy.prefers(batch) and not drafting else 0
         if group.disagreements >= PATIENCE:
             drafting, group.disagreements = True, 0
         group.drafting = drafting
-        return self._policy.next_burst(batch, drafting, seconds)
+        return self.policy.next_burst(batch, drafting, seconds)
 
     def _catch_up(self, group: SlotGroup, has_room: Callable[[int], bool]) -> None:
         """Let the draft read what it has missed of sequences that are not about to end."""

@@ -341,9 +341,7 @@ class ExecutorPool:
         From now on, steps are plain and prompts unread only in shapes that are compiled.
 
         Small batches of short sequences come first. Plain steps and unread prompts, in whose place others are taken
-        until then, follow, then steps under grammars. For p cache lengths, b batch sizes and w padded lengths of a last
-        chunk, these are at most 2 * p * (w + 1) prefill programs and 3 * p * b programs of steps, with p * (b + 1)
-        rewinds, and for each kind of array 3 * p * b moves of sequences and p * (p - 1) changes of the cache length.
+        until then, follow, then steps under grammars.
         """
         found: list[Program] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 
@@ -44,11 +45,9 @@ class Programs:
         """``compile_program`` compiles a program by running it; nothing is compiled yet."""
         self._compile = compile_program
         self._compiled: set[Program] = set()
-        self._compiling: set[Program] = set()
-        self._wanted: list[Program] = []
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._locks: dict[Program, threading.Lock] = {}
+        self._wanted: dict[Program, Future] = {}
+        self._worker = ThreadPoolExecutor(1, "hydrajax compiler")
 
     def __contains__(self, program: Program) -> bool:
         return program in self._compiled
@@ -56,54 +55,30 @@ class Programs:
     def ready(self, programs: Iterable[Program]) -> bool:
         """Return whether all programs are compiled; if not, the thread compiles the missing ones next.
 
-        Raises the error of an earlier compilation.
+        Raises the error of a compilation that has failed.
         """
-        if self._error is not None:
-            raise self._error
         missing = [program for program in programs if program not in self._compiled]
-        if missing:
-            with self._changed:
-                self._wanted += [program for program in missing if program not in self._wanted]
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="hydrajax compiler", daemon=True)
-                    self._thread.start()
+        for program in missing:
+            if program not in self._wanted:
+                self._wanted[program] = self._worker.submit(self.compile, program)
+            elif self._wanted[program].done():
+                self._wanted[program].result()
         return not missing
 
     def compile(self, program: Program) -> None:
         """Compile a program if no other thread does or has."""
-        with self._changed:
-            self._changed.wait_for(lambda: program not in self._compiling)
-            if program in self._compiled:
-                return
-            self._compiling.add(program)
-        try:
-            self._compile(program)
-            self._compiled.add(program)
-        finally:
-            with self._changed:
-                self._compiling.remove(program)
-                self._changed.notify_all()
+        with self._locks.setdefault(program, threading.Lock()):
+            if program not in self._compiled:
+                self._compile(program)
+                self._compiled.add(program)
 
     def wait_for_wanted(self) -> None:
         """Wait until no request waits for a program."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+        wait(list(self._wanted.values()))
 
     def close(self) -> None:
         """End the thread after the program that it compiles now."""
-        with self._changed:
-            self._wanted.clear()
+        for future in self._wanted.values():
+            future.cancel()
         self.wait_for_wanted()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._wanted:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                program = self._wanted.pop(0)
-            try:
-                self.compile(program)
-            except Exception as error:  # of any kind: `ready` raises it where the program is needed
-                self._error = error
+        self._wanted.clear()

@@ -29,7 +29,6 @@ def _is_number(value: Any) -> bool:
     return _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-ANYTHING = Kind("anything", lambda value: True)
 TEXT = Kind("text", lambda value: isinstance(value, str), "texts")
 INTEGER = Kind("an integer", _is_integer, "integers")
 NUMBER = Kind("a finite number", _is_number, "finite numbers")

@@ -15,9 +15,10 @@ import pytest
 from rich.console import Console
 
 import hydrajax
+from helpers.outputs import read_answers
 from hydrajax.cli.generate import Totals
 from hydrajax.cli.screen import DRAFTED, write_marked
-from hydrajax.text.answers import Generation, read_answers
+from hydrajax.text.answers import Generation
 from hydrajax.text.tokenizer import decode_text
 
 NEW = 24

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from helpers.hosts import finish, start
-from hydrajax.text.answers import read_answers
+from helpers.outputs import read_answers
 
 NEW = 8
 TEXTS = ["the tree", "a base of the tree"]

@@ -137,16 +137,13 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
     ("path", "body", "status", "message"),
     [
         ("completions", b"{", 400, "the body is not JSON"),
-        ("completions", b"\xff\xfe", 400, "the body is not JSON"),
         ("completions", b"[1]", 400, "the body: got [1], expected an object"),
-        ("completions", {}, 400, "prompt: is missing"),
         (
             "completions",
             {"prompt": ""},
             400,
             "prompt: got '', expected a text, a list of token ids, or a list of up to 128",
         ),
-        ("completions", {"prompt": []}, 400, "prompt: got "),
         ("completions", {"prompt": [True]}, 400, "prompt: got "),
         ("completions", {"prompt": ["a", [1]]}, 400, "prompt: got "),
         ("completions", {"prompt": [99]}, 400, "prompt: got token id 99, expected 0 to"),
@@ -171,14 +168,7 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
         ),
         ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: got 6, expected at most 5"),
         ("completions", GOOD | {"model": "gpt"}, 404, "model: got 'gpt', expected one of: letters"),
-        (
-            "completions",
-            GOOD | {"stop": ["a"] * 17},
-            400,
-            r"stop: got \[\"a\", .*, expected a text or a list of up to 16",
-        ),
         ("completions", GOOD | {"echo": True, "logprobs": 0}, 400, "echo: got true with logprobs"),
-        ("completions", GOOD | {"suffix": "x"}, 400, "suffix: got 'x', expected none, as this server only continues"),
         ("completions", GOOD | {"min_tokens": 4}, 400, "min_tokens: got 4, expected at most max_tokens, 3"),
         ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected at most 100"),
         ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: got token id 17, expected 0 to"),
@@ -200,13 +190,6 @@ AUTHORISED = {"authorization": f"Bearer {KEY}"}
         ),
         ("chat/completions", HELLO | {"top_logprobs": 1}, 400, "top_logprobs: requires logprobs=true"),
         ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: got 2, expected at most 0; start the server"),
-        ("chat/completions", HELLO | {"tools": [{}]}, 400, "tools.0.type: is missing"),
-        (
-            "chat/completions",
-            HELLO | {"response_format": {"type": "xml"}},
-            400,
-            "response_format.type: got 'xml', expected 'text', 'json_object' or 'json_schema'",
-        ),
         ("nowhere", {}, 404, "Not Found"),
     ],
 )
@@ -249,17 +232,6 @@ def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, capsys):
             error_of(answer, 500, answer.text)
             assert answer.json()["error"]["type"] == "server_error"
     assert capsys.readouterr().err.count("RuntimeError: secret") == 3
-
-
-def test_templates_that_read_parts_only(small, monkeypatch):
-    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }} {% endfor %}{% endfor %}"
-    tokenizer, parts = small.executor.tokenizer, [{"type": "text", "text": "abc"}, {"type": "text", "text": "bad"}]
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    with running(small) as (address, _):
-        for content, text in (("abc", "abc "), (parts, "abc bad ")):
-            body = {"messages": [{"role": "user", "content": content}]}
-            answer = httpx.post(f"{address}/tokenize", json=body, timeout=SECONDS)
-            assert answer.json()["tokens"] == tokenizer.encode(text)
 
 
 def test_numbers_that_clients_of_vllm_send(served, client, address):

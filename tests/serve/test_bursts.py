@@ -159,7 +159,7 @@ def test_measurements_that_alternate_change_nothing(drafted, served_with):
 def test_a_cached_prefix_that_the_draft_has_missed_is_read_by_the_next_prompt(drafted, served_with):
     batcher, _, reads, _ = served_with([False])
     check_answer(drafted, batcher, 20)
-    batcher._bursts._policy._preferences = [True]
+    batcher._bursts.policy._preferences = [True]
     (handle,) = batcher.submit([batcher.request(np.append(PROMPT, 3), max_new_tokens=4)])
     handle.wait(SECONDS)
     assert reads == [False, True]

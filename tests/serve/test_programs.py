@@ -80,7 +80,7 @@ def test_requests_overtake_one_that_waits_for_the_programs_of_its_grammar(served
         assert waits.result is None
         go_on.set()
         assert waits.wait(SECONDS).output_ids == constrained
-    assert threads == {"hydrajax compiler"}
+    assert threads == {"hydrajax compiler_0"}
 
 
 def test_a_sequence_that_outgrows_its_cache_waits_aside_and_goes_on_with_the_same_tokens(served, batcher_with):
@@ -98,7 +98,7 @@ def test_a_sequence_that_outgrows_its_cache_waits_aside_and_goes_on_with_the_sam
         assert long.result.finish_reason is None
         go_on.set()
         assert long.wait(SECONDS).output_ids == wanted
-    assert threads == {"hydrajax compiler"}
+    assert threads == {"hydrajax compiler_0"}
 
 
 def test_a_program_is_compiled_once_by_threads_that_want_it_at_the_same_time():
@@ -125,8 +125,8 @@ def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fails(program):
         raise MemoryError("too large")
 
-    programs = Programs(fails)
-    programs.ready([Program(Kind.PLAIN, 64, 1)])
+    programs, wanted = Programs(fails), [Program(Kind.PLAIN, 64, 1)]
+    programs.ready(wanted)
     programs.wait_for_wanted()
     with pytest.raises(MemoryError, match="too large"):
-        programs.ready([])
+        programs.ready(wanted)

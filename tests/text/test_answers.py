@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 
 import pytest
 
+from helpers.outputs import read_answers
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.answers import AnswerWriter, Generation, line_of, read_answers
+from hydrajax.text.answers import AnswerWriter, Generation, line_of
 
 ANSWERS = [
     Generation([1, 5], [7, 8, 9], "tree 🌳\n\u2028é", 2, [2, 1], 3, 0.25, "stop"),
@@ -120,59 +120,3 @@ def test_paths_that_cannot_be_written(tmp_path):
         with pytest.raises(HydrajaxError, match=f"^--results: .*{pattern}"):
             AnswerWriter(path, "--results")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "pattern"),
-    [
-        ({"steps": None}, "steps: got null, expected an integer from 0 up"),
-        ({"steps": True}, "steps: got true, expected an integer from 0 up"),
-        ({"new_tokens": 3.0}, r"new_tokens: got 3\.0, expected an integer from 0 up"),
-        ({"wall_time": -1}, "wall_time: got -1, expected a number from 0 up"),
-        ({"wall_time": float("nan")}, "wall_time: got NaN, expected a number from 0 up"),
-        ({"text": 5}, "text: got 5, expected text or null"),
-        ({"output_ids": [7, "8", 9]}, r'output_ids: got \[7, "8", 9\], expected a list of integers'),
-        ({"accept_lengths": 3}, r"accept_lengths: got 3, expected a list of integers"),
-        ({"new_tokens": 4}, "accept_lengths sum to 3 tokens, new_tokens is 4"),
-        ({"accept_lengths": [2, 2]}, "accept_lengths sum to 4 tokens, new_tokens is 3"),
-        ({"output_ids": [7, 8]}, "output_ids has 2 tokens, new_tokens is 3"),
-        ({"steps": 3}, "accept_lengths has 2 items, steps is 3"),
-        ({"logprobs": -0.5}, r"logprobs: got -0\.5, expected a list of finite numbers or null"),
-        ({"logprobs": [-0.5, True, -1]}, r"logprobs: got \[-0.5, true, -1\], expected"),
-        ({"logprobs": [-0.5, 0, float("nan")]}, r"logprobs: got \[-0.5, 0, NaN\], expected"),
-        ({"top_logprobs": [[1]]}, r"top_logprobs: got \[\[1\]\], expected a list of lists of pairs"),
-        ({"top_logprobs": [[], 5, []]}, r"top_logprobs: got \[\[\], 5, \[\]\], expected"),
-        ({"top_logprobs": [[["a", -1]], [], []]}, r'top_logprobs: got \[\[\["a", -1\]\], \[\], \[\]\], expected'),
-        ({"top_logprobs": [[[7, "b"]], [], []]}, r'top_logprobs: got \[\[\[7, "b"\]\], \[\], \[\]\], expected'),
-        ({"top_logprobs": [[[7, -1.0]]]}, "top_logprobs has 1 tokens, new_tokens is 3"),
-        ({"logprobs": [-0.5, -0.5]}, "logprobs has 2 tokens, new_tokens is 3"),
-    ],
-)
-def test_damaged_lines_are_refused(tmp_path, change, pattern):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(line_of(ANSWERS[0]) | change))
-    with pytest.raises(HydrajaxError, match=rf"a\.jsonl line 1: {pattern}"):
-        read_answers(path)
-
-
-def test_missing_fields_and_new_ones(tmp_path):
-    path = tmp_path / "a.jsonl"
-    line = line_of(ANSWERS[0])
-    path.write_text(json.dumps(line | {"later": 1}))
-    assert read_answers(path) == ANSWERS[:1]
-    del line["wall_time"]
-    path.write_text(json.dumps(line))
-    with pytest.raises(HydrajaxError, match="line 1: field wall_time is missing"):
-        read_answers(path)
-
-
-def test_finish_reasons_are_checked_and_may_be_missing(tmp_path):
-    path = tmp_path / "a.jsonl"
-    line = line_of(ANSWERS[0])
-    del line["finish_reason"]  # files of earlier versions
-    path.write_text(json.dumps(line) + "\n")
-    assert read_answers(path) == [dataclasses.replace(ANSWERS[0], finish_reason=None)]
-    path.write_text(json.dumps(line | {"finish_reason": "bored"}) + "\n")
-    allowed = "eos, stop, length, context, grammar or null"
-    with pytest.raises(HydrajaxError, match=f'line 1: finish_reason: got "bored", expected one of {allowed}'):
-        read_answers(path)
