@@ -53,6 +53,7 @@ from hydrajax.trees.smaller import with_size
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 AUTO = "auto"  # the tree that is measured to be the fastest
+LOW_BIT_NODES = 2  # of default trees in few bits on a CPU: a node costs as much arithmetic, and a step fewer bytes
 CPU_NODES = 6  # of default trees on a CPU: with released trees of 64 nodes a step takes five times as long as one token
 
 
@@ -151,11 +152,17 @@ class LanguageModel:
     # --- how to decode ------------------------------------------------------------------------------------------------
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
-        """Return the tree that comes with the draft for this batch size, else the likeliest nodes of its default."""
+        """Return the tree that comes with the draft for this batch size, else the drafter's default.
+
+        On a CPU it is the likeliest nodes of the default, and with int8 or int4 weights of any tree.
+        """
         found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
-        tree = presets.by_name(self.drafter.spec.default_tree)
-        few = platforms.on_cpu() and not self.drafter.spec.window_nodes
-        return found or (with_size(tree, CPU_NODES) if few else tree)
+        tree = found or presets.by_name(self.drafter.spec.default_tree)
+        if not platforms.on_cpu() or self.drafter.spec.window_nodes:
+            return tree
+        if self.model.quantize is not None:
+            return with_size(tree, LOW_BIT_NODES)
+        return found or with_size(tree, CPU_NODES)
 
     def spec(self, template: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
         """Return a `DecodeSpec` with this model's drafter and EOS ids.

@@ -12,7 +12,7 @@ from typing import Any
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.grammar.matcher import LIMITS, Matcher
 from hydrajax.grammar.schema_faults import JsonCheck, mishandled, names_and_patterns
-from hydrajax.grammar.trial import fault_of
+from hydrajax.grammar.trial import TOO_MUCH, fault_of
 from hydrajax.grammar.vocabulary import vocabulary_of
 from hydrajax.host_memory import return_freed_memory
 from hydrajax.optional_deps import needs
@@ -167,8 +167,12 @@ def as_grammar(value: Any) -> Grammar | None:
 
 def _fault(source: str) -> str:
     """Return why llguidance refuses a grammar, except for what depends on the vocabulary, which the trial lacks."""
-    found = fault_of(re.sub(r"<\[[\d,-]+\]>", "<[0]>", source), json.dumps(LIMITS | {"verbose_errors": False}))
-    return "" if re.search("unknown special token|^NoExtension", found) else found.replace("<non-verbose/>", "")
+    limits = json.dumps(LIMITS | {"verbose_errors": False})
+    found = fault_of(re.sub(r"<\[[\d,-]+\]>", "<[0]>", source), limits)
+    if "unknown special token" in found:  # only its limits count then, as other text may look like such a token
+        found = fault_of(re.sub(r'<[^<>\s"\\]+>', "<[0]>", source), limits)
+        return found if found.startswith(TOO_MUCH) else ""
+    return "" if found.startswith("NoExtension") else found.replace("<non-verbose/>", "")
 
 
 def _text(name: str, value: Any) -> str:

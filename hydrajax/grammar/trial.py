@@ -20,6 +20,7 @@ MEMORY = 1 << 30  # bytes of address space, of which the stack and Python take 0
 # Bytes of the stack of a compilation. llguidance follows references recursively: 1,000 nested definitions overflow the
 # usual 8 MB, which ends the process. Grammars have at most `hydrajax.grammar.grammar.MOST_BYTES`.
 STACK = 256 << 20
+TOO_MUCH = f"takes more than {CPU_SECONDS} s or {MEMORY >> 20} MB to compile; use smaller numbers or fewer parts"
 _lock = threading.Lock()
 _worker: subprocess.Popen[bytes] | None = None
 
@@ -52,7 +53,7 @@ def fault_of(source: str, limits: str) -> str:
                 break
     if answer:
         return json.loads(answer)
-    return f"takes more than {CPU_SECONDS} s or {MEMORY >> 20} MB to compile; use smaller numbers or fewer parts"
+    return TOO_MUCH
 
 
 def _started() -> subprocess.Popen[bytes]:
