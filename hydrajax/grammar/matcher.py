@@ -20,7 +20,6 @@ from hydrajax.grammar.trial import STACK
 # states, of 2 kB each.
 LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_grammar_size": 50_000, "max_lexer_states": 50_000}
 
-
 # One thread compiles: each would keep memory of its own.
 _compiler = ThreadPoolExecutor(1, "grammar")
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+from hydrajax.host_memory import return_freed_memory
+
 
 class Kind(enum.Enum):
-    """What a program runs."""
+    """The work of a program."""
 
     PREFILL = "the last chunk of a prompt"
     FEED = "an earlier chunk"
@@ -70,6 +72,7 @@ class Programs:
         with self._locks.setdefault(program, threading.Lock()):
             if program not in self._compiled:
                 self._compile(program)
+                return_freed_memory()
                 self._compiled.add(program)
 
     def wait_for_wanted(self) -> None:

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
-from hydrajax.host_memory import return_freed_memory
 from hydrajax.serve.executor_pool import ExecutorPool
 
 
@@ -54,6 +53,5 @@ class WarmUp:
             if self._stop.is_set():
                 return
             programs.compile(program)
-            return_freed_memory()
             self.compiled += 1
         self._then(self)

@@ -91,7 +91,7 @@ def test_a_sequence_that_outgrows_its_cache_waits_aside_and_goes_on_with_the_sam
         assert short.wait(SECONDS).output_ids == wanted[:30]
         while not (groups := batcher._batch.groups) or groups[0].stepping:  # until the long one is parked
             pass
-        for _ in range(2):  # beside it
+        for _ in range(2):  # while the long one is parked
             (short,) = batcher.submit([batcher.request(PROMPT, max_new_tokens=30)])
             assert short.wait(SECONDS).output_ids == wanted[:30]
         assert 30 < long.result.new_tokens < 70
