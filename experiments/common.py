@@ -25,7 +25,12 @@ from rich.console import Console
 
 import hydrajax
 from hydrajax import api, assets
-from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest, measure_trees
+from hydrajax.bench.benchmark import step_timer
+from hydrajax.bench.calibration import Calibration, calibrate
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest, measure_trees
+from hydrajax.bench.questions.held_out import held_out_files
+from hydrajax.bench.report.results import Result, write_result
+from hydrajax.bench.timing import in_rounds
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.executor import Executor
@@ -36,11 +41,6 @@ from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.measure.benchmark import step_timer
-from hydrajax.measure.calibration import Calibration, calibrate
-from hydrajax.measure.timing import in_rounds
-from hydrajax.questions.held_out import held_out_files
-from hydrajax.report.results import Result, write_result
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree

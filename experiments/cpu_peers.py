@@ -39,6 +39,13 @@ from side_by_side import side_by_side
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.bench.benchmark import step_timer
+from hydrajax.bench.questions.held_out import held_out_files, held_out_prompts
+from hydrajax.bench.questions.sets import read_questions
+from hydrajax.bench.report.drawing import can_draw, save_png
+from hydrajax.bench.report.tables import markdown_table, print_table
+from hydrajax.bench.timing import Timed
+from hydrajax.bench.uncached_forward import last_logits
 from hydrajax.cli import options, run_command
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.files import WholeFile, user_cache
@@ -46,14 +53,7 @@ from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.language_model import LanguageModel
 from hydrajax.machine import machine
-from hydrajax.measure.benchmark import step_timer
-from hydrajax.measure.timing import Timed
-from hydrajax.measure.uncached_forward import last_logits
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.questions.held_out import held_out_files, held_out_prompts
-from hydrajax.questions.sets import read_questions
-from hydrajax.report.drawing import can_draw, save_png
-from hydrajax.report.tables import markdown_table, print_table
 from hydrajax.text.templates import make_encoder
 
 TYPES: dict[str, dict[str, str]] = {

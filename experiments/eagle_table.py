@@ -11,7 +11,7 @@ import sys
 import ablation
 import common
 
-from hydrajax.autotune.tree_search import usable
+from hydrajax.bench.contests.tree_search import usable
 from hydrajax.trees.dynamic import DynamicTree
 
 DECAY = (*ablation.TEACHER, "objective.head_decay=0.8")

@@ -13,10 +13,10 @@ from pathlib import Path
 from peer_picture import front_table, speed_picture
 
 import hydrajax
+from hydrajax.bench.report.drawing import draw_step, save_png
+from hydrajax.bench.report.tables import markdown_table
+from hydrajax.bench.step_trace import TracedStep, trace_steps
 from hydrajax.cli import run_command
-from hydrajax.measure.step_trace import TracedStep, trace_steps
-from hydrajax.report.drawing import draw_step, save_png
-from hydrajax.report.tables import markdown_table
 from hydrajax.text.continuation import visible
 from hydrajax.text.tokenizer import decode_text
 from hydrajax.trees.static_tree import TreeTopology

@@ -19,7 +19,7 @@ import jax
 from common import held_out_chunks
 
 import hydrajax
-from hydrajax.autotune.contest import contest
+from hydrajax.bench.contests.contest import contest
 from hydrajax.cli import options, run_command
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine

@@ -8,9 +8,9 @@ import sys
 
 import common
 
-from hydrajax.measure.benchmark import step_timer
-from hydrajax.measure.timing import in_rounds
-from hydrajax.roofline import passes
+from hydrajax.bench.benchmark import step_timer
+from hydrajax.bench.roofline import passes
+from hydrajax.bench.timing import in_rounds
 
 FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 100}
 QUICK = {"rounds": 20}

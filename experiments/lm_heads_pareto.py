@@ -12,11 +12,11 @@ import ablation
 import common
 
 from hydrajax import assets
+from hydrajax.bench.device_memory import nbytes
+from hydrajax.bench.roofline.devices import DEVICES
+from hydrajax.bench.roofline.prediction import predict
 from hydrajax.formats.huggingface import read_config
-from hydrajax.measure.device_memory import nbytes
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.roofline.devices import DEVICES
-from hydrajax.roofline.prediction import predict
 from hydrajax.train.run_config import draft_of
 from hydrajax.train.tasks.heads_task import make_drafter
 

@@ -22,6 +22,7 @@ import numpy as np
 from common import CONSOLE, held_out_chunks
 
 import hydrajax
+from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompt_batch import batches
@@ -29,7 +30,6 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.files import WholeFile
 from hydrajax.formats.draft_registry import without_weights
 from hydrajax.machine import machine
-from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.trees import presets

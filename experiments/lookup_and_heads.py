@@ -21,8 +21,8 @@ import common
 import numpy as np
 from common import Setup, speed_rows
 
+from hydrajax.bench.questions.held_out import held_out_files
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.held_out import held_out_files
 from hydrajax.trees import presets
 
 FULL = {"count": 24, "new_tokens": 128, "repeats": 5, "added": 5, "prompt_tokens": 500}

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import hydrajax
+from hydrajax.bench.questions.held_out import held_out_files
 from hydrajax.cli import options
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
-from hydrajax.questions.held_out import held_out_files
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from hydrajax.bench.report.tables import print_table
+from hydrajax.bench.roofline.operators import Operator
+from hydrajax.bench.roofline.traced import trace
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.report.tables import print_table
-from hydrajax.roofline.operators import Operator
-from hydrajax.roofline.traced import trace
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
 BATCH_6, KEYS_7 = 16, 1024

@@ -4,8 +4,8 @@
     hydrajax evaluate --set questions.jsonl --base smollm2 --draft dspark --draft lookup --output answers
 
 DIR holds spec_bench_question.jsonl and MT-Bench-101's mtbench101_multiturn.jsonl. An edit is a function of a held-out
-file (`hydrajax.questions.held_out`) with the request to write it again with a parameter renamed. Categories take turns,
-so that a run which is stopped is balanced.
+file (`hydrajax.bench.questions.held_out`) with the request to write it again with a parameter renamed. Categories take
+turns, so that a run which is stopped is balanced.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pathlib import Path
 
 from lookup_and_heads import definitions
 
+from hydrajax.bench.questions.held_out import held_out_files
+from hydrajax.bench.questions.sets import read_questions
+from hydrajax.bench.questions.summary import MT_BENCH
 from hydrajax.cli import options, run_command
 from hydrajax.files import WholeFile
-from hydrajax.questions.held_out import held_out_files
-from hydrajax.questions.sets import read_questions
-from hydrajax.questions.summary import MT_BENCH
 from hydrajax.text.jsonl import read_jsonl
 from hydrajax.text.records import OBJECT, TEXT, checked, list_of
 

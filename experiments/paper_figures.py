@@ -1,4 +1,4 @@
-"""One picture for each kind of result (`hydrajax.report.results.KINDS`)."""
+"""One picture for each kind of result (`hydrajax.bench.report.results.KINDS`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.report.drawing import new_figure
-from hydrajax.report.markdown import distinct, fastest
-from hydrajax.report.results import Result
+from hydrajax.bench.report.drawing import new_figure
+from hydrajax.bench.report.markdown import distinct, fastest
+from hydrajax.bench.report.results import Result
 
 TAU = "tokens_per_step (τ)"
 RATE = "tokens/s, all sequences"

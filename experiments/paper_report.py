@@ -13,13 +13,13 @@ from pathlib import Path
 
 from paper_figures import draw
 
+from hydrajax.bench.report.drawing import save_png
+from hydrajax.bench.report.markdown import EQUAL, INTRODUCTION, RATE_COLUMNS, Table, rate_cells, section
+from hydrajax.bench.report.outputs import find_results
+from hydrajax.bench.report.results import Result
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.report.drawing import save_png
-from hydrajax.report.markdown import EQUAL, INTRODUCTION, RATE_COLUMNS, Table, rate_cells, section
-from hydrajax.report.outputs import find_results
-from hydrajax.report.results import Result
 
 PAPERS = ("hydra", "medusa", "amphista")
 PICTURES = "figures"  # folder next to the report

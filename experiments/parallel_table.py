@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from eagle_table import VARIANTS as OF_SEVERAL_PASSES
 from eagle_table import dynamic
 
+from hydrajax.bench.roofline.devices import DEVICES
+from hydrajax.bench.roofline.prediction import predict
+from hydrajax.bench.shapes import SHAPES
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.shapes import SHAPES
-from hydrajax.roofline.devices import DEVICES
-from hydrajax.roofline.prediction import predict
 from hydrajax.trees import BestFirstTree, DynamicTree, presets
 from hydrajax.trees.dynamic import CandidateTree
 

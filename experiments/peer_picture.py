@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hydrajax.report.drawing import GREEN, GREY, LIGHT, new_figure
+from hydrajax.bench.report.drawing import GREEN, GREY, LIGHT, new_figure
 
 PLAIN = "hydrajax, autoregressive"
 NO_DRAFT = "no draft"

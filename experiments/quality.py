@@ -18,10 +18,10 @@ import common
 import score
 
 from hydrajax import assets
+from hydrajax.bench.questions.sets import read_questions
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.cli import main as hydrajax
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.sets import read_questions
-from hydrajax.report.outputs import find_results
 
 FULL = {"limit": 2000, "max_new_tokens": 256}
 QUICK = {"limit": 8, "max_new_tokens": 32}

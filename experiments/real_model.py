@@ -29,18 +29,18 @@ from real_model_figures import draw_all
 
 import hydrajax
 from hydrajax import api
-from hydrajax.autotune.contest import AUTOREGRESSIVE
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE
+from hydrajax.bench.draft_contest import candidate_drafts, measure_drafts
+from hydrajax.bench.questions.contenders import folder_name
+from hydrajax.bench.questions.sets import FILES, read_questions, select
+from hydrajax.bench.questions.summary import MT_BENCH, OVERALL
+from hydrajax.bench.report.drawing import can_draw
 from hydrajax.cli import run_command
 from hydrajax.cli.evaluate import make_prompter
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.measure.draft_contest import candidate_drafts, measure_drafts
-from hydrajax.questions.contenders import folder_name
-from hydrajax.questions.sets import FILES, read_questions, select
-from hydrajax.questions.summary import MT_BENCH, OVERALL
-from hydrajax.report.drawing import can_draw
 from hydrajax.text.appended import whole_lines
 from hydrajax.text.records import OBJECT, read_record
 from hydrajax.train.checkpoints import RECORD

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from paper_figures import draw
 
-from hydrajax.autotune.contest import AUTOREGRESSIVE
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE
+from hydrajax.bench.questions.summary import MT_BENCH
+from hydrajax.bench.report.drawing import new_figure, save_png
+from hydrajax.bench.report.markdown import distinct
+from hydrajax.bench.report.outputs import find_results
+from hydrajax.bench.report.results import Result
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.summary import MT_BENCH
-from hydrajax.report.drawing import new_figure, save_png
-from hydrajax.report.markdown import distinct
-from hydrajax.report.outputs import find_results
-from hydrajax.report.results import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

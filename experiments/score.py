@@ -20,14 +20,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hydrajax.bench.questions import sets
+from hydrajax.bench.questions.answer_files import SETTINGS, AnswerFiles
 from hydrajax.cli import run_command
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.formats.hub import resolve
 from hydrajax.locking import in_use
-from hydrajax.questions import sets
-from hydrajax.questions.answer_files import SETTINGS, AnswerFiles
 from hydrajax.text.records import OBJECT, TEXT, checked, read_record
 from hydrajax.text.tokenizer import decode_text, load_tokenizer
 from scoring.intervals import summarise_scores

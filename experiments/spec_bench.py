@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax import assets
+from hydrajax.bench.questions.summary import MT_BENCH
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.cli import main as hydrajax
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.summary import MT_BENCH
-from hydrajax.report.outputs import find_results
 
 # questions: of each category; MT-Bench's eight have ten each, the others 80.
 FULL = {"max_new_tokens": 64, "repeats": 1, "questions": 80}

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from ssd_simulator import Times
 
+from hydrajax.bench.roofline import passes
+from hydrajax.bench.roofline.devices import Device
+from hydrajax.bench.roofline.operators import Operator, ranking
+from hydrajax.bench.roofline.prediction import base_dtype
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.roofline import passes
-from hydrajax.roofline.devices import Device
-from hydrajax.roofline.operators import Operator, ranking
-from hydrajax.roofline.prediction import base_dtype
 
 
 def pair_times(

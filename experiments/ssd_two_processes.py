@@ -33,7 +33,8 @@ from ssd_simulator import Outcomes, predict
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.autotune.contest import AUTOREGRESSIVE, contest
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
+from hydrajax.bench.split_contest import ONE_PROGRAM, joined
 from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
@@ -43,7 +44,6 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
-from hydrajax.measure.split_contest import ONE_PROGRAM, joined
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.record import SpeculationRecord
 from hydrajax.ssd.speculator import MISS, Speculator

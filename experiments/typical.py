@@ -16,10 +16,10 @@ from common import CONSOLE, Setup
 from rich.progress import track
 from scipy.special import logsumexp
 
+from hydrajax.bench.uncached_forward import all_logits
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.language_model import LanguageModel
-from hydrajax.measure.uncached_forward import all_logits
 
 REMARK = "no judge: text likelihood under the base (nats per token, temperature 1), not quality"
 

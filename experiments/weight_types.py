@@ -22,12 +22,12 @@ from common import Parts, held_out_chunks, prompts_of
 
 import hydrajax
 from hydrajax.api import DTYPES
+from hydrajax.bench.quantization import logit_effect
 from hydrajax.cli import options, run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel
 from hydrajax.machine import machine
-from hydrajax.measure.quantization import logit_effect
 from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.text.answers import Generation
 

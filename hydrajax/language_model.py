@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax import processes
-from hydrajax.autotune.fastest import FastestTree, choose
+from hydrajax.bench.contests.fastest import FastestTree, choose
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
@@ -93,7 +93,7 @@ class LanguageModel:
     - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it is the
       tree that was measured on this device earlier, and no draft if that was faster, which is printed on stderr; else
       `default_tree`. ``"auto"`` times a few small trees once per device, which takes a minute for a small model, and
-      prints the choice (`hydrajax.autotune.fastest`).
+      prints the choice (`hydrajax.bench.contests.fastest`).
     - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers. ``temperature=0.7``
       alone samples exactly; 0, the default, is greedy.
     - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
@@ -233,7 +233,7 @@ class LanguageModel:
         prompts: Iterable[np.ndarray] | None = None,
         on_status: Callable[[str], None] = _ignore,
     ) -> FastestTree | None:
-        """Return `hydrajax.autotune.fastest.choose`, which measures if there are prompts; None for a draft apart."""
+        """Return `hydrajax.bench.contests.fastest.choose`, which measures if there are prompts; None with SSD."""
         if self.placement.split:
             return None
         any_tree = self.spec(spec, tree=presets.root(), grammar=None, forced_nodes=0)

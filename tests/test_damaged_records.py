@@ -20,19 +20,19 @@ from rich.console import Console
 from helpers import answering
 from helpers.report_examples import RATE, result, write_to
 from helpers.wrong_records import wrong_fields, wrong_texts
-from hydrajax.autotune import fastest
+from hydrajax.bench.contests import fastest
+from hydrajax.bench.questions.summary import summarise
+from hydrajax.bench.report.markdown import write_report
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.distill.distill_records import RecordFile
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.machine import machine
-from hydrajax.questions.summary import summarise
-from hydrajax.report.markdown import write_report
-from hydrajax.report.outputs import find_results
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import RECORD, TrainCheckpoints
 from hydrajax.train.data import hidden_cache
+from hydrajax.train.distill.distill_records import RecordFile
 from hydrajax.train.metrics import TrainMetrics, read_metrics
 from hydrajax.train.run_config import TrainConfig, load_config
 from hydrajax.train.train_loop import check_settings, settings_of
@@ -276,7 +276,7 @@ def read_whatever(record: Record, folder: Path, path: Path, text: bytes, what: s
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr("hydrajax.files.os.fsync", lambda file: None)
-    monkeypatch.setattr("hydrajax.questions.summary.RESAMPLES", 9)
+    monkeypatch.setattr("hydrajax.bench.questions.summary.RESAMPLES", 9)
 
 
 @pytest.mark.quick("searched tree", "answers of evaluate", "metrics of a resumed run")

@@ -15,9 +15,9 @@ import pytest
 
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax import assets
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.hub import resolve
-from hydrajax.report.outputs import find_results
 
 # Scripts of figures and tables, with settings that take seconds, and the kind of their results.
 PAPERS = {

@@ -16,7 +16,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.utils.text import DollarFormatter
 
 from hydrajax import machine
-from hydrajax.measure.draft_contest import candidate_drafts
+from hydrajax.bench.draft_contest import candidate_drafts
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NAMES = ["01_decode", "02_train_heads", "03_trees_and_speed", "04_which_draft"]

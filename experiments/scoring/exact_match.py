@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any, ClassVar
 
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 from scoring.score_protocol import Scored
 
 # A dash after a number or a word is not a minus sign. Commas separate groups of three digits, so "1,2" is two numbers.

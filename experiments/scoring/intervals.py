@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.questions.sets import Question
-from hydrajax.questions.summary import bootstrap_counts, group_by_category
+from hydrajax.bench.questions.sets import Question
+from hydrajax.bench.questions.summary import bootstrap_counts, group_by_category
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ def summarise_scores(
 ) -> dict[str, dict[str, dict[str, ScoreFigures]]]:
     """Summarise ``values[model_id][question_id][metric]`` as ``[model_id][category][metric]``.
 
-    Categories are those of `hydrajax.questions.summary.summarise`. A category without a question that every contender
-    has a value for is left out.
+    Categories are those of `hydrajax.bench.questions.summary.summarise`. A category without a question that every
+    contender has a value for is left out.
     """
     found = {model_id: {} for model_id in values}
     for name, ids in group_by_category(questions).items():

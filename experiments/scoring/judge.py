@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.questions.sets import Question
 from hydrajax.text.jsonl import json_value
 from scoring.score_protocol import Scored
 

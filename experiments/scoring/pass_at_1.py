@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 from scoring.sandbox import PASSED, Limits, run_confined
 from scoring.score_protocol import Scored
 

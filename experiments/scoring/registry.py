@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.questions.sets import Question
 from hydrajax.text.jsonl import shown
 from scoring.exact_match import ExactMatch
 from scoring.judge import Judge

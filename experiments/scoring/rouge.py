@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.sets import Question
 from scoring.score_protocol import Scored
 
 REFERENCES = ("highlights", "summary")  # as CNN/DailyMail and XSum name them; the first present is used

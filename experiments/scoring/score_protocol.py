@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api
+from hydrajax.bench.benchmark import BenchmarkRow, first_nodes, run_benchmark
+from hydrajax.bench.random_models import random_draft, random_model
+from hydrajax.bench.report.tables import cell, print_table
+from hydrajax.bench.split_contest import split_contest
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
@@ -19,13 +23,9 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, without_weights
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
-from hydrajax.measure.benchmark import BenchmarkRow, first_nodes, run_benchmark
-from hydrajax.measure.random_models import random_draft, random_model
-from hydrajax.measure.split_contest import split_contest
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.low_bit_types import WIDENED, described
-from hydrajax.report.tables import cell, print_table
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets

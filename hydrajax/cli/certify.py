@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from hydrajax.certify.certificate import Check, certify
 from hydrajax.cli import certify_server, options
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
 from hydrajax.machine import machine
-from hydrajax.measure.certificate import Check, certify
 from hydrajax.models.low_bit_types import described
 from hydrajax.text.prompt import PROMPT_FORMATS
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 
+from hydrajax.certify.servers.cases import built_in_contents, contents_of
+from hydrajax.certify.servers.checks import ServerCheck, certify_server
+from hydrajax.certify.servers.client import Client
+from hydrajax.certify.servers.local_reference import LocalReference
+from hydrajax.certify.servers.report import is_certified, lines_of, record_of
+from hydrajax.certify.servers.sides import Reference, ServerReference, Settings, Sides
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import machine
-from hydrajax.measure.server_certificate.cases import built_in_contents, contents_of
-from hydrajax.measure.server_certificate.checks import ServerCheck, certify_server
-from hydrajax.measure.server_certificate.client import Client
-from hydrajax.measure.server_certificate.local_reference import LocalReference
-from hydrajax.measure.server_certificate.report import is_certified, lines_of, record_of
-from hydrajax.measure.server_certificate.sides import Reference, ServerReference, Settings, Sides
 from hydrajax.text.prompt import read_prompts
 
 KEY = "OPENAI_API_KEY"

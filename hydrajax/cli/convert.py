@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from hydrajax.bench.quantization import LogitEffect, logit_effect
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
@@ -20,7 +21,6 @@ from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_heads
 from hydrajax.formats.tensors import read_json
-from hydrajax.measure.quantization import LogitEffect, logit_effect
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES

@@ -22,15 +22,15 @@ from rich.table import Table
 
 from hydrajax import assets
 from hydrajax.api import load
-from hydrajax.autotune.contest import AUTOREGRESSIVE, Measured, contest
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest
+from hydrajax.bench.questions.contenders import folder_name
+from hydrajax.bench.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.cli.screen import CLOSE, OPEN, status, write_marked
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, title_of
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel, make_executor
-from hydrajax.questions.contenders import folder_name
-from hydrajax.questions.held_out import NamedPrompt, held_out_files, held_out_prompts
 from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import QUESTIONS
 from hydrajax.text.marking import pieces

@@ -17,9 +17,9 @@ from hydrajax.locking import in_use
 
 if TYPE_CHECKING:
     from hydrajax.decoding.executor import Executor
-    from hydrajax.distill.dialogues import DialogueResult, DistillSpec
-    from hydrajax.distill.distill_records import RecordFile
-    from hydrajax.distill.seeds import Seeds
+    from hydrajax.train.distill.dialogues import DialogueResult, DistillSpec
+    from hydrajax.train.distill.distill_records import RecordFile
+    from hydrajax.train.distill.seeds import Seeds
     from hydrajax.train.run_config import TrainConfig
 
 PROG = "python -m hydrajax.train.distill"
@@ -92,12 +92,12 @@ def temperatures(text: str) -> tuple[float, ...]:
 
 def run(args: argparse.Namespace) -> None:
     from hydrajax.api import load
-    from hydrajax.distill.dialogues import DistillSpec
-    from hydrajax.distill.distill_records import RecordFile
+    from hydrajax.bench.questions.contenders import folder_name
     from hydrajax.formats.fingerprint import fingerprint
     from hydrajax.formats.hub import resolve
-    from hydrajax.questions.contenders import folder_name
     from hydrajax.text.templates import make_encoder
+    from hydrajax.train.distill.dialogues import DistillSpec
+    from hydrajax.train.distill.distill_records import RecordFile
     from hydrajax.train.run_config import load_config
 
     tree, draft = tree_from(args), draft_of(args)
@@ -137,8 +137,8 @@ def run(args: argparse.Namespace) -> None:
 
 def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> Seeds:
     """Return the first ``--count`` seeds."""
-    from hydrajax.distill import seeds as reading
     from hydrajax.train.data.conversations import summary
+    from hydrajax.train.distill import seeds as reading
 
     if args.seeds is None:
         run, cuts = (config.data, tokenizer, config.seed), (args.count or CUTS, args.prompt_tokens or CUT_TOKENS)
@@ -181,7 +181,7 @@ def write_all(executor: Executor, seeds: Seeds, encoder: Any, spec: DistillSpec,
     """Run `write` with a progress bar and print the speed; on Ctrl-C, print how many records are kept."""
     from hydrajax.cli.generate import Totals
     from hydrajax.cli.screen import bar
-    from hydrajax.distill.dialogues import write
+    from hydrajax.train.distill.dialogues import write
 
     totals = Totals()
 

@@ -12,6 +12,13 @@ from typing import Any
 import jax
 
 from hydrajax import api, processes
+from hydrajax.bench.questions import sets as question_sets
+from hydrajax.bench.questions.answer_files import AnswerFiles, NoFiles, answer_directory
+from hydrajax.bench.questions.asking import Prompter, evaluate
+from hydrajax.bench.questions.contenders import Answerer, contenders
+from hydrajax.bench.questions.sets import Question
+from hydrajax.bench.questions.summary import Figures, summarise
+from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
@@ -21,13 +28,6 @@ from hydrajax.formats.hub import resolve
 from hydrajax.language_model import LanguageModel
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.questions import sets as question_sets
-from hydrajax.questions.answer_files import AnswerFiles, NoFiles, answer_directory
-from hydrajax.questions.asking import Prompter, evaluate
-from hydrajax.questions.contenders import Answerer, contenders
-from hydrajax.questions.sets import Question
-from hydrajax.questions.summary import Figures, summarise
-from hydrajax.report.tables import print_table
 from hydrajax.trees import presets
 
 

@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.report.markdown import table_of, write_report
-    from hydrajax.report.outputs import find_results
-    from hydrajax.report.tables import print_table
+    from hydrajax.bench.report.markdown import table_of, write_report
+    from hydrajax.bench.report.outputs import find_results
+    from hydrajax.bench.report.tables import print_table
 
     results, others = find_results(args.directory)
     if not results:

@@ -10,6 +10,15 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from hydrajax import api
+from hydrajax.bench.benchmark import first_nodes
+from hydrajax.bench.random_models import random_base, with_random_params
+from hydrajax.bench.report.tables import cell, print_table
+from hydrajax.bench.roofline.best_chain import BestChain, best_chain
+from hydrajax.bench.roofline.comparison import Comparison, compare
+from hydrajax.bench.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
+from hydrajax.bench.roofline.division import Division
+from hydrajax.bench.roofline.prediction import Prediction, Workload, milliseconds, predict
+from hydrajax.bench.shapes import SHAPES
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
@@ -20,17 +29,8 @@ from hydrajax.formats.draft_registry import KINDS, title_of
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
 from hydrajax.machine import machine
-from hydrajax.measure.benchmark import first_nodes
-from hydrajax.measure.random_models import random_base, with_random_params
-from hydrajax.measure.shapes import SHAPES
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.report.tables import cell, print_table
-from hydrajax.roofline.best_chain import BestChain, best_chain
-from hydrajax.roofline.comparison import Comparison, compare
-from hydrajax.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
-from hydrajax.roofline.division import Division
-from hydrajax.roofline.prediction import Prediction, Workload, milliseconds, predict
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.dynamic import CandidateTree
 

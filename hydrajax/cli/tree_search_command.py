@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
@@ -18,7 +19,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
-from hydrajax.report.tables import print_table
 from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.autotune.tree_search import Race, search
+    from hydrajax.bench.contests.tree_search import Race, search
+    from hydrajax.bench.report.drawing import draw_sizes, new_figure, png
     from hydrajax.files import WholeFile
-    from hydrajax.report.drawing import draw_sizes, new_figure, png
 
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: is required, as the tree is searched for a draft")
@@ -167,8 +167,8 @@ def _proposals(
 
     And the predicted best chain of a draft model, None for other drafts.
     """
-    from hydrajax.measure.calibration import calibrate
-    from hydrajax.measure.draft_cost import draft_cost
+    from hydrajax.bench.calibration import calibrate
+    from hydrajax.bench.draft_cost import draft_cost
     from hydrajax.trees import search
     from hydrajax.trees.speculation import estimate
 

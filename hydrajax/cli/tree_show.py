@@ -53,16 +53,16 @@ def run(args: argparse.Namespace) -> None:
     _grow(drawing, tree, lambda node: Text(str(tree.choices[node - 1][-1])))
     _console().print(drawing)
     if args.picture:
-        from hydrajax.report.drawing import draw_tree, save_png
+        from hydrajax.bench.report.drawing import draw_tree, save_png
 
         save_png(draw_tree(tree), Path(args.picture), "--picture")
 
 
 def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
+    from hydrajax.bench.report.drawing import draw_step, new_figure, png
+    from hydrajax.bench.step_trace import path_probabilities, trace_steps
     from hydrajax.files import WholeFile
     from hydrajax.language_model import make_executor
-    from hydrajax.measure.step_trace import path_probabilities, trace_steps
-    from hydrajax.report.drawing import draw_step, new_figure, png
     from hydrajax.text.continuation import visible
     from hydrajax.text.tokenizer import decode_text
 

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from hydrajax.bench.benchmark import step_timer
+from hydrajax.bench.timing import interleaved_ms
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.benchmark import step_timer
-from hydrajax.measure.timing import interleaved_ms
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.stats import Stats
 

@@ -12,14 +12,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hydrajax.bench.roofline.operators import flops
+from hydrajax.bench.roofline.passes import abstract_params, of_all_kinds, with_layers
+from hydrajax.bench.roofline.traced import trace
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
-from hydrajax.roofline.operators import flops
-from hydrajax.roofline.passes import abstract_params, of_all_kinds, with_layers
-from hydrajax.roofline.traced import trace
 
 # Lengths of the traced sequences: so short that attention is one product over the whole square.
 SHORT, LONG = 64, 128

@@ -21,9 +21,9 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from hydrajax.bench.roofline.devices import device_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
-from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import laid_out, replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import TrainCheckpoints

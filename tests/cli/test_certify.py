@@ -12,13 +12,13 @@ import pytest
 
 from helpers.recordings import need
 from hydrajax import assets
+from hydrajax.certify.certificate import pooled
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.numbers import numbers_as_arrays
 from hydrajax.decoding.processors import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import sample
-from hydrajax.measure.certificate import pooled
 from hydrajax.models.ranking import best_token
 from hydrajax.trees.topology import at_rows
 

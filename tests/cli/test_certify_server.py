@@ -10,10 +10,10 @@ import time
 import pytest
 
 from helpers.fake_openai import fake_server
-from hydrajax.measure.server_certificate.client import Client
-from hydrajax.measure.server_certificate.parallel import in_parallel
-from hydrajax.measure.server_certificate.sides import Settings, Sides
-from hydrajax.measure.server_certificate.structured_checks import tool_calls
+from hydrajax.certify.servers.client import Client
+from hydrajax.certify.servers.parallel import in_parallel
+from hydrajax.certify.servers.sides import Settings, Sides
+from hydrajax.certify.servers.structured_checks import tool_calls
 
 QUICK = ["--requests", 4, "--concurrency", "1,4", "--max-new-tokens", 24]
 CHECKS = {

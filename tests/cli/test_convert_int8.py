@@ -8,8 +8,8 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from hydrajax.bench.quantization import logit_effect
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.measure.quantization import logit_effect
 from hydrajax.models import platforms
 from hydrajax.models.rounded import KV_CACHES
 

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from hydrajax import assets
-from hydrajax.autotune.contest import Measured
+from hydrajax.bench.contests.contest import Measured
+from hydrajax.bench.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.cli import demo
 from hydrajax.cli.screen import CLOSE, OPEN
 from hydrajax.drafters.hydra import HydraHeads
@@ -19,7 +20,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base_model import BoundBase
-from hydrajax.questions.held_out import held_out_files, held_out_prompts
 from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 

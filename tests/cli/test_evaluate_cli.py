@@ -17,6 +17,7 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.cli import COMMANDS, evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.keywords import RULES
@@ -25,7 +26,6 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.locking import in_use
-from hydrajax.questions.contenders import Answerer, contenders
 from hydrajax.trees import presets
 
 TURNS = ["the tree", "a base"]

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from hydrajax.bench.report.results import Result, write_result
 from hydrajax.files import WholeFile
-from hydrajax.report.results import Result, write_result
 
 ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
 

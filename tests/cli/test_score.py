@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.scripts import EXPERIMENTS, module
-from hydrajax.questions.contenders import Answerer
+from hydrajax.bench.questions.contenders import Answerer
 from hydrajax.text.answers import Generation
 from scoring.exact_match import ExactMatch
 from scoring.intervals import ScoreFigures

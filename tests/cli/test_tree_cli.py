@@ -13,10 +13,10 @@ import pytest
 
 import hydrajax
 from hydrajax import assets
-from hydrajax.autotune import tree_search
+from hydrajax.bench.calibration import Calibration
+from hydrajax.bench.contests import tree_search
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.locking import in_use
-from hydrajax.measure.calibration import Calibration
-from hydrajax.report.outputs import find_results
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import read_tree
 
@@ -106,7 +106,7 @@ def test_no_tree_is_searched_for_lookahead(program, base, prompts, tmp_path):
 
 def test_a_draft_that_is_never_right_gets_no_tree(program, base, prompts, tmp_path, monkeypatch):
     never = Calibration(np.full((2, 1, 8), 99, np.int32), ((0, 2, 6),))
-    monkeypatch.setattr("hydrajax.measure.calibration.calibrate", lambda *given, **settings: never)
+    monkeypatch.setattr("hydrajax.bench.calibration.calibrate", lambda *given, **settings: never)
     flags = ["--draft", "lookup", "--prompts", prompts, "--sizes", "4", "--output", tmp_path / "tree.json"]
     done = program("tree", "search", "--base", base, *flags)
     assert (done.code, done.err.count("\n")) == (2, 1)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from helpers.how import per_row
 from helpers.lab import quick_jit
 from helpers.tree_tools import leaf_paths, random_tree
+from hydrajax.certify.certificate import shaped
 from hydrajax.decoding.acceptance import Greedy, Typical, VerifyResult
 from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts, batched_processors
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.certificate import shaped
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 

@@ -13,8 +13,8 @@ import pytest
 from helpers import described_programs
 from helpers.described_programs import CONFIG
 from hydrajax.api import make_autoregressive_fn
+from hydrajax.bench.random_models import random_base
 from hydrajax.decoding.state import Params
-from hydrajax.measure.random_models import random_base
 from hydrajax.models import backend, platforms
 from hydrajax.models.kernels import add_norm, append_rows, tree_attention
 

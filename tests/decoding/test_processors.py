@@ -16,6 +16,7 @@ import hydrajax
 from helpers.how import how, sampling
 from helpers.lab import NEW
 from hydrajax.api import make_decode_fn
+from hydrajax.bench.uncached_forward import last_logits
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.keywords import with_keywords
@@ -23,7 +24,6 @@ from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, Toke
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.uncached_forward import last_logits
 from hydrajax.trees import presets
 
 V = 12

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers import described_programs
-from hydrajax.measure.random_models import random_base
+from hydrajax.bench.random_models import random_base
 from hydrajax.models import backend, platforms, products
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase

@@ -15,6 +15,8 @@ from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, quick_jit, shared_lab
 from helpers.lab import TREES as LAB_TREES
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
+from hydrajax.bench.questions.contenders import folder_name
+from hydrajax.bench.timing import example_topology
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.decode_loop import run_steps
@@ -24,9 +26,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import parse_lookup, title_of
-from hydrajax.measure.timing import example_topology
 from hydrajax.models.base_model import BoundBase
-from hydrajax.questions.contenders import folder_name
 from hydrajax.trees import presets
 
 ADDED = 4

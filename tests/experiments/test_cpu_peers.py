@@ -19,10 +19,10 @@ from peer_picture import rows_picture, rows_table, speed_picture
 from peer_programs import LOOKUP, Peer, Program, Variant, variants
 
 import hydrajax
+from hydrajax.bench.report.drawing import png
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.report.drawing import png
 
 ABSENT = Program("Absent", "absent-program", "absent_program", "absent_peer.py", {"float32": "F32", "int8": "Q8_0"})
 FAKE = """

@@ -9,7 +9,7 @@ from collections import Counter
 import mixed_questions as script
 import pytest
 
-from hydrajax.questions.sets import read_questions
+from hydrajax.bench.questions.sets import read_questions
 
 
 @pytest.fixture

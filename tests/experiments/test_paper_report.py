@@ -9,8 +9,8 @@ from paper_report import TABLES, write_paper_report
 
 from helpers.report_examples import ROWS, result, write_to
 from helpers.scripts import EXPERIMENTS
-from hydrajax.report.drawing import save_png
-from hydrajax.report.outputs import find_results
+from hydrajax.bench.report.drawing import save_png
+from hydrajax.bench.report.outputs import find_results
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from transformers import AutoConfig
 
 from helpers.configs import as_transformers_reads, sizes, written
+from hydrajax.bench.shapes import MIXTURES
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.measure.shapes import MIXTURES
 from hydrajax.models.layout import shapes
 
 QWEN3 = {
@@ -146,7 +146,7 @@ RELEASED = {
         33.63,
     ),
 }
-# Those that `hydrajax.measure.shapes` has by name.
+# Those that `hydrajax.bench.shapes` has by name.
 NAMED = {
     "Mixtral-8x7B-v0.1": "mixtral-8x7b",
     "Qwen3-30B-A3B": "qwen3-30b-a3b",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from hydrajax.questions.answer_files import AnswerFiles
-from hydrajax.questions.asking import Prompter, evaluate
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.answer_files import AnswerFiles
+from hydrajax.bench.questions.asking import Prompter, evaluate
+from hydrajax.bench.questions.sets import Question
 from hydrajax.text.answers import Generation
 
 QUESTIONS = [

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh
 
 from helpers.how import sampling
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
+from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama

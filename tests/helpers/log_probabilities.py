@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydrajax.measure.uncached_forward import all_logits
+from hydrajax.bench.uncached_forward import all_logits
 
 
 def of_whole_text(model, base, prompt: list[int], output: list[int]) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hydrajax.bench.report.results import Result, write_result
 from hydrajax.files import WholeFile
-from hydrajax.report.results import Result, write_result
 
 RATE = {"tokens_per_step": 2.5, "tokens_per_second": 200.4, "low": 190.0, "high": 210.0, "speedup": 1.27}
 ROWS = {

@@ -7,8 +7,8 @@ import torch
 
 import hydrajax
 from helpers.dense_models import VOCAB, compared
+from hydrajax.bench.random_models import random_draft
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.random_models import random_draft
 
 TOLERANCE = 1e-4
 NEW = 12

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 from helpers.dense_models import EXAMPLES, FAMILIES, N_TOKENS, QUICK, VOCAB, random_pair, random_pairs
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
+from hydrajax.bench.roofline.operators import flops
+from hydrajax.bench.roofline.passes import abstract_params, forward
+from hydrajax.bench.roofline.traced import trace
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.models.packed_forward import run_base
-from hydrajax.roofline.operators import flops
-from hydrajax.roofline.passes import abstract_params, forward
-from hydrajax.roofline.traced import trace
 
 
 @pytest.fixture(scope="module")

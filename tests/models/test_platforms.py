@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hydrajax.bench.roofline import passes
+from hydrajax.bench.roofline.traced import PLAIN
+from hydrajax.bench.shapes import SHAPES
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.measure.shapes import SHAPES
 from hydrajax.models import platforms, sequence_parallel
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
-from hydrajax.roofline import passes
-from hydrajax.roofline.traced import PLAIN
 from hydrajax.ssd.split_executor import _program
 
 TINY = SHAPES["tiny"]

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 
 from helpers.described_programs import CONFIG
 from hydrajax.api import make_decode_fn
+from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import abstract_base
 from hydrajax.sharding import make_mesh, tree_shardings

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.measure.random_models import random_base, random_draft
 from hydrajax.models import backend, products
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base

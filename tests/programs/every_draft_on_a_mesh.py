@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 import hydrajax
+from hydrajax.bench.random_models import random_draft
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.keywords import RULES
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
-from hydrajax.measure.random_models import random_draft
 from hydrajax.sharding import make_mesh
 
 PROMPTS = np.array([[5, 17, 60, 2, 33], [90, 1, 4, 0, 0], [8, 12, 50, 29, 8], [3, 3, 3, 3, 0]], np.int32)

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 import hydrajax
+from hydrajax.bench.random_models import random_draft
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.measure.random_models import random_draft
 from hydrajax.sharding import make_mesh
 
 PROMPTS = np.array([[5, 17, 60, 2, 33], [9, 1, 4, 0, 0], [8, 12, 50, 29, 8], [3, 3, 3, 3, 0]], np.int32)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.sets import Question
 from scoring.registry import SCORES, choose
 
 CODE = Question("H/0", "code", ("def f():",), {"prompt": "def f():", "test": "def check(f): f()", "entry_point": "f"})

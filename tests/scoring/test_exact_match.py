@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 from scoring.exact_match import ExactMatch, last_number
 
 

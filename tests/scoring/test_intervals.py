@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom
 
 from helpers.answering import FAST, PLAIN
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 from scoring.intervals import ScoreFigures, mean_interval, summarise_scores
 
 

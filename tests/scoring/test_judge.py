@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.sets import Question
 from scoring.judge import INSTRUCTIONS, Judge, conversation, rating
 
 QUESTION = Question(81, "writing", ("Write.", "Shorten."), {"reference": [None, "A haiku."]})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydrajax.questions.sets import FILES, Question, read_questions
+from hydrajax.bench.questions.sets import FILES, Question, read_questions
 from scoring.pass_at_1 import PassAt1, program
 
 PROMPT = 'import math\n\ndef double(x):\n    """Twice x."""\n'

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
-from hydrajax.questions.sets import Question
 from scoring.rouge import Rouge
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from hydrajax.questions.sets import Question
+from hydrajax.bench.questions.sets import Question
 from scoring.score_files import score_answers
 from scoring.score_protocol import Scored
 

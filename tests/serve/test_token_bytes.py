@@ -14,8 +14,8 @@ import httpx  # noqa: E402
 from helpers import scripted  # noqa: E402
 from helpers.scripted import TEXT, THE, TREE  # noqa: E402
 from helpers.serving import SECONDS, running  # noqa: E402
+from hydrajax.certify.servers.answers import whole_answers  # noqa: E402
 from hydrajax.language_model import make_executor  # noqa: E402
-from hydrajax.measure.server_certificate.answers import whole_answers  # noqa: E402
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes  # noqa: E402
 
 NAMES = [" tre", *(f"bytes:\\x{byte:02x}" for byte in "🌳".encode()), " {", "</s>"]

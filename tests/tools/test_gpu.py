@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from helpers.scripts import TOOLS, module
+from hydrajax.bench.report.outputs import find_results
 from hydrajax.cli import build_parser
-from hydrajax.report.outputs import find_results
 from hydrajax.train.run_config import load_config
 
 GPU = TOOLS / "gpu"

@@ -18,15 +18,15 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import distill as command
-from hydrajax.distill.dialogues import DistillSpec, next_batch, write
-from hydrajax.distill.distill_records import RecordFile
-from hydrajax.distill.seeds import Seed
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 from hydrajax.models.attention import causal_mask
 from hydrajax.text.templates import make_encoder
 from hydrajax.train.data import dataset
+from hydrajax.train.distill.dialogues import DistillSpec, next_batch, write
+from hydrajax.train.distill.distill_records import RecordFile
+from hydrajax.train.distill.seeds import Seed
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.run_config import DataConfig
 from hydrajax.trees import presets
@@ -196,7 +196,7 @@ def test_a_finished_file_is_left_as_it_is_and_may_grow(loaded, whole, tmp_path, 
     records = distilled(loaded, path, SEEDS)
     assert path.read_bytes().startswith(before)
     assert outputs(records) == outputs(whole[0])
-    monkeypatch.setattr("hydrajax.distill.dialogues.generate", None)  # nothing is left to decode
+    monkeypatch.setattr("hydrajax.train.distill.dialogues.generate", None)  # nothing is left to decode
     assert distilled(loaded, path, SEEDS) == records
 
 

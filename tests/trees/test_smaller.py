@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hydrajax.autotune.fastest import FastestTree
+from hydrajax.bench.contests.fastest import FastestTree
 from hydrajax.cli.serve import tree_for
 from hydrajax.models import backend
 from hydrajax.trees import presets

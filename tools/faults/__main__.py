@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options, run_command
 from hydrajax.errors import not_allowed
-from hydrajax.report.tables import print_table
 from tools.faults.registry import FAULTS, run
 
 MODULES = ("training", "decoding", "system", "inputs", "models", "text_files", "reports", "drafts")

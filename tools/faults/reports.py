@@ -8,8 +8,8 @@ import shutil
 from functools import partial
 from random import Random
 
-from hydrajax.report.results import BOOL, NUMBER, NUMBERS, OR_NULL, TEXT, WHOLE
-from hydrajax.report.results import KINDS as RESULTS
+from hydrajax.bench.report.results import BOOL, NUMBER, NUMBERS, OR_NULL, TEXT, WHOLE
+from hydrajax.bench.report.results import KINDS as RESULTS
 from tools.faults.commands import check_call
 from tools.faults.models import KINDS, put, run_cases
 from tools.faults.registry import Failure, Trial, fault

@@ -60,7 +60,7 @@ def cells_of(args: argparse.Namespace) -> Iterator[tuple]:
 
 def remarks_of(args: argparse.Namespace) -> list[str]:
     """Return the remarks about a base with experts."""
-    from hydrajax.measure.shapes import SHAPES
+    from hydrajax.bench.shapes import SHAPES
 
     if not SHAPES[args.shape].any_experts:
         return []
@@ -110,8 +110,8 @@ def run(args: argparse.Namespace, make_cases: Callable[[], list], report: Callab
 
 
 def _write(file: IO, rows: list[dict], *, kind: str, title: str, settings: dict, remarks: list[str]) -> None:
+    from hydrajax.bench.report.results import Result, write_result
     from hydrajax.machine import machine
-    from hydrajax.report.results import Result, write_result
 
     script = Path(sys.argv[0]).resolve()
     command = shlex.join(["python", str(script.relative_to(script.parents[2])), *sys.argv[1:]])

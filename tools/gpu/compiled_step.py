@@ -21,6 +21,11 @@ from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from draft_lm_heads import drafter_for
 from expert_blocks import moved_by_experts
 
+from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
+from hydrajax.bench.device_memory import nbytes
+from hydrajax.bench.shapes import SHAPES
+from hydrajax.bench.timing import verify_again
+from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
@@ -30,11 +35,6 @@ from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.measure.benchmark import autoregressive_bytes, first_nodes
-from hydrajax.measure.device_memory import nbytes
-from hydrajax.measure.shapes import SHAPES
-from hydrajax.measure.timing import verify_again
-from hydrajax.measure.woken_experts import asleep
 from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, experts_gpu, tree_attention

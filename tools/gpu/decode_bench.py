@@ -33,14 +33,14 @@ from draft_lm_heads import LM_HEADS, drafter_for
 from json_lines import write_lines
 from kernel_times import kernels_per_step
 
+from hydrajax.bench.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
+from hydrajax.bench.device_memory import copy_bandwidth, peak_memory
+from hydrajax.bench.random_models import random_base, with_random_params
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
-from hydrajax.measure.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
-from hydrajax.measure.device_memory import copy_bandwidth, peak_memory
-from hydrajax.measure.random_models import random_base, with_random_params
 from hydrajax.models import backend, platforms
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 
 from json_lines import write_lines
 
-from hydrajax.measure.device_memory import copy_bandwidth, nbytes
-from hydrajax.measure.timing import median_ms
+from hydrajax.bench.device_memory import copy_bandwidth, nbytes
+from hydrajax.bench.timing import median_ms
 from hydrajax.models.kernels import few_bits_gpu
 from hydrajax.models.low_bit_types import QUANTIZED, quantized_type
 from hydrajax.models.products import matmul

@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 
 from json_lines import write_lines
 
-from hydrajax.measure.device_memory import peak_memory
-from hydrajax.measure.random_models import random_base
+from hydrajax.bench.device_memory import peak_memory
+from hydrajax.bench.random_models import random_base
+from hydrajax.bench.roofline.devices import device_of
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.packed_forward import run_base
-from hydrajax.roofline.devices import device_of
 from hydrajax.sharding import make_mesh
 from hydrajax.train.flops import forward_flops
 from hydrajax.train.losses import Objective

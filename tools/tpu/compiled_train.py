@@ -11,9 +11,9 @@ import numpy as np
 from compiled_step import Case, Compiled
 from jax.sharding import Mesh
 
+from hydrajax.bench.device_memory import nbytes
+from hydrajax.bench.shapes import SHAPES
 from hydrajax.errors import HydrajaxError
-from hydrajax.measure.device_memory import nbytes
-from hydrajax.measure.shapes import SHAPES
 from hydrajax.models import platforms
 from hydrajax.models.base_model import abstract_base
 from hydrajax.sharding import AXES

@@ -22,8 +22,8 @@ from jax._src.mesh import AbstractDevice  # named in an error message of JAX, bu
 from jax.experimental import topologies
 from placed_shapes import abstract_devices, placed_shapes
 
+from hydrajax.bench.roofline.devices import Device, device_of
 from hydrajax.models import platforms
-from hydrajax.roofline.devices import Device, device_of
 
 
 class Chip(NamedTuple):

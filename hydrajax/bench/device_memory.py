@@ -1,0 +1,44 @@
+"""Bandwidth of the device's memory, bytes of arrays, and peak memory use."""
+
+from __future__ import annotations
+
+import resource
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hydrajax.bench.timing import median_ms
+
+COPIES = 8  # in one program: a launch takes a tenth of the time of a gigabyte on a large GPU
+
+
+def copy_bandwidth(megabytes: int = 1024) -> float:
+    """Measure the bandwidth of large copies in bytes per second, bytes read and bytes written together."""
+
+    @partial(jax.jit, donate_argnums=0)
+    def copied(x, count):  # a traced count, or XLA could join the passes
+        return jax.lax.fori_loop(0, count, lambda _, x: x + 1, x)
+
+    source = jnp.arange(megabytes * 2**18, dtype=jnp.float32)
+    size, kept = source.nbytes, [copied(source, COPIES)]
+
+    def run():
+        kept[0] = copied(kept[0], COPIES)
+        return kept[0]
+
+    return 2 * COPIES * size / (median_ms(run, 10) / 1e3)
+
+
+def nbytes(tree: Any) -> int:
+    """Return the bytes of all arrays, or of arrays of these shapes, in a pytree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def peak_memory() -> int:
+    """Return the peak memory use so far in bytes: of the accelerator, or of this process on a CPU."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,220 @@
+"""A client of OpenAI-compatible servers on the standard library: no retries, a time limit, one-line errors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from typing import Any
+from urllib.parse import urlsplit
+
+from hydrajax.certify.servers.answers import Answer, Malformed, streamed_answers, whole_answers
+from hydrajax.certify.servers.questions import Question
+from hydrajax.errors import HydrajaxError, one_line
+
+NOT_OFFERED = (400, 404, 405, 415, 422, 501)
+MOST_LOGPROBS = (5, 1, 0)  # tried in this order
+Reply = tuple[Answer, ...]
+
+
+class Refused(Exception):
+    """The server does not offer what the question asks for: a status such as 400, with its message."""
+
+
+class NoAnswer(Exception):
+    """The server failed: a status such as 500, a lost connection, the time limit, or a malformed response."""
+
+
+class Client:
+    """A server and one of its models.
+
+    Attributes:
+        field: the flag that names the server, for messages.
+        url: ends with ``/v1``.
+        model: the model's name in requests.
+    """
+
+    def __init__(
+        self, field: str, url: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 300.0
+    ):
+        """Connect to a server and choose its model.
+
+        Args:
+            field: the flag that names the server.
+            url: such as ``http://127.0.0.1:8000``, with or without ``/v1``.
+            api_key: sent as a bearer token.
+            model: its name, None for the first one that the server lists.
+            timeout: seconds that the server may be silent.
+
+        Raises:
+            HydrajaxError: the server cannot be reached, refuses the key, is not an OpenAI-compatible one, or has no
+                model, or none of this name.
+        """
+        self.field, self._timeout, self._key = field, timeout, api_key
+        self.url, self._secure, self._host, self._port, self._prefix = _parsed(field, url)
+        self.model = self._chosen(model)
+        self._most_logprobs: dict[bool, int | None] = {}
+
+    def __str__(self) -> str:
+        return f"{self.model} at {self.url}"
+
+    def ask(self, question: Question) -> Reply:
+        """Return the answers to a question.
+
+        Raises:
+            Refused: the server does not offer it.
+            NoAnswer: the server failed.
+            HydrajaxError: the key is refused, or the server is busy.
+        """
+        body = json.dumps({"model": self.model} | question.body()).encode()
+        try:
+            connection, response = self._send("POST", question.path, body)
+        except TimeoutError:
+            raise NoAnswer(f"silent for {self._timeout:g} s") from None
+        except OSError as error:
+            raise NoAnswer(f"no connection: {_reason(error)}") from None
+        except http.client.HTTPException as error:
+            raise NoAnswer(f"the connection was lost: {_reason(error)}") from None
+        try:
+            if response.status != 200:
+                self._refuse(response.status, response.read())
+            return _streamed(response) if question.stream else whole_answers(json.loads(response.read()))
+        except TimeoutError:
+            raise NoAnswer(f"silent for {self._timeout:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswer(f"the connection was lost: {_reason(error)}") from None
+        except Malformed as error:
+            raise NoAnswer(f"malformed response: {one_line(error)}") from None
+        except ValueError as error:
+            if isinstance(error, HydrajaxError):
+                raise
+            raise NoAnswer("malformed response: not JSON") from None
+        finally:
+            connection.close()
+
+    def most_logprobs(self, question: Question) -> int | None:
+        """Return how many top log-probabilities the server offers, up to 5; None if it offers none at all."""
+        if question.chat not in self._most_logprobs:
+            self._most_logprobs[question.chat] = next(filter(self._gives(question), MOST_LOGPROBS), None)
+        return self._most_logprobs[question.chat]
+
+    def _gives(self, question: Question):
+        def gives(number: int) -> bool:
+            try:
+                answers = self.ask(question.but(max_tokens=2, logprobs=number, stream=False, n=1, stop=()))
+            except (Refused, NoAnswer):
+                return False
+            return bool(answers[0].tokens) and answers[0].tokens[0].logprob is not None
+
+        return gives
+
+    # --- HTTP -------------------------------------------------------------------------------------------------
+
+    def _send(self, method: str, path: str, body: bytes | None = None):
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout)
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        try:
+            connection.request(method, self._prefix + path, body, headers)
+            return connection, connection.getresponse()
+        except BaseException:
+            connection.close()
+            raise
+
+    def _refuse(self, status: int, content: bytes) -> None:
+        """Raise the error of a status other than 200."""
+        said = _message(content)
+        if status in (401, 403):
+            raise HydrajaxError(
+                f"{self.field}: {self.url} refuses the API key ({status}: {said}); give --api-key or set OPENAI_API_KEY"
+            )
+        if status in (429, 503):
+            raise HydrajaxError(
+                f"{self.field}: {self.url} is busy or not ready ({status}: {said}); wait, let it queue more requests, "
+                "or lower --concurrency"
+            )
+        # Servers on FastAPI with their own error handler, such as llama-cpp-python's, answer wrong fields with 500.
+        if status in NOT_OFFERED or (status == 500 and "validation error" in said):
+            raise Refused(f"{status}: {said}")
+        raise NoAnswer(f"{status}: {said}")
+
+    def _chosen(self, wanted: str | None) -> str:
+        try:
+            connection, response = self._send("GET", "/models")
+            try:
+                status, content = response.status, response.read()
+            finally:
+                connection.close()
+        except (OSError, http.client.HTTPException) as error:
+            raise HydrajaxError(f"{self.field}: cannot reach {self.url}: {_reason(error)}") from None
+        if status in (401, 403, 429, 503):
+            self._refuse(status, content)
+        try:
+            names = [model["id"] for model in json.loads(content)["data"]]
+        except (ValueError, TypeError, KeyError):
+            names = None
+        if status != 200 or names is None:
+            raise HydrajaxError(
+                f"{self.field}: {self.url}/models answered with status {status} and no list of models, expected an "
+                "OpenAI-compatible server"
+            )
+        if not names:
+            raise HydrajaxError(f"{self.field}: {self.url} lists no models; load one")
+        if wanted is not None and wanted not in names:
+            flag = "model" if self.field == "server" else f"{self.field}_model"
+            raise HydrajaxError(f"{flag}: got '{wanted}', expected one of: {', '.join(map(str, names))}")
+        return wanted or names[0]
+
+
+def _parsed(field: str, url: str) -> tuple[str, bool, str, int | None, str]:
+    """Return the URL that ends with /v1, and its parts. Raises `HydrajaxError`."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
+        raise HydrajaxError(f"{field}: got '{one_line(url, 80)}', expected a URL such as http://127.0.0.1:8000")
+    prefix = parts.path.rstrip("/")
+    prefix = prefix if prefix.endswith("/v1") else f"{prefix}/v1"
+    shown = f"[{host}]" if ":" in host else host
+    shown += "" if port is None else f":{port}"
+    return f"{parts.scheme}://{shown}{prefix}", parts.scheme == "https", host, port, prefix
+
+
+def _streamed(response: http.client.HTTPResponse) -> Reply:
+    """Read server-sent events to their end."""
+    events: list[Any] = []
+    ended = False
+    for line in response:
+        if line.startswith(b"data:"):
+            data = line.removeprefix(b"data:").strip()
+            if ended := data == b"[DONE]":
+                break
+            events.append(json.loads(data))
+    return streamed_answers(events, ended)
+
+
+def _message(content: bytes) -> str:
+    """Return the message of an error response, cut to one line."""
+    try:
+        found = json.loads(content)
+        found = found.get("error", found)
+        found = found.get("message", found) if isinstance(found, dict) else found
+    except (ValueError, AttributeError):
+        found = content.decode(errors="replace")
+    return one_line(found or "no message", 160)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    if isinstance(error, socket.gaierror):
+        return "the host name is not known"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed ({one_line(error.reason or error, 80)})"
+    return one_line(getattr(error, "strerror", None) or error or type(error).__name__, 120)

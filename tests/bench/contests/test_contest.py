@@ -1,0 +1,123 @@
+"""Contests of stub executors on a fake clock: rates, intervals and equality in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hydrajax.bench.contests import contest as module
+from hydrajax.bench.contests.contest import contest
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy, Typical
+from hydrajax.decoding.decode import DecodeResult
+
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
+
+
+class Clock:
+    """Replaces the module `time`; executors advance it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@dataclass
+class Stub:
+    """Replaces an `Executor`: emits 8 tokens per sequence in ``steps`` steps.
+
+    seconds: a number, or one for every call, the first of which is not timed. change: added to the tokens. rule, nodes:
+    of the spec.
+    """
+
+    clock: Clock
+    seconds: float | list[float]
+    steps: int
+    change: int = 0
+    nodes: int = 1
+    rule: AcceptanceRule = field(default_factory=Greedy)
+    name: str = ""
+    seen: list = field(default_factory=list)
+
+    @property
+    def spec(self):
+        return SimpleNamespace(verified_nodes=self.nodes, rule=self.rule)
+
+    def decode(self, prompt, lengths, key):
+        rows = len(prompt)
+        self.clock.now += self.seconds if isinstance(self.seconds, float) else self.seconds.pop(0)
+        self.seen.append((self.name, rows, prompt.shape[1], tuple(lengths.tolist())))
+        tokens = np.arange(rows * 10).reshape(rows, 10) + self.change
+        tokens[:, 8:] = np.random.default_rng().integers(0, 99, (rows, 2))  # beyond the lengths: garbage
+        accept_lengths = np.full((rows, self.steps), 8 // self.steps - 1)
+        return DecodeResult(tokens, np.full(rows, 8), accept_lengths, np.full(rows, self.steps))
+
+
+def test_rates_are_tokens_over_median_seconds(clock):
+    stubs = {"tree": Stub(clock, 1.0, 2, nodes=5), "chain": Stub(clock, 2.0, 4, nodes=3)}
+    plain, tree, chain = contest({"plain": Stub(clock, 4.0, 8)} | stubs, PROMPTS, batch_size=1, repeats=3)
+    assert (plain.tokens_per_second, tree.tokens_per_second, chain.tokens_per_second) == (2.0, 8.0, 4.0)
+    assert (plain.speedup, tree.speedup, chain.speedup) == (1.0, 4.0, 2.0)
+    assert (plain.tokens_per_step, tree.tokens_per_step, chain.tokens_per_step) == (1.0, 4.0, 2.0)
+    assert (tree.low, tree.high) == (8.0, 8.0)
+    assert tree.step_seconds == 0.5
+    assert (tree.chance_best, chain.chance_best) == (1.0, 0.0)
+    assert [row.nodes for row in (plain, tree, chain)] == [1, 5, 3]
+    assert all(row.equal for row in (plain, tree, chain))
+
+
+def test_every_round_runs_every_executor_once_on_the_same_batches(clock):
+    seen: list = []
+    stubs = {name: Stub(clock, 1.0, 4, name=name, seen=seen) for name in "abc"}
+    contest(stubs, PROMPTS, batch_size=2, repeats=5)
+    shapes = {(rows, width, lengths) for _, rows, width, lengths in seen}
+    assert shapes == {(2, 6, (4, 6)), (2, 6, (5, 5))}  # one shape; the last batch is filled up
+    per_round = [[name for name, *_ in seen[start : start + 6]] for start in range(6, len(seen), 6)]
+    assert len(per_round) == 5
+    assert all(sorted(names) == ["a", "a", "b", "b", "c", "c"] for names in per_round)
+    assert len({tuple(names) for names in per_round}) > 1  # not always in the same order
+
+
+def test_the_interval_comes_from_whole_rounds(clock):
+    """A machine that is twice as slow in two of five rounds."""
+    speeds = [1.0, 1.0, 2.0, 1.0, 2.0]
+    factors = {"plain": 1, "tree": 2, "other": 1.5}
+    stubs = {name: Stub(clock, [0.0, *(s / by for s in speeds)], 8) for name, by in factors.items()}
+    plain, tree, other = contest(stubs, PROMPTS[:1], batch_size=1, repeats=5)
+    assert (plain.tokens_per_second, tree.speedup) == (8.0, 2.0)
+    assert (plain.low, plain.high) == pytest.approx((4.0, 8.0))
+    assert (tree.speedup_low, tree.speedup_high) == pytest.approx((2.0, 2.0))  # the baseline has the same load
+    assert (tree.chance_best, other.chance_best) == (1.0, 0.0)  # in any choice of rounds
+
+
+def test_a_single_round_has_no_intervals(clock):
+    (row,) = contest({"plain": Stub(clock, 1.0, 8)}, PROMPTS, batch_size=1, repeats=1)
+    assert (row.low, row.high, row.speedup_low, row.speedup_high, row.chance_best) == (None,) * 5
+
+
+def test_different_output_is_reported_for_rules_with_equal_output(clock):
+    stubs = {"plain": Stub(clock, 1.0, 8), "wrong": Stub(clock, 1.0, 8, change=1)}
+    stubs["typical"] = Stub(clock, 1.0, 8, change=1, rule=Typical())
+    assert [row.equal for row in contest(stubs, PROMPTS, batch_size=3, repeats=1)] == [True, False, None]
+
+
+def test_divided_rounds_decode_each_batch_once(clock):
+    """Round r has the batches r, r + 2 ...; a rate is tokens per step * the rounds' median of steps per second."""
+    plain, tree = Stub(clock, 2.0, 8, name="plain"), Stub(clock, [1.0] * 4 + [3.0, 3.0, 1.0, 1.0], 4, name="tree")
+    rows = contest({"plain": plain, "tree": tree}, [*PROMPTS, PROMPTS[0]], batch_size=1, repeats=2, divided=True)
+    assert len(tree.seen) == 4 + 4  # untimed, timed
+    assert [lengths for _, _, _, lengths in tree.seen[4:]] == [(4,), (5,), (6,), (4,)]
+    assert rows[0].tokens_per_second == 4.0
+    assert rows[1].tokens_per_second == pytest.approx(8 / 4 * np.median([8 / (3 + 3), 8 / (1 + 1)]))
+    assert rows[1].tokens_per_step == 2.0

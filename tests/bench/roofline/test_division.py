@@ -1,0 +1,203 @@
+"""The roofline of a device of a mesh: its share of every product, collectives and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax.numpy as jnp
+import pytest
+
+from helpers.operator_counts import flops, moved
+from hydrajax.bench.benchmark import first_nodes
+from hydrajax.bench.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
+from hydrajax.bench.roofline.division import Division
+from hydrajax.bench.roofline.operators import Operator
+from hydrajax.bench.roofline.passes import begin, forward, observe, propose
+from hydrajax.bench.roofline.prediction import Workload, predict
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.trees import presets
+
+SEVEN, SEVENTY = PRESETS["7b"], PRESETS["70b"]
+EIGHT = Division(model=8)
+
+
+def of_kind(operators, *kinds: str) -> list[Operator]:
+    return [operator for operator in operators if operator.kind in kinds]
+
+
+def by_name(operators) -> Counter:
+    found: Counter = Counter()
+    for operator in operators:
+        found[operator.name] += operator.bytes * operator.count
+    return found
+
+
+def test_bytes_by_hand():
+    """Two devices: a tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 heads, bfloat16."""
+    c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4)
+    found = forward(Llama(c, jnp.bfloat16), 2, 4, 10, division=Division(model=2))
+    rows, queries, scores = 8, 2 * 4 * 4, 2 * 4 * 14  # a device's head
+    assert by_name(of_kind(found, "weights", "attention")) == {
+        "qkv": 2 * (rows * 8 + 8 * 12 + rows * 12),
+        "scores": 2 * (2 * queries + 2 * 14 * 4) + 4 * scores,
+        "weighted sum": 2 * (scores + 2 * 14 * 4) + 4 * 2 * queries,
+        "out": 2 * (rows * 4 + 4 * 8 + rows * 8),
+        "gate up": 2 * (rows * 8 + 8 * 12 + rows * 12),
+        "down": 2 * (rows * 6 + 6 * 8 + rows * 8),
+        "lm head": 2 * (rows * 8 + 8 * 25) + 4 * rows * 25,
+    }
+    # In a ring of two a device sends half of the numbers twice.
+    sums = dict.fromkeys(("all-reduce embedding", "all-reduce out", "all-reduce down"), 2 * rows * 8)
+    assert by_name(of_kind(found, "collective")) == sums
+    around = by_name(of_kind(found, "elementwise"))
+    assert around["embedding"] == 2 * 2 * rows * 8  # every device writes all rows
+    assert around["around gate up"] == 2 * (rows * 8 + rows * 12)
+    assert around["around down"] == 2 * (rows * 6 + rows * 8)
+
+
+def test_a_7b_reads_an_eighth_of_its_weights_and_its_cache():
+    whole, part = (forward(Llama(SEVEN, jnp.bfloat16), 1, 1, 1024, division=each) for each in (Division(), EIGHT))
+    for kind in ("weights", "attention"):
+        assert flops(of_kind(part, kind)) == flops(of_kind(whole, kind)) / 8
+    weights = 2 * (32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000)
+    assert weights / 8 < moved(of_kind(part, "weights")) < 1.01 * weights / 8
+    collectives = of_kind(part, "collective")
+    assert sum(operator.count for operator in collectives) == 2 * 32 + 1
+    assert moved(collectives) == (2 * 32 + 1) * 2 * 7 / 8 * 2 * 4096
+
+
+def test_a_mesh_of_one_device_changes_nothing():
+    base, drafter = Llama(PRESETS["tiny"]), KINDS["hydra++"].build(PRESETS["tiny"], jnp.float32)
+    tree = presets.chain(2)
+    for count, arguments in ((forward, (base, 2, 4, 10)), (propose, (drafter, base, tree, 2, 64))):
+        assert count(*arguments, division=Division(data=1, model=1)) == count(*arguments)
+
+
+def test_a_batch_is_divided_over_the_groups_if_it_is_even():
+    base = Llama(SEVEN, jnp.bfloat16)
+    groups = Division(data=2)
+    assert forward(base, 4, 1, 256, division=groups) == forward(base, 2, 1, 256)
+    assert forward(base, 3, 1, 256, division=groups) == forward(base, 3, 1, 256)
+
+
+def test_fewer_key_value_heads_than_devices():
+    """Query, key and value are divided over their inputs and summed; every device attends from all heads."""
+    c = LlamaConfig(64, 16, 32, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=4)
+    whole, part = (forward(Llama(c), 1, 2, 8, division=each) for each in (Division(), Division(model=4)))
+    assert flops(of_kind(part, "attention")) == flops(of_kind(whole, "attention"))
+    assert flops(of_kind(part, "weights")) == flops(of_kind(whole, "weights")) / 4
+    sums = by_name(of_kind(part, "collective"))
+    assert sums["all-reduce qkv"] == 2 * 3 / 4 * 4 * 2 * (4 + 2 * 2) * 4
+    assert set(sums) == {"all-reduce embedding", "all-reduce qkv", "all-reduce out", "all-reduce down"}
+
+
+def test_an_embedding_that_is_the_lm_head_is_divided_over_the_vocabulary():
+    c = LlamaConfig(64, 16, 32, n_layers=1, n_heads=4, n_kv_heads=4, head_dim=4, tied_lm_head=True)
+    found = forward(Llama(c), 1, 2, 8, division=Division(model=4))
+    (head,) = (op for op in found if op.kind == "weights" and op.name == "embedding")
+    assert (head.flops, head.bytes) == (2 * 2 * 16 * 16, 4 * (2 * 16 + 16 * 16 + 2 * 16))
+    assert [op.count for op in found if op.name == "all-reduce embedding"] == [1]  # the lookup's
+
+
+def test_medusa_heads_gather_hidden_states_and_their_best_tokens():
+    drafter = KINDS["medusa"].build(SEVEN, jnp.bfloat16)
+    whole, part = (
+        propose(drafter, Llama(SEVEN, jnp.bfloat16), presets.sparse(), 1, 64, each) for each in (Division(), EIGHT)
+    )
+    assert flops(part) == flops(whole) / 8
+    found = of_kind(part, "collective")
+    blocks, rankings = ([op for op in found if op.name.endswith(end)] for end in ("kernel", "ranking"))
+    # The block is divided over its outputs, which the lm head needs whole.
+    assert [op.bytes for op in blocks if "lm" not in op.name] == [7 / 8 * 2 * 4096] * 4
+    assert len(rankings) == 4
+    assert all(op.bytes < 7 * 8 * 20 for op in rankings)
+
+
+def test_a_shared_block_is_gathered_after_each_application():
+    drafter = KINDS["hydra++"].build(SEVEN, jnp.bfloat16)
+    found = of_kind(propose(drafter, Llama(SEVEN, jnp.bfloat16), presets.chain(4), 1, 64, EIGHT), "collective")
+    gathers = [op for op in found if op.name.startswith("all-gather")]
+    assert sum(op.count for op in gathers if "blocks" in op.name) == 4 * 3
+
+
+@pytest.mark.parametrize("count", [propose, observe])
+def test_a_draft_model_is_copied(count):
+    drafter, base, tree = KINDS["model"].build(SEVEN, jnp.bfloat16), Llama(SEVEN, jnp.bfloat16), presets.chain(2)
+    assert count(drafter, base, tree, 1, 64, EIGHT) == count(drafter, base, tree, 1, 64)
+    assert begin(drafter, base, 1, 64, 64, EIGHT) == begin(drafter, base, 1, 64, 64)
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_takes_its_latency_and_its_bytes():
+    device = Device("round", flops=1.0, bandwidth=1.0, link=100.0, latency=2.0)
+    exchange = Operator("all-reduce out", 0.0, 1000.0, 1, "collective", count=3)
+    assert device.seconds(exchange) == 3 * (2 + 10)
+    assert not device.memory_bound(exchange)
+
+
+def prediction(config=SEVEN, kind="medusa", device="H100", batch=1, context=1024, nodes=64, **settings):
+    tree, drafter = first_nodes(presets.sparse(), [nodes]), KINDS[kind].build(config, jnp.bfloat16)
+    (found,) = predict(DEVICES[device], config, drafter, tree, [batch], [context], 2, **settings)
+    return found
+
+
+def test_a_step_on_eight_devices():
+    one, eight = prediction(), prediction(division=EIGHT)
+    assert (one.collectives, one.collective_time) == (0, 0)
+    # Sums: two a layer and the embedding. Tokens: one of verify. Medusa: four blocks and four rankings.
+    assert eight.collectives == 2 * 32 + 1 + 1 + 8
+    assert eight.collective_time == pytest.approx(
+        1e3 * (eight.collectives * COLLECTIVE_LATENCY + eight.collective_bytes / 450e9)
+    )
+    assert one.bytes / 8 < eight.bytes < 1.1 * one.bytes / 8 + 0.1e9  # the residual stream is on every device
+    computed = eight.autoregressive_step - eight.autoregressive_collective_time
+    assert one.autoregressive_step / 8 < computed < 1.02 * one.autoregressive_step / 8
+
+
+def test_memory_of_a_device():
+    """Eight devices divide all weights except norms, the draft heads and the cache."""
+    found = prediction(division=EIGHT)
+    norms = (2 * 32 + 1) * 4096
+    matrices = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 2 * 4096 * 32_000
+    assert found.base_memory == 2 * (matrices / 8 + norms)
+    assert found.draft_memory == 2 * 4 * (4096**2 + 4096 + 4096 * 32_000) / 8
+    assert found.cache_memory == pytest.approx(2 * 2 * 32 * (1024 + 64) * 4096 / 8, rel=1e-3)
+    int8 = prediction(division=EIGHT, quantize="int8")
+    halved = matrices - 4096 * 32_000  # the embedding is not quantised; each output has a float32 scale
+    assert found.base_memory - int8.base_memory == pytest.approx(halved / 8, rel=0.01)
+    assert int8.draft_memory == found.draft_memory
+
+
+@pytest.mark.slow  # test_roofline_command has a mesh that fits and one that does not
+def test_which_70b_fits():
+    for device, quantize, batch, fits in (
+        ("H100", None, 1, True),
+        ("TPUv5e", None, 1, False),  # 17.2 GB of weights on a chip of 16
+        ("TPUv5e", "int8", 1, True),
+        ("TPUv5e", "int8", 512, False),
+        ("TPUv6e", None, 1, True),
+    ):
+        settings = {"quantize": quantize, "division": EIGHT, "batch": batch, "nodes": 4}
+        assert prediction(SEVENTY, device=device, **settings).fits == fits, (device, quantize, batch)
+    assert not prediction(SEVENTY, nodes=4).fits  # one H100
+
+
+def test_int8_reads_half_of_the_weights():
+    drafter = KINDS["none"].build(SEVEN, jnp.bfloat16)
+    half, whole = (
+        of_kind(Workload(SEVEN, drafter, 1, 64, 2, quantize, EIGHT).autoregressive_step(), "weights")
+        for quantize in ("int8", None)
+    )
+    assert moved(half) == pytest.approx(moved(whole) / 2, rel=0.02)
+    assert flops(half) == flops(whole)
+
+
+def test_heads_that_devices_cannot_share_are_refused():
+    with pytest.raises(HydrajaxError, match="mesh: got model=5, expected a divisor of the base's 64 heads"):
+        Division(model=5).check(SEVENTY)
+    Division(model=16).check(SEVENTY)  # more than its key-value heads

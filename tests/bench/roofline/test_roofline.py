@@ -1,0 +1,237 @@
+"""The roofline against XLA's own counts and counts by hand; devices and predictions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from helpers.operator_counts import abstract_params, flops, moved
+from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
+from hydrajax.bench.roofline import devices
+from hydrajax.bench.roofline.devices import DEVICES, Device
+from hydrajax.bench.roofline.operators import Operator
+from hydrajax.bench.roofline.passes import forward
+from hydrajax.bench.roofline.prediction import Workload, predict
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.cache import init_cache
+from hydrajax.models.kernels import few_rows
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.trees import presets
+
+SEVEN = PRESETS["7b"]
+
+
+# --- a forward pass -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_kv_heads", [8, 2])
+def test_flops_against_xla(n_kv_heads, monkeypatch):
+    monkeypatch.setattr(few_rows, "available", lambda: False)  # in our own kernels XLA counts nothing
+    config = LlamaConfig(1000, 256, 704, n_layers=2, n_heads=8, n_kv_heads=n_kv_heads, head_dim=32)
+    model, params = abstract_params(config)
+    batch, nodes, slots = 2, 8, 96
+    cache = jax.eval_shape(lambda: init_cache(config, batch, slots, jnp.float32))
+    tokens = jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
+
+    def run(params, tokens, cache):
+        out = model.apply({"params": params}, tokens, tokens, causal_mask(nodes), cache)
+        return model.apply({"params": params}, out.hidden, method="logits"), out.block
+
+    counted = jax.jit(run).lower(params, tokens, cache).compile().cost_analysis()["flops"]
+    ours = flops(forward(model, batch, nodes, slots))
+    assert 0.95 < ours / counted <= 1  # XLA counts the elementwise operations too
+
+
+def test_flops_of_a_layer_against_the_shapes_of_its_products():
+    """Every product of a grouped-query layer in NumPy."""
+    c = LlamaConfig(100, 48, 80, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=8)
+    batch, queries, keys = 3, 5, 11
+    x, up, down = (batch * queries, 48), (48, 80), (80, 48)
+    heads = [((5 * 3, 8), (8, 11)), ((5 * 3, 11), (11, 8))] * (batch * c.n_kv_heads)  # 3 query heads to a key head
+    products = [(x, (48, 48)), (x, (48, 16)), (x, (48, 16)), (x, (48, 48)), (x, up), (x, up), ((15, 80), down), *heads]
+    expected = 2 * 15 * 48 * 100  # the lm head
+    for left, right in products:
+        product = np.ones(left) @ np.ones(right)
+        expected += 2 * product.size * left[1]
+    assert flops(forward(Llama(c), batch, queries, keys - queries)) == expected
+
+
+def test_bytes_by_hand():
+    """A tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 query heads and 1 KV head, bfloat16."""
+    c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4)
+    found = {"elementwise": Counter(), "weights": Counter(), "attention": Counter()}
+    for operator in forward(Llama(c, jnp.bfloat16), 2, 4, 10):
+        found[operator.kind][operator.name] += operator.bytes * operator.count
+    rows, queries, scores = 8, 2 * 2 * 4 * 4, 2 * 2 * 4 * 14
+    assert found["weights"] | found["attention"] == {
+        "qkv": 2 * (rows * 8 + 8 * 16 + rows * 16),
+        # Tree and cache are a product each, which both read the queries. Scores and sums are float32.
+        "scores": 2 * (2 * queries + 2 * 14 * 4) + 4 * scores,
+        "weighted sum": 2 * (scores + 2 * 14 * 4) + 4 * 2 * queries,
+        "out": 2 * (rows * 8 + 8 * 8 + rows * 8),
+        "gate up": 2 * (rows * 8 + 8 * 24 + rows * 24),
+        "down": 2 * (rows * 12 + 12 * 8 + rows * 8),
+        "lm head": 2 * (rows * 8 + 8 * 50) + 4 * rows * 50,
+    }
+    assert found["elementwise"] == {
+        "embedding": 2 * 2 * rows * 8,
+        "around qkv": 2 * (rows * 8 + rows * 16),  # what the norm writes and the rotation reads
+        # Queries and the tree's keys are written, and the scores read by the softmax.
+        "around scores": 2 * (queries + 2 * 4 * 4) + 4 * scores,
+        "around weighted sum": 2 * (scores + 2 * 4 * 4) + 4 * 2 * queries,
+        "around out": 2 * (rows * 8 + rows * 8),
+        "around gate up": 2 * (rows * 8 + rows * 24),
+        "around down": 2 * (rows * 12 + rows * 8),
+        "around lm head": 2 * rows * 8,  # its logits are the result
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_token_reads_every_weight_and_the_cache(tied):
+    """Against the count of `hydrajax bench` from the arrays; activations are the difference."""
+    config = LlamaConfig(4000, 512, 1536, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=64, tied_lm_head=tied)
+    model, shapes = abstract_params(config, jnp.bfloat16)
+    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+    weights_and_cache = autoregressive_bytes(model, params, batch=1, slots=256)
+    ours = moved(forward(model, 1, 1, 255))
+    assert 1 < ours / weights_and_cache < 1.01
+
+
+def test_grouped_queries_read_fewer_keys_and_values():
+    full, grouped = (forward(Llama(SEVEN.replace(n_kv_heads=n), jnp.bfloat16), 1, 1, 4096) for n in (32, 8))
+    for name in ("scores", "weighted sum"):
+        before, after = ([op for op in ops if op.name == name] for ops in (full, grouped))
+        assert 3.5 < moved(before) / moved(after) < 4, name
+        assert flops(before) == flops(after), name
+
+
+def test_prefill_computes_logits_of_the_last_token_only():
+    operators = Workload(SEVEN, KINDS["none"].build(SEVEN, jnp.bfloat16), 2, 100, 2).prefill()
+    assert {op.name: op.rows for op in operators if op.kind == "weights"} == {
+        "qkv": 200, "out": 200, "gate up": 200, "down": 200, "lm head": 2,
+    }  # fmt: skip
+
+
+# --- devices and predictions ----------------------------------------------------------------------------------------
+
+
+def test_an_operator_takes_the_longer_of_arithmetic_and_traffic():
+    device = Device("round", flops=100.0, bandwidth=10.0)
+    assert device.seconds(Operator("a", 1000.0, 1.0, 1, "weights")) == 10
+    assert device.seconds(Operator("b", 1.0, 1000.0, 1, "weights", count=3)) == 300
+    assert device.memory_bound(Operator("b", 1.0, 1000.0, 1, "weights"))
+    assert not device.memory_bound(Operator("a", 1000.0, 1.0, 1, "weights"))
+
+
+def test_measured_rates_are_interpolated_in_logarithms_and_constant_beyond():
+    device = Device("here", 400.0, 1e9, weight_rates=((1, 100.0), (16, 400.0)))
+    rate = {rows: device.rate(Operator("", 1.0, 1.0, rows, "weights")) for rows in (1, 4, 16, 64)}
+    assert rate == pytest.approx({1: 100, 4: 200, 16: 400, 64: 400})
+    assert device.rate(Operator("", 1.0, 1.0, 1, "attention")) == 400  # none measured: the peak
+
+
+def test_measurements_are_averaged_rate_by_rate():
+    slow, fast = (Device("here", k, 10 * k, ((1, k), (4, 2 * k)), ((1, k),)) for k in (100.0, 400.0))
+    mean = devices.average([slow, fast])
+    assert (mean.flops, mean.bandwidth) == pytest.approx((200, 2000))
+    assert dict(mean.weight_rates) == pytest.approx({1: 200, 4: 400})
+    assert dict(mean.attention_rates) == pytest.approx({1: 200})
+    assert devices.drift([slow, fast, mean]) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "peak"),
+    [
+        ("NVIDIA H200", "H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", "H100", 989e12),
+        ("NVIDIA H100 PCIe", "H100-PCIe", 756e12),
+        ("NVIDIA H100 NVL", "H100-NVL", 835e12),
+        ("NVIDIA A100-SXM4-80GB", "A100", 312e12),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe", 312e12),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe", 312e12),
+        ("NVIDIA L4", "L4", 121e12),
+        ("NVIDIA L40S", None, None),  # another chip, of three times the speed
+        ("Tesla T4", "T4", 65e12),
+        ("TPU v4", "TPUv4", 275e12),
+        ("TPU v4 lite", "TPUv4i", 137e12),
+        ("TPU v5 lite", "TPUv5e", 197e12),
+        ("TPU v5e", "TPUv5e", 197e12),
+        ("TPU v5", "TPUv5p", 459e12),
+        ("TPU v5p", "TPUv5p", 459e12),
+        ("TPU v6 lite", "TPUv6e", 918e12),
+        ("TPU v6e", "TPUv6e", 918e12),
+        ("TPU7x", "TPUv7x", 1153e12),
+        ("NVIDIA GH200 480GB", "GH200", 989e12),
+        ("cpu", None, None),
+    ],
+)
+def test_device_of_a_device_kind(kind, name, peak):
+    found = devices.device_of(kind)
+    assert (found and found.name, found and found.flops) == (name, peak)
+
+
+def predictions(
+    config=SEVEN, kind="hydra++", device="H100", sizes=(1, 4, 16, 64), batches=(1,), contexts=(1024,), **more
+):
+    drafter = KINDS[kind].build(config, jnp.bfloat16)
+    return list(
+        predict(DEVICES[device], config, drafter, first_nodes(presets.sparse(), sizes), batches, contexts, 2, **more)
+    )
+
+
+@pytest.mark.slow
+def test_more_nodes_sequences_or_context_never_take_less():
+    for rows in (
+        predictions(),
+        predictions(sizes=(64,), batches=(1, 4, 16)),
+        predictions(sizes=(64,), contexts=(1, 512, 8192)),
+    ):
+        steps = [row.step for row in rows]
+        assert steps == sorted(steps)
+        assert len(set(steps)) == len(steps)
+
+
+def test_a_7b_step_at_batch_1_is_memory_bound():
+    """6.6e9 weights in bfloat16 take 3.94 ms at 3350 GB/s; 64 nodes cost little at batch 1 and much at batch 32."""
+    small, large = predictions(sizes=(64,), batches=(1, 32))
+    assert 3.94 < small.autoregressive_step < 3.94 * 1.1
+    assert small.verify / small.autoregressive_step < 1.15
+    assert small.memory_bound > 0.95
+    assert large.verify / large.autoregressive_step > 2  # medusa G.3: beyond batch 32 "may even have a negative effect"
+    assert large.memory_bound < 0.5
+
+
+def test_break_even_and_speedup():
+    one, many = predictions(sizes=(1, 64), tokens_per_step=[1.0, 3.5])
+    assert many.break_even == many.step / many.autoregressive_step
+    assert many.speedup == pytest.approx(3.5 / many.break_even)
+    assert one.speedup < 1  # a tree of one node still runs the prefix layer
+    assert many.step == pytest.approx(many.propose + many.verify + many.accept_commit + many.observe)
+
+
+def test_a_faster_memory_and_a_smaller_draft_are_faster():
+    steps = [predictions(device=device, sizes=(4,))[0].step for device in ("H200", "H100", "A100")]
+    assert steps == sorted(steps)
+    draft = [predictions(kind=kind, sizes=(4,))[0].step for kind in ("medusa", "hydra", "hydra++")]
+    assert draft == sorted(draft)
+
+
+@pytest.mark.parametrize("kind", ["none", "lookup", "lookahead"])
+def test_a_draft_without_weights_costs_nothing(kind):
+    (row,) = predictions(kind=kind, sizes=(1,))
+    assert (row.draft_bytes, row.propose, row.observe) == (0, 0, 0)
+
+
+def test_a_lookahead_window_is_verified_with_the_tree():
+    """W = 15 and N = 5: 15 * 4 cells, the root included."""
+    drafter, tree = KINDS["lookahead"].build(SEVEN, jnp.bfloat16), presets.cartesian([15, 1, 1, 1])
+    (found,) = predict(DEVICES["H100"], SEVEN, drafter, {"candidates": tree}, (1,), (1024,), 2)
+    assert found.nodes == 1 + 15 * 4 + 59
+    verify = Workload(SEVEN, drafter, 2, 1024, 2).step(tree)["verify"]
+    assert {operator.rows for operator in verify if operator.kind == "weights"} == {2 * 120}

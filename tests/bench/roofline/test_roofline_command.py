@@ -1,0 +1,212 @@
+"""``hydrajax roofline``: printed and written predictions, the comparison with measurements, and errors."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hydrajax.bench.benchmark import BenchmarkRow
+from hydrajax.bench.roofline import comparison, meter
+from hydrajax.bench.roofline.devices import Device
+from hydrajax.cli import COMMANDS, run_command
+from hydrajax.cli import roofline as command
+from hydrajax.models.llama_config import PRESETS
+
+
+@pytest.fixture
+def program(capsys):
+    def run(*argv) -> SimpleNamespace:
+        capsys.readouterr()
+        argv = [str(arg) for arg in argv]
+        code = run_command("hydrajax roofline", COMMANDS["roofline"], command.add_arguments, command.run, argv)
+        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+    return run
+
+
+@pytest.mark.slow
+def test_command_predicts_every_cell(program, tmp_path):
+    file = tmp_path / "roofline.json"
+    grid = ("--tree-sizes", "1,16,64", "--batch-sizes", "1,8", "--context", "1024,4096")
+    result = program("--shape", "7b", "--device", "H200", *grid, "--tokens-per-step", "1,2.5,3", "--json", file)
+    assert result.code == 0, result
+    report = json.loads(file.read_text())
+    assert report["device"]["name"] == "H200"
+    cells = [row["predicted"] for row in report["rows"]]
+    found = [(cell["context"], cell["batch"], cell["nodes"]) for cell in cells]
+    assert found == [(s, b, n) for s in (1024, 4096) for b in (1, 8) for n in (1, 16, 64)]
+    assert all("measured" not in row for row in report["rows"])
+    assert f"{cells[-1]['break_even']:.2f}" in result.out
+    assert f"{cells[-1]['speedup']:.2f}x" in result.out
+    assert "…" not in result.out
+
+
+def test_command_prints_the_operators(program):
+    result = program("--shape", "33b", "--draft-kind", "medusa", "--operators")
+    assert result.code == 0, result
+    for word in ("prefill", "tree decode, 64 nodes", "weighted sum", "head 3 lm kernel"):
+        assert word in result.out
+    assert "…" not in result.out
+
+
+@pytest.mark.slow
+def test_command_predicts_eagle_and_a_dynamic_tree(program):
+    short = ("--shape", "7b", "--draft-kind", "eagle", "--json")
+    rows = json.loads(program(*short, "--context", "1024,4096").out)["rows"]
+    assert [row["predicted"]["nodes"] for row in rows] == [1, 4, 16, 26] * 2
+    near, far = rows[3]["predicted"], rows[7]["predicted"]
+    # Of the cache four levels read 3072 more keys and values, each of 4096 numbers in 16 bits: at least that much time.
+    assert far["propose"] - near["propose"] > 4 * 3072 * 2 * 4096 * 2 / 3350e9 * 1e3
+    (row,) = json.loads(program(*short, "--tree", "dynamic-60-7-10").out)["rows"]
+    assert (row["predicted"]["tree"], row["predicted"]["nodes"]) == ("dynamic-60-7-10", 60)
+    assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
+
+
+@pytest.mark.slow
+def test_command_predicts_the_best_chain_length(program, tmp_path):
+    """The published pair of a 7B and a model of 68M parameters: 2 layers, width 768."""
+    config = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    pair = ("--shape", "7b", "--draft", tmp_path, "--acceptance", "0.6", "--batch-sizes", "1,64")
+    result = program(*pair, "--json")
+    assert result.code == 0, result
+    alone, many = json.loads(result.out)["chains"]
+    # At batch 1 both wait for their weights, but of the draft's embedding only a row is read. The base reads 6.6e9 of
+    # them and the cache, 1025 keys and values of 32 layers.
+    draft = 2 * (4 * 768**2 + 3 * 768 * 3072) + 768 * 32_000
+    base = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000 + 32 * 2 * 1025 * 4096
+    assert alone["draft_cost"] == pytest.approx(draft / base, rel=0.1)
+    gains = [(1 - 0.6 ** (k + 1)) / (0.4 * (alone["draft_cost"] * k + 1)) for k in range(17)]
+    assert alone["length"] == int(np.argmax(gains))
+    assert alone["improvement"] == pytest.approx(max(gains))
+    assert alone["roofline_speedup"] < alone["improvement"]
+    assert many["roofline_length"] < alone["roofline_length"]  # with many rows the base's longer pass costs
+    shown = program(*pair[:-1], "1").out
+    assert f"{alone['improvement']:.2f}x" in shown
+    assert "draft model of 0.1" in shown
+    assert "…" not in shown
+    refused = program("--shape", "7b", "--acceptance", "0.6")
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert "--acceptance: requires a draft model" in refused.err
+    refused = program("--shape", "7b", "--draft", tmp_path, "--acceptance", "1.6")
+    assert (refused.code, refused.err) == (2, "hydrajax: --acceptance: got 1.6, expected 0 to 1\n")
+
+
+def test_command_predicts_a_mesh_and_what_fits(program):
+    heads = ("--shape", "70b", "--draft-kind", "medusa", "--tree-sizes", "1,16", "--device", "TPUv5e")
+    shown = program(*heads, "--mesh", "model=8", "--quantize", "int8", "--batch-sizes", "1,256")
+    assert shown.code == 0, shown
+    for words in ("int8 weights in the base, on 8 TPUv5e (1 x 8)", "100 GB/s between devices", "10 us each"):
+        assert words in shown.out
+    assert [line.split()[-2:] for line in shown.out.splitlines()[-3:-1]] == [["all", "trees"], ["19.90", "no"]]
+    assert "…" not in shown.out
+    grid = ("--mesh", "data=2,model=4", "--batch-sizes", "2", "--collective-latency", "0", "--json")
+    (_, row) = json.loads(program(*heads, *grid).out)["rows"]
+    found = row["predicted"]
+    assert not found["fits"]
+    assert found["collectives"] == 2 * 80 + 1 + 1 + 8
+    assert found["collective_time"] == pytest.approx(1e3 * found["collective_bytes"] / 100e9)
+
+
+def test_command_reads_the_shape_of_a_base(program, tmp_path):
+    config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172}
+    config |= {"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = ("--draft-kind", "medusa", "--tree-sizes", "1,4", "--json")
+    results = [program(*base, *few) for base in (("--base", tmp_path), ("--shape", "tiny"))]
+    assert json.loads(results[0].out)["rows"] == json.loads(results[1].out)["rows"]
+
+
+QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--context", "64", "--repeats", "1")
+
+
+def test_command_compares_predictions_with_measurements(program, monkeypatch, tmp_path):
+    """With given times; the slow test below measures."""
+    times = {"autoregressive_step": 4.0, "step": 8.0, "propose": 1.0, "verify": 6.0, "accept_commit": 0.5}
+    others = dict.fromkeys(
+        ("observe", "draft_overhead", "prefill", "compile_seconds", "autoregressive_bandwidth_fraction"), 0.5
+    )
+    cell = {"batch": 1, "context": 64, "tree": "first-4", "nodes": 4, "depth": 2, "break_even": 2.0}
+    sizes = {"autoregressive_bytes_per_step": 1, "peak_memory_bytes": 1}
+    rows = [BenchmarkRow(**cell, **times, **others, **sizes)]
+    monkeypatch.setattr(comparison, "run_benchmark", lambda *args, **settings: iter(rows))
+    peak = Device("here", 1e9, 1e9, ((1, 0.5e9), (4, 1e9)), ((1, 0.5e9), (4, 1e9)))
+    monkeypatch.setattr(comparison, "Meter", lambda *args: SimpleNamespace(measure=lambda: peak))
+    file = tmp_path / "here.json"
+    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json", file)
+    assert result.code == 0, result
+    report = json.loads(file.read_text())
+    predicted = report["rows"][0]["predicted"]
+    assert report["rows"][0]["measured"] == rows[0].as_dict()
+    assert report["device"]["weight_rates"] == [[1, pytest.approx(0.5e9)], [4, pytest.approx(1e9)]]
+    assert f"{predicted['step'] / 8 - 1:+.0%}" in result.out
+    assert f"{predicted['verify']:.3g} (6)" in result.out
+    assert report["drift"] == 1
+    assert "…" not in result.out
+
+
+def test_measured_rates_are_positive_and_the_bandwidth_is_at_least_that_of_a_copy(monkeypatch):
+    monkeypatch.setattr(meter, "CPU_ROWS", (1, 4))
+    monkeypatch.setattr(meter, "MIN_SECONDS", 0.001)
+    monkeypatch.setattr(meter, "copy_bandwidth", lambda megabytes: 1e6)
+    tiny = PRESETS["tiny"]
+    here = meter.Meter(tiny, jnp.float32, weight_bytes=200_000, slots=32, repeats=1).measure()
+    assert [rows for rows, _ in here.weight_rates] == [rows for rows, _ in here.attention_rates] == [1, 4]
+    assert all(rate > 0 for _, rate in here.weight_rates + here.attention_rates)
+    assert here.flops == max(rate for _, rate in here.weight_rates)
+    assert here.bandwidth == max(1e6, 2 * here.weight_rates[0][1])  # 4 bytes for every 2 operations
+
+
+@pytest.mark.slow
+def test_command_measures_here(program):
+    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json")
+    assert result.code == 0, result
+    (row,) = json.loads(result.out)["rows"]
+    for verb in ("autoregressive_step", "step", "verify", "propose", "accept_commit"):
+        assert row["predicted"][verb] > 0, verb
+        assert row["measured"][verb] > 0, verb
+
+
+def test_mistakes_end_in_one_line(program, tmp_path):
+    cases = {
+        "exactly one of --shape and --base": [],
+        "--shape: got '8x7b', expected tiny": ["--shape", "8x7b"],
+        "--base: no such file": ["--base", tmp_path / "none"],
+        "invalid choice: 'B200'": ["--shape", "7b", "--device", "B200"],
+        "--dtype: got 'float32', expected bfloat16 for the peaks of A100": [
+            *("--shape", "7b", "--device", "A100", "--dtype", "float32")
+        ],
+        "tree sizes: got 65, expected 1 to 64": ["--shape", "7b", "--tree-sizes", "65"],
+        "got a depth of 5, expected at most": ["--shape", "7b", "--tree", "chain-5"],
+        "tree: got dynamic-8-1-4, expected a static tree because PromptLookup cannot fill dynamic ones": [
+            *("--shape", "7b", "--draft-kind", "lookup", "--tree", "dynamic-8-1-4")
+        ],
+        "got dynamic-8-1-4, expected a static tree for a sweep over tree sizes": [
+            *("--shape", "7b", "--tree", "dynamic-8-1-4", "--tree-sizes", "2")
+        ],
+        "got 'x', expected an integer from 1 up": ["--shape", "7b", "--batch-sizes", "1,x"],
+        "--tokens-per-step: got 1 values, expected one for each of 2 tree sizes": [
+            *("--shape", "7b", "--tree-sizes", "1,16", "--tokens-per-step", "3")
+        ],
+        "got 6.0 for 64 nodes, expected 1 to 5": ["--shape", "7b", "--tree-sizes", "64", "--tokens-per-step", "6"],
+        "got '1;2', expected numbers separated by commas": ["--shape", "7b", "--tokens-per-step", "1;2"],
+        "--json: cannot write": ["--shape", "7b", "--json", tmp_path / "no" / "such" / "file"],
+        "--mesh: got model=5, expected a divisor of the base's 32 heads": ["--shape", "7b", "--mesh", "model=5"],
+        "got 'rows=2', expected model=M or data=D,model=M": ["--shape", "7b", "--mesh", "rows=2"],
+        "--mesh: the bandwidth between several TPUv4i is unknown": [
+            *("--shape", "7b", "--device", "TPUv4i", "--mesh", "model=2")
+        ],
+        "--quantize: cannot be used with --device here": ["--shape", "7b", "--device", "here", "--quantize", "int8"],
+        "got '-1', expected a number from 0 to 1000000": ["--shape", "7b", "--collective-latency", "-1"],
+        "--context: got 4096, expected at most the model's 1024": ["--shape", "tiny", "--context", "64,4096"],
+    }
+    for message, arguments in cases.items():
+        result = program(*arguments)
+        assert result.code == 2, (message, result)
+        assert result.err.count("\n") == 1, result.err
+        assert message in result.err

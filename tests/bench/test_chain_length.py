@@ -1,0 +1,114 @@
+"""The acceptance of a draft model (Leviathan et al. 3.1, 3.2) against enumeration, and the best chain."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from helpers.noise import noise
+from hydrajax.bench.calibration import calibrate
+from hydrajax.bench.draft_cost import draft_cost
+from hydrajax.bench.uncached_forward import all_logits
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.state import Params
+from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.models.base_model import init_base
+from hydrajax.models.llama import Llama
+from hydrajax.trees import presets, search
+from hydrajax.trees.speculation import estimate
+
+PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
+
+
+@pytest.fixture(scope="module")
+def executor(tiny_model) -> FusedExecutor:
+    """A base with 61 tokens and a draft with 50 of them."""
+    model, base = tiny_model
+    small = Llama(model.config.replace(vocab_size=50, n_layers=1))
+    params = noise(jax.eval_shape(lambda: init_base(small, jax.random.key(0))), 3)
+    spec = DecodeSpec(DraftModel(small, 61), presets.chain(2), max_new_tokens=12)
+    return FusedExecutor(model, Params(base, params), spec)
+
+
+def softmax(logits, temperature):
+    p = np.exp((logits - logits.max(-1, keepdims=True)) / temperature)
+    return p / p.sum(-1, keepdims=True)
+
+
+@pytest.mark.slow
+def test_overlaps_are_acceptance_probabilities(executor):
+    """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
+    executor = executor.with_spec(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
+    found = calibrate(executor, PROMPTS, batch_size=2, seed=4)
+    chances = []
+    for row, start, end in found.spans:
+        assert (start, end) == (len(PROMPTS[row]), len(PROMPTS[row]) + 12)
+    key_rows = texts_of(executor, found, 4)
+    for text, start in key_rows:
+        p_logits = all_logits(executor.model, executor.params.base, text).astype(np.float64)
+        kept = np.sort(p_logits, axis=-1)[:, -7:-6]
+        p = softmax(np.where(p_logits >= kept, p_logits, -np.inf), 0.9)
+        q = softmax(all_logits(executor.spec.drafter.model, executor.params.draft, text).astype(np.float64), 1.3)
+        for place in range(start, len(text) - 1):
+            chances.append(sum(q[place, x] * min(1, p[place, x] / q[place, x]) for x in range(50)))
+    assert found.acceptance == pytest.approx(np.mean(chances), abs=1e-5)
+    assert 0 < found.acceptance < 1
+
+
+def texts_of(executor, found, seed):
+    """The sequences that `calibrate` generates, in its batches of two."""
+    plain = executor.autoregressive()
+    texts = []
+    for first in range(0, len(PROMPTS), 2):
+        some = PROMPTS[first : first + 2]
+        some = [*some, some[0]][:2]
+        lengths = np.array([len(prompt) for prompt in some], np.int32)
+        width = max(map(len, PROMPTS))
+        prompt = np.zeros((2, width), np.int32)
+        for row, ids in enumerate(some):
+            prompt[row, : len(ids)] = ids
+        key = jax.random.fold_in(jax.random.key(seed), first)
+        out = jax.device_get(plain.decode(prompt, lengths, key))
+        texts += [(np.append(ids, out.tokens[row]), len(ids)) for row, ids in enumerate(some)]
+    return texts[: len(PROMPTS)]
+
+
+@pytest.mark.slow
+def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
+    found = calibrate(executor, PROMPTS, batch_size=2)
+    same = []
+    for text, start in texts_of(executor, found, 0):
+        guesses = np.argmax(all_logits(executor.spec.drafter.model, executor.params.draft, text), axis=-1)
+        same += (guesses[start:-1] == text[start + 1 :]).tolist()
+    assert found.overlaps is None
+    assert found.acceptance == pytest.approx(np.mean(same))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
+def test_a_draft_that_is_the_base_is_always_accepted(executor, rule):
+    model, base = executor.model, executor.params.base
+    spec = DecodeSpec(DraftModel(model, 61), presets.chain(2), rule, max_new_tokens=12)
+    own = FusedExecutor(model, Params(base, base), spec)
+    assert calibrate(own, PROMPTS[:2], batch_size=2).acceptance == pytest.approx(1, abs=1e-5)
+
+
+def test_the_best_chain_by_the_closed_form(executor):
+    found = estimate(0.5, 0.1, 16)
+    gains = [(2 - 0.5**k) / (0.1 * k + 1) for k in range(17)]
+    assert (found.length, found.improvement) == (int(np.argmax(gains)), pytest.approx(max(gains)))
+    assert f"chain-{found.length} should be the best chain" in str(found)
+    assert "no chain should pay" in str(estimate(0.1, 0.2, 16))
+    proposals = search.chains(0.5, 16, 4)
+    assert [proposals.tree(size) for size in (1, 2, 3, 4)] == [presets.chain(k) for k in range(4)]
+    assert proposals.tokens_per_step == pytest.approx((1, 1.5, 1.75, 1.875))
+
+
+@pytest.mark.slow
+def test_the_draft_cost_is_measured(executor):
+    """A draft with one of two layers costs more than nothing and less than a few passes of the base."""
+    assert 0 < draft_cost(executor, 1, 20) < 10

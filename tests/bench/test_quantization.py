@@ -1,0 +1,83 @@
+"""`logit_effect` against NumPy and SciPy on the two models' logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import rel_entr, softmax
+
+from hydrajax.bench.quantization import logit_effect
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.llama import Llama
+from hydrajax.models.quantized import Int8
+
+TEXTS = [np.random.default_rng(n).integers(0, 61, n).astype(np.int32) for n in (5, 19)]
+
+
+def logits(model: Llama, params) -> list[np.ndarray]:
+    """Logits of every text, float64 ``[T, V]``, in one pass over rows padded with token 0."""
+    width = max(map(len, TEXTS))
+    ids = np.stack([np.pad(text, (0, width - len(text))) for text in TEXTS])
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def run(params):
+        hidden = model.apply({"params": params}, ids, np.arange(width) + 0 * ids, causal_mask(width)).hidden
+        return model.apply({"params": params}, hidden, method="logits")
+
+    return [np.asarray(row[: len(text)], np.float64) for row, text in zip(run(params), TEXTS, strict=True)]
+
+
+def int8_params(params: dict) -> dict:
+    """Quantise the kernels in nested dicts."""
+    found = {}
+    for name, leaf in params.items():
+        if isinstance(leaf, dict):
+            found[name] = int8_params(leaf)
+        elif name in ("qkv", "out", "gate_up", "down", "lm_head"):
+            found |= Int8.of(np.asarray(leaf)).stored(name)
+        else:
+            found[name] = leaf
+    return found
+
+
+@pytest.mark.parametrize("change", ["int8", pytest.param("noise", marks=pytest.mark.slow)])
+def test_figures_match_the_logits_of_both_models(tiny_model, change):
+    model, params = tiny_model
+    if change == "int8":
+        other = Llama(model.config, quantize="int8"), int8_params(params)
+    else:  # so much that likeliest tokens differ
+        random = np.random.default_rng(0)
+        noise = jax.tree.map(lambda leaf: jnp.asarray(0.03 * random.standard_normal(leaf.shape), leaf.dtype), params)
+        other = model, jax.tree.map(jnp.add, params, noise)
+    before, after = np.concatenate(logits(model, params)), np.concatenate(logits(*other))
+    assert before.shape == (24, 61)
+
+    effect = logit_effect((model, params), other, TEXTS)
+    assert effect.positions == 24
+    assert effect.largest == pytest.approx(np.abs(before - after).max(), rel=1e-4)
+    assert effect.mean == pytest.approx(np.abs(before - after).mean(), rel=1e-4)
+    divergence = rel_entr(softmax(before, axis=-1), softmax(after, axis=-1)).sum(axis=-1)
+    assert effect.kl == pytest.approx(divergence.mean(), rel=1e-3, abs=1e-6)
+    assert effect.agreement == np.mean(before.argmax(axis=-1) == after.argmax(axis=-1))
+    following = np.concatenate([np.append(text[1:], 0) for text in TEXTS])
+    inside = np.concatenate([np.arange(len(text)) < len(text) - 1 for text in TEXTS])
+    for perplexity, each in ((effect.perplexity_before, before), (effect.perplexity_after, after)):
+        surprise = -np.log(softmax(each, axis=-1)[np.arange(len(each)), following])
+        assert perplexity == pytest.approx(np.exp(surprise[inside].mean()), rel=1e-5)
+    assert effect.kl > 1e-4
+    if change == "noise":
+        assert 0 < effect.agreement < 1
+
+
+def test_a_model_does_not_differ_from_itself(tiny_model):
+    effect = logit_effect(tiny_model, tiny_model, TEXTS[:1])
+    assert (effect.positions, effect.largest, effect.mean, effect.kl, effect.agreement) == (5, 0, 0, 0, 1)
+    assert effect.perplexity_before == effect.perplexity_after
+
+
+def test_one_token_has_no_perplexity(tiny_model):
+    assert np.isnan(logit_effect(tiny_model, tiny_model, [np.array([3], np.int32)]).perplexity_before)
