@@ -24,6 +24,7 @@ MODULES = {
 # satellite. A module belongs to the longest matching name.
 CORE = (
     "errors",
+    "plugins",
     "optional_deps",
     "files",
     "locking",
