@@ -29,7 +29,7 @@ from safetensors.numpy import save_file
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config
 from hydrajax.files import WholeFile
-from hydrajax.formats import gguf
+from hydrajax.lowbit import gguf
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig
 

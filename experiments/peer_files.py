@@ -18,9 +18,9 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config
 from hydrajax.files import whole_directory
-from hydrajax.formats.gguf import LAYER_TENSORS, TENSORS, check_installed
 from hydrajax.formats.huggingface import eos_ids, read_config
 from hydrajax.formats.tensors import open_tensors
+from hydrajax.lowbit.gguf import LAYER_TENSORS, TENSORS, check_installed
 from hydrajax.models.layout import MODEL, shapes
 from hydrajax.models.llama_config import LlamaConfig
 

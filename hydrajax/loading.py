@@ -15,9 +15,9 @@ from hydrajax.formats.draft_model_format import is_model, load_draft_model
 from hydrajax.formats.draft_registry import naming_corpus, parse_several, title_of, without_weights
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads, stored_in_int8
+from hydrajax.lowbit.types import quantized_draft
 from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
-from hydrajax.models.low_bit_types import quantized_draft
 from hydrajax.sharding import Placement
 
 

@@ -51,13 +51,14 @@ CORE = (
 )
 # A satellite may import the core and the satellites named here.
 SATELLITES = {
+    "lowbit": (),
     "grammar": (),
     "ssd": (),
-    "bench": ("ssd",),
+    "bench": ("ssd", "lowbit"),
     "certify": ("bench", "grammar"),
-    "train": ("bench",),
+    "train": ("bench", "lowbit"),
     "serve": ("grammar", "bench"),
-    "cli": ("grammar", "ssd", "bench", "certify", "train", "serve"),
+    "cli": ("lowbit", "grammar", "ssd", "bench", "certify", "train", "serve"),
     "__main__": ("cli",),
     "train.__main__": ("train", "cli"),
     "train.distill.__main__": ("train", "cli"),
@@ -65,13 +66,38 @@ SATELLITES = {
 PARTS = (*CORE, *SATELLITES)
 KNOWN = {
     "hydrajax": ["hydrajax.grammar.grammar"],
+    "hydrajax.api": ["hydrajax.lowbit.types"],
     "hydrajax.bench.report.outputs": ["hydrajax.train.metrics"],
+    "hydrajax.drafters.draft_lm_head": ["hydrajax.lowbit.quantized"],
+    "hydrajax.formats.fingerprint": ["hydrajax.lowbit.files.low_bit_tensors"],
+    "hydrajax.formats.hub": ["hydrajax.lowbit.gguf"],
+    "hydrajax.formats.huggingface": [
+        "hydrajax.lowbit.files.four_bits",
+        "hydrajax.lowbit.files.fp8_kernels",
+        "hydrajax.lowbit.files.low_bit_tensors",
+        "hydrajax.lowbit.quantized",
+        "hydrajax.lowbit.tiles",
+        "hydrajax.lowbit.types",
+    ],
+    "hydrajax.formats.load": ["hydrajax.lowbit.files.low_bit_tensors"],
+    "hydrajax.formats.native": ["hydrajax.lowbit.quantized"],
     "hydrajax.language_model": [
         "hydrajax.bench.contests.fastest",
         "hydrajax.grammar.grammar",
+        "hydrajax.lowbit.quantized",
+        "hydrajax.lowbit.types",
         "hydrajax.ssd.fan_out",
         "hydrajax.ssd.split_executor",
     ],
+    "hydrajax.loading": ["hydrajax.lowbit.types"],
+    "hydrajax.models.expert_products": [
+        "hydrajax.lowbit.kernels.few_bits",
+        "hydrajax.lowbit.quantized",
+        "hydrajax.lowbit.tiles",
+    ],
+    "hydrajax.models.kernels.check": ["hydrajax.lowbit.kernels.few_bits_gpu", "hydrajax.lowbit.kernels.few_bits_tpu"],
+    "hydrajax.models.llama": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.tiles", "hydrajax.lowbit.types"],
+    "hydrajax.models.weights": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.types"],
 }
 
 

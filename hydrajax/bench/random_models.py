@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS
+from hydrajax.lowbit.types import quantized_draft
 from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.models.low_bit_types import quantized_draft
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):

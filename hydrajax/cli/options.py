@@ -26,8 +26,8 @@ from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import AUTO, LanguageModel
+from hydrajax.lowbit.types import QUANTIZED, WIDENED
 from hydrajax.models import platforms
-from hydrajax.models.low_bit_types import QUANTIZED, WIDENED
 from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text

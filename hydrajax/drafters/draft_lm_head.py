@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.lowbit.quantized import Quantized
 from hydrajax.models.arrays import Array
-from hydrajax.models.quantized import Quantized
 from hydrajax.models.ranking import log_probabilities, sampled_tokens, top_tokens
 from hydrajax.models.weights import declare, project
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError, nearest_first, one_line
-from hydrajax.formats import gguf
 from hydrajax.formats.fingerprint import shapes_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.formats.tensors import GGUF_INDEX
+from hydrajax.lowbit import gguf
 from hydrajax.models.llama_config import LlamaConfig
 
 WHAT = "push"
@@ -43,7 +43,7 @@ def resolve(name: str | Path, flag: str, base: LlamaConfig | None = None) -> Pat
     """Return a local directory, downloaded if needed; without a network a cached copy is used.
 
     Args:
-        name: a directory; a GGUF file, which is described by a directory in the cache (`hydrajax.formats.gguf`); the
+        name: a directory; a GGUF file, which is described by a directory in the cache (`hydrajax.lowbit.gguf`); the
             name of a bundled model (``shipped`` for a base; one of `hydrajax.assets.DRAFT_NAMES` for a draft); for a
             base one of `hydrajax.formats.known_bases`; or ``org/name`` or ``org/name@revision`` (branch, tag or
             commit) on the Hub.

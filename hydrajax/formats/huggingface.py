@@ -1,7 +1,7 @@
 """Read and write a base in a Hugging Face directory: ``config.json`` and weights.
 
 Weights are read from safetensors or PyTorch files and written as safetensors. The files must hold exactly the model's
-tensors, in the right shapes. Quantised files are widened (`hydrajax.formats.low_bit_files`).
+tensors, in the right shapes. Quantised files are widened (`hydrajax.lowbit.files`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
-from hydrajax.formats.low_bit_files.four_bits import four_bit_kernel
-from hydrajax.formats.low_bit_files.fp8_kernels import fp8_kernel
-from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
 from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
+from hydrajax.lowbit.files.four_bits import four_bit_kernel
+from hydrajax.lowbit.files.fp8_kernels import fp8_kernel
+from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
+from hydrajax.lowbit.quantized import Fp8, Quantized
+from hydrajax.lowbit.tiles import Int4Tiles, Tiles
+from hydrajax.lowbit.types import AS_STORED, quantized_type, quantizes_embedding
 from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
@@ -39,9 +42,6 @@ from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.low_bit_types import AS_STORED, quantized_type, quantizes_embedding
-from hydrajax.models.quantized import Fp8, Quantized
-from hydrajax.models.quantized_tiles import Int4Tiles, Tiles
 from hydrajax.models.weights import low_rank
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -141,7 +141,7 @@ def load_llama(
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
-        quantize: one of `hydrajax.models.low_bit_types.QUANTIZED`; quantises the weights of matrix products. On a CPU
+        quantize: one of `hydrajax.lowbit.types.QUANTIZED`; quantises the weights of matrix products. On a CPU
             layers that a file has in 4 bits keep its numbers with every name of 4 bits. "auto": `stored_quantize`.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.

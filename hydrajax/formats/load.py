@@ -25,8 +25,8 @@ from hydrajax.formats import mtp_format, native
 from hydrajax.formats.draft_registry import FORMATS
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
-from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors, read_json
+from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
 from hydrajax.models.llama import Llama

@@ -2,7 +2,7 @@
 
 ``config.json`` has the kind of drafter (`hydrajax.formats.draft_registry`), the fields of its dataclass, the shapes of
 all parameters, and the size and checksum of each file, as orbax does not notice a changed byte. Version 2 stores
-matrices in int8 (`hydrajax.models.quantized.Int8`), which are loaded as floats (see `is_int8`).
+matrices in int8 (`hydrajax.lowbit.quantized.Int8`), which are loaded as floats (see `is_int8`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hydrajax.files import checksums
 from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
 from hydrajax.formats.interface import integer
 from hydrajax.formats.tensors import FLOATS
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import Int8
 
 WHAT = "draft"
 MARK = "hydrajax_draft"  # field of config.json that marks the format; its value is the version

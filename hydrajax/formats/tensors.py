@@ -28,7 +28,7 @@ from hydrajax.optional_deps import needs
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 FP8 = "F8_E4M3"  # safetensors' name
 LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 tensors
-GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.formats.gguf`: the file and its tensors
+GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.lowbit.gguf`: the file and its tensors
 GGUF_VERSION = 2  # of these directories
 GGUF_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # llama.cpp's types that are not quantised
 GGUF_ROWS = 1024  # dequantised at once

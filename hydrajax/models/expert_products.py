@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.quantized import Int8, Quantized
+from hydrajax.lowbit.tiles import Tiles
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.kernels import few_bits, few_rows
+from hydrajax.models.kernels import few_rows
 from hydrajax.models.kernels.few_rows import with_gradient_of
 from hydrajax.models.per_device import DATA, MODEL, axis_over, mesh_in_use, on_each_device
-from hydrajax.models.quantized import Int8, Quantized
-from hydrajax.models.quantized_tiles import Tiles
 from hydrajax.models.weights import project, project_parts
 
 Kernels = Array | Quantized  # of all experts, each array with a leading axis

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.lowbit.quantized import Quantized
+from hydrajax.lowbit.tiles import Int8Tiles
+from hydrajax.lowbit.types import quantizes_embedding
 from hydrajax.models import backend, products
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
@@ -20,9 +23,6 @@ from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.low_bit_types import quantizes_embedding
-from hydrajax.models.quantized import Quantized
-from hydrajax.models.quantized_tiles import Int8Tiles
 from hydrajax.models.sequence_parallel import by_token
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
 
@@ -35,7 +35,7 @@ class Llama(nn.Module):
     Attributes:
         config: Shapes and constants.
         dtype: Of parameters and computation.
-        quantize: How the products' weights are stored (`hydrajax.models.low_bit_types`); also the embedding's if it is
+        quantize: How the products' weights are stored (`hydrajax.lowbit.types`); also the embedding's if it is
             the lm head too and `quantizes_embedding`.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.

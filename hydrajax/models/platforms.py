@@ -89,7 +89,7 @@ def has_cpu_kernels() -> bool:
 
 
 def has_few_bits() -> bool:
-    """Return whether `hydrajax.models.kernels.few_bits` computes products with quantised weights.
+    """Return whether `hydrajax.lowbit.kernels.few_bits` computes products with quantised weights.
 
     All devices of the process count, not those of a program: weights are stored for the kernel.
     """

@@ -1,6 +1,6 @@
 """Weights: declaration in modules, and multiplication.
 
-A weight is an array, a `hydrajax.models.quantized.Quantized` kernel of fewer bits, or `LowRank`, one of these two with
+A weight is an array, a `hydrajax.lowbit.quantized.Quantized` kernel of fewer bits, or `LowRank`, one of these two with
 an adapter.
 Every product goes through `project`.
 """
@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hydrajax.lowbit.quantized import Quantized
+from hydrajax.lowbit.types import quantized_type
 from hydrajax.models import products
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring, OfEach
 from hydrajax.models.dropout import drop
-from hydrajax.models.low_bit_types import quantized_type
-from hydrajax.models.quantized import Quantized
 
 
 class LowRank(NamedTuple):
@@ -132,7 +132,7 @@ def declare(
 ) -> Array | Quantized:
     """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
 
-    A kernel that was quantised after loading (`hydrajax.models.low_bit_types.quantized_draft`) is returned as it is.
+    A kernel that was quantised after loading (`hydrajax.lowbit.types.quantized_draft`) is returned as it is.
     """
     stored = module.get_variable("params", name)
     if isinstance(stored, Quantized):

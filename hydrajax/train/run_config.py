@@ -16,9 +16,9 @@ from typing import Any
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
 from hydrajax.errors import HydrajaxError, hint, nearest_first, one_line
 from hydrajax.formats import draft_registry
+from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
 from hydrajax.train.losses import Objective
 
@@ -216,7 +216,7 @@ class TrainConfig:
         teacher: with task ``base``, a model whose distribution is learned in place of the text's tokens, as a draft
             model learns from its target model.
         dtype: of the computation and of the frozen base. Trained parameters are float32.
-        quantize: one of `hydrajax.models.low_bit_types.QUANTIZED`, such as ``int4``, keeps the frozen base's weights of
+        quantize: one of `hydrajax.lowbit.types.QUANTIZED`, such as ``int4``, keeps the frozen base's weights of
             products in fewer bits (medusa 2.2.1: 4 bits).
         matmul_precision: ``bfloat16`` rounds the operands of float32 matmuls to bfloat16 and accumulates in float32;
             everything else stays float32. The fastest on a CPU with AMX.

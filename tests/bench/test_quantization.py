@@ -11,9 +11,9 @@ import pytest
 from scipy.special import rel_entr, softmax
 
 from hydrajax.bench.quantization import logit_effect
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.llama import Llama
-from hydrajax.models.quantized import Int8
 
 TEXTS = [np.random.default_rng(n).integers(0, 61, n).astype(np.int32) for n in (5, 19)]
 

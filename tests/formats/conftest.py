@@ -1,25 +1,16 @@
-"""A tiny base, its files' content, bases of other quantisers, and the Hub as huggingface_hub sees it: a small server in
-this process.
-"""
+"""A tiny base, its files' content, and the Hub as huggingface_hub sees it: a small server in this process."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import time
-from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors import numpy as safetensors_numpy
 from safetensors.torch import load_file
 
 from helpers.fake_hub import FakeHub
 from helpers.lab import Lab, shared_lab
-from helpers.low_bit_layers import CASES
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models.base_model import BoundBase
 
 
@@ -74,39 +65,3 @@ def base_state(tiny_checkpoint) -> dict:
 @pytest.fixture(scope="module")
 def base_config(tiny_checkpoint) -> dict:
     return json.loads((tiny_checkpoint / "config.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def float_checkpoint(llama_checkpoint) -> Path:
-    """A float checkpoint whose linear layers have 32 or 96 inputs."""
-    return llama_checkpoint(intermediate_size=96)
-
-
-@pytest.fixture
-def quantised(float_checkpoint, tmp_path) -> Callable:
-    """``quantised(case, skip=("lm_head",), save=..., **fields) -> (directory, float state dict)``.
-
-    Every linear layer outside ``skip`` is random. ``fields`` change ``quantization_config``.
-    """
-
-    def make(case: str, skip=("lm_head",), save=None, **fields):
-        config, pack, settings = CASES[case]
-        rng, tensors, weights = np.random.default_rng(0), {}, {}
-        for name, tensor in safetensors_numpy.load_file(float_checkpoint / "model.safetensors").items():
-            layer = name.removesuffix(".weight")
-            if ("_proj" in name or layer == "lm_head") and layer not in skip:
-                parts, weights[name] = pack(rng, *tensor.shape, **settings)
-                tensors |= {f"{layer}.{part}": x for part, x in parts.items()}
-            else:
-                tensors[name] = weights[name] = tensor
-        directory = Path(shutil.copytree(float_checkpoint, tmp_path / case))
-        raw = json.loads((directory / "config.json").read_text()) | {"quantization_config": config | fields}
-        (directory / "config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
-        (directory / "model.safetensors").unlink()
-        if save is None:
-            save_safetensors(directory / "model.safetensors", tensors)
-        else:
-            save(directory, tensors)
-        return directory, weights
-
-    return make

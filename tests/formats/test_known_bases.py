@@ -23,16 +23,16 @@ from helpers.gguf_files import write_gguf
 from helpers.released import refusal
 from helpers.threads import in_threads
 from hydrajax.formats import known_bases
-from hydrajax.formats.gguf import official_name
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
 from hydrajax.formats.tensors import open_tensors
+from hydrajax.lowbit.gguf import official_name
+from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.kernels import few_rows
 from hydrajax.models.layout import MODEL
-from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.run_config import load_config
 

@@ -1,7 +1,7 @@
 """Random linear layers in the formats of other quantisers, packed number by number as their documentation says.
 
 Each function returns the tensors of one layer by their names without the layer's, and the float32 weights. Numbers are
-packed and multiplied in plain loops, independently of `hydrajax.formats.low_bit_files`.
+packed and multiplied in plain loops, independently of `hydrajax.lowbit.files`.
 """
 
 from __future__ import annotations

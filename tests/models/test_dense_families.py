@@ -23,8 +23,8 @@ from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.models.attention import rope_frequencies, rope_table
-from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.models.packed_forward import run_base
 
 

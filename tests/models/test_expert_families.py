@@ -23,8 +23,8 @@ from helpers.with_transformers import assert_equal_logits, generated, greedy_ids
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.formats.peft import linear_layers
+from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.models.adapter import Adapter, check_adapter
-from hydrajax.models.low_bit_types import FP8, QUANTIZED
 from hydrajax.models.packed_forward import run_base
 
 BIAS = "e_score_correction_bias"

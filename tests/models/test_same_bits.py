@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from hydrajax.formats.huggingface import KERNELS
+from hydrajax.lowbit.types import quantized_type
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.low_bit_types import quantized_type
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"

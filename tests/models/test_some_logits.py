@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hydrajax.lowbit.types import quantized_type, quantizes_embedding
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.low_bit_types import quantized_type, quantizes_embedding
 
 TOKENS = np.array([40, 3, 7, 96])  # in this order, not sorted
 

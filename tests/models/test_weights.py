@@ -23,11 +23,11 @@ from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
+from hydrajax.lowbit.quantized import Int8
+from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.quantized import Int8
-from hydrajax.models.quantized_tiles import Int8Tiles
 from hydrajax.models.weights import project
 from hydrajax.trees import presets
 

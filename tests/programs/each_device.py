@@ -22,11 +22,11 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.lowbit.quantized import Int4, Int8
 from hydrajax.models import backend, products
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.quantized import Int4, Int8
 from hydrajax.models.ranking import top_tokens
 from hydrajax.models.sequence_parallel import all_tokens, dividing_tokens, summed_by_token
 from hydrajax.sharding import make_mesh, on_mesh, tree_shardings

@@ -35,11 +35,11 @@ from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
+from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.kernels import append_rows, experts_gpu, tree_attention
 from hydrajax.models.llama import Llama
-from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -53,7 +53,7 @@ class Case:
     """One program.
 
     Attributes:
-        weights: Of the base: "float" or a name of `hydrajax.models.low_bit_types.QUANTIZED`.
+        weights: Of the base: "float" or a name of `hydrajax.lowbit.types.QUANTIZED`.
         lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
         layers: Layers of the base (None: the shape's).
         devices: One, or several that share the weights. The program of several begins with the prompt, as XLA finds

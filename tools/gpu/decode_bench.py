@@ -41,10 +41,10 @@ from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models import backend, platforms
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.models.low_bit_types import QUANTIZED
 from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")

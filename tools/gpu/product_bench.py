@@ -4,7 +4,7 @@
     python tools/gpu/product_bench.py --types int4 --tiles 8x64x8x4x3,8x128x8x4x3  # other tiles for 4 bits
 
 Each program multiplies with several weights in turn, which are together larger than the device's cache. Tiles are
-splits x columns x groups x warps x stages of `hydrajax.models.kernels.few_bits_gpu.Tiles`. Programs are compiled first.
+splits x columns x groups x warps x stages of `hydrajax.lowbit.kernels.few_bits_gpu.Tiles`. Programs are compiled first.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from json_lines import write_lines
 
 from hydrajax.bench.device_memory import copy_bandwidth, nbytes
 from hydrajax.bench.timing import median_ms
-from hydrajax.models.kernels import few_bits_gpu
-from hydrajax.models.low_bit_types import QUANTIZED, quantized_type
+from hydrajax.lowbit.kernels import few_bits_gpu
+from hydrajax.lowbit.types import QUANTIZED, quantized_type
 from hydrajax.models.products import matmul
 
 SHAPES = {"qkv": (4096, 12288), "out": (4096, 4096), "gate_up": (4096, 22016), "down": (11008, 4096)}  # of a 7B

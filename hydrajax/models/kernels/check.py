@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
 from hydrajax.models.kernels import (
     experts_gpu,
-    few_bits_gpu,
-    few_bits_tpu,
     text_attention_tpu,
     tree_attention,
     tree_attention_tpu,

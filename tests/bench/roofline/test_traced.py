@@ -13,9 +13,9 @@ from hydrajax.bench.roofline.passes import begin, forward, observe, propose
 from hydrajax.bench.roofline.traced import trace
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.formats.draft_registry import KINDS
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
-from hydrajax.models.quantized import Int8
 from hydrajax.models.weights import project
 from hydrajax.trees import presets
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.expert_products import _by_kernel
 from hydrajax.models.kernels import experts_gpu
-from hydrajax.models.quantized import Int8
 
 WIDTH, MLP, COUNT, PER_TOKEN = 128, 64, 5, 3
 INTERPRETED = ModuleType("interpreted")

@@ -20,9 +20,9 @@ from hydrajax.families.config_fields import rope_fields, unsupported
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_file, whole_directory
-from hydrajax.formats.gguf_tokenizer import KNOWN_SPLITS, gguf_tokenizer
 from hydrajax.formats.tensors import GGUF_FLOATS, GGUF_INDEX, GgufFiles, expect_tensors, gguf_directory
 from hydrajax.locking import one_at_a_time
+from hydrajax.lowbit.gguf_tokenizer import KNOWN_SPLITS, gguf_tokenizer
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.optional_deps import needs

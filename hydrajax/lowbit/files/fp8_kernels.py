@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.four_bits import features_of
-from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles
-from hydrajax.formats.low_bit_files.stored_linear import FP8
+from hydrajax.lowbit.files.four_bits import features_of
+from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles
+from hydrajax.lowbit.files.stored_linear import FP8
+from hydrajax.lowbit.quantized import Fp8
 from hydrajax.models.layout import Entry
-from hydrajax.models.quantized import Fp8
 
 
 def fp8_kernel(files: LowBitFiles, entry: Entry) -> Fp8 | None:

@@ -25,18 +25,18 @@ from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
 from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import gguf as module
 from hydrajax.formats import tensors as tensors_module
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
 from hydrajax.formats.tensors import GGUF_INDEX, GgufFiles, open_tensors
+from hydrajax.lowbit import gguf as module
+from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
 from hydrajax.models.llama_config import RopeScaling
-from hydrajax.models.quantized_tiles import Int4Tiles
 from hydrajax.text.tokenizer import load_tokenizer
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

@@ -1,7 +1,7 @@
 """Bases quantised by other programs: the method of ``config.json``, and its tensors as float ones.
 
 A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is read. Everything else passes through.
-`hydrajax.formats.low_bit_files.four_bits` takes a layer's integers instead.
+`hydrajax.lowbit.files.four_bits` takes a layer's integers instead.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
-from hydrajax.formats.low_bit_files.awq import Awq
-from hydrajax.formats.low_bit_files.bits_and_bytes import BitsAndBytes
-from hydrajax.formats.low_bit_files.compressed import Compressed
-from hydrajax.formats.low_bit_files.fp8 import Fp8
-from hydrajax.formats.low_bit_files.gptq import Gptq
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
 from hydrajax.formats.tensors import TensorFiles, open_tensors, read_json
+from hydrajax.lowbit.files.awq import Awq
+from hydrajax.lowbit.files.bits_and_bytes import BitsAndBytes
+from hydrajax.lowbit.files.compressed import Compressed
+from hydrajax.lowbit.files.fp8 import Fp8
+from hydrajax.lowbit.files.gptq import Gptq
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
 from hydrajax.models.layout import MODEL, Shape
 
 FIELD = "quantization_config"

@@ -10,8 +10,8 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
+from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models import platforms
-from hydrajax.models.quantized_tiles import Int8Tiles
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def", "for i in"]
 

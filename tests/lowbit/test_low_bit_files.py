@@ -24,13 +24,13 @@ from helpers.released import refusal
 from hydrajax.formats import huggingface
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, stored_dtype
-from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.tensors import save_safetensors
+from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
+from hydrajax.lowbit.quantized import Fp8
+from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.quantized import Fp8
-from hydrajax.models.quantized_tiles import Int4Tiles
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
 

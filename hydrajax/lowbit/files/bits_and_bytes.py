@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, LARGEST, Settings, StoredLinear, widen
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, LARGEST, Settings, StoredLinear, widen
 from hydrajax.models.layout import Shape
 
 SCALE_8 = "SCB"

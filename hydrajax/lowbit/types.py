@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.quantized import Fp8, Int4, Int8, Quantized
+from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
-from hydrajax.models.kernels import few_bits
-from hydrajax.models.quantized import Fp8, Int4, Int8, Quantized
-from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
 
 TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
 

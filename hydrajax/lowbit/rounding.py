@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Float16
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.kernels import few_bits
+from hydrajax.lowbit.kernels import few_bits
 
 ROWS = 256  # rows of a kernel rounded at once, a multiple of every group
 

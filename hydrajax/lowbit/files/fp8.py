@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import (
+from hydrajax.lowbit.files.stored_linear import (
     FLOAT_TYPES,
     FP8,
     Integers,

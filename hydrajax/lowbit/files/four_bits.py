@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.low_bit_tensors import LowBitFiles
-from hydrajax.formats.low_bit_files.stored_linear import Integers
-from hydrajax.models.kernels.few_bits import GROUPS
+from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles
+from hydrajax.lowbit.files.stored_linear import Integers
+from hydrajax.lowbit.kernels.few_bits import GROUPS
+from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models.layout import Entry
-from hydrajax.models.quantized_tiles import Int4Tiles
 
 BITS = 4
 

@@ -1,6 +1,6 @@
 """Products with weights of 8 and 4 bits away from a CPU: by our kernels, by integers, or by XLA, which widens them.
 
-The stored types are in `hydrajax.models.quantized`, the products on a CPU in `hydrajax.models.kernels.few_bits`.
+The stored types are in `hydrajax.lowbit.quantized`, the products on a CPU in `hydrajax.lowbit.kernels.few_bits`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Shaped
 
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels.digits import DIGIT, digits
 from hydrajax.models import platforms, products
 from hydrajax.models.arrays import Array
-from hydrajax.models.kernels import few_bits
-from hydrajax.models.kernels.digits import DIGIT, digits
 from hydrajax.models.kernels.few_rows import with_gradient_of
 from hydrajax.models.per_device import mesh_in_use
 
@@ -60,7 +60,7 @@ def matmul_scaled(
     if values.dtype != jnp.int8:
         return plain(x, values, scale)
     if platforms.has_mosaic():
-        from hydrajax.models.kernels import few_bits_tpu
+        from hydrajax.lowbit.kernels import few_bits_tpu
 
         if few_bits_tpu.fits(len(x), depth, width, x.dtype):
             return on_chip(x, values, scale)
@@ -98,12 +98,12 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
         return call
 
     if platforms.has_triton():
-        from hydrajax.models.kernels import few_bits_gpu
+        from hydrajax.lowbit.kernels import few_bits_gpu
 
         fits = few_bits_gpu.fits(rows, groups, math.prod(shape[2:]), dtype)
         return flattened(few_bits_gpu.matmul) if fits else None
     if platforms.has_mosaic():
-        from hydrajax.models.kernels import few_bits_tpu
+        from hydrajax.lowbit.kernels import few_bits_tpu
 
         def call(x, values, scale, offset, dtype):
             arrays = (

@@ -12,9 +12,9 @@ import pytest
 
 from helpers.low_bit_layers import AWQ, CASES, GPTQ, Layer, awq, compressed, compressed_int, gptq
 from hydrajax.families.family_layout import decoder_layer
-from hydrajax.formats.low_bit_files.four_bits import four_bit_kernel
-from hydrajax.formats.low_bit_files.low_bit_tensors import open_base_tensors
 from hydrajax.formats.tensors import save_safetensors
+from hydrajax.lowbit.files.four_bits import four_bit_kernel
+from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
 from hydrajax.models import platforms
 from hydrajax.models.llama_config import LlamaConfig
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from helpers.described_programs import interpreted
+from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
+from hydrajax.lowbit.kernels.digits import DIGIT, digits
+from hydrajax.lowbit.quantized import Fp8, Int4, Int8
+from hydrajax.lowbit.tiles import Int4Tiles
+from hydrajax.lowbit.types import quantized_type
 from hydrajax.models import platforms
-from hydrajax.models.kernels import few_bits_gpu, few_bits_tpu
-from hydrajax.models.kernels.digits import DIGIT, digits
-from hydrajax.models.low_bit_types import quantized_type
-from hydrajax.models.quantized import Fp8, Int4, Int8
-from hydrajax.models.quantized_tiles import Int4Tiles
 
 PLATFORMS = {
     "t4": platforms.Platform("gpu", 1, 7.5),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, WORD, Integers, Settings, StoredLinear, unpack
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, WORD, Integers, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 FORMATS = ("gptq", "gptq_v2")

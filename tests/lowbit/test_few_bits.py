@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
+from hydrajax.lowbit.types import EIGHT_BITS, FOUR_BITS
 from hydrajax.models import platforms
-from hydrajax.models.kernels import few_bits, few_rows
-from hydrajax.models.low_bit_types import EIGHT_BITS, FOUR_BITS
-from hydrajax.models.quantized_tiles import Int4Tiles, Int8Tiles
+from hydrajax.models.kernels import few_rows
 
 pytestmark = pytest.mark.skipif(
     not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.formats.low_bit_files.stored_linear import FLOAT_TYPES, Integers, Settings, StoredLinear, unpack
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, Integers, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 BITS = 4

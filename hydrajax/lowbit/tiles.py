@@ -1,6 +1,6 @@
 """Kernels of products in 8 and 4 bits in tiles for our own kernels on one CPU device, which round x to 8 bits too.
 
-See `hydrajax.models.kernels.few_bits`.
+See `hydrajax.lowbit.kernels.few_bits`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.quantized import Quantized
+from hydrajax.lowbit.rounding import eight_bits, four_bits, in_groups
 from hydrajax.models import platforms
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.group_rounding import eight_bits, four_bits, in_groups
-from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
-from hydrajax.models.quantized import Quantized
 
 
 class Tiles(Quantized):

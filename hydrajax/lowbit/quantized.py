@@ -1,6 +1,6 @@
 """Kernels of products in 8 and 4 bits that keep the kernel's shape: XLA widens them within the product.
 
-On one CPU device they lie in tiles (`hydrajax.models.quantized_tiles`).
+On one CPU device they lie in tiles (`hydrajax.lowbit.tiles`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import low_bit_products, products
+from hydrajax.lowbit import products as low_bit_products
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.rounding import ROWS, four_bits, in_groups
+from hydrajax.models import products
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring
-from hydrajax.models.group_rounding import ROWS, four_bits, in_groups
-from hydrajax.models.kernels import few_bits
 from hydrajax.models.kernels.few_rows import with_gradient_of
 
 
