@@ -4,7 +4,7 @@ import sys
 
 import common
 
-from hydrajax.trees.search import accuracies
+from hydrajax.bench.trees.search import accuracies
 
 TOPS = (1, 2, 3, 4, 5)
 FULL = {"count": 1, "calibration": 512, "prompt_tokens": 64, "new_tokens": 64}

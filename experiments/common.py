@@ -31,6 +31,7 @@ from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest, m
 from hydrajax.bench.questions.held_out import held_out_files
 from hydrajax.bench.report.results import Result, write_result
 from hydrajax.bench.timing import in_rounds
+from hydrajax.bench.trees.search import Proposals, expected_tokens_per_step, simulated
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.executor import Executor
@@ -44,7 +45,6 @@ from hydrajax.machine import machine
 from hydrajax.text.prompt import read_prompts
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree
-from hydrajax.trees.search import Proposals, expected_tokens_per_step, simulated
 
 RELEASED = "mc_sim_7b_63"
 BATCH = 32  # sequences decoded at once where time is not measured

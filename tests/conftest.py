@@ -23,7 +23,7 @@ from helpers import programs, recordings, type_checks
 
 # The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
 # must precede the first import of hydrajax.
-CHECKED = ("models", "trees.topology", "trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
+CHECKED = ("models", "trees.topology", "bench.trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
 install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
 import jax

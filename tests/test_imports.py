@@ -179,6 +179,44 @@ def test_a_new_package_must_be_added():
         part_of("hydrajax.newcomer.thing")
 
 
+def private_imports(module: str, source: str) -> list[str]:
+    """Return the underscore names that a module takes from another room of the package."""
+    nodes = list(ast.walk(parsed(source)))
+    imports = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydrajax")
+    ]
+    names = [(node.module, alias) for node in imports for alias in node.names]
+    modules = {alias.asname or alias.name: f"{origin}.{alias.name}" for origin, alias in names}
+    taken = [(origin, alias.name) for origin, alias in names]
+    taken += [
+        (modules[node.value.id], node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
+    ]
+    room = part_of(module)
+    others = [(origin, name) for origin, name in taken if origin in MODULES and part_of(origin) != room]
+    return sorted(f"{origin}.{name}" for origin, name in others if name.startswith("_") and not name.startswith("__"))
+
+
+def test_no_room_uses_a_private_name_of_another():
+    found = {module: private_imports(module, path.read_text()) for module, path in MODULES.items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from hydrajax.formats.hub import _name", ["hydrajax.formats.hub._name"]),
+        ("from hydrajax.formats import hub\nhub._name()", ["hydrajax.formats.hub._name"]),
+        ("from hydrajax.formats import hub as h\nh._name()", ["hydrajax.formats.hub._name"]),
+        ("from hydrajax.train.muon import _divided", []),
+        ("from hydrajax.formats.hub import resolve", []),
+    ],
+)
+def test_private_names_are_found(source, found):
+    assert private_imports("hydrajax.train.optimizer", source) == found
+
+
 def test_no_cycles():
     """Modules must not import each other in a cycle."""
     graph = {

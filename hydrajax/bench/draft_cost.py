@@ -1,4 +1,4 @@
-"""Measure the cost of one pass of a draft model, from which `hydrajax.trees.speculation` computes chain lengths."""
+"""Measure the cost of a pass of a draft model, from which `hydrajax.bench.trees.speculation` computes chain lengths."""
 
 from __future__ import annotations
 

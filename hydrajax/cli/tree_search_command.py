@@ -169,8 +169,8 @@ def _proposals(
     """
     from hydrajax.bench.calibration import calibrate
     from hydrajax.bench.draft_cost import draft_cost
-    from hydrajax.trees import search
-    from hydrajax.trees.speculation import estimate
+    from hydrajax.bench.trees import search
+    from hydrajax.bench.trees.speculation import estimate
 
     found = calibrate(
         executor,

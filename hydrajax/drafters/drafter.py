@@ -231,8 +231,8 @@ class Drafter(Protocol):
         """Return the rank (0: the best guess) of the text's token t + 2 + k among the guesses for it at position t,
         int32.
 
-        Tree search uses these ranks (`hydrajax.trees.search`). Positions without such a token hold garbage. A token
-        outside the draft's vocabulary ranks after the whole vocabulary.
+        Tree search uses these ranks. Positions without such a token hold garbage. A token outside the draft's
+        vocabulary ranks after the whole vocabulary.
 
         Args:
             params: The draft's parameters.

@@ -1,4 +1,4 @@
-"""Head accuracies and simulated tokens per step on held-out text (`hydrajax.trees.simulation`)."""
+"""Head accuracies and simulated tokens per step on held-out text (`hydrajax.bench.trees.simulation`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.bench.trees.simulation import accepted_lengths, runs, walk
 from hydrajax.train.losses import IGNORED
 from hydrajax.trees import TreeTopology
-from hydrajax.trees.simulation import accepted_lengths, runs, walk
 
 
 class Tally:

@@ -10,13 +10,13 @@ import pytest
 
 from hydrajax.bench.calibration import calibrate
 from hydrajax.bench.contests.contest import measure_trees
+from hydrajax.bench.trees.search import simulated
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
-from hydrajax.trees.search import simulated
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 

@@ -9,6 +9,8 @@ import pytest
 from helpers.noise import noise
 from hydrajax.bench.calibration import calibrate
 from hydrajax.bench.draft_cost import draft_cost
+from hydrajax.bench.trees import search
+from hydrajax.bench.trees.speculation import estimate
 from hydrajax.bench.uncached_forward import all_logits
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
@@ -18,8 +20,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.trees import presets, search
-from hydrajax.trees.speculation import estimate
+from hydrajax.trees import presets
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
+from hydrajax.bench.trees.simulation import accepted_lengths, runs
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
@@ -27,7 +28,6 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.simulate import Tally
 from hydrajax.trees import presets
-from hydrajax.trees.simulation import accepted_lengths, runs
 from hydrajax.trees.static_tree import TreeTopology
 
 PROMPT, NEW, ROWS = 9, 30, 6

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from hydrajax.bench.roofline.devices import Device
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.prediction import Workload, milliseconds
+from hydrajax.bench.trees.speculation import ChainEstimate, estimate, expected_tokens
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
-from hydrajax.trees.speculation import ChainEstimate, estimate, expected_tokens
 
 
 @dataclass(frozen=True)

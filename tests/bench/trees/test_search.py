@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydrajax.errors import HydrajaxError
-from hydrajax.trees import presets
-from hydrajax.trees.search import (
+from hydrajax.bench.trees.search import (
     WIDEST,
     Proposals,
     accuracies,
@@ -20,6 +18,8 @@ from hydrajax.trees.search import (
     joint,
     simulated,
 )
+from hydrajax.errors import HydrajaxError
+from hydrajax.trees import presets
 
 # Accuracies of the five best guesses of four heads; those of the second head are not in order.
 ACCURACIES = np.array(

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.bench.trees.simulation import accepted_lengths, walk
+from hydrajax.bench.trees.speculation import expected_tokens
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.simulation import accepted_lengths, walk
-from hydrajax.trees.speculation import expected_tokens
 from hydrajax.trees.static_tree import Choice, TreeTopology
 
 WIDEST = 64  # higher ranks are ignored: no released tree has a child beyond rank 17
@@ -118,8 +118,8 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
     often.
 
     A tree decides where its steps begin: after a rejected guess, where the text is harder than on average. Counts are
-    therefore recomputed for every size, over the steps of a `hydrajax.trees.simulation.walk` with the present tree.
-    This costs one pass over ``ranks`` in host memory per size and no model.
+    therefore recomputed for every size, over the steps of a `walk` with the present tree. This costs one pass over
+    ``ranks`` in host memory per size and no model.
 
     Args:
         ranks: int32 ``[K, rows, T]``.

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from hydrajax.bench.trees.speculation import best_length, expected_tokens, improvement
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.speculation import best_length, expected_tokens, improvement
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999, 1.0])
