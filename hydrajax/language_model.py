@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import sys
@@ -15,7 +16,6 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax import processes
-from hydrajax.bench.contests.fastest import FastestTree, choose
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
@@ -43,6 +43,7 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
+from hydrajax.stored_trees import FastestTree, stored
 from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import built_in_prompts
 from hydrajax.text.continuation import Continuation
@@ -53,6 +54,7 @@ from hydrajax.trees.smaller import with_size
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 AUTO = "auto"  # the tree that is measured to be the fastest
+MEASURE = "hydrajax.bench.contests.fastest", "measure"  # of `LanguageModel.autotune`, imported when it is called
 LOW_BIT_NODES = 2  # of default trees in few bits on a CPU: a node costs as much arithmetic, and a step fewer bytes
 CPU_NODES = 6  # of default trees on a CPU: with released trees of 64 nodes a step takes five times as long as one token
 
@@ -90,10 +92,9 @@ class LanguageModel:
     `generate`, `stream` and `chat` share these arguments:
 
     - ``draft``: another draft, as in `hydrajax.load`, such as ``"lookup"`` or ``"none"``; it is loaded once.
-    - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it is the
-      tree that was measured on this device earlier, and no draft if that was faster, which is printed on stderr; else
-      `default_tree`. ``"auto"`` times a few small trees once per device, which takes a minute for a small model, and
-      prints the choice (`hydrajax.bench.contests.fastest`).
+    - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it takes the
+      choice that `autotune` stored for this device and draft, which may be no draft and is printed on stderr; else
+      `default_tree`. ``"auto"`` calls `autotune` with the prompts first.
     - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers. ``temperature=0.7``
       alone samples exactly; 0, the default, is greedy.
     - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
@@ -152,9 +153,11 @@ class LanguageModel:
     # --- how to decode ------------------------------------------------------------------------------------------------
 
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
-        """Return the tree that comes with the draft for this batch size, else the drafter's default.
+        """Return the tree for decoding without measurements: the draft's own for this batch size, else its drafter's.
 
-        On a CPU it is the likeliest nodes of the default, and with int8 or int4 weights of any tree.
+        It is small where nodes are expensive, so that a draft that predicts well is not slower than no draft. On a CPU
+        every node costs arithmetic: the drafter's tree is cut to its `CPU_NODES` likeliest nodes. With int8 or int4
+        weights there any tree is cut to the root and one guess, as a step reads fewer bytes for the same arithmetic.
         """
         found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
         tree = found or presets.by_name(self.drafter.spec.default_tree)
@@ -218,7 +221,10 @@ class LanguageModel:
         spec = self.spec(spec, tree=self.default_tree(batch_size))
         if spec.grammar is not None:
             spec.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
-        choice = self.measured_tree(batch_size, spec, prompts if tree == AUTO else None, on_status)
+        if tree == AUTO:
+            choice = self._measured(spec, prompts, batch_size, on_status)
+        else:
+            choice = self.measured_tree(batch_size, spec)
         if choice is None:
             return spec
         print(choice, file=sys.stderr)
@@ -226,19 +232,77 @@ class LanguageModel:
             return spec.autoregressive().replace(forced_nodes=spec.forced_nodes)
         return spec.replace(tree=choice.tree)
 
-    def measured_tree(
+    def autotune(
         self,
+        prompts: OnePrompt | Sequence[OnePrompt] | None = None,
+        *,
+        draft: Drafter | str | Path | None = None,
+        rule: Rule | None = None,
         batch_size: int = 1,
-        spec: DecodeSpec | None = None,
-        prompts: Iterable[np.ndarray] | None = None,
-        on_status: Callable[[str], None] = _ignore,
+        again: bool = False,
+        quiet: bool = False,
+        on_status: Callable[[str], None] | None = None,
+        **numbers: Unpack[Numbers],
     ) -> FastestTree | None:
-        """Return `hydrajax.bench.contests.fastest.choose`, which measures if there are prompts; None with SSD."""
+        """Measure which tree is the fastest on this device, print the choice on stderr, and store it.
+
+        A few small trees and decoding without a draft are timed in interleaved rounds, each after a compilation.
+        `generate`, `stream`, `chat` and the commands take the stored choice if they are given no tree.
+
+        Args:
+            prompts: as in `generate`, to measure on; built-in prompts follow if there are too few.
+            draft, rule, numbers: as in `generate`. Choices are stored for each draft and kind of rule.
+            batch_size: prompts decoded together.
+            again: measure even if a choice is stored.
+            quiet: do not print the choice.
+            on_status: called with lines of progress; by default a terminal shows what is compiled.
+
+        Returns:
+            The choice, whose ``tree`` is None if decoding without the draft is the fastest. None if nothing can be
+            measured: without a draft, with a draft on its own devices, with ``HYDRAJAX_MEASURE_TREES=0``, and if the
+            timings disagree as on a busy machine.
+
+        Raises:
+            HydrajaxError: for a bad prompt or argument.
+
+        Example:
+            ```python
+            m.autotune()
+            m.generate("def area(")  # drafts with the fastest tree
+            ```
+        """
+        several = [] if prompts is None else [prompts] if isinstance(prompts, (str, Prompt)) else list(prompts)
+        m, spec = self._drafting(draft), with_keywords(DecodeSpec(), rule, (), **numbers)
+        choice = m._measured(spec, m.ids_of_prompts(several), batch_size, on_status or _at_terminal, again)
+        m._fastest.clear()
+        if choice is not None and not quiet:
+            print(choice, file=sys.stderr)
+        return choice
+
+    def measured_tree(self, batch_size: int = 1, spec: DecodeSpec | None = None) -> FastestTree | None:
+        """Return the choice that `autotune` stored for this device and draft (`hydrajax.stored_trees.stored`).
+
+        None without one, and for a draft on its own devices.
+        """
         if self.placement.split:
             return None
-        any_tree = self.spec(spec, tree=presets.root(), grammar=None, forced_nodes=0)
-        texts = None if prompts is None else itertools.chain(prompts, self.built_in_prompts())
-        return choose(make_executor(self, any_tree), texts, batch_size, self.draft_directory, on_status)
+        return stored(self._with_any_tree(spec), batch_size, self.draft_directory)
+
+    def _measured(
+        self, spec: DecodeSpec, prompts: Iterable[np.ndarray], batch_size: int, on_status, again: bool = False
+    ) -> FastestTree | None:
+        """Return the stored choice, or measure one."""
+        if self.placement.split:
+            return None
+        if not again and (choice := self.measured_tree(batch_size, spec)) is not None:
+            return choice
+        module, name = MEASURE
+        measure = getattr(importlib.import_module(module), name)
+        texts = itertools.chain(prompts, self.built_in_prompts())
+        return measure(self._with_any_tree(spec), texts, batch_size, self.draft_directory, on_status)
+
+    def _with_any_tree(self, spec: DecodeSpec | None) -> Executor:
+        return make_executor(self, self.spec(spec, tree=presets.root(), grammar=None, forced_nodes=0))
 
     def with_draft(
         self,

@@ -20,7 +20,7 @@ from rich.console import Console
 from helpers import answering
 from helpers.report_examples import RATE, result, write_to
 from helpers.wrong_records import wrong_fields, wrong_texts
-from hydrajax.bench.contests import fastest
+from hydrajax import stored_trees
 from hydrajax.bench.questions.summary import summarise
 from hydrajax.bench.report.markdown import write_report
 from hydrajax.bench.report.outputs import find_results
@@ -175,12 +175,12 @@ def searched(folder: Path) -> Path:
 
 def searched_here(folder: Path) -> None:
     spec = DecodeSpec(PromptLookup(2, 4), presets.chain(2))
-    choice = fastest._searched_here(SimpleNamespace(spec=spec), folder, 1)
+    choice = stored_trees._searched_here(SimpleNamespace(spec=spec), folder, 1)
     str(choice)
 
 
 def remembered(folder: Path) -> Path:
-    fastest._write(folder / "m.json", fastest.FastestTree(presets.chain(2), "chain-2", 1.2, None))
+    stored_trees._write(folder / "m.json", stored_trees.FastestTree(presets.chain(2), "chain-2", 1.2, None))
     return folder / "m.json"
 
 
@@ -248,7 +248,7 @@ RECORDS = {
     "dynamic tree": Record(lambda folder: text_at(folder / "tree_b1.json", DYNAMIC), read_every_way),
     "searched tree": Record(searched, searched_here),
     "searched tree in a report": Record(searched, reported),
-    "tree that was measured here": Record(remembered, lambda folder: str(fastest._read(folder / "m.json"))),
+    "tree that was measured here": Record(remembered, lambda folder: str(stored_trees._read(folder / "m.json"))),
     "result": Record(result_file, reported),
     "summary of evaluate": Record(summary, reported),
     "export": Record(exported_before, replaced),

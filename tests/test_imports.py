@@ -44,6 +44,7 @@ CORE = (
     "generation",
     "conversation",
     "machine",
+    "stored_trees",
     "loading",
     "language_model",
     "api",
@@ -82,7 +83,6 @@ KNOWN = {
     "hydrajax.formats.load": ["hydrajax.lowbit.files.low_bit_tensors"],
     "hydrajax.formats.native": ["hydrajax.lowbit.quantized"],
     "hydrajax.language_model": [
-        "hydrajax.bench.contests.fastest",
         "hydrajax.grammar.grammar",
         "hydrajax.lowbit.quantized",
         "hydrajax.lowbit.types",

@@ -144,7 +144,10 @@ def run(args: argparse.Namespace) -> int:
     listener = listen(args.host, args.port)  # before the model is loaded
     with status("loading") as report:
         model = options.load_from(args, report)
-        choice = model.measured_tree(prompts=() if measures else None, on_status=report) if own[0] is None else None
+        if measures:
+            choice = model.autotune(quiet=True, on_status=report)
+        else:
+            choice = None if args.tree else model.measured_tree()
     if choice is not None and choice.tree is not None:
         print(choice, file=sys.stderr)
     sizes = PoolSizes(slots=args.slots, chunk=args.chunk, penalties=args.penalties, logprobs=args.top_logprobs)

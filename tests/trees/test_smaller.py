@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hydrajax.bench.contests.fastest import FastestTree
 from hydrajax.cli.serve import tree_for
 from hydrajax.models import backend
+from hydrajax.stored_trees import FastestTree
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 from hydrajax.trees.smaller import with_size

@@ -1,4 +1,4 @@
-"""The tree `auto`: measured once per device, cached, and none if no tree is faster. Nothing else measures."""
+"""`LanguageModel.autotune` and ``tree="auto"`` measure once per device and store; `generate` measures nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import hydrajax
-from hydrajax import Params, Typical, assets
+from helpers.compilations import no_compilation
+from hydrajax import Params, Typical, assets, stored_trees
 from hydrajax.bench.contests import fastest
 from hydrajax.bench.contests.contest import Measured
 from hydrajax.decoding.acceptance import ExactSampling
@@ -23,11 +24,19 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BoundBase
+from hydrajax.stored_trees import FastestTree
 from hydrajax.text.built_in import BEGINNINGS
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 
 PROMPTS = [np.arange(1, 9, dtype=np.int32)]
+
+
+def choose(executor, prompts, batch_size, directory=None):
+    """Return the stored choice, or measure one."""
+    return stored_trees.stored(executor, batch_size, directory) or fastest.measure(
+        executor, prompts, batch_size, directory
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +53,7 @@ def executor(loaded):
 def speeds(monkeypatch, tmp_path):
     """The speed of each tree in a fake contest. ``.names``: the measured trees of each contest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(fastest.OFF)
+    monkeypatch.delenv(stored_trees.OFF)
     found = {"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4}
 
     class Speeds(dict):
@@ -71,10 +80,10 @@ def speeds(monkeypatch, tmp_path):
 
 
 def test_the_fastest_is_taken_and_cached(executor, speeds):
-    now = fastest.choose(executor, PROMPTS, 1)
-    assert now == fastest.FastestTree(presets.chain(4), "chain-4", 1.5, None)
+    now = choose(executor, PROMPTS, 1)
+    assert now == FastestTree(presets.chain(4), "chain-4", 1.5, None)
     assert str(now) == "tree: chain-4, 1.50x the speed without a draft (measured just now; name a tree to override)"
-    later = fastest.choose(executor, PROMPTS, 1)
+    later = choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
     assert speeds.names[0] == ["autoregressive", "chain-2", "chain-4", "cartesian-2x2", "chain-5"]
@@ -82,49 +91,49 @@ def test_the_fastest_is_taken_and_cached(executor, speeds):
 
 @pytest.mark.parametrize("other", ["batch size", "rule", "base"])
 def test_other_settings_are_measured_anew(loaded, executor, speeds, other):
-    fastest.choose(executor, PROMPTS, 1)
+    choose(executor, PROMPTS, 1)
     if other == "base":
         base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
         changed = dataclasses.replace(loaded, params=loaded.params._replace(base=base))
-        fastest.choose(make_executor(changed, executor.spec), PROMPTS, 1)
+        choose(make_executor(changed, executor.spec), PROMPTS, 1)
     else:
         rule = ExactSampling(0.5) if other == "rule" else executor.spec.rule
-        fastest.choose(executor.with_spec(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
+        choose(executor.with_spec(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
     assert len(speeds.names) == 2
-    fastest.choose(executor, PROMPTS, 1)
+    choose(executor, PROMPTS, 1)
     assert len(speeds.names) == 2
 
 
 def test_no_tree_if_none_is_faster(executor, speeds):
     speeds.update({name: speed / 2 for name, speed in speeds.items()})
-    choice = fastest.choose(executor, PROMPTS, 1)
+    choice = choose(executor, PROMPTS, 1)
     assert choice.tree is None
     assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75x the speed" in str(choice)
-    assert fastest.choose(executor, PROMPTS, 1).tree is None  # remembered too
+    assert choose(executor, PROMPTS, 1).tree is None  # remembered too
     # Typical acceptance without a draft would be another text.
-    assert fastest.choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
+    assert choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
 
 
 def test_nothing_is_measured_without_a_draft_or_if_switched_off(executor, speeds, monkeypatch):
-    assert fastest.choose(executor.autoregressive(), PROMPTS, 1) is None
-    monkeypatch.setenv(fastest.OFF, "0")
-    assert fastest.choose(executor, PROMPTS, 1) is None
+    assert choose(executor.autoregressive(), PROMPTS, 1) is None
+    monkeypatch.setenv(stored_trees.OFF, "0")
+    assert choose(executor, PROMPTS, 1) is None
     assert not speeds.names
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'])
 def test_a_damaged_cache_is_measured_again(executor, speeds, damage):
-    fastest.choose(executor, PROMPTS, 1)
-    (path,) = fastest.cache_folder().iterdir()
+    choose(executor, PROMPTS, 1)
+    (path,) = stored_trees.cache_folder().iterdir()
     path.write_text(damage)
-    assert fastest.choose(executor, PROMPTS, 1).tree == presets.chain(4)
+    assert choose(executor, PROMPTS, 1).tree == presets.chain(4)
     assert len(speeds.names) == 2
 
 
 def test_an_unwritable_cache_is_ignored(executor, speeds, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert fastest.choose(executor, PROMPTS, 1).tree == presets.chain(4)
+    assert choose(executor, PROMPTS, 1).tree == presets.chain(4)
 
 
 @pytest.mark.parametrize(("device", "taken"), [("this", True), ("another", False)])
@@ -138,8 +147,8 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
     }
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     speeds["the searched one of 4 nodes"] = 1.6
-    fastest.choose(executor, PROMPTS, 1)
-    choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
+    choose(executor, PROMPTS, 1)
+    choice = choose(executor, PROMPTS, 1, tmp_path)
     assert choice.tree == presets.chain(3)
     assert f"the searched one of 4 nodes, {1.3 if taken else 1.6:.2f}x" in str(choice)
     assert len(speeds.names) == 2 - taken
@@ -148,9 +157,9 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
 
 def test_texts_are_repeated_only_if_there_are_too_few(executor, speeds):
     few = [np.arange(1, 2 + n, dtype=np.int32) for n in range(4)]
-    fastest.choose(executor, iter(few), 1)
+    choose(executor, iter(few), 1)
     assert speeds.prompts == [1, 2, 3, 4, 1, 2]
-    fastest.choose(executor, iter(few * 9), 2)
+    choose(executor, iter(few * 9), 2)
     assert speeds.prompts == [1, 2, 3, 4] * 3
 
 
@@ -167,25 +176,40 @@ def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, speeds, capsys,
     speeds.lowest = lowest
     assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
     assert "tree: the draft's own, as timings disagree (chain-4: " in capsys.readouterr().err
-    assert not fastest.cache_folder().exists()
+    assert not stored_trees.cache_folder().exists()
     speeds.lowest = 0.8, 95.0
     assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == presets.chain(4)
     assert len(speeds.names) == 2
 
 
-def test_generate_measures_only_if_asked(loaded, speeds, capsys):
-    """Before that it drafts with the draft's own tree, afterwards with the measured one, or without the draft."""
+def test_autotune_stores_what_generate_uses(loaded, speeds, capsys):
+    m = loaded.with_draft("lookup")
+    choice = m.autotune("import", quiet=True)
+    assert (choice.name, len(speeds.names), capsys.readouterr().err) == ("chain-4", 1, "")
+    assert m.autotune() == dataclasses.replace(choice, date=datetime.date.today().isoformat())
+    assert capsys.readouterr().err.startswith("tree: chain-4, 1.50x the speed without a draft (measured on 2")
+    assert (m.measured_tree().name, m.measured_tree(2)) == ("chain-4", None)  # which a server asks for
+    speeds.update({name: speed / 2 for name, speed in speeds.items()})
+    assert (m.autotune(again=True).tree, len(speeds.names)) == (None, 2)
+    capsys.readouterr()
+    for later in (m, m, loaded.with_draft("lookup")):
+        assert later.generate([PROMPTS[0]], max_new_tokens=6)[0].steps == 6
+    # One line for each model whose draft is not used.
+    assert capsys.readouterr().err.count("tree: none, decoding without the draft: the fastest tree, chain-4,") == 2
+    assert loaded.autotune(draft="none") is None
+    assert len(speeds.names) == 2
+
+
+def test_generate_without_a_tree_measures_nothing(loaded, speeds, capsys):
+    """In a fresh home directory nothing is compiled that a given tree does not need."""
     m = loaded.with_draft("lookup")
     assert m.with_tree(DecodeSpec()).tree == m.default_tree()
-    assert m.generate([PROMPTS[0]], max_new_tokens=2)
-    assert (speeds.names, capsys.readouterr().err) == ([], "")
-    speeds.update({name: speed / 2 for name, speed in speeds.items()})
-    m.generate([PROMPTS[0]], tree="auto", max_new_tokens=2)
-    assert (m.measured_tree().name, m.measured_tree(2)) == ("chain-4", None)  # which a server asks for
-    for later in (m, loaded.with_draft("lookup")):
-        assert later.generate([PROMPTS[0]], max_new_tokens=6)[0].steps == 6
-    assert capsys.readouterr().err.count("tree: none, decoding without the draft: the fastest tree, chain-4,") == 2
-    assert len(speeds.names) == 1
+    m.generate("x", tree=m.default_tree(), max_new_tokens=6)
+    with no_compilation():
+        m.generate("x", max_new_tokens=6)
+    assert (speeds.names, capsys.readouterr().err, stored_trees.cache_folder().exists()) == ([], "", False)
+    assert m.generate("x", tree="auto", max_new_tokens=2)
+    assert (len(speeds.names), speeds.names[0][1]) == (1, "chain-2")
 
 
 @pytest.fixture
@@ -204,7 +228,7 @@ def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds,
     eagle = dataclasses.replace(eagle, draft_directory=tmp_path)
     assert eagle.default_tree() == DynamicTree(8, 2, 4)
     executor = make_executor(eagle, eagle.spec(tree="root"))
-    choice = fastest.choose(executor, PROMPTS, 1, tmp_path)
+    choice = choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree, choice.speedup, choice.name) == (DynamicTree(8, 2, 4), 1.6, "the searched dynamic-8-2-4")
     assert not speeds.names
 
@@ -214,15 +238,15 @@ def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds,
 
     monkeypatch.setattr(ExactSampling, "check", refuse)
     speeds["eagle_26"] = 1.3
-    assert fastest.choose(executor.with_spec(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
+    assert choose(executor.with_spec(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
 
 
 def test_a_dynamic_tree_is_tried_and_cached_if_the_drafter_supports_it(eagle, speeds):
     speeds |= {"dynamic-8-2-4": 1.9, "eagle_26": 1.3}
     executor = make_executor(eagle, eagle.spec(tree="root"))
-    now = fastest.choose(executor, PROMPTS, 1)
+    now = choose(executor, PROMPTS, 1)
     assert now.tree == DynamicTree(8, 2, 4)
-    later = fastest.choose(executor, PROMPTS, 1)
+    later = choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
-    assert fastest.choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == "dynamic-8-2-4"
+    assert choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == "dynamic-8-2-4"
