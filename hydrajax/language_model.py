@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import sys
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax import processes
+from hydrajax import plugins, processes
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import DecodeResult
@@ -54,7 +53,6 @@ from hydrajax.trees.smaller import with_size
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 AUTO = "auto"  # the tree that is measured to be the fastest
-MEASURE = "hydrajax.bench.contests.fastest", "measure"  # of `LanguageModel.autotune`, imported when it is called
 LOW_BIT_NODES = 2  # of default trees in few bits on a CPU: a node costs as much arithmetic, and a step fewer bytes
 CPU_NODES = 6  # of default trees on a CPU: with released trees of 64 nodes a step takes five times as long as one token
 
@@ -296,8 +294,7 @@ class LanguageModel:
             return None
         if not again and (choice := self.measured_tree(batch_size, spec)) is not None:
             return choice
-        module, name = MEASURE
-        measure = getattr(importlib.import_module(module), name)
+        measure = plugins.find("tuners", "trees")
         texts = itertools.chain(prompts, self.built_in_prompts())
         return measure(self._with_any_tree(spec), texts, batch_size, self.draft_directory, on_status)
 

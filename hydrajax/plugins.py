@@ -38,6 +38,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "penalties": "hydrajax.decoding.processors:Penalties",
     },
     "executors": {},
+    "tuners": {"trees": "hydrajax.bench.contests.fastest:measure"},
     "commands": {},
 }
 
