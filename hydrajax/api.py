@@ -25,8 +25,8 @@ from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_con
 from hydrajax.formats.load import find_own_heads, names_own_heads
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.lowbit.types import AS_STORED, QUANTIZED, WIDENED
+from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.rounded import KV_CACHES
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets

@@ -36,9 +36,9 @@ from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
 from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.types import described
-from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.ops import trace
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor
@@ -159,7 +159,7 @@ class LanguageModel:
         """
         found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
         tree = found or presets.by_name(self.drafter.spec.default_tree)
-        if not platforms.on_cpu() or self.drafter.spec.window_nodes:
+        if not trace.on_cpu() or self.drafter.spec.window_nodes:
             return tree
         if self.model.quantize is not None:
             return with_size(tree, LOW_BIT_NODES)

@@ -16,8 +16,8 @@ from hydrajax.formats.draft_registry import naming_corpus, parse_several, title_
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads, stored_in_int8
 from hydrajax.lowbit.types import quantized_draft
-from hydrajax.models import platforms
 from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.ops import trace
 from hydrajax.sharding import Placement
 
 
@@ -101,7 +101,7 @@ def find_draft(
             directory, model.config, model.dtype,
             base_directory=base_directory, adapter=adapter_directory, mesh=placement.base,
         )  # fmt: skip
-        if model.quantize is None and platforms.has_few_bits() and stored_in_int8(directory):
+        if model.quantize is None and trace.has_few_bits() and stored_in_int8(directory):
             params = in_int8(draft, params, BoundBase(model, base_params))
     if confidence is not None and getattr(draft, "confidence_head", None):
         draft, confidence = dataclasses.replace(draft, confidence=confidence), None
@@ -125,7 +125,7 @@ def _remembering(drafter: Drafter, params: Any, tokens: int | None, placement: P
 
 
 def in_int8(drafter: Drafter, params: Any, base: BoundBase) -> Any:
-    """Return the parameters of heads as the CPU kernels for int8 read them (`hydrajax.models.platforms.has_few_bits`).
+    """Return the parameters of heads as the CPU kernels for int8 read them (`hydrajax.ops.trace.has_few_bits`).
 
     A draft need not be exact, so the base's type does not matter. With SmolLM2 in float32 on 2 cores of an Intel Xeon,
     a step with its Hydra++ heads takes 28.7 ms in place of 31.1.

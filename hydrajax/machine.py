@@ -12,11 +12,11 @@ from typing import Any
 def machine() -> dict[str, Any]:
     """Return the device, its cores, and the versions of JAX, Python and hydrajax.
 
-    ``cpu_kernels``: whether the package's CPU kernels were built (`hydrajax.models.kernels`).
+    ``cpu_kernels``: whether the package's CPU kernels were built (`hydrajax.ops.cpu`).
     """
     import jax  # slow to import, which the version does not need
 
-    from hydrajax.models.kernels import few_rows
+    from hydrajax.ops.cpu import few_rows
 
     device = jax.devices()[0]
     return {

@@ -18,12 +18,12 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from hydrajax import ops
 from hydrajax.compilation import keep_collectives_out
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import products
 from hydrajax.models.layout import Parameter, Stack
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.per_device import DATA, MODEL
+from hydrajax.ops.sharded import DATA, MODEL
 
 # Each block of a layer shards its first matmul over outputs (qkv, gate_up) and its second over inputs (out, down), so
 # a layer needs two all-reduces. "width" is not sharded, except as in `sharding`.
@@ -102,7 +102,7 @@ class Placement:
 
 def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """Return a context in which programs are traced for a mesh, so that our kernels run on each of its devices
-    (`hydrajax.models.per_device`).
+    (`hydrajax.ops.sharded`).
     """
     return contextlib.nullcontext() if mesh is None or mesh.size == 1 else jax.set_mesh(mesh)
 
@@ -229,7 +229,7 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter | Stack, tuple
     """Return ``place(array, logical_axes)``, which shards an array over the mesh, or uses the default device.
 
     On a mesh, the slices of this process's devices are read one by one, each once. The array lies in memory as this
-    platform's products read it (`hydrajax.models.products.stored_order`).
+    platform's products read it (`hydrajax.ops.stored_order`).
     """
     if mesh is None:
         return lambda x, axes: _stored(jax.device_put(np.asarray(x) if isinstance(x, Parameter | Stack) else x), axes)
@@ -254,7 +254,7 @@ def _place_slices(array: np.ndarray | Parameter | Stack, home: NamedSharding) ->
 
 
 def _stored(array: jax.Array, axes: Iterable[str | None] | None) -> jax.Array:
-    return laid_out(array, in_order(array.sharding, products.stored_order(array.shape, array.dtype, axes)))
+    return laid_out(array, in_order(array.sharding, ops.stored_order(array.shape, array.dtype, axes)))
 
 
 def in_order(home: Sharding, order: tuple[int, ...] | None) -> Sharding | Format:

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 import hydrajax
 from helpers.released import refusal
-from hydrajax.models.platforms import Platform, traced_for
+from hydrajax.ops.trace import Platform, tracing
 
 GPU, T4 = Platform("gpu", 1, 9.0), Platform("gpu", 1, 7.5)
 
@@ -37,7 +37,7 @@ def dtypes(loaded: hydrajax.LanguageModel) -> set[str]:
 
 
 def test_float32_on_a_cpu(stored_in):
-    with traced_for(Platform("cpu", 1)):
+    with tracing(platform=Platform("cpu", 1)):
         assert dtypes(hydrajax.load(stored_in("bfloat16"))) == {"float32"}
 
 
@@ -46,13 +46,13 @@ def test_float32_on_a_cpu(stored_in):
     [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
 )
 def test_the_dtype_of_the_checkpoint_on_an_accelerator(stored_in, stored, loaded):
-    with traced_for(GPU):
+    with tracing(platform=GPU):
         assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("bfloat16", "float16"), ("float32", "float32")])
 def test_float16_on_a_gpu_without_bfloat16(stored_in, stored, loaded):
-    with traced_for(T4):
+    with tracing(platform=T4):
         assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
 
 
@@ -65,14 +65,14 @@ def test_a_weight_beyond_float16(tiny_checkpoint, tmp_path):
 
 
 def test_a_few_wide_parameters_do_not_count(stored_in):
-    with traced_for(GPU):
+    with tracing(platform=GPU):
         assert dtypes(hydrajax.load(stored_in("bfloat16", norms="float32"))) == {"bfloat16"}
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16"), "float16"])
 def test_an_explicit_dtype(stored_in, platform, named):
-    with traced_for(platform):
+    with tracing(platform=platform):
         assert dtypes(hydrajax.load(stored_in("float16"), dtype=named)) == {str(named)}
 
 

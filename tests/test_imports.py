@@ -32,6 +32,8 @@ CORE = (
     "processes",
     "compilation",
     "host_memory",
+    "models.arrays",
+    "ops",
     "models.llama_config",
     "models",
     "sharding",
@@ -90,12 +92,12 @@ KNOWN = {
         "hydrajax.ssd.split_executor",
     ],
     "hydrajax.loading": ["hydrajax.lowbit.types"],
-    "hydrajax.models.expert_products": [
+    "hydrajax.models.experts": [
         "hydrajax.lowbit.kernels.few_bits",
         "hydrajax.lowbit.quantized",
         "hydrajax.lowbit.tiles",
     ],
-    "hydrajax.models.kernels.check": ["hydrajax.lowbit.kernels.few_bits_gpu", "hydrajax.lowbit.kernels.few_bits_tpu"],
+    "hydrajax.ops.check": ["hydrajax.lowbit.kernels.few_bits_gpu", "hydrajax.lowbit.kernels.few_bits_tpu"],
     "hydrajax.models.llama": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.tiles", "hydrajax.lowbit.types"],
     "hydrajax.models.weights": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.types"],
 }

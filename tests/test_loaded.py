@@ -202,7 +202,7 @@ def test_the_default_tree_is_small_on_a_cpu(m, monkeypatch):
     assert without_one.drafter.spec.default_tree == "mc_sim_7b_63"
     assert without_one.default_tree() == presets.tree_of([[0], [0, 0], [0, 0, 0], [1], [0, 0, 0, 0]])
     assert dataclasses.replace(m, model=m.model.clone(quantize="int4")).default_tree() == presets.chain(1)
-    monkeypatch.setattr("hydrajax.models.platforms.on_cpu", lambda: False)
+    monkeypatch.setattr("hydrajax.ops.trace.on_cpu", lambda: False)
     assert without_one.default_tree() == presets.by_name("mc_sim_7b_63")
 
 

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax import ops
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import sampling_params
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.drafters.drafter import Proposal
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
 from hydrajax.sharding import jit_on
@@ -168,7 +168,7 @@ class StepTimer:
         loop = self._jit(
             lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry),
             donate_argnums=1,
-            compiler_options=backend.compiler_options(),  # as the decode loop
+            compiler_options=ops.compiler_options(),  # as the decode loop
         )
         rewind = self._jit(
             lambda carry: jax.tree.map(

@@ -22,8 +22,8 @@ from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_heads
 from hydrajax.formats.tensors import read_json
 from hydrajax.lowbit.types import QUANTIZED, WIDENED
+from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.rounded import KV_CACHES
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 KV_CACHE = "kv-cache"

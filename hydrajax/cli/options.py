@@ -27,8 +27,8 @@ from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.lowbit.types import QUANTIZED, WIDENED
-from hydrajax.models import platforms
-from hydrajax.models.rounded import KV_CACHES
+from hydrajax.models.attention import KV_CACHES
+from hydrajax.ops import trace
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
 from hydrajax.text.prompt import read_prompts
@@ -363,7 +363,7 @@ def load_from(
     if args.dtype == api.AUTO:
         args.dtype = model.model.dtype.name
         if args.dtype == "float16":
-            capability = platforms.platform().capability
+            capability = trace.platform().capability
             print(f"computing in float16: GPUs of compute capability {capability} have no bfloat16", file=sys.stderr)
     return model
 

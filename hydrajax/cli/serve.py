@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from hydrajax import ops
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import AUTO, LanguageModel, make_executor
-from hydrajax.models import backend
 from hydrajax.optional_deps import needs
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -260,7 +260,7 @@ def tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
         return tree
     one, found = model.default_tree(), model.default_tree(batch_size)
     if batch_size > 1 and found == one:
-        return with_size(_measured(model, 1) or one, backend.step_rows() // batch_size)
+        return with_size(_measured(model, 1) or one, ops.step_rows() // batch_size)
     return found
 
 

@@ -24,7 +24,7 @@ from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_cuts, check_temp
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import best_token, over_rows
+from hydrajax.ops import best_token, over_rows
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology, at_rows, take
 

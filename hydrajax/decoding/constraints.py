@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt32
 
-from hydrajax.drafters.allowed import WORD
+from hydrajax.drafters.draft_lm_head import WORD
 
 ALL = 0xFFFFFFFF  # a word of a mask that allows all of its tokens
 

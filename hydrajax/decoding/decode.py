@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax import ops
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
@@ -20,7 +21,6 @@ from hydrajax.decoding.prompt_batch import bucket, check_prompts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import OutputState, Params, ParamsCheck
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import LlamaConfig
@@ -262,7 +262,7 @@ def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callab
     def run(params: Params, prompt, lengths, sampling: SamplingParams) -> DecodeResult:
         return result_of(run_steps(engine, params, engine.prefill(params, prompt, lengths, sampling)).output)
 
-    options = backend.compiler_options()
+    options = ops.compiler_options()
     outermost = jax.jit(run, compiler_options=options)
     return outermost, jax.jit(run) if options else outermost  # JAX takes options of an outermost function only
 

@@ -19,14 +19,14 @@ from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.allowed import Allowed, only
 from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, cut_caches, write_tokens
-from hydrajax.models.ranking import best_token
+from hydrajax.ops import best_token
+from hydrajax.ops.trace import Allowed, tracing
 from hydrajax.trees.dynamic import CandidateTree
 
 
@@ -109,7 +109,7 @@ class Engine:
         """
         draw = state.output.rule.draw(self._keys_below(state))
         given = params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw
-        with only(allowed):
+        with tracing(allowed=allowed):
             return self.drafter.propose(*given)
 
     @exact

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
+from hydrajax import ops
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, refuse_grammar, result_of, settled_inputs
 from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
@@ -27,7 +28,6 @@ from hydrajax.decoding.processors import TokenCounts
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, ParamsCheck
 from hydrajax.host_memory import into_huge_pages
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
 from hydrajax.processes import agreed
@@ -286,7 +286,7 @@ class FusedExecutor(Executor):
             output = state.output._replace(done=state.output.done | stopped)
             return run_steps(engine, params, state._replace(output=output), n_steps, until_one_ends)
 
-        self._advance = self._jit(burst, donate_argnums=1, compiler_options=backend.compiler_options())
+        self._advance = self._jit(burst, donate_argnums=1, compiler_options=ops.compiler_options())
         self._decode, _ = decode_programs(engine)
 
     def advance(self, state, stopped, n_steps, *, until_one_ends=False):

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int, UInt32
 
 from hydrajax.decoding.constraints import ALL, Constraint, words
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.allowed import WORD
+from hydrajax.drafters.draft_lm_head import WORD
 
 Constraints = Sequence[Constraint | None]  # of each sequence, None for none
 

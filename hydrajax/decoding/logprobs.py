@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from hydrajax.decoding.acceptance import Acceptance
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import write_tokens
-from hydrajax.models.ranking import log_probabilities, log_probability, top_tokens
+from hydrajax.ops import log_probabilities, log_probability, top_tokens
 
 
 class TopTokens(NamedTuple):

@@ -22,10 +22,10 @@ from jaxtyping import Bool, Float, Int, UInt32
 
 from hydrajax.decoding import numbers
 from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
-from hydrajax.drafters.allowed import is_allowed
+from hydrajax.drafters.draft_lm_head import is_allowed
 from hydrajax.errors import HydrajaxError, integer_in
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import over_rows
+from hydrajax.ops import over_rows
 from hydrajax.text.jsonl import shown
 
 

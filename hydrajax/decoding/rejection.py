@@ -15,7 +15,7 @@ from hydrajax.decoding.sampling import Sampling, check_temperature, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import best_token
+from hydrajax.ops import best_token
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import at_rows
 

@@ -24,7 +24,7 @@ from hydrajax.decoding.numbers import (
 )
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import best_token, over_rows
+from hydrajax.ops import best_token, over_rows
 
 NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 

@@ -5,7 +5,7 @@ on the host tracks (`hydrajax.decoding.constraints.Constraint`). Before propose 
 which join the tree as a branch, or replace it where it reaches no further. Between propose and accept it masks every
 node.
 
-The draft's guesses are masked too, so that no node holds a forbidden token (`hydrajax.drafters.allowed`).
+The draft's guesses are masked too, so that no node holds a forbidden token (`hydrajax.drafters.draft_lm_head`).
 
 On an accelerator a step is three programs, and the parser masks while the base verifies; only the guesses after the
 root are masked. On a CPU, whose cores the base needs itself, all steps are one program that calls the parser: starting
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax import ops
 from hydrajax.decoding.constraints import Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor
@@ -31,7 +32,6 @@ from hydrajax.decoding.spec import SamplingParams
 from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.drafter import Proposal
-from hydrajax.models import backend
 from hydrajax.trees import presets
 
 
@@ -50,7 +50,7 @@ class SteppedExecutor(FusedExecutor):
     nodes for forced tokens.
 
     Attributes:
-        host_calls: Lets one program take many steps (`hydrajax.models.backend.host_calls`). None: a step is three
+        host_calls: Lets one program take many steps (`hydrajax.ops.host_calls`). None: a step is three
             programs.
     """
 
@@ -59,7 +59,7 @@ class SteppedExecutor(FusedExecutor):
     def _jit_verbs(self):
         super()._jit_verbs()
         engine, vocab_size = self.engine, self.model.config.vocab_size
-        self.host_calls = host = None if self.mesh else backend.host_calls()
+        self.host_calls = host = None if self.mesh else ops.host_calls()
 
         def candidates(params, state, forced, plan, allowed):
             if plan is Plan.FORCED:
@@ -115,9 +115,9 @@ class SteppedExecutor(FusedExecutor):
             state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3] >= 0, rounds, (state, ended, forced, plan))
             return _with_ended(state, ended)
 
-        options: dict[str, Any] = {"compiler_options": backend.compiler_options(), "static_argnames": "plan"}
+        options: dict[str, Any] = {"compiler_options": ops.compiler_options(), "static_argnames": "plan"}
         self._propose = self._jit(propose, **options)
-        self._verify = self._jit(verify, compiler_options=backend.compiler_options())
+        self._verify = self._jit(verify, compiler_options=ops.compiler_options())
         self._settle = self._jit(settle, donate_argnums=1, **options)
         options["static_argnames"] = "plans"
         self._steps = self._jit(steps, donate_argnums=1, **options)

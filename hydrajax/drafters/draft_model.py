@@ -31,8 +31,8 @@ from hydrajax.models.cache import Block, KVCache, PendingKVCache, append, cut_ca
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.per_device import off_mesh
-from hydrajax.models.ranking import log_probabilities
+from hydrajax.ops import log_probabilities
+from hydrajax.ops.trace import off_mesh
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import take
 

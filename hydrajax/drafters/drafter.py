@@ -23,7 +23,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import cut_caches
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.per_device import whole
+from hydrajax.ops.sharded import replicate_features
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
 
@@ -375,4 +375,4 @@ def following_tokens(
 def last_observed(aux_hidden_states: Float[Array, "B T D"], counts: Int[Array, " B"]) -> Float[Array, "B D"]:
     """Return the hidden states of the last valid token of each sequence."""
     index = jnp.maximum(counts - 1, 0)[:, None, None]
-    return whole(jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0])
+    return replicate_features(jnp.take_along_axis(aux_hidden_states, index, axis=1)[:, 0])

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.drafters.allowed import Mask
-from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.draft_lm_head import LmHead, Mask
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.drafters.growing import Beam, Guess, grow
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import over_rows
+from hydrajax.ops import over_rows
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 
 
@@ -29,7 +28,7 @@ def fill(
     """Fill a tree with the best guesses, or by drawing if ``draw`` is given.
 
     A static tree takes one top-k per level, at its widest rank; a dynamic one is grown. Under a grammar, every level is
-    filled with allowed tokens (`hydrajax.drafters.allowed`).
+    filled with allowed tokens (`hydrajax.drafters.draft_lm_head`).
 
     Args:
         tree: The candidate tree.

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.allowed import Mask
-from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.draft_lm_head import LmHead, Mask
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.models.arrays import Array
-from hydrajax.models.ranking import over_rows
+from hydrajax.ops import over_rows
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import from_parents, take
 

@@ -20,11 +20,10 @@ from hydrajax.drafters.ranks import head_ranks
 from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.dropout import drop
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.per_device import whole
-from hydrajax.models.sequence_parallel import all_tokens, by_feature, by_token
 from hydrajax.models.weights import declare, project, project_parts
+from hydrajax.ops import drop
+from hydrajax.ops.sharded import all_tokens, by_feature, by_token, replicate_features
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, guesses_of
 
@@ -163,7 +162,7 @@ class Head(nn.Module):
         for i in range(self.n_plain):
             first = i == 0 and not conditioned
             x = self.blocks[0 if self.share_blocks else i](
-                read(x, 2) if first else whole(dropped(x, 2 + i, by_feature))
+                read(x, 2) if first else replicate_features(dropped(x, 2 + i, by_feature))
             )
         return x
 
@@ -171,7 +170,9 @@ class Head(nn.Module):
         self, hidden: Float[Array, "*rows D"], base_logits: Callable, rng: Array | None = None
     ) -> Float[Array, "*rows V_"]:
         """Return float32 logits over the lm head's tokens (`LmHead.logits`)."""
-        return self.lm_head.logits(self.lm_params, whole(drop(hidden, self.dropout, rng, by_feature)), base_logits)
+        return self.lm_head.logits(
+            self.lm_params, replicate_features(drop(hidden, self.dropout, rng, by_feature)), base_logits
+        )
 
     def __call__(
         self,
@@ -272,7 +273,7 @@ class HeadStack(Trained):
     def hidden_in(self, state) -> Float[Array, "B D"]:
         """Return the hidden state that the heads read."""
         # Whole where it is made and where it is read, or XLA divides it between two steps.
-        return whole(state if self.prefix is None else state.hidden)
+        return replicate_features(state if self.prefix is None else state.hidden)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class AtOnce(HeadStack):
         of_base, n_levels = self.lm_head.base_logits(params, base), len(guesses_of(tree))
         base_logits = [of_base] * len(hidden)
         if n_levels:
-            levels = whole(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh
+            levels = replicate_features(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh
             hidden = jnp.split(levels, n_levels, axis=1)
             if self.lm_head.shared:
                 # One product for all levels, so that the base's lm head is read once.

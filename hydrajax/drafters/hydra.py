@@ -11,7 +11,7 @@ from hydrajax.drafters.filling import fill
 from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
-from hydrajax.models.sequence_parallel import by_token
+from hydrajax.ops.sharded import by_token
 
 
 @dataclass(frozen=True)

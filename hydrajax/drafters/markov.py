@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax import ops
 from hydrajax.drafters.settings import at_least, one_of
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.weights import declare, project
 
@@ -58,7 +58,7 @@ class MarkovNetwork(nn.Module):
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows r"]:
         """Return the embeddings e of tokens."""
-        return backend.take_rows(self.embedding, tokens)
+        return ops.take_rows(self.embedding, tokens)
 
     def __call__(
         self, state: Float[Array, "*rows r"], before: Int[Array, "*rows"], hidden: Float[Array, "*rows D"]

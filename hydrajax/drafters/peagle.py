@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax import ops
 from hydrajax.drafters.block import ROWS_AT_ONCE, BlockDrafter, BlockSettings, one_by_one
 from hydrajax.drafters.block_network import Text
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
@@ -29,7 +30,6 @@ from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
 from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import backend
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, causal_mask, rope_table
 from hydrajax.models.cache import Block, KVCache, append, init_cache
@@ -97,7 +97,7 @@ class PEagleNetwork(nn.Module):
 
     def embed(self, tokens, base_embed):
         """Return the embeddings of tokens."""
-        return backend.take_rows(self.embedding, tokens) if self.own_embedding else base_embed(tokens)
+        return ops.take_rows(self.embedding, tokens) if self.own_embedding else base_embed(tokens)
 
     def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
         """Return what rows of the text read of the base's hidden states."""

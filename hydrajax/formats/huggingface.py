@@ -35,7 +35,6 @@ from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles, open_base_tensors
 from hydrajax.lowbit.quantized import Fp8, Quantized
 from hydrajax.lowbit.tiles import Int4Tiles, Tiles
 from hydrajax.lowbit.types import AS_STORED, quantized_type, quantizes_embedding
-from hydrajax.models import platforms
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
@@ -43,6 +42,7 @@ from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf,
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import low_rank
+from hydrajax.ops import trace
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
@@ -83,8 +83,8 @@ def default_dtype(stored: str) -> jnp.dtype:
     per step: bfloat16 for 16-bit weights, as float16 rounds off 3 of 11 significant bits, else float32. GPUs without
     bfloat16, such as a T4, get float16 instead.
     """
-    halved = stored in ("bfloat16", "float16") and platforms.platform().name != "cpu"
-    sixteen_bits = jnp.float16 if platforms.on_turing() else jnp.bfloat16
+    halved = stored in ("bfloat16", "float16") and trace.platform().name != "cpu"
+    sixteen_bits = jnp.float16 if trace.on_turing() else jnp.bfloat16
     return jnp.dtype(sixteen_bits if halved else jnp.float32)
 
 
@@ -97,9 +97,9 @@ def stored_dtype(directory: str | Path, what: str = WHAT) -> str:
 
 def stored_quantize(files: TensorFiles, what: str = WHAT) -> str | None:
     """Return the type that keeps the weights of a base published in 4-bit integers, on a CPU with kernels for it."""
-    if not platforms.on_cpu() or 4 not in files.integer_bits:
+    if not trace.on_cpu() or 4 not in files.integer_bits:
         return None
-    if platforms.has_few_bits():
+    if trace.has_few_bits():
         return "int4"
     reason = "on several devices" if jax.device_count() > 1 else "as the CPU kernels were not built"
     warnings.warn(f"hydrajax: {what}: its 4-bit weights are widened, {reason}; decoding is slower", stacklevel=2)

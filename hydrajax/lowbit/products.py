@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Shaped
 
+from hydrajax import ops
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.kernels.digits import DIGIT, digits
-from hydrajax.models import platforms, products
 from hydrajax.models.arrays import Array
-from hydrajax.models.kernels.few_rows import with_gradient_of
-from hydrajax.models.per_device import mesh_in_use
+from hydrajax.ops import trace
+from hydrajax.ops.cpu.few_rows import with_gradient_of
+from hydrajax.ops.trace import mesh_in_use
 
 
 def multiplies_digits(rows: int) -> bool:
@@ -27,7 +28,7 @@ def multiplies_digits(rows: int) -> bool:
     out in 16 bits in every step. A TPU widens them on its vector unit, which takes longer than digits of one row; of
     many rows the sums of digits cost more. Our kernel of a TPU multiplies digits too.
     """
-    return platforms.on_turing() or (platforms.on_tpu() and rows == 1 and mesh_in_use() is None)
+    return trace.on_turing() or (trace.on_tpu() and rows == 1 and mesh_in_use() is None)
 
 
 def matmul_scaled(
@@ -43,12 +44,12 @@ def matmul_scaled(
         return (product * jnp.expand_dims(scale, -2)).astype(dtype)
 
     def plain(x, values, scale):
-        return scaled(products.matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
+        return scaled(ops.matmul_parts(x, values.astype(x.dtype), jnp.float32, stored=False), scale)
 
     @with_gradient_of(plain)
     def as_integers(x, values, scale):
         first, second, step = digits(x)
-        sums = products.matmul_parts(jnp.concatenate([first, second]), values, jnp.int32, stored=False)
+        sums = ops.matmul_parts(jnp.concatenate([first, second]), values, jnp.int32, stored=False)
         first, second = jnp.split(sums.astype(jnp.float32), 2, axis=-2)
         return scaled((first + second / DIGIT) * step, scale)
 
@@ -59,7 +60,7 @@ def matmul_scaled(
 
     if values.dtype != jnp.int8:
         return plain(x, values, scale)
-    if platforms.has_mosaic():
+    if trace.has_mosaic():
         from hydrajax.lowbit.kernels import few_bits_tpu
 
         if few_bits_tpu.fits(len(x), depth, width, x.dtype):
@@ -93,16 +94,16 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
     def flattened(product: Callable) -> Int4Parts:
         def call(x, values, scale, offset, dtype):
             columns = (a.reshape(*a.shape[: a.ndim - len(parts) - 1], -1) for a in (values, scale, offset))
-            return products.parts_first(product(x, *columns, dtype), (*parts, width))
+            return ops.parts_first(product(x, *columns, dtype), (*parts, width))
 
         return call
 
-    if platforms.has_triton():
+    if trace.has_triton():
         from hydrajax.lowbit.kernels import few_bits_gpu
 
         fits = few_bits_gpu.fits(rows, groups, math.prod(shape[2:]), dtype)
         return flattened(few_bits_gpu.matmul) if fits else None
-    if platforms.has_mosaic():
+    if trace.has_mosaic():
         from hydrajax.lowbit.kernels import few_bits_tpu
 
         def call(x, values, scale, offset, dtype):
@@ -113,7 +114,7 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
             return from_stored(few_bits_tpu.matmul_int4(x, *arrays, dtype), parts)
 
         return call if few_bits_tpu.fits(rows, groups * few_bits.GROUP, width, dtype) else None
-    if rows <= MOST_ROWS and platforms.on_turing() and mesh_in_use() is None:
+    if rows <= MOST_ROWS and trace.on_turing() and mesh_in_use() is None:
         return flattened(_int4_rows)
     return None
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from hydrajax import ops
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit import products as low_bit_products
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.rounding import ROWS, four_bits, in_groups
-from hydrajax.models import products
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring
-from hydrajax.models.kernels.few_rows import with_gradient_of
+from hydrajax.ops.cpu.few_rows import with_gradient_of
 
 
 class Quantized(abc.ABC):
@@ -58,7 +58,7 @@ class Quantized(abc.ABC):
 
     def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
         """Return ``x @ kernel`` with the parts of a fused kernel as leading axes."""
-        return products.parts_first(self.project(x, x.dtype), self.shape[1:])
+        return ops.parts_first(self.project(x, x.dtype), self.shape[1:])
 
     def stored(self, name: str) -> dict[str, Array]:
         """Return the arrays by parameter name; the first has the kernel's own name."""
@@ -206,7 +206,7 @@ class Int4(Quantized):
     def _parts(self, rows: Float[Array, "rows D"], dtype) -> Float[Array, "*parts rows f"]:
         def plain(rows, *arrays):
             kernel = type(self)(*arrays, self.shape_).dequantized().astype(rows.dtype)
-            return products.matmul_parts(rows, kernel, dtype, stored=False)
+            return ops.matmul_parts(rows, kernel, dtype, stored=False)
 
         kernel = low_bit_products.int4_kernel(len(rows), self.values.shape, rows.dtype)
         if kernel is None:

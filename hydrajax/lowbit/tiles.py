@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, UInt8
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.rounding import eight_bits, four_bits, in_groups
-from hydrajax.models import platforms
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.kernels.few_rows import with_gradient_of
+from hydrajax.ops import trace
+from hydrajax.ops.cpu.few_rows import with_gradient_of
 
 
 class Tiles(Quantized):
@@ -84,7 +84,7 @@ class Tiles(Quantized):
         def kernel(rows, *arrays):
             return few_bits.matmul(rows, width, *arrays)
 
-        product = kernel if platforms.has_few_bits() else plain
+        product = kernel if trace.has_few_bits() else plain
         rows = x.reshape(-1, depth).astype(jnp.float32)
         rows = rows if self.order is None else jnp.take(rows, self.order, axis=1, mode="clip")
         return product(rows, *self.numbers()).reshape(*x.shape[:-1], -1).astype(dtype)

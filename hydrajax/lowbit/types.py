@@ -13,8 +13,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.quantized import Fp8, Int4, Int8, Quantized
 from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
-from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
+from hydrajax.ops import trace
 
 TILE_AXES, TILE = 5, (few_bits.COLUMNS, 4)  # the last two axes of tiles
 
@@ -51,7 +51,7 @@ def quantized_type(name: str, kernel: str, stored: Array | jax.ShapeDtypeStruct 
     Raises:
         HydrajaxError: The device has no such numbers.
     """
-    if name == FP8 and not platforms.has_fp8():
+    if name == FP8 and not trace.has_fp8():
         raise HydrajaxError(
             "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, files "
             "in fp8 are widened"
@@ -71,7 +71,7 @@ def quantizes_embedding(name: str | None, stored: Array | None = None) -> bool:
 
 def _in_tiles(stored: Array | jax.ShapeDtypeStruct | None) -> bool:
     if stored is None:
-        return platforms.has_few_bits()
+        return trace.has_few_bits()
     return stored.ndim == TILE_AXES and stored.shape[-2:] == TILE
 
 
@@ -90,7 +90,7 @@ def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[
 
     They stay as they are where there are no kernels for tiles.
     """
-    if quantize is None or not platforms.has_few_bits():
+    if quantize is None or not trace.has_few_bits():
         return params
     return {
         name: quantized_draft(value, quantize)

@@ -16,14 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int8
 
-from hydrajax.models import backend, products
-from hydrajax.models.arrays import Array
-from hydrajax.models.kernels import few_rows
+from hydrajax import ops
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
-from hydrajax.models.per_device import DATA, MODEL, axis_over, on_each_device
-from hydrajax.models.rounded import Vectors, in_parts, widened
+from hydrajax.ops.cpu import few_rows
+from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
 # padding token) gives a harmless average and not NaN.
@@ -35,6 +34,74 @@ QUERY_CHUNK = 128
 # Stretches of a text that are written out in the program, each over the keys that it sees; what is in a section is a
 # loop: XLA would compile every chunk.
 UNROLLED_SECTIONS = 16
+
+KV_CACHES = ("bfloat16", "int8")  # by the user's name
+LARGEST = 127
+
+
+class Int8Vectors(NamedTuple):
+    """Vectors in 8 bits: ``codes * scales``, with a scale per vector.
+
+    Attributes:
+        codes: int8 ``[B, n_kv_heads, S, head_dim]``, from -127 to 127.
+        scales: float32 ``[B, n_kv_heads, S, 1]``.
+    """
+
+    codes: Int8[Array, "B kv S H"]
+    scales: Float[Array, "B kv S 1"]
+
+    @classmethod
+    def of(cls, vectors: Float[Array, "B kv S H"]) -> Int8Vectors:
+        """Round vectors; their largest number becomes 127."""
+        wide = vectors.astype(jnp.float32)
+        scales = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / LARGEST
+        codes = jnp.round(wide / jnp.where(scales > 0, scales, 1.0))
+        return cls(codes.astype(jnp.int8), scales)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.codes.dtype
+
+    def widened(self, dtype: DType) -> Float[Array, "B kv S H"]:
+        """Return the vectors as one array."""
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+
+Vectors = Float[Array, "B kv S H"] | Int8Vectors
+
+
+def rounded(vectors: Float[Array, "B kv S H"], kv_cache: str | None) -> Vectors:
+    """Return keys or values as a cache of this type stores them; None leaves them as they are."""
+    if kv_cache is None:
+        return vectors
+    return Int8Vectors.of(vectors) if kv_cache == "int8" else vectors.astype(jnp.bfloat16)
+
+
+def empty(shape: tuple[int, ...], dtype: DType, kv_cache: str | None) -> Vectors:
+    """Return zeros in the form of `rounded`."""
+    if kv_cache == "int8":
+        return Int8Vectors(jnp.zeros(shape, jnp.int8), jnp.zeros((*shape[:-1], 1), jnp.float32))
+    return jnp.zeros(shape, dtype if kv_cache is None else jnp.bfloat16)
+
+
+def widened(vectors: Vectors, dtype: DType) -> Float[Array, "B kv S H"]:
+    """Return keys or values as one array of ``dtype``."""
+    return vectors.widened(dtype) if isinstance(vectors, Int8Vectors) else vectors.astype(dtype)
+
+
+def in_parts(vectors: Vectors, dtype: DType) -> tuple[Float[Array, "B kv S H"], Float[Array, "B kv 1 S"] | None]:
+    """Return numbers of at least ``dtype``'s bits and, if there are any, factors of the vectors.
+
+    A product with the numbers is multiplied by the factors afterwards: the numbers are exact also in bfloat16.
+    """
+    if isinstance(vectors, Int8Vectors):
+        return vectors.codes.astype(dtype), vectors.scales.swapaxes(2, 3)
+    return vectors.astype(jnp.promote_types(vectors.dtype, dtype)), None
+
 
 KeyValue = tuple[Vectors, Vectors]  # keys and values of one layer, each [B, n_kv_heads, slots, head_dim]
 
@@ -110,7 +177,7 @@ class KVSegment(NamedTuple):
     """Keys and values, and which of them each query attends to.
 
     Attributes:
-        keys, values: ``[B, n_kv_heads, S, head_dim]``, as the cache stores them (`hydrajax.models.rounded`).
+        keys, values: ``[B, n_kv_heads, S, head_dim]``, as the cache stores them (`hydrajax.models.attention`).
         visible: bool, broadcastable to ``[B, 1, 1, T, S]``: whether query t of sequence b attends to slot s. A static
             ``[T, S]`` mask is a NumPy constant, folded into the program. `Causal` for a text, `Filled` for a cache,
             `SamePosition` for guesses about a text.
@@ -201,7 +268,7 @@ def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     n_features = 2 * rope[0].shape[-1]
     if n_features < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :n_features], rope), x[..., n_features:]], axis=-1)
-    return backend.rotate_halves(x, *rope).astype(x.dtype)
+    return ops.rotate_halves(x, *rope).astype(x.dtype)
 
 
 def attend(
@@ -242,15 +309,15 @@ def _attend(queries, segments: Sequence[KVSegment], softcap: float | None = None
     with_cache = len(segments) == 2 and isinstance(visible[1], Filled)
     # The tree kernels read no vectors of fewer bits than the queries, and cap no scores.
     by_kernel = with_cache and keys.dtype == queries.dtype and softcap is None
-    if by_kernel and (kernel := backend.tree_kernel(queries, keys.shape[1])):
+    if by_kernel and (kernel := ops.tree_kernel(queries, keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
         return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
-    if is_long_text and len(segments) == 1 and softcap is None and backend.attends_text(queries):
+    if is_long_text and len(segments) == 1 and softcap is None and ops.attends_text(queries):
         keys, values = (widened(vectors, queries.dtype) for vectors in segments[0][:2])
-        return backend.attend_text(queries, keys, values, visible[0].window)
+        return ops.attend_text(queries, keys, values, visible[0].window)
     if not is_long_text:
-        if softcap is None and backend.attends_few_rows(queries):
+        if softcap is None and ops.attends_few_rows(queries):
             # The oldest first, so that a token's sum has one order in a tree and in the cache.
             return few_rows.attend(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
         return attend_plain(queries, segments, softcap)
@@ -298,7 +365,7 @@ def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None =
             s = jnp.einsum("bkgtd,bktd->bkgt", by_place, segment.keys, preferred_element_type=jnp.float32)
             return capped(s, softcap)[..., None]
         keys, factors = in_parts(segment.keys, rows.dtype)
-        s = products.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
+        s = ops.contract("bkrd,bksd->bkrs", rows, keys, jnp.float32)
         s = s if factors is None else s * factors
         s = s.reshape(batch, n_kv, -1, n_tokens, segment.keys.shape[2])
         s = capped(s, softcap)
@@ -311,7 +378,7 @@ def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None =
         values, factors = in_parts(segment.values, rows.dtype)
         weights = exps.reshape(batch, n_kv, -1, values.shape[2])
         weights = weights if factors is None else weights * factors
-        return products.contract("bkrs,bksd->bkrd", weights.astype(values.dtype), values, jnp.float32)
+        return ops.contract("bkrs,bksd->bkrd", weights.astype(values.dtype), values, jnp.float32)
 
     # One softmax over all segments without concatenating them: a common maximum, separate sums, and one division at the
     # end on [T, H] and not on [T, S].

@@ -19,7 +19,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask
 from hydrajax.models.cache import Block, KVCache, PendingKVCache
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.platforms import Platform, has_few_bits, platform
+from hydrajax.ops.trace import Platform, has_few_bits, platform
 
 BEFORE_FINAL_NORM = -1  # among ``aux_hidden_layers`` of `BaseModel.__call__`
 

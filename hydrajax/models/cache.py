@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int, Num
 
-from hydrajax.models import backend
+from hydrajax import ops
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import Filled, KeyValue, KVSegment
+from hydrajax.models.attention import Filled, KeyValue, KVSegment, Vectors, empty
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.per_device import DATA, MODEL, divided
-from hydrajax.models.rounded import Vectors, empty
+from hydrajax.ops.sharded import DATA, MODEL, shard
 
 Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
 
@@ -69,12 +68,12 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
     """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention.
 
     The devices of a mesh divide its sequences and its key-value heads, as attention does. ``kv_cache`` names a type of
-    fewer bits (`hydrajax.models.rounded.KV_CACHES`).
+    fewer bits (`hydrajax.models.attention.KV_CACHES`).
     """
-    shape = (batch, config.n_kv_heads, backend.whole_slots(slots), config.head_dim)
+    shape = (batch, config.n_kv_heads, ops.padded_slots(slots), config.head_dim)
 
     def slots_of_layer() -> Vectors:
-        return jax.tree.map(lambda x: divided(x, DATA, MODEL), empty(shape, dtype, kv_cache))
+        return jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache))
 
     layers = tuple((slots_of_layer(), slots_of_layer()) for _ in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
@@ -111,7 +110,7 @@ def append(
     """
     starts = cache.lengths if after is None else after_reads(cache.lengths, after)
     slots, treedef = jax.tree.flatten(cache.layers)
-    written = backend.append_rows(slots, jax.tree.leaves(block), index, starts)
+    written = ops.append_rows(slots, jax.tree.leaves(block), index, starts)
     return KVCache(jax.tree.unflatten(treedef, written), cache.lengths + counts)
 
 

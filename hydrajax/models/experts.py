@@ -1,23 +1,35 @@
 """A mixture of experts in place of a decoder layer's MLP (`hydrajax.models.llama_config.Experts`).
 
 A router scores all experts for each token, and a token's output is a weighted sum of the MLPs of the best ones, perhaps
-with an MLP that every token passes through. `hydrajax.models.expert_products` multiplies.
+with an MLP that every token passes through.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
 
-from hydrajax.models import products
+from hydrajax import ops
+from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.quantized import Int8, Quantized
+from hydrajax.lowbit.tiles import Tiles
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.expert_products import expert_sum
 from hydrajax.models.llama_config import Experts
 from hydrajax.models.weights import declare, declare_experts, declare_kernel, project, project_parts
+from hydrajax.ops import trace
+from hydrajax.ops.cpu import few_rows
+from hydrajax.ops.cpu.few_rows import with_gradient_of
+from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
+from hydrajax.ops.trace import mesh_in_use
 
 TINY = 1e-20  # added to a sum of weights before a division, as by transformers
 
@@ -52,7 +64,7 @@ class ExpertMLP(nn.Module):
             bias = self.param("choice_bias", zeros, (e.count,), jnp.float32)
         gate_up = declare_experts(self, "gate_up", e.count, (width, 2, e.width))
         down = declare_experts(self, "down", e.count, (e.width, width))
-        ids, weights = route(products.matmul_float32(x, router), e, bias)
+        ids, weights = route(ops.matmul_float32(x, router), e, bias)
         out = expert_sum(x, ids, weights, gate_up, down, e.count, self.activation)
         if not e.shared_width:
             return out
@@ -62,7 +74,7 @@ class ExpertMLP(nn.Module):
         shared = project(self.activation(gate) * up, shared_down)
         if e.shared_gate:
             gate = declare(self, "shared_gate", (width, 1), (None, None), normal)
-            shared = shared * jax.nn.sigmoid(products.matmul_float32(x, gate)).astype(shared.dtype)
+            shared = shared * jax.nn.sigmoid(ops.matmul_float32(x, gate)).astype(shared.dtype)
         return out + shared
 
 
@@ -108,3 +120,222 @@ def _sum(x: Float[Array, "*rows n"]) -> Float[Array, "*rows 1"]:
         rest = x[..., 2 * half :]
         x = jnp.concatenate([x[..., :half] + x[..., half : 2 * half], rest], axis=-1)
     return x
+
+
+Kernels = Array | Quantized  # of all experts, each array with a leading axis
+ROWS_OF_BLOCK = 128  # rows that are multiplied with one expert's matrices at once
+
+
+def expert_sum(
+    x: Float[Array, "B T D"],
+    ids: Int[Array, "B T k"],
+    weights: Float[Array, "B T k"],
+    gate_up: Kernels,
+    down: Kernels,
+    count: int,
+    activation: Callable,
+) -> Float[Array, "B T D"]:
+    """Return the weighted sum of each token's experts.
+
+    On a mesh whose model axis divides the experts evenly, each device has some of them, and one sum joins the devices.
+
+    Args:
+        x: The tokens.
+        ids: Their experts, ascending.
+        weights: The weights of these, float32.
+        gate_up: The experts' kernels ``[D, 2, F]``.
+        down: Their kernels ``[F, D]``.
+        count: E, their number.
+        activation: Of the gates.
+    """
+    rows, model = P(axis_over(DATA, len(x))), axis_over(MODEL, count)
+    here = count if model is None else count // mesh_in_use().shape[MODEL]
+
+    def of_part(x, ids, weights, gate_up, down):
+        if model is not None:
+            ids = ids - jax.lax.axis_index(MODEL) * here
+            weights = jnp.where((ids >= 0) & (ids < here), weights, 0)
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
+        total = _sum_of_rows(*flat, gate_up, down, here, activation)
+        total = total if model is None else jax.lax.psum(total, MODEL)
+        return total.astype(x.dtype).reshape(x.shape)
+
+    return on_each_device(of_part, (rows, rows, rows, P(model), P(model)), rows, x, ids, weights, gate_up, down)
+
+
+def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callable) -> Float[Array, "R D"]:
+    """Return the sum in float32. Experts outside 0 to ``count`` - 1 are on other devices."""
+
+    def mlp(x, gate_up, down):
+        gate, up = project_parts(x, gate_up)
+        return project(activation(gate) * up, down, jnp.float32)
+
+    def plain(x, ids, weights, gate_up, down):
+        @jax.checkpoint
+        def add(total, expert):
+            index, *kernels = expert
+            weight = jnp.sum(jnp.where(ids == index, weights, 0), axis=1, keepdims=True)
+            return total + weight * mlp(x, *kernels), None
+
+        zeros = jnp.zeros(x.shape, jnp.float32)
+        return jax.lax.scan(add, zeros, (jnp.arange(count), gate_up, down))[0]
+
+    @with_gradient_of(plain)
+    def chosen(x, ids, weights, gate_up, down):
+        if multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
+            gate, up = jnp.split(_of_pairs(x, ids, gate_up, x.dtype), 2, axis=-1)
+            outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
+        elif kernel := expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
+            outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
+        elif not isinstance(gate_up, Quantized) and gathers_experts(len(x)):
+            outs = _by_pair(x, ids, gate_up, down, activation)
+        else:
+            outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, gate_up, down))
+        outs = outs.reshape(*ids.shape, x.shape[-1])
+        total = weights[:, :1] * outs[:, 0]
+        for i in range(1, ids.shape[1]):
+            total = total + weights[:, i : i + 1] * outs[:, i]
+        return total
+
+    return chosen(x, ids, weights, gate_up, down)
+
+
+def multiplies_pairs(dtype, kernel: Array) -> bool:
+    """Return whether our CPU kernels multiply tokens with the matrices of their experts, of this type.
+
+    8 experts of width 1024 and 3584, 2 for each token, float32, on a busy machine with two cores, in turn, in ms:
+
+    | rows                       | 1   | 2    | 8    | 64   |
+    |----------------------------|-----|------|------|------|
+    | the kernel                 | 4.8 | 27   | 67   | 174  |
+    | a loop over chosen experts | 4.4 | 33   | 104  | 166  |
+    | a gather of their matrices | 112 | 413  | 2283 |      |
+    | `jax.lax.ragged_dot`       | 554 | 1067 | 1628 | 1112 |
+    | all experts                | 206 | 456  | 590  | 535  |
+
+    The loop copies an expert's matrices for our kernels; XLA computes `ragged_dot` with all experts there.
+    """
+    in_tiles = trace.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
+    floats = dtype in few_rows.DTYPES and kernel.dtype in few_rows.DTYPES
+    return trace.has_cpu_kernels() and (in_tiles or floats)
+
+
+def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | None:
+    """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
+    operations do.
+
+    A GPU's `ragged_dot` reads all experts, and a loop over the chosen ones copies their matrices first. On a TPU the
+    loop's products read them in place, and `ragged_dot` first does a relayout of all experts.
+    """
+    if not trace.has_triton():
+        return None
+    from hydrajax.ops.gpu import experts as experts_gpu
+
+    return experts_gpu if all(w is not None and experts_gpu.fits(w, dtype) for w in weights) else None
+
+
+def gathers_experts(rows: int) -> bool:
+    """Return whether XLA gathers the matrices of each token's experts while it multiplies: on a GPU, for one row.
+
+    As compiled for an H100, two kernels then read the chosen experts once, without a copy. Of several rows each would
+    read its own experts.
+    """
+    return trace.platform().name == "gpu" and rows == 1
+
+
+def _of_pairs(x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType) -> Array:
+    """Return the product of every pair of a token and an expert by our CPU kernels, ``[pairs, F]``."""
+    if isinstance(kernels, Tiles):
+        width = math.prod(kernels.shape[1:])
+        rows = x.astype(jnp.float32)
+        return few_bits.matmul_experts(rows, ids, width, *kernels.arrays().values()).astype(dtype)
+    return few_rows.matmul_experts(x, ids, kernels.reshape(*kernels.shape[:2], -1), dtype)
+
+
+def _stored(kernels: Kernels) -> jax.ShapeDtypeStruct | None:
+    """Return shape and dtype of float or `Int8` kernels as ``[E, D, F]``; None for others."""
+    if isinstance(kernels, Quantized) and not isinstance(kernels, Int8):
+        return None
+    numbers = jax.tree.leaves(kernels)[0]
+    return jax.ShapeDtypeStruct((*numbers.shape[:2], math.prod(numbers.shape[2:])), numbers.dtype)
+
+
+def _of_expert(mlp: Callable, gate_up: Kernels, down: Kernels, x: Float[Array, "R D"], expert: Array) -> Array:
+    """Return ``mlp`` of rows that all belong to one expert."""
+    return mlp(x, *jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), (gate_up, down)))
+
+
+class Blocks(NamedTuple):
+    """Pairs of a token and an expert, sorted by the expert and cut into blocks of one expert each.
+
+    Attributes:
+        pairs: The pairs of each block; those that are not ``present`` fill it up.
+        present: Which places of a block are in use.
+        experts: The expert of each block; E for blocks that are not in use.
+        used: Number of blocks in use, the first ones.
+    """
+
+    pairs: Int[Array, "blocks size"]
+    present: Bool[Array, "blocks size"]
+    experts: Int[Array, " blocks"]
+    used: Int[Array, ""]
+
+
+def blocks_of(ids: Int[Array, "R k"], count: int, size: int) -> Blocks:
+    """Cut the pairs into blocks of this size. Pairs of experts outside 0 to ``count`` - 1 are left out."""
+    n_pairs = ids.size
+    experts = jnp.where((ids >= 0) & (ids < count), ids, count).reshape(-1)
+    pairs = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    counts = jnp.sum(experts[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+    starts, ends = jnp.cumsum(counts) - counts, jnp.cumsum(-(-counts // size))  # pairs and blocks of each expert
+    block = jnp.arange(min(n_pairs, count + n_pairs // size), dtype=jnp.int32)  # as many as there can be
+    expert = jnp.sum(ends <= block[:, None], axis=1, dtype=jnp.int32)
+    of = jnp.minimum(expert, count - 1)
+    before = jnp.where(of > 0, ends[of - 1], 0)
+    places = (starts[of] + (block - before) * size)[:, None] + jnp.arange(size, dtype=jnp.int32)
+    present = (places < (starts + counts)[of][:, None]) & (expert < count)[:, None]
+    return Blocks(pairs[jnp.clip(places, 0, n_pairs - 1)], present, expert, ends[-1])
+
+
+def _in_blocks(
+    x: Float[Array, "R D"], ids: Int[Array, "R k"], count: int, product: Callable[[Array, Array], Array]
+) -> Float[Array, "pairs D"]:
+    """Return ``product(rows, expert)`` of every pair, in float32, a block at a time; zeros for absent experts.
+
+    A step of up to `ROWS_OF_BLOCK` rows takes a block for each chosen expert.
+    """
+    n_pairs, per_token = ids.size, ids.shape[1]
+    blocks = blocks_of(ids, count, min(len(ids), ROWS_OF_BLOCK))
+
+    def block(i, out):
+        chosen = blocks.pairs[i]
+        found = product(x[chosen // per_token], blocks.experts[i])
+        return out.at[jnp.where(blocks.present[i], chosen, n_pairs)].set(found, mode="drop")
+
+    return jax.lax.fori_loop(0, blocks.used, block, jnp.zeros((n_pairs, x.shape[-1]), jnp.float32))
+
+
+def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, count: int, activation: Callable) -> Array:
+    """Return the MLP of every pair by our GPU kernel, in float32; zeros for absent experts."""
+    blocks = blocks_of(ids, count, kernel.rows_of_block(ids.size, count))
+    n_blocks, size = blocks.pairs.shape
+
+    def product(x, rows, kernels, dtype):
+        numbers, *scale = jax.tree.leaves(kernels)
+        flat = numbers.reshape(*numbers.shape[:2], -1)
+        scale = scale[0].reshape(count, -1) if scale else None
+        return kernel.matmul(x, rows, blocks.experts, flat, scale, dtype).reshape(n_blocks * size, -1)
+
+    gate, up = jnp.split(product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype), 2, axis=-1)
+    own = jnp.arange(n_blocks * size, dtype=jnp.int32).reshape(n_blocks, size)
+    outs = product(activation(gate) * up, own, down, jnp.float32)
+    places = jnp.where(blocks.present, blocks.pairs, ids.size).reshape(-1)
+    return jnp.zeros((ids.size, x.shape[-1]), jnp.float32).at[places].set(outs, mode="drop", unique_indices=True)
+
+
+def _by_pair(x, ids, gate_up: Array, down: Array, activation: Callable) -> Float[Array, "pairs D"]:
+    """Return the MLP of every pair; XLA's kernels gather the experts' matrices while they multiply."""
+    experts = jnp.clip(ids.reshape(-1), 0, len(down) - 1)
+    rows = jnp.repeat(x, ids.shape[1], axis=0)
+    gate, up = jnp.einsum("nd,ndpf->pnf", rows, gate_up[experts], preferred_element_type=x.dtype)
+    return jnp.einsum("nf,nfd->nd", activation(gate) * up, down[experts], preferred_element_type=jnp.float32)

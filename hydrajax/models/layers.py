@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models import backend, products
+from hydrajax import ops
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate
+from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate, rounded
 from hydrajax.models.experts import ExpertMLP
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.rounded import rounded
-from hydrajax.models.sequence_parallel import all_tokens, summed_by_token
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
+from hydrajax.ops.sharded import all_tokens, summed_by_token
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
 
@@ -46,7 +45,7 @@ class RMSNorm(nn.Module):
         scale = declare(self, "scale", (x.shape[-1],), ("width",), start)
         if self.offset:
             scale = 1 + scale.astype(jnp.float32)
-        return backend.add_norm(x, added, scale, self.eps)
+        return ops.add_norm(x, added, scale, self.eps)
 
 
 class DecoderLayer(nn.Module):
@@ -58,7 +57,7 @@ class DecoderLayer(nn.Module):
     it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
     separately: the next norm adds the two. Norms, scales and the activation are those of the config.
 
-    ``kv_cache`` names the type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.
+    ``kv_cache`` names the type of keys and values (`hydrajax.models.attention.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig
@@ -110,7 +109,7 @@ class DecoderLayer(nn.Module):
         qkv = project_parts(all_tokens(attends_from), qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
-        queries, keys, values = products.split_heads(qkv, (c.queries_per_kv, 1, 1))
+        queries, keys, values = ops.split_heads(qkv, (c.queries_per_kv, 1, 1))
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:

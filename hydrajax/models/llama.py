@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax import ops
 from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.lowbit.types import quantizes_embedding
-from hydrajax.models import backend, products
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
@@ -23,8 +23,8 @@ from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.sequence_parallel import by_token
 from hydrajax.models.weights import LowRank, declare, declare_kernel, project
+from hydrajax.ops.sharded import by_token
 
 
 class Llama(nn.Module):
@@ -39,7 +39,7 @@ class Llama(nn.Module):
             the lm head too and `quantizes_embedding`.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
-        kv_cache: The type of keys and values (`hydrajax.models.rounded.KV_CACHES`); None is ``dtype``.
+        kv_cache: The type of keys and values (`hydrajax.models.attention.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig
@@ -93,7 +93,7 @@ class Llama(nn.Module):
         if isinstance(self.embedding, Int8Tiles):
             rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
         else:
-            rows = backend.take_rows(self.embedding, tokens)
+            rows = ops.take_rows(self.embedding, tokens)
         return scaled(rows, self.config.embedding_scale)
 
     def logits(
@@ -113,7 +113,7 @@ class Llama(nn.Module):
             return project(hidden, head if tokens is None else head.select(tokens), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
-            return products.matmul_transposed(hidden, rows, jnp.float32)
+            return ops.matmul_transposed(hidden, rows, jnp.float32)
         kernel = head if tokens is None else self._head_kernel()[:, tokens]
         return project(hidden, kernel, jnp.float32)
 
@@ -147,7 +147,7 @@ class Llama(nn.Module):
         aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per sequence through the model; see `hydrajax.models.base_model.BaseModel`."""
-        rows = backend.rows_of_token(tokens.size)
+        rows = ops.rows_of_token(tokens.size)
         if rows > 1 and isinstance(cache, KVCache) and not self.config.any_experts:
             repeated = (jnp.broadcast_to(x, (1, rows)) for x in (tokens, positions))
             found = self._run(*repeated, np.eye(rows, dtype=bool), cache, aux_hidden_layers)

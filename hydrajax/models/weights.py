@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hydrajax import ops
 from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.types import quantized_type
-from hydrajax.models import products
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.declaring import Declaring, OfEach
-from hydrajax.models.dropout import drop
+from hydrajax.ops import drop
 
 
 class LowRank(NamedTuple):
@@ -100,21 +100,21 @@ def project(
         return project(x, kernel.kernel, dtype) + _added(x, kernel, dtype)
     if isinstance(kernel, Quantized):
         return kernel.project(x, dtype)
-    return products.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
+    return ops.matmul(x, kernel.reshape(x.shape[-1], -1), dtype)
 
 
 def project_parts(
     x: Float[Array, "*rows D"], kernel: Array | Quantized | LowRank, trained: int | None = None
 ) -> Float[Array, "*parts *rows F"]:
     """Return ``x @ kernel`` of a fused kernel ``[D, *parts, F]`` with its parts as leading axes; ``trained`` as in
-    `hydrajax.models.products.matmul_parts`.
+    `hydrajax.ops.matmul_parts`.
     """
     if isinstance(kernel, LowRank):
-        added = products.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
+        added = ops.parts_first(_added(x, kernel, x.dtype), kernel.kernel.shape[1:])
         return project_parts(x, kernel.kernel) + added
     if isinstance(kernel, Quantized):
         return kernel.project_parts(x)
-    return products.matmul_parts(x, kernel, x.dtype, trained=trained)
+    return ops.matmul_parts(x, kernel, x.dtype, trained=trained)
 
 
 def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "*rows F"]:

@@ -24,7 +24,7 @@ from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import platforms
+from hydrajax.ops import trace
 from hydrajax.serve.programs import Kind, Program, Programs
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
@@ -89,7 +89,7 @@ class ExecutorPool:
         self.context, self._vocab_size = config.max_positions, config.vocab_size
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         self.batches = _geometric(1, sizes.slots, 2)
-        smallest, growth = LAST_CHUNKS_ON_CPU if platforms.on_cpu() else LAST_CHUNKS
+        smallest, growth = LAST_CHUNKS_ON_CPU if trace.on_cpu() else LAST_CHUNKS
         self.last_chunks = _geometric(min(smallest, self.chunk), self.chunk, growth)  # padded lengths
         self._caught_up = max(width for width in self.last_chunks if width <= max(MISSED_TOKENS, self.last_chunks[0]))
         own = executor.spec.tree

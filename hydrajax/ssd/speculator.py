@@ -24,7 +24,7 @@ from hydrajax.drafters.draft_model import FIRST, DraftModel, DraftState, Scratch
 from hydrajax.drafters.drafter import Outcome, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import Block, PendingKVCache, write_tokens
-from hydrajax.models.ranking import over_rows
+from hydrajax.ops import over_rows
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.trees.static_tree import TreeTopology
 

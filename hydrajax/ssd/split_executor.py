@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax import ops
 from hydrajax.decoding.decode import DecodeResult, settled_inputs
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.engine import Engine
@@ -26,9 +27,9 @@ from hydrajax.drafters.drafter import Proposal
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.models import backend, platforms
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
+from hydrajax.ops import trace
 from hydrajax.sharding import Placement
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.record import SpeculationRecord
@@ -163,9 +164,9 @@ class SplitExecutor(Executor):
 
     def abstract_state(self, batch, slots, sampling):
         def empty():
-            with platforms.on_devices(len(self._base_home.device_set)):
+            with trace.on_devices(len(self._base_home.device_set)):
                 base = self.engine.empty(batch, slots, sampling)
-            with platforms.on_devices(len(self._draft_home.device_set)):
+            with trace.on_devices(len(self._draft_home.device_set)):
                 draft = self._speculator.empty(self._draft, batch, slots, base.output.keys, base.output.rule)
             return SplitState(base, draft)
 
@@ -272,10 +273,10 @@ def _program(n_devices: int, function: Callable, **settings: Any) -> Callable:
     """Compile for ``n_devices``, as a new function each time: JAX caches traces by function."""
 
     def traced(*arguments):
-        with platforms.on_devices(n_devices):
+        with trace.on_devices(n_devices):
             return function(*arguments)
 
-    return jax.jit(traced, compiler_options=backend.compiler_options(), **settings)
+    return jax.jit(traced, compiler_options=ops.compiler_options(), **settings)
 
 
 def _check(spec: DecodeSpec, placement: Placement) -> None:

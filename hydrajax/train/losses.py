@@ -24,8 +24,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
-from hydrajax.models.per_device import whole
-from hydrajax.models.sequence_parallel import by_feature
+from hydrajax.ops.sharded import by_feature, replicate_features
 from hydrajax.train.chunks import sum_over_chunks
 
 IGNORED = -100  # label without a target, as in transformers and the released training code
@@ -322,7 +321,9 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
         if not objective.teacher_weight:
             return _Shared(rng, scale, base_params, None, None)
         # Head k at position t has its teacher at t + 1 + k.
-        halo = whole(jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1))
+        halo = replicate_features(
+            jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
+        )
         bound = BoundBase(base.model, base_params)
         if best is not None and vocabulary is not None:  # the product has V' outputs instead of V
             draftable = bound.logits(halo, vocabulary.tokens)

@@ -17,9 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
-from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
-from hydrajax.models.products import contract
+from hydrajax.ops import contract, trace
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a, b, c of the published code: a x + b x^3 + c x^5 on each singular value
 ITERATIONS = 5
@@ -93,7 +92,7 @@ def orthogonalise(matrices: Float[Array, "N rows columns"]) -> Float[Array, "N r
     Newton-Schulz iterations, in matrix products only.
     """
     a, b, c = COEFFICIENTS
-    if platforms.on_cpu():
+    if trace.on_cpu():
         # XLA would multiply transposed matrices along their first axis, which it cannot in bfloat16 (jax 0.10, AMX).
         matrices = jax.lax.optimization_barrier(matrices)
     longer = matrices.shape[2]

@@ -13,8 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from hydrajax.models.products import trained_order
-from hydrajax.models.sequence_parallel import dividing_tokens
+from hydrajax.ops import trained_order
+from hydrajax.ops.sharded import tracing
 from hydrajax.sharding import distribute, in_order, jit_on, laid_out, replicated
 
 Batch = dict[str, Any]  # arrays with a leading batch axis
@@ -69,7 +69,7 @@ def abstract_state(params, optimizer: optax.GradientTransformation, shardings: T
 def state_shardings(mesh: Mesh, params, param_shardings, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the shardings of the state: moments like their parameter, counters replicated.
 
-    On a TPU they include the order of a kernel's axes in memory (`hydrajax.models.products.trained_order`).
+    On a TPU they include the order of a kernel's axes in memory (`hydrajax.ops.trained_order`).
 
     A moment's path ends in its parameter's path, whatever transformations wrap it.
     (`optax.tree_utils.tree_map_params` does not see through `optax.partition`, which Muon uses.)
@@ -144,7 +144,7 @@ def make_train_step(
         return jax.lax.scan(add, zeros, (jnp.arange(accumulation), micro_batches))[0]
 
     def step(state: TrainState, frozen, batch: Batch, rng):
-        with at_precision(matmul_precision), dividing_tokens():
+        with at_precision(matmul_precision), tracing(sharded_tokens=True):
             key = jax.random.fold_in(rng, state.step)
             (value, metrics), grads = gradients(state.params, frozen, batch, key, state.step)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)

@@ -19,7 +19,7 @@ from hydrajax.decoding.numbers import numbers_as_arrays
 from hydrajax.decoding.processors import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import sample
-from hydrajax.models.ranking import best_token
+from hydrajax.ops import best_token
 from hydrajax.trees.topology import at_rows
 
 SHIPPED = ["--base", assets.base(), "--draft", assets.path("hydra"), "--tree", "cartesian-3x2"]

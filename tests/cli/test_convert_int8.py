@@ -10,14 +10,14 @@ from transformers import AutoTokenizer
 
 from hydrajax.bench.quantization import logit_effect
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.models import platforms
-from hydrajax.models.rounded import KV_CACHES
+from hydrajax.models.attention import KV_CACHES
+from hydrajax.ops import trace
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
 KERNELS = [(32, 32 + 16 + 16), (32, 32), (32, 2 * 88), (88, 32), (32, 320)]
 FLOATS = sum(inputs * outputs for inputs, outputs in KERNELS)
 OTHERS = 320 * 32 + 3 * 32
-if platforms.has_few_bits():  # tiles of 64 outputs and 32 inputs, with a float16 scale for each output
+if trace.has_few_bits():  # tiles of 64 outputs and 32 inputs, with a float16 scale for each output
     INT8_BYTES = sum(-(-outputs // 64) * -(-inputs // 32) * 64 * (32 + 2) for inputs, outputs in KERNELS)
 else:
     INT8_BYTES = sum(inputs * outputs + 4 * outputs for inputs, outputs in KERNELS)

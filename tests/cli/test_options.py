@@ -11,7 +11,7 @@ from hydrajax.cli import bench, build_parser, options
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import export_llama, load_llama
-from hydrajax.models.platforms import Platform, traced_for
+from hydrajax.ops.trace import Platform, tracing
 from hydrajax.trees import presets
 
 LOADING = {
@@ -50,7 +50,7 @@ WITHOUT_BFLOAT16 = "computing in float16: GPUs of compute capability 7.5 have no
 def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, capsys, platform, chosen, printed):
     export_llama(tmp_path / "base", *load_llama(wordless), dtype=jnp.bfloat16)
     args = parsed("certify", "--base", str(tmp_path / "base"))
-    with traced_for(platform):
+    with tracing(platform=platform):
         loaded = options.load_from(args)
     assert loaded.model.dtype == chosen
     assert options.recorded(args)["dtype"] == chosen
@@ -63,7 +63,7 @@ def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dt
     monkeypatch.setattr(bench, "random_model", lambda *arguments: found.append(arguments) or (None, None, None))
     monkeypatch.setattr(bench, "_with_own_tree", lambda *arguments: None)
     args = parsed("bench", "--random", "tiny", *flags)
-    with traced_for(Platform("gpu", 1)):
+    with tracing(platform=Platform("gpu", 1)):
         bench._executor(args, DecodeSpec())
     assert [jnp.dtype(arguments[2]) for arguments in found] == [dtype]
     assert options.recorded(args)["dtype"] == dtype

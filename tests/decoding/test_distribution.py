@@ -45,7 +45,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.ranking import over_rows, sampled_tokens
+from hydrajax.ops import over_rows, sampled_tokens
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology

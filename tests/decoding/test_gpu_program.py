@@ -12,14 +12,15 @@ import pytest
 
 from helpers import described_programs
 from helpers.described_programs import CONFIG
+from hydrajax import ops
 from hydrajax.api import make_autoregressive_fn
 from hydrajax.bench.random_models import random_base
 from hydrajax.decoding.state import Params
-from hydrajax.models import backend, platforms
-from hydrajax.models.kernels import add_norm, append_rows, tree_attention
+from hydrajax.ops import trace
+from hydrajax.ops.gpu import add_norm, append_rows, tree_attention
 
-GPU = platforms.Platform("gpu", 1, 9.0)
-TWO_GPUS = GPU._replace(devices=2)
+GPU = trace.Platform("gpu", 1, 9.0)
+TWO_GPUS = GPU.replace(devices=2)
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, GPU, "cuda"))
 
 
@@ -57,7 +58,7 @@ def interpreted(monkeypatch):
         yield
 
 
-@pytest.mark.slow  # tests/models/kernels compares the kernels with NumPy
+@pytest.mark.slow  # tests/ops compares the kernels with NumPy
 @pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
 def test_tree_decoding_with_gpu_kernels_equals_plain_decoding(interpreted, kind, tree):
     found = described_programs.decoded_with(kind, tree, "bfloat16")
@@ -70,7 +71,7 @@ def test_tree_decoding_with_gpu_kernels_equals_plain_decoding(interpreted, kind,
 def test_compiler_options_apply_to_outermost_functions_only(monkeypatch):
     """JAX rejects them elsewhere, and a jitted function may call a decode function."""
     model, base = random_base(CONFIG)
-    monkeypatch.setattr(backend, "compiler_options", lambda: {"xla_cpu_enable_fast_math": False})
+    monkeypatch.setattr(ops, "compiler_options", lambda: {"xla_cpu_enable_fast_math": False})
     decode_fn = make_autoregressive_fn(model, max_new_tokens=4)
     prompt = np.arange(16, dtype=np.int32)[None]
     alone = decode_fn(Params(base, {}), prompt).tokens
@@ -79,8 +80,9 @@ def test_compiler_options_apply_to_outermost_functions_only(monkeypatch):
 
 
 def test_the_loop_is_one_cuda_graph_by_default(monkeypatch):
-    assert backend.compiler_options() is None  # on a CPU
-    with platforms.traced_for(GPU):
-        assert "WHILE" in backend.compiler_options()["xla_gpu_enable_command_buffer"]
-        monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
-        assert backend.compiler_options() is None
+    assert ops.compiler_options() is None  # on a CPU
+    with trace.tracing(platform=GPU):
+        assert "WHILE" in ops.compiler_options()["xla_gpu_enable_command_buffer"]
+    monkeypatch.setenv("HYDRAJAX_CUDA_GRAPHS", "0")
+    with trace.tracing(platform=trace.Platform("gpu", 1, 9.0)):
+        assert ops.compiler_options() is None

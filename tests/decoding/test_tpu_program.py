@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 
 from helpers import described_programs
+from hydrajax import ops
 from hydrajax.bench.random_models import random_base
-from hydrajax.models import backend, platforms, products
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import append
+from hydrajax.ops import trace
 from hydrajax.sharding import placer
 
-TPU = platforms.Platform("tpu", 1)
+TPU = trace.Platform("tpu", 1)
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "tpu" / "compile_report.py"
 
 lowered_step = functools.cache(functools.partial(described_programs.lowered_step, TPU, "tpu", "bfloat16"))
@@ -42,7 +43,7 @@ def test_each_layer_has_one_kernel():
 
 
 def test_each_of_several_tpus_runs_the_kernel():
-    step = described_programs.lowered_step(TPU._replace(devices=2), "tpu", "bfloat16", "none", "root")
+    step = described_programs.lowered_step(TPU.replace(devices=2), "tpu", "bfloat16", "none", "root")
     assert step.count("@tpu_custom_call") == 2
 
 
@@ -58,7 +59,7 @@ def test_a_single_token_fills_a_tile_with_its_rows():
     """On one TPU; several would exchange all rows."""
     of_layers = re.findall(r"dot_general .*tensor<16x(?:128|192|256)xbf16>", lowered_step("none", "root"))
     assert len(of_layers) == 2 * 4
-    two = described_programs.lowered_step(TPU._replace(devices=2), "tpu", "bfloat16", "none", "root")
+    two = described_programs.lowered_step(TPU.replace(devices=2), "tpu", "bfloat16", "none", "root")
     assert not re.search(r"dot_general .*tensor<16x", two)
 
 
@@ -73,21 +74,22 @@ def test_a_repeated_token_gets_the_state_of_a_single_one(simulated, window):
     token, position = np.array([[7]], np.int32), np.array([[24]], np.int32)
 
     def passed(platform):
-        with platforms.traced_for(platform):
+        with trace.tracing(platform=platform):
             return jax.jit(lambda cache: bound.forward(token, position, np.ones((1, 1), bool), cache, (0, 1)))(cache)
 
-    found, want = passed(TPU), passed(platforms.Platform("none", 1))
+    found, want = passed(TPU), passed(trace.Platform("none", 1))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, want)
 
 
 def test_products_of_one_tpu_get_more_vector_memory_unless_the_user_sets_it(monkeypatch):
-    assert backend.compiler_options() is None  # on a CPU
-    with platforms.traced_for(TPU):
-        assert backend.compiler_options() == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
-        monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
-        assert backend.compiler_options() is None
-    with platforms.traced_for(TPU._replace(devices=8)):  # these fetch more weights early
-        assert backend.compiler_options() is None
+    assert ops.compiler_options() is None  # on a CPU
+    with trace.tracing(platform=TPU):
+        assert ops.compiler_options() == {"xla_tpu_scoped_vmem_limit_kib": "32768"}
+    with trace.tracing(platform=TPU.replace(devices=8)):  # these fetch more weights early
+        assert ops.compiler_options() is None
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536")
+    with trace.tracing(platform=trace.Platform("tpu", 1)):
+        assert ops.compiler_options() is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_products_of_one_tpu_get_more_vector_memory_unless_the_user_sets_it(monk
 def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
     """Fused kernels with the input next to the last axis; their logical shape and numbers stay."""
     array = np.random.default_rng(0).random(shape, np.float32)
-    with platforms.traced_for(TPU):
+    with trace.tracing(platform=TPU):
         placed = placer(None)(array, None)
     np.testing.assert_array_equal(placed, array)
     assert placed.format.layout.major_to_minor == order
@@ -106,11 +108,11 @@ def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
 
 @pytest.mark.parametrize("features", [(24,), (2, 24), (3, 3, 8), (3, 6, 8)])
 def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
-    """More rows than `products.FUSED_ROWS`, where a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
+    """More rows than `ops.FUSED_ROWS`, where a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(3, 70, 16)).astype(np.float32), rng.normal(size=(16, *features)).astype(np.float32)
-    with platforms.traced_for(TPU):
-        found = jax.jit(lambda x, kernel: products.matmul_parts(x, kernel, np.float32))(x, kernel)
+    with trace.tracing(platform=TPU):
+        found = jax.jit(lambda x, kernel: ops.matmul_parts(x, kernel, np.float32))(x, kernel)
     want = np.moveaxis(np.tensordot(x, kernel, 1), (0, 1), (-3, -2))
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
@@ -123,7 +125,7 @@ def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dty
     found = described_programs.decoded_with(kind, tree, dtype, window)
     assert kind != "lookup" or found.tokens_per_step() > 1.1
     if dtype == "float32":
-        with platforms.traced_for(platforms.Platform("none", 1)):  # XLA's own operations
+        with trace.tracing(platform=trace.Platform("none", 1)):  # XLA's own operations
             plain = described_programs.decoded_without(dtype, window)
     else:
         plain = described_programs.decoded_without(dtype, window)

@@ -11,12 +11,12 @@ from helpers.host_grammars import Table, mask_after
 from hydrajax.decoding.constraints import words
 from hydrajax.decoding.host_work import AnyText, HostWork, Plan
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.drafters.allowed import only
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.ops.trace import tracing
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree, with_estimates
 from hydrajax.trees.static_tree import TreeTopology
@@ -46,7 +46,7 @@ def filled(tree, vocabulary, draws: bool):
     @jax.jit
     def propose(root, keys):
         draw = Draw(keys, 1.0) if draws else None
-        with only(allowed):
+        with tracing(allowed=allowed):
             return fill(tree, root, guess, None, head, VOCAB, draw)[0]
 
     return jax.device_get(propose(ROOTS, jax.random.split(jax.random.key(1), (len(ROOTS), 3))))

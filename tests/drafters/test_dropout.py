@@ -17,8 +17,7 @@ from helpers.forced import forced_logits
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import platforms
-from hydrajax.models.dropout import drop
+from hydrajax.ops import drop, trace
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 RATE = 0.25
@@ -104,7 +103,7 @@ def test_decoding_and_evaluation_never_drop(base, oracle):
 def test_a_tpu_drops_the_same_elements(tokens):
     """There the mask is stored, a bit for each element."""
     x, key = np.random.default_rng(1).standard_normal((2, tokens, 6)).astype(np.float32), jax.random.key(5)
-    with platforms.traced_for(platforms.Platform("tpu", 1)):
+    with trace.tracing(platform=trace.Platform("tpu", 1)):
         program = jax.jit(lambda x: drop(x, RATE, key)).lower(x)
     assert "ui8" in program.as_text()
     np.testing.assert_array_equal(program.compile()(x), jax.jit(lambda x: drop(x, RATE, key))(x))

@@ -21,11 +21,11 @@ from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import huggingface
 from hydrajax.formats.huggingface import eos_ids, export_llama, load_llama
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import Parameter
 from hydrajax.models.llama_config import RopeScaling
+from hydrajax.ops import trace
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -111,7 +111,7 @@ def test_float32_file_as_bfloat16(tiny_checkpoint):
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_lm_head_is_quantised_some_columns_at_a_time(llama_checkpoint, monkeypatch, tied):
     directory = llama_checkpoint(tie_word_embeddings=tied)
-    monkeypatch.setattr(platforms, "has_few_bits", lambda: True)
+    monkeypatch.setattr(trace, "has_few_bits", lambda: True)
     whole = load_llama(directory, quantize="int4")[1]
     assert whole["embedding" if tied else "lm_head"].shape[0] > 1  # tiles
     read, slices = Parameter.__getitem__, []

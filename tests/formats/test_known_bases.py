@@ -28,11 +28,11 @@ from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
 from hydrajax.formats.tensors import open_tensors
 from hydrajax.lowbit.gguf import official_name
 from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.kernels import few_rows
 from hydrajax.models.layout import MODEL
+from hydrajax.ops import trace
+from hydrajax.ops.cpu import few_rows
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.run_config import load_config
 
@@ -240,7 +240,7 @@ def question_texts() -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_int4_has_exactly_the_weights_of_the_file(real, tmp_path, monkeypatch):
     """The layers are stored in Q4_1, the embedding, which is the lm head too, in Q8_0."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -23,11 +23,11 @@ from helpers.rounded import with_int8
 from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
-from hydrajax.models import platforms
 from hydrajax.models.adapter import TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
+from hydrajax.ops import trace
 
 TOKENS = np.random.default_rng(4).integers(0, 96, (2, 9)).astype(np.int32)
 RANKS = {"layers.1.self_attn.q_proj": 5, "^model.layers.1.self_attn.o_proj": 5}  # by the end of a name, or all of it
@@ -115,9 +115,9 @@ def test_with_an_int8_base(tiny_checkpoint, lora, monkeypatch, kernels):
     Our CPU kernels round the base's inputs too. Where one lies between two steps, a last bit decides, and the positions
     after it differ by more.
     """
-    if kernels and not platforms.has_few_bits():
+    if kernels and not trace.has_few_bits():
         pytest.skip("the CPU kernels were not built")
-    monkeypatch.setattr(platforms, "has_few_bits", lambda: kernels)
+    monkeypatch.setattr(trace, "has_few_bits", lambda: kernels)
     folder = lora(targets=list(TARGETS))
 
     def layers(model):

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractMesh
 
 from helpers.how import sampling
+from hydrajax import ops
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.acceptance import Greedy
@@ -22,10 +23,10 @@ from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.ops import trace
 from hydrajax.sharding import AXES
 from hydrajax.trees import presets
 
@@ -34,7 +35,7 @@ PROMPTS = np.random.default_rng(0).integers(0, 128, (2, 32)).astype(np.int32), n
 DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")}  # by JAX's name for lowering
 
 
-def lowered_step(platform: platforms.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
+def lowered_step(platform: trace.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
     """Lower one decode step to text, without compilation or allocation; several devices share it."""
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
@@ -46,19 +47,19 @@ def lowered_step(platform: platforms.Platform, target: str, dtype: str, kind: st
         mesh = AbstractMesh((), (), abstract_device=device)
     else:
         mesh = AbstractMesh((1, platform.devices), **AXES, abstract_device=device)
-    with platforms.traced_for(platform), jax.sharding.use_abstract_mesh(mesh):
+    with trace.tracing(platform=platform), jax.sharding.use_abstract_mesh(mesh):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
         return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=(target,)).as_text()
 
 
 @contextmanager
-def interpreted(platform: platforms.Platform, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(platform: trace.Platform, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trace for the platform, with its Pallas kernels interpreted on this CPU."""
     real = pl.pallas_call
     monkeypatch.setattr(pl, "pallas_call", lambda *args, **settings: real(*args, **settings | {"interpret": True}))
-    monkeypatch.setattr(backend, "compiler_options", lambda: None)  # this CPU's compiler refuses those of a device
-    with platforms.traced_for(platform):
+    monkeypatch.setattr(ops, "compiler_options", lambda: None)  # this CPU's compiler refuses those of a device
+    with trace.tracing(platform=platform):
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hydrajax.models import platforms
+from hydrajax.ops import trace
 
 GROUP = 32
 
@@ -29,7 +29,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
 
 def with_int8(model: torch.nn.Module, layers=None) -> torch.nn.Module:
     """Round the linear layers of a model, in place, as ``quantize="int8"`` does; by default all of them."""
-    tiles = platforms.has_few_bits()
+    tiles = trace.has_few_bits()
     if layers is None:
         linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
         keep_head = model.config.tie_word_embeddings and not tiles

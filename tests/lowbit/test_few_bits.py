@@ -15,12 +15,10 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
 from hydrajax.lowbit.types import EIGHT_BITS, FOUR_BITS
-from hydrajax.models import platforms
-from hydrajax.models.kernels import few_rows
+from hydrajax.ops import trace
+from hydrajax.ops.cpu import few_rows
 
-pytestmark = pytest.mark.skipif(
-    not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
-)
+pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
 Int4Tiles64, Int4Tiles128 = FOUR_BITS["int4-64"][0], FOUR_BITS["int4-128"][0]
@@ -109,7 +107,7 @@ def test_without_the_kernels_x_is_not_rounded(kind, monkeypatch):
     """As on several devices, where int4 weights lie in tiles too."""
     rng = np.random.default_rng(6)
     x, weight = rng.standard_normal((3, 40)).astype(np.float32), kind.of(rng.standard_normal((40, 70), np.float32))
-    monkeypatch.setattr(platforms, "has_few_bits", lambda: False)
+    monkeypatch.setattr(trace, "has_few_bits", lambda: False)
     np.testing.assert_allclose(product(x, weight), x @ np.asarray(weight.dequantized()), rtol=1e-5, atol=1e-5)
 
 

@@ -15,12 +15,12 @@ from hydrajax.lowbit.kernels.digits import DIGIT, digits
 from hydrajax.lowbit.quantized import Fp8, Int4, Int8
 from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.lowbit.types import quantized_type
-from hydrajax.models import platforms
+from hydrajax.ops import trace
 
 PLATFORMS = {
-    "t4": platforms.Platform("gpu", 1, 7.5),
-    "h100": platforms.Platform("gpu", 1, 9.0),
-    "tpu": platforms.Platform("tpu", 1),
+    "t4": trace.Platform("gpu", 1, 7.5),
+    "h100": trace.Platform("gpu", 1, 9.0),
+    "tpu": trace.Platform("tpu", 1),
 }
 RANDOM = np.random.default_rng(0)
 

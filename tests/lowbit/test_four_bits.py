@@ -15,8 +15,8 @@ from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.tensors import save_safetensors
 from hydrajax.lowbit.files.four_bits import four_bit_kernel
 from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
-from hydrajax.models import platforms
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.ops import trace
 
 WIDTH = 256
 LAYER = {entry.ours[0][-1]: entry for entry in decoder_layer((), "", LlamaConfig(97, WIDTH, 24, 1, 4, 2, 4))}
@@ -82,7 +82,7 @@ def test_a_fused_kernel_equals_its_layers(tmp_path, method, size):
 
 def check_products(kernel, expected: np.ndarray) -> None:
     """Compare products of rows that need no rounding, and each row alone."""
-    if not platforms.has_few_bits():
+    if not trace.has_few_bits():
         return
     outputs = expected[0].size
     x = np.random.default_rng(9).integers(-127, 128, (5, WIDTH)).astype(np.float32)
@@ -155,7 +155,7 @@ def test_scales_beyond_float16_stay_float32(tmp_path, value):
     kernel, _, expected = one_layer(tmp_path, "gptq", change)
     assert kernel.scale.dtype == np.float32
     identical(kernel.dequantized(), np.ascontiguousarray(expected))
-    if platforms.has_few_bits():
+    if trace.has_few_bits():
         x = np.full((1, 64), 127, np.float32)
         np.testing.assert_allclose(kernel.project(x, jnp.float32), x @ expected, rtol=1e-4)
 

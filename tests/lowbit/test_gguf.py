@@ -32,11 +32,11 @@ from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, store
 from hydrajax.formats.tensors import GGUF_INDEX, GgufFiles, open_tensors
 from hydrajax.lowbit import gguf as module
 from hydrajax.lowbit.tiles import Int4Tiles
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
 from hydrajax.models.llama_config import RopeScaling
+from hydrajax.ops import trace
 from hydrajax.text.tokenizer import load_tokenizer
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -181,7 +181,7 @@ def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path
     assert m.generate([ids], max_new_tokens=16)[0].output_ids == greedy(theirs, ids, 16)
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.quick("Q4_1-int4")
 @pytest.mark.parametrize(("kind", "stored"), [("Q4_1", "int4"), ("Q4_0", "int4"), ("Q8_0", None), ("F16", None)])
 def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
@@ -205,7 +205,7 @@ def test_who_wants_float_weights_gets_them(write, monkeypatch):
     file = write("Q4_0")
     for given in ({"quantize": "none"}, {"dtype": "float32"}, {"dtype": "bfloat16"}):
         assert hydrajax.load(file, **given).model.quantize is None
-    monkeypatch.setattr(platforms, "has_few_bits", lambda: False)
+    monkeypatch.setattr(trace, "has_few_bits", lambda: False)
     with pytest.warns(UserWarning, match="base: its 4-bit weights are widened, as the CPU kernels were not built"):
         assert hydrajax.load(file).model.quantize is None
     refusal(lambda: hydrajax.load(file, quantize="int3"), "quantize: got 'int3', expected none, int8")

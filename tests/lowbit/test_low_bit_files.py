@@ -28,9 +28,9 @@ from hydrajax.formats.tensors import save_safetensors
 from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.lowbit.tiles import Int4Tiles
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
+from hydrajax.ops import trace
 
 IDS = [3, 1, 41, 5, 92, 6, 5, 35, 8, 9]
 
@@ -131,7 +131,7 @@ def test_quantised_again(quantised, float_checkpoint, tmp_path, case, quantize):
     assert fingerprint(directory) == fingerprint(floats)
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.parametrize(("case", "quantize"), [("awq", "int4"), ("packed_4", "int4-128")])
 def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
     """In the layers that the file has in 4 bits; the others are rounded."""
@@ -148,7 +148,7 @@ def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
             identical(np.asarray(found), np.asarray(expected))
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.parametrize("case", ["awq", "gptq", "gptq_8_bits", "packed_4", "int_8", "fp8", "bnb_nf4"])
 def test_integers_of_4_bits_are_the_default(quantised, case):
     directory, _ = quantised(case)
@@ -156,7 +156,7 @@ def test_integers_of_4_bits_are_the_default(quantised, case):
     assert stored == ("int4" if case in ("awq", "gptq", "packed_4") else None)
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
     """The down projections have three groups, the other layers one."""
     directory, _ = quantised("gptq_act_order")
@@ -173,7 +173,7 @@ def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
     assert errors[0] < 0.3 * errors[1]
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_layers_of_one_kernel_with_different_groups_are_named(quantised, monkeypatch):
     directory, _ = quantised("gptq_act_order")
     monkeypatch.setattr(huggingface, "four_bit_kernel", lambda files, entry, unlike: unlike.append(entry))
@@ -191,7 +191,7 @@ def test_fp8_keeps_the_numbers_of_the_file(quantised, case, same):
     """If scales are those of outputs; blocks are rounded again."""
     directory, _ = quantised(case)
     _, plain = load_llama(directory)
-    with platforms.traced_for(platforms.Platform("gpu", 1, 8.9)):
+    with trace.tracing(platform=trace.Platform("gpu", 1, 8.9)):
         _, low = load_llama(directory, quantize="fp8")
     assert low["lm_head"].dtype == jnp.int8
     for name in ("qkv", "out", "gate_up", "down"):
@@ -202,13 +202,13 @@ def test_fp8_keeps_the_numbers_of_the_file(quantised, case, same):
         np.testing.assert_allclose(found, expected, rtol=2**-4, atol=1e-3)
 
 
-@pytest.mark.parametrize("platform", [platforms.Platform("cpu", 1), platforms.Platform("gpu", 1, 8.6)])
+@pytest.mark.parametrize("platform", [trace.Platform("cpu", 1), trace.Platform("gpu", 1, 8.6)])
 def test_devices_without_fp8(float_checkpoint, platform):
     expected = (
         "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, files in "
         "fp8 are widened"
     )
-    with platforms.traced_for(platform):
+    with trace.tracing(platform=platform):
         refusal(lambda: load_llama(float_checkpoint, quantize="fp8"), expected)
 
 

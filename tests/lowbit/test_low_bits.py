@@ -11,7 +11,7 @@ from hydrajax import assets
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.lowbit.tiles import Int8Tiles
-from hydrajax.models import platforms
+from hydrajax.ops import trace
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def", "for i in"]
 
@@ -21,7 +21,7 @@ def quantized_parts(params) -> int:
     return sum(isinstance(leaf, Int8Tiles) for leaf in leaves)
 
 
-@pytest.mark.skipif(not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.quick("int4")
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
@@ -44,7 +44,7 @@ def int8_and_float_heads(tmp_path):
 def test_heads_in_int8_stay_int8_whatever_the_base(int8_and_float_heads):
     """Only heads whose file holds floats are floats, with a float base."""
     m, widened = int8_and_float_heads
-    assert (quantized_parts(m.params.draft) >= 8) == platforms.has_few_bits()
+    assert (quantized_parts(m.params.draft) >= 8) == trace.has_few_bits()
     assert quantized_parts(widened.params.draft) == quantized_parts(m.params.base) == 0
 
 

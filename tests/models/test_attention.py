@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import attention, backend, platforms
+from hydrajax import ops
+from hydrajax.models import attention
 from hydrajax.models.attention import Causal, Filled, KVSegment, SamePosition, attend, attend_plain
+from hydrajax.ops import trace
 
 
 def normal(rng, *shape):
@@ -97,10 +99,10 @@ def test_a_long_prompt_does_not_materialise_all_scores():
 def test_long_prompts_use_cudnn_on_a_gpu(monkeypatch):
     called = []
     monkeypatch.setattr(
-        backend, "attend_text", lambda q, k, v, window: called.append(window) or jnp.zeros((1, 300, 256), q.dtype)
+        ops, "attend_text", lambda q, k, v, window: called.append(window) or jnp.zeros((1, 300, 256), q.dtype)
     )
     shape = jax.ShapeDtypeStruct((1, 4, 300, 64), jnp.bfloat16)
-    with platforms.traced_for(platforms.Platform("gpu", 1, 9.0)):
+    with trace.tracing(platform=trace.Platform("gpu", 1, 9.0)):
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300, 50))]), shape, shape, shape)
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, np.ones((300, 300), bool))]), shape, shape, shape)
     assert called == [50]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from helpers.released import refusal
-from hydrajax.models import expert_products, platforms
-from hydrajax.models.expert_products import expert_sum
-from hydrajax.models.experts import route
+from hydrajax.models import experts
+from hydrajax.models.experts import expert_sum, route
 from hydrajax.models.llama_config import Experts
+from hydrajax.ops import trace
 
 COUNT, PER_TOKEN, WIDTH, MLP = 6, 2, 48, 40
 
@@ -47,8 +47,8 @@ def summed(*args):
 def way(request, monkeypatch):
     """Choose how to multiply: by our CPU kernels, if they are built, or by XLA, a block of rows at a time."""
     if request.param == "blocks":
-        monkeypatch.setattr(expert_products, "multiplies_pairs", lambda *_: False)
-        monkeypatch.setattr(expert_products, "ROWS_OF_BLOCK", 8)
+        monkeypatch.setattr(experts, "multiplies_pairs", lambda *_: False)
+        monkeypatch.setattr(experts, "ROWS_OF_BLOCK", 8)
 
 
 @pytest.mark.parametrize(("n_tokens", "dtype"), [(1, np.float32), (40, np.float32), (7, jnp.bfloat16)])
@@ -58,7 +58,7 @@ def test_only_chosen_experts_are_read(way, n_tokens, dtype):
     np.testing.assert_allclose(jax.jit(summed)(*args).astype(np.float32), expected(*args), rtol=0, **tolerance)
 
 
-@pytest.mark.skipif(not platforms.has_cpu_kernels(), reason="XLA's products of one row sum in another order")
+@pytest.mark.skipif(not trace.has_cpu_kernels(), reason="XLA's products of one row sum in another order")
 def test_a_token_has_the_same_bits_in_any_batch():
     x, ids, weights, *kernels = problem(40)
     together = jax.jit(summed)(x, ids, weights, *kernels)[:, 3:4]

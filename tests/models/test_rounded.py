@@ -7,11 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import platforms
-from hydrajax.models.attention import Causal, Filled, KVSegment, attend, attend_plain
+from hydrajax.models.attention import (
+    KV_CACHES,
+    Causal,
+    Filled,
+    Int8Vectors,
+    KVSegment,
+    attend,
+    attend_plain,
+    rounded,
+    widened,
+)
 from hydrajax.models.cache import KVCache, append, cut_caches, init_cache
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.rounded import KV_CACHES, Int8Vectors, rounded, widened
+from hydrajax.ops import trace
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 4, 2, 16
 LENGTHS = np.array([40, 7, 0])
@@ -95,7 +104,7 @@ def test_chosen_tokens_are_written_after_each_sequence(kv_cache):
 
 
 def test_the_cpu_kernel_reads_every_type():
-    if not platforms.has_cpu_kernels():
+    if not trace.has_cpu_kernels():
         pytest.skip("the CPU kernels were not built, or several devices")
     keys = jnp.ones((1, 1, 4, HEAD_DIM))
     for kv_cache in KV_CACHES:

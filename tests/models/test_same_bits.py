@@ -12,16 +12,14 @@ import pytest
 
 from hydrajax.formats.huggingface import KERNELS
 from hydrajax.lowbit.types import quantized_type
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import Experts, LlamaConfig
+from hydrajax.ops import trace
 
-pytestmark = pytest.mark.skipif(
-    not platforms.has_few_bits(), reason="the CPU kernels were not built, or several devices"
-)
+pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
 TYPES = (None, "int8", "int4")

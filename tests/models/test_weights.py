@@ -25,10 +25,10 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.lowbit.tiles import Int8Tiles
-from hydrajax.models import platforms
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.weights import project
+from hydrajax.ops import trace
 from hydrajax.trees import presets
 
 QUICK = {"xla_backend_optimization_level": 0}  # compilation takes nearly all the time of these tests
@@ -166,7 +166,7 @@ def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
     directory, model, params = loaded
     plain_model, plain = load_llama(directory)
     assert model.config == plain_model.config
-    tied, tiles = model.config.tied_lm_head, platforms.has_few_bits()
+    tied, tiles = model.config.tied_lm_head, trace.has_few_bits()
     head = "lm_head" if not tied else "embedding" if tiles else None
     quantized = {"qkv", "out", "gate_up", "down"} | ({head} if head else set())
     seen = set()

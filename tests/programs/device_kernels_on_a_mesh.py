@@ -12,21 +12,22 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from helpers.described_programs import CONFIG
+from hydrajax import ops
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.drafters.drafter import abstract_draft
-from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import abstract_base
+from hydrajax.ops import trace
 from hydrajax.sharding import make_mesh, tree_shardings
 
-PLATFORMS = {"gpu": platforms.Platform("gpu", 1, 9.0), "tpu": platforms.Platform("tpu", 1)}
+PLATFORMS = {"gpu": trace.Platform("gpu", 1, 9.0), "tpu": trace.Platform("tpu", 1)}
 DRAFTS = {"lookup": "chain-3", "hydra++": "cartesian-3x2"}
 
 
 def main(folder: Path) -> None:
     real = pl.pallas_call
     pl.pallas_call = lambda *args, **settings: real(*args, **settings | {"interpret": True})
-    backend.compiler_options = lambda: None  # this CPU's compiler refuses those of a device
+    ops.compiler_options = lambda: None  # this CPU's compiler refuses those of a device
     random = np.random.default_rng(0)
     prompt, lengths = random.integers(0, 128, (2, 32)).astype(np.int32), np.array([32, 9], np.int32)
     model, base = random_base(CONFIG)
@@ -42,7 +43,7 @@ def main(folder: Path) -> None:
             )
             both = []
             for devices, given in ((1, params), (4, placed)):
-                with platforms.traced_for(described._replace(devices=devices)):
+                with trace.tracing(platform=described.replace(devices=devices)):
                     decode = make_decode_fn(model, drafter, tree, max_new_tokens=40)
                     out = decode(given, prompt, lengths)
                     both.append([out.tokens.tolist(), out.accept_lengths.tolist()])

@@ -1,4 +1,4 @@
-"""Call the functions of `hydrajax.models.per_device` on a mesh, and describe the decode step compiled for it.
+"""Call the functions of `hydrajax.ops.sharded` on a mesh, and describe the decode step compiled for it.
 
 Arguments: the folder for ``answer.json``, and the kinds of drafts to compile a step with. Every comparison is with
 NumPy or with the same call without a mesh.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax import ops
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
@@ -23,12 +24,12 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.lowbit.quantized import Int4, Int8
-from hydrajax.models import backend, products
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.ranking import top_tokens
-from hydrajax.models.sequence_parallel import all_tokens, dividing_tokens, summed_by_token
+from hydrajax.ops import top_tokens
+from hydrajax.ops.sharded import all_tokens, summed_by_token
+from hydrajax.ops.trace import tracing
 from hydrajax.sharding import make_mesh, on_mesh, tree_shardings
 from hydrajax.trees import presets
 
@@ -54,7 +55,7 @@ def looked_up(mesh) -> list[bool]:
         table = np.asarray(RANDOM.standard_normal((rows, 16)), jnp.dtype(dtype))
         ids = RANDOM.integers(-2, rows + 2, (4, 5), dtype=np.int32)
         with on_mesh(mesh):
-            found.append(np.array_equal(jax.jit(backend.take_rows)(table, ids), table[np.clip(ids, 0, rows - 1)]))
+            found.append(np.array_equal(jax.jit(ops.take_rows)(table, ids), table[np.clip(ids, 0, rows - 1)]))
     return found
 
 
@@ -67,13 +68,13 @@ def divided_by_tokens(mesh) -> dict:
     ids = RANDOM.integers(0, 96, (4, 16), dtype=np.int32)
 
     def run(table, up, down):
-        x = backend.take_rows(table, ids)
-        x, normed = backend.add_norm(x, x, jnp.ones(32), 1e-6)
-        gate, value = products.matmul_parts(all_tokens(normed), up, jnp.float32)
-        return x + summed_by_token(products.matmul(gate * value, down, jnp.float32))
+        x = ops.take_rows(table, ids)
+        x, normed = ops.add_norm(x, x, jnp.ones(32), 1e-6)
+        gate, value = ops.matmul_parts(all_tokens(normed), up, jnp.float32)
+        return x + summed_by_token(ops.matmul(gate * value, down, jnp.float32))
 
     def with_gradient(*weights):
-        with dividing_tokens():
+        with tracing(sharded_tokens=True):
             return run(*weights), jax.grad(lambda *weights: jnp.sum(run(*weights) ** 3), (0, 1, 2))(*weights)
 
     want = jax.jit(with_gradient)(table, up, down)
@@ -124,7 +125,7 @@ def appended(mesh) -> list[bool]:
             rows = block[row] if chosen is None else block[row][:, chosen[row]]
             want[row, :, start : start + rows.shape[1]] = rows
         with on_mesh(mesh):
-            (got,) = jax.jit(lambda *x: backend.append_rows([x[0]], [x[1]], *x[2:]))(cache, block, chosen, starts)
+            (got,) = jax.jit(lambda *x: ops.append_rows([x[0]], [x[1]], *x[2:]))(cache, block, chosen, starts)
         found.append(np.array_equal(got, want))
     return found
 

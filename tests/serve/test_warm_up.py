@@ -17,7 +17,7 @@ import pytest
 from helpers.compilations import no_compilation
 from helpers.host_grammars import HostGrammar
 from helpers.letters import TREE, pool
-from hydrajax.models.backend import host_calls
+from hydrajax.ops import host_calls
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.idle_times import idle_times

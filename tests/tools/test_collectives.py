@@ -16,7 +16,7 @@ HLO = """\
 HloModule jit_step
 
 FileNames
-1 "/home/me/hydrajax/models/backend.py"
+1 "/home/me/hydrajax/ops/__init__.py"
 2 "/home/me/hydrajax/models/layers.py"
 
 FunctionNames
@@ -99,7 +99,7 @@ def test_the_turns_of_a_loop_are_those_of_its_condition():
 def test_collectives_are_listed_with_the_lines_that_they_come_from():
     first, *others = collectives.listed(HLO)
     assert first.split() == [
-        "1", "x", "0.0082", "MB", "all-reduce", "bf16[4096]", "Llama/dot", "hydrajax/models/backend.py:42",
+        "1", "x", "0.0082", "MB", "all-reduce", "bf16[4096]", "Llama/dot", "hydrajax/ops/__init__.py:42",
         "contract", "<", "hydrajax/models/layers.py:109", "DecoderLayer.__call__",
     ]  # fmt: skip
     assert [line.split()[4] for line in others] == ["all-gather", "all-to-all"]

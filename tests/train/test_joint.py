@@ -18,10 +18,10 @@ from helpers.loss_examples import random_params, rows_with_gaps
 from helpers.released import refusal
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
-from hydrajax.models import platforms
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.packed_forward import run_base
+from hydrajax.ops import trace
 from hydrajax.sharding import make_mesh
 from hydrajax.train.losses import IGNORED, Objective
 from hydrajax.train.metrics import read_metrics
@@ -205,9 +205,9 @@ def test_a_base_in_few_bits_teaches_what_its_rounded_weights_do(
     example, monkeypatch, quantize, type_of, kernels, error, heads_error
 ):
     """As in QLoRA, the gradients of adapter and heads equal those with float weights of the same values."""
-    if kernels and not platforms.has_few_bits():
+    if kernels and not trace.has_few_bits():
         pytest.skip("the CPU kernels were not built, or several devices")
-    monkeypatch.setattr(platforms, "has_few_bits", lambda: kernels)
+    monkeypatch.setattr(trace, "has_few_bits", lambda: kernels)
     loss, params, frozen, batch = example()
     floats, bits = in_few_bits(frozen, type_of)
     model = loss.heads.model.clone(quantize=quantize)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hydrajax import ops
 from hydrajax.cli.serve import tree_for
-from hydrajax.models import backend
 from hydrajax.stored_trees import FastestTree
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
@@ -75,7 +75,7 @@ class Searched:
 
 
 def test_the_server_cuts_only_trees_that_were_searched_for_one_sequence(monkeypatch):
-    monkeypatch.setattr(backend, "step_rows", lambda: 10)
+    monkeypatch.setattr(ops, "step_rows", lambda: 10)
     sizes = [tree_for(Searched(b1="chain-15"), batch).size for batch in (1, 2, 4, 8, 32)]
     assert sizes == [16, 5, 2, 2, 2]
     both = Searched(b1="chain-15", b4="chain-7")
@@ -83,7 +83,7 @@ def test_the_server_cuts_only_trees_that_were_searched_for_one_sequence(monkeypa
 
 
 def test_the_server_prefers_trees_that_were_measured_on_this_device(monkeypatch):
-    monkeypatch.setattr(backend, "step_rows", lambda: 10)
+    monkeypatch.setattr(ops, "step_rows", lambda: 10)
 
     def sizes(**names: str | None) -> list[int]:
         trees = {int(at[1:]): None if name is None else presets.by_name(name) for at, name in names.items()}

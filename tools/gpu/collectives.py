@@ -45,6 +45,6 @@ def _bytes(one: Instruction) -> int:
 
 def _told_apart(lines: Sequence[str]) -> list[str]:
     """Return the innermost line and its two nearest callers outside shared helpers, which identify the product."""
-    helpers = (*(f"hydrajax/models/{name}.py" for name in ("backend", "products", "weights")), "tools/")
+    helpers = "hydrajax/ops/", "hydrajax/models/weights.py", "tools/"
     callers = [line for line in lines[1:] if not line.startswith(helpers)]
     return [*lines[:1], *callers[:2]]

@@ -21,6 +21,7 @@ from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from draft_lm_heads import drafter_for
 from expert_blocks import moved_by_experts
 
+from hydrajax import ops
 from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.shapes import SHAPES
@@ -36,10 +37,11 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.lowbit.types import QUANTIZED
-from hydrajax.models import backend, platforms
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
-from hydrajax.models.kernels import append_rows, experts_gpu, tree_attention
 from hydrajax.models.llama import Llama
+from hydrajax.ops import trace
+from hydrajax.ops.gpu import append_rows, tree_attention
+from hydrajax.ops.gpu import experts as experts_gpu
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -125,7 +127,7 @@ class Compiled:
 def compile_case(case: Case, devices: ModuleType = described_gpu) -> Compiled:
     """Compile a case for ``case.device`` as ``devices`` describes it: `described_gpu`, or that of TPUs."""
     with (
-        platforms.traced_for(devices.platform(case.device, case.devices)),
+        trace.tracing(platform=devices.platform(case.device, case.devices)),
         devices.described(case.device, case.devices),
     ):
         return _compile(case, devices.placed_on(case.device, case.devices))
@@ -161,7 +163,7 @@ def _compile(case: Case, place: Callable) -> Compiled:
         with _without_cudnn():
             carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
         lowered = _jitted(case, call, donate_argnums=1).lower(*place(boxed, carry))
-    program = lowered.compile(compiler_options=backend.compiler_options())
+    program = lowered.compile(compiler_options=ops.compiler_options())
     tokens = prompt.shape[1] if alone else engine.tree.size  # of a sequence
     floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context, tokens)
     floor += 0 if case.what == "verify" else nbytes(params.draft)
@@ -211,7 +213,7 @@ def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
 
 def _without_cudnn() -> contextlib.AbstractContextManager:
     """Return a context in which a prompt's attention, which does not count, needs no cuDNN, a GB to install."""
-    return mock.patch.object(backend, "attends_text", return_value=False)
+    return mock.patch.object(ops, "attends_text", return_value=False)
 
 
 def _jitted(case: Case, call: Callable, **settings):

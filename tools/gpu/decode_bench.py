@@ -33,6 +33,7 @@ from draft_lm_heads import LM_HEADS, drafter_for
 from json_lines import write_lines
 from kernel_times import kernels_per_step
 
+from hydrajax import ops
 from hydrajax.bench.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.bench.device_memory import copy_bandwidth, peak_memory
 from hydrajax.bench.random_models import random_base, with_random_params
@@ -42,9 +43,9 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
 from hydrajax.lowbit.types import QUANTIZED
-from hydrajax.models import backend, platforms
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.ops import trace
 from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")
@@ -97,7 +98,7 @@ def main() -> int:
                 DecodeSpec(drafter, tree).check(config)
     except HydrajaxError as error:
         parser.error(error.as_flag(["--drafts", "--lm-head"]))
-    if args.trace and backend.compiler_options():
+    if args.trace and ops.compiler_options():
         parser.error("--trace: got CUDA graphs, of which a trace shows one step: set HYDRAJAX_CUDA_GRAPHS=0")
 
     use_compilation_cache()
@@ -117,9 +118,9 @@ def main() -> int:
         "quantize": args.quantize,
         "lm_head": args.lm_head,
         "dynamic": args.dynamic,
-        "gpu_kernels": platforms.has_triton(),
-        "tpu_kernels": platforms.has_mosaic(),
-        "compiler_options": backend.compiler_options(),
+        "gpu_kernels": trace.has_triton(),
+        "tpu_kernels": trace.has_mosaic(),
+        "compiler_options": ops.compiler_options(),
         "copy_gigabytes_per_second": bandwidth / 1e9,
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("HYDRAJAX", "XLA"))},
     }

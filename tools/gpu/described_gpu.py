@@ -13,7 +13,7 @@ from jax._src.mesh import AbstractDevice  # named in an error message of JAX, bu
 from jax.experimental import topologies
 from placed_shapes import abstract_devices, placed_shapes
 
-from hydrajax.models.platforms import Platform
+from hydrajax.ops.trace import Platform
 
 _TARGET = """
 gpu_device_info {{

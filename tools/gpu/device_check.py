@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -25,8 +25,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
-from hydrajax.models import platforms
-from hydrajax.models.kernels import check
+from hydrajax.ops import check, trace
 from hydrajax.trees import presets
 
 
@@ -39,28 +38,34 @@ def main() -> int:
     args = parser.parse_args()
 
     found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "cells": []}
-    kernels = "TPU" if platforms.on_tpu() else "GPU"
-    found["kernels"] = check.disagreement(kernels, interpret=platforms.on_cpu()) or "agree with NumPy"
+    kernels = "TPU" if trace.on_tpu() else "GPU"
+    found["kernels"] = check.disagreement(kernels, interpret=trace.on_cpu()) or "agree with NumPy"
     print(found["kernels"], flush=True)
-    for dtype, own in itertools.product(["float32", "bfloat16"], ["1", "0"]):
-        os.environ[f"HYDRAJAX_{kernels}_KERNELS"] = os.environ["HYDRAJAX_CUDA_GRAPHS"] = own
-        base = hydrajax.load(assets.base(), dtype=dtype)
-        prompts = np.random.default_rng(0).integers(0, base.model.config.vocab_size, (args.prompts, 32), dtype=np.int32)
-        want = make_autoregressive_fn(base.model, max_new_tokens=args.new_tokens)(Params(base.params.base, {}), prompts)
-        for name in args.drafts.split(","):
-            loaded = base.with_draft(assets.path(name))
-            began = time.perf_counter()
-            decode = make_decode_fn(loaded.model, loaded.drafter, presets.sparse(), max_new_tokens=args.new_tokens)
-            out = decode(loaded.params, prompts)
-            equal = (np.asarray(out.tokens) == np.asarray(want.tokens)).all(axis=1)
-            cell = {"dtype": dtype, "own_kernels_and_graphs": own == "1", "draft": name, "rows": len(equal)}
-            cell |= {"equal_rows": int(equal.sum()), "tokens_per_step": out.tokens_per_step()}
-            found["cells"].append(cell | {"seconds": time.perf_counter() - began})
-            args.out.write_text(json.dumps(found, indent=1))
-            print(json.dumps(found["cells"][-1]), flush=True)
+    for dtype, own in itertools.product(["float32", "bfloat16"], [True, False]):
+        here = trace.platform().replace(gpu_kernels=own, tpu_kernels=own, cuda_graphs=own)
+        with trace.tracing(platform=here):
+            for cell in _cells(args, dtype):
+                found["cells"].append({"dtype": dtype, "own_kernels_and_graphs": own, **cell})
+                args.out.write_text(json.dumps(found, indent=1))
+                print(json.dumps(found["cells"][-1]), flush=True)
     # In bfloat16 two tokens can be equally likely, and rounding decides.
     exact = all(cell["equal_rows"] == cell["rows"] for cell in found["cells"] if cell["dtype"] == "float32")
     return 0 if exact and found["kernels"] == "agree with NumPy" else 1
+
+
+def _cells(args: argparse.Namespace, dtype: str) -> Iterator[dict]:
+    """Decode with each draft; yield the rows that equal decoding without one."""
+    base = hydrajax.load(assets.base(), dtype=dtype)
+    prompts = np.random.default_rng(0).integers(0, base.model.config.vocab_size, (args.prompts, 32), dtype=np.int32)
+    want = make_autoregressive_fn(base.model, max_new_tokens=args.new_tokens)(Params(base.params.base, {}), prompts)
+    for name in args.drafts.split(","):
+        loaded = base.with_draft(assets.path(name))
+        began = time.perf_counter()
+        decode = make_decode_fn(loaded.model, loaded.drafter, presets.sparse(), max_new_tokens=args.new_tokens)
+        out = decode(loaded.params, prompts)
+        equal = (np.asarray(out.tokens) == np.asarray(want.tokens)).all(axis=1)
+        cell = {"draft": name, "rows": len(equal), "equal_rows": int(equal.sum())}
+        yield cell | {"tokens_per_step": out.tokens_per_step(), "seconds": time.perf_counter() - began}
 
 
 if __name__ == "__main__":

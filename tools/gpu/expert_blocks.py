@@ -34,7 +34,7 @@ def blocks_of(case: Case, size: int) -> float:
 
 
 def moved_by_experts(case: Case, instruction: Instruction, operands: tuple[str, ...]) -> tuple[int, int]:
-    """Return the bytes that `hydrajax.models.kernels.experts_gpu` reads and writes, for the expected blocks."""
+    """Return the bytes that `hydrajax.ops.gpu.experts` reads and writes, for the expected blocks."""
     x, rows, _, *weights = operands
     result = re.match(r"\w+\[(\d+),(\d+)", instruction.shape)
     n_blocks, tile = int(result[1]), int(result[2])

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, SingleDeviceSharding
 
-from hydrajax.models import products
+from hydrajax import ops
 from hydrajax.sharding import AXES, in_order, sharding
 
 
@@ -36,7 +36,7 @@ def placed_shapes(devices: Sequence) -> Callable:
 
     def weight(leaf):
         x, axes = (leaf.value, leaf.names) if isinstance(leaf, nn.LogicallyPartitioned) else (leaf, None)
-        home = in_order(home_of(x.shape, axes), products.stored_order(x.shape, x.dtype, axes))
+        home = in_order(home_of(x.shape, axes), ops.stored_order(x.shape, x.dtype, axes))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=home)
 
     def other(x):

@@ -32,7 +32,7 @@ from hydrajax.bench.device_memory import copy_bandwidth, nbytes
 from hydrajax.bench.timing import median_ms
 from hydrajax.lowbit.kernels import few_bits_gpu
 from hydrajax.lowbit.types import QUANTIZED, quantized_type
-from hydrajax.models.products import matmul
+from hydrajax.ops import matmul
 
 SHAPES = {"qkv": (4096, 12288), "out": (4096, 4096), "gate_up": (4096, 22016), "down": (11008, 4096)}  # of a 7B
 SAMPLE = 64  # columns that are quantised, on the host; a weight repeats them

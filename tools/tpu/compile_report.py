@@ -42,7 +42,7 @@ from expert_blocks import blocks_of  # noqa: E402
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.lowbit.kernels import few_bits_tpu  # noqa: E402
 from hydrajax.models import expert_products  # noqa: E402
-from hydrajax.models.kernels import tree_attention_tpu  # noqa: E402
+from hydrajax.ops.tpu import tree_attention as tree_attention_tpu  # noqa: E402
 
 VECTOR_OPERATIONS = 4 * 8 * 128  # of a cycle
 SPLASH_PRODUCTS = {"dkv": 4, "dq": 3}  # of a gradient's kernels, which compute the scores again; forward 2

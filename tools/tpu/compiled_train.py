@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.errors import HydrajaxError
-from hydrajax.models import platforms
 from hydrajax.models.base_model import abstract_base
+from hydrajax.ops import trace
 from hydrajax.sharding import AXES
 from hydrajax.train.dry_run import abstract_run, abstract_task
 from hydrajax.train.run_config import load_config, recipes
@@ -41,7 +41,7 @@ def compile_train(case: Case) -> Compiled:
     shape = shape.replace(n_layers=case.layers or shape.n_layers)
     began = time.perf_counter()
     with (
-        platforms.traced_for(described_tpu.platform(case.device, case.devices)),
+        trace.tracing(platform=described_tpu.platform(case.device, case.devices)),
         described_tpu.described(case.device, case.devices),
     ):
         task = abstract_task(config, shape, mesh)

@@ -23,7 +23,7 @@ from jax.experimental import topologies
 from placed_shapes import abstract_devices, placed_shapes
 
 from hydrajax.bench.roofline.devices import Device, device_of
-from hydrajax.models import platforms
+from hydrajax.ops import trace
 
 
 class Chip(NamedTuple):
@@ -54,9 +54,9 @@ CHIPS = {
 }
 
 
-def platform(chip: str, count: int) -> platforms.Platform:
+def platform(chip: str, count: int) -> trace.Platform:
     """Return the platform that programs for this many chips are traced for."""
-    return platforms.Platform("tpu", count)
+    return trace.Platform("tpu", count)
 
 
 def devices_of(chip: str, count: int) -> Sequence[jax.Device]:

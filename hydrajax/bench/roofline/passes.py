@@ -23,7 +23,7 @@ from hydrajax.drafters.drafter import Drafter, Outcome, Trainable, abstract_draf
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.platforms import traced_for
+from hydrajax.ops.trace import tracing
 from hydrajax.trees.dynamic import CandidateTree
 
 Operators = tuple[Operator, ...]
@@ -187,7 +187,7 @@ def _shallow(drafter: Drafter, layers: int) -> Drafter:
 @cached
 def boxed_base(model: Llama) -> Any:
     """Return the shapes, dtypes and logical axes of a model's parameters."""
-    with traced_for(PLAIN):  # int8 weights keep their shapes there
+    with tracing(platform=PLAIN):  # int8 weights keep their shapes there
         return abstract_base(model)
 
 
@@ -199,7 +199,7 @@ def abstract_params(model: Llama) -> Any:
 @cached
 def boxed_draft(drafter: Drafter, base: Llama) -> Any:
     """Return the shapes and dtypes of a drafter's parameters, with the logical axes of those that devices divide."""
-    with traced_for(PLAIN):
+    with tracing(platform=PLAIN):
         if isinstance(drafter, Trainable):
             return abstract_draft(drafter, base)
         return jax.eval_shape(
@@ -245,5 +245,5 @@ def _integers(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _abstract(make) -> Any:
-    with traced_for(PLAIN):
+    with tracing(platform=PLAIN):
         return jax.eval_shape(make)

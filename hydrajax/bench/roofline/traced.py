@@ -5,7 +5,7 @@ Functions are traced on abstract arrays: nothing is computed and a 7B model take
 - **products** (`dot_general`): 2 operations per term of every sum; traffic is both inputs and the output, once. This is
   the count of medusa appendix G, table 5 (its O() drops the 2 and the bytes of a number).
 - **rankings**: an argmax or top-k reads the output of the product before it.
-- **experts** (`hydrajax.models.expert_products`): a loop over blocks of tokens of one expert each. Each token is
+- **experts** (`hydrajax.models.experts`): a loop over blocks of tokens of one expert each. Each token is
   multiplied with its own experts; those that `woken` expects are traffic.
 - **operations between products** (norms, softmax, SiLU, rotations): XLA fuses them, so they are traffic only; they read
   the output of the product before them and write the input of the product after them. A table lookup is a copy.
@@ -37,7 +37,7 @@ from jax.extend.core import Literal as Constant
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.operators import Operator, collective, elementwise, flops, joined_ranking, merged
 from hydrajax.bench.woken_experts import woken
-from hydrajax.models.platforms import Platform, traced_for
+from hydrajax.ops.trace import Platform, tracing
 
 # Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
 PLAIN = Platform("none", 1)
@@ -65,7 +65,7 @@ def trace(
     Raises:
         ValueError: a product is in a loop of unknown length.
     """
-    with traced_for(PLAIN):
+    with tracing(platform=PLAIN):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     names = [jax.tree_util.keystr(path, simple=True, separator=" ") for path in paths]

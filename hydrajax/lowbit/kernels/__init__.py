@@ -1,1 +1,1 @@
-"""Kernels of products with weights of few bits. Those of a CPU are in C++ (`hydrajax.models.kernels`)."""
+"""Kernels of products with weights of few bits. Those of a CPU are in C++ (`hydrajax.ops.cpu`)."""

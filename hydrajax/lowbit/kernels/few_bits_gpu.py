@@ -4,7 +4,7 @@ XLA multiplies 8-bit weights with one scale per output as they lie in memory, bu
 out in 16 bits in every step (`hydrajax.lowbit.quantized.Int4`). Here a program widens some columns
 of some groups in registers. The groups of a narrow weight are split among programs, whose sums are added after them.
 
-Written in Pallas for Triton, like `hydrajax.models.kernels.tree_attention`. It needs compute capability 8.0.
+Written in Pallas for Triton, like `hydrajax.ops.gpu.tree_attention`. It needs compute capability 8.0.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from hydrajax import ops
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
 from hydrajax.locking import in_use
-from hydrajax.models import backend
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, run_base
 from hydrajax.sharding import replicated
@@ -126,7 +126,7 @@ def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, 
     def forward(params, tokens, segments):
         hidden = run_base(model, params, tokens, segments=segments).hidden
         width = chunk_width(config.objective.chunk_tokens, tokens.shape)  # logits exist for one chunk at a time
-        chunks = jax.lax.map(lambda x: backend.argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width))
+        chunks = jax.lax.map(lambda x: ops.argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width))
         best = jnp.moveaxis(chunks, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
         return hidden.astype(dtype), best
 

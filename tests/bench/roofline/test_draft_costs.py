@@ -13,9 +13,9 @@ from hydrajax.bench.roofline.passes import begin, draft_parameters, propose
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.ops.cpu import few_rows
 from hydrajax.trees import DynamicTree, presets
 
 SEVEN = PRESETS["7b"]

@@ -19,9 +19,9 @@ from hydrajax.bench.roofline.prediction import Workload, predict
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
-from hydrajax.models.kernels import few_rows
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.ops.cpu import few_rows
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]

@@ -15,14 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
-from hydrajax.models.kernels import (
-    experts_gpu,
-    text_attention_tpu,
-    tree_attention,
-    tree_attention_tpu,
-)
-from hydrajax.models.kernels.add_norm import add_norm
-from hydrajax.models.kernels.append_rows import append_rows
+from hydrajax.ops.gpu import experts as experts_gpu
+from hydrajax.ops.gpu import tree_attention
+from hydrajax.ops.gpu.add_norm import add_norm
+from hydrajax.ops.gpu.append_rows import append_rows
+from hydrajax.ops.tpu import text_attention as text_attention_tpu
+from hydrajax.ops.tpu import tree_attention as tree_attention_tpu
 
 # For sums of numbers near 1: bfloat16 has 8 bits, and both sides round several times.
 TOLERANCE = 0.05

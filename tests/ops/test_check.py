@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend, platforms
-from hydrajax.models.kernels import check, tree_attention_tpu
-from hydrajax.models.platforms import Platform
+from hydrajax import ops
+from hydrajax.ops import check, trace
+from hydrajax.ops.tpu import tree_attention as tree_attention_tpu
+from hydrajax.ops.trace import Platform
 
 
 @pytest.mark.parametrize("device", ["GPU", pytest.param("TPU", marks=pytest.mark.slow)])
@@ -28,51 +29,52 @@ def test_the_check_names_a_wrong_kernel(monkeypatch):
 
 def test_xla_is_used_if_the_kernels_fail(monkeypatch):
     """The compiler of a CPU rejects all of them, as that of an old GPU would."""
-    monkeypatch.setattr(platforms, "_present", lambda: Platform("gpu", 1, 9.0))
-    platforms._kernels_agree.cache_clear()
+    monkeypatch.setattr(trace, "_present", lambda: Platform("gpu", 1, 9.0, present=True))
+    trace._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="GPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not platforms.has_triton()
-    assert not platforms.has_triton()  # without a second warning
-    platforms._kernels_agree.cache_clear()
+        assert not trace.has_triton()
+    assert not trace.has_triton()  # without a second warning
+    trace._kernels_agree.cache_clear()
 
 
 def test_a_tpu_uses_xla_if_the_kernel_fails(monkeypatch):
-    monkeypatch.setattr(platforms, "_present", lambda: Platform("tpu", 1))
-    platforms._kernels_agree.cache_clear()
+    monkeypatch.setattr(trace, "_present", lambda: Platform("tpu", 1, present=True))
+    trace._kernels_agree.cache_clear()
     with pytest.warns(UserWarning, match="TPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not platforms.has_mosaic()
-    platforms._kernels_agree.cache_clear()
+        assert not trace.has_mosaic()
+    trace._kernels_agree.cache_clear()
 
 
 def test_the_environment_turns_off_the_tpu_kernel(monkeypatch):
     queries = np.zeros((1, 4, 5, 64), jnp.bfloat16)
-    with platforms.traced_for(Platform("tpu", 1)):
-        assert backend.tree_kernel(queries, 2) is tree_attention_tpu
-        monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
-        assert backend.tree_kernel(queries, 2) is None
-    monkeypatch.delenv("HYDRAJAX_TPU_KERNELS")
-    with platforms.traced_for(Platform("tpu", 4)):
-        assert backend.tree_kernel(queries, 2) is None
+    with trace.tracing(platform=Platform("tpu", 1)):
+        assert ops.tree_kernel(queries, 2) is tree_attention_tpu
+    with trace.tracing(platform=Platform("tpu", 4)):
+        assert ops.tree_kernel(queries, 2) is None
+    monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
+    with trace.tracing(platform=Platform("tpu", 1)):
+        assert ops.tree_kernel(queries, 2) is None
 
 
 def test_the_environment_turns_them_off(monkeypatch):
-    with platforms.traced_for(Platform("gpu", 1, 9.0)):
-        queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
-        assert platforms.has_triton()
-        assert backend.attends_text(queries)
-        monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
-        assert not platforms.has_triton()
-        assert not backend.attends_text(queries)
+    queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
+    with trace.tracing(platform=Platform("gpu", 1, 9.0)):
+        assert trace.has_triton()
+        assert ops.attends_text(queries)
+    monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
+    with trace.tracing(platform=Platform("gpu", 1, 9.0)):
+        assert not trace.has_triton()
+        assert not ops.attends_text(queries)
 
 
 @pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
 def test_only_nvidia_gpus_have_a_compute_capability(found, capability):
     device = SimpleNamespace(compute_capability=found) if found else SimpleNamespace()
-    assert platforms._capability(device) == capability
+    assert trace._capability(device) == capability
 
 
 @pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
 def test_platforms_without_kernels(platform):
-    with platforms.traced_for(platform):
-        assert not platforms.has_triton()
-        assert backend.whole_slots(100) == 100
+    with trace.tracing(platform=platform):
+        assert not trace.has_triton()
+        assert ops.padded_slots(100) == 100

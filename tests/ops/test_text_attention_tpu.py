@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend, platforms
+from hydrajax import ops
 from hydrajax.models.attention import Causal, KVSegment, attend, attend_plain
-from hydrajax.models.kernels import text_attention_tpu
+from hydrajax.ops import trace
+from hydrajax.ops.tpu import text_attention as text_attention_tpu
 
-TPU = platforms.Platform("tpu", 1)
+TPU = trace.Platform("tpu", 1)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,11 @@ def test_the_gradient_equals_that_in_float32():
 def test_a_tpu_uses_it_for_long_prompts_in_bfloat16(monkeypatch):
     called = []
     monkeypatch.setattr(
-        backend,
+        ops,
         "attend_text",
         lambda q, k, v, window: called.append((q.dtype.name, window)) or jnp.zeros((1, 300, 256)),
     )
-    with platforms.traced_for(TPU):
+    with trace.tracing(platform=TPU):
         for dtype in (jnp.bfloat16, jnp.float32):
             shape = jax.ShapeDtypeStruct((1, 4, 300, 64), dtype)
             jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300, 50))]), shape, shape, shape)

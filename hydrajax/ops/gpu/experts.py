@@ -4,7 +4,7 @@ XLA copies an expert's matrices before it multiplies several rows with them, thr
 reads those of all experts. Here a program multiplies a block of rows, all of one expert, with some of its columns. int8
 weights are widened on the chip.
 
-Written in Pallas for Triton, like `hydrajax.models.kernels.tree_attention`. It needs compute capability 8.0.
+Written in Pallas for Triton, like `hydrajax.ops.gpu.tree_attention`. It needs compute capability 8.0.
 """
 
 from __future__ import annotations

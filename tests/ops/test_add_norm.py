@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
-from hydrajax.models.kernels.add_norm import add_norm
+from hydrajax import ops
+from hydrajax.ops.gpu.add_norm import add_norm
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["sum", "alone"])
@@ -18,7 +18,7 @@ def test_equals_the_plain_norm(width, dtype, alone):
     x, added, scale = (jnp.asarray(rng.normal(size=width), dtype) for _ in range(3))
     inputs = x, None if alone else added, scale, 1e-5
     total, normed = add_norm(*inputs, interpret=True)
-    want_total, want_normed = backend.add_norm(*inputs)
+    want_total, want_normed = ops.add_norm(*inputs)
     assert total.dtype == normed.dtype == dtype
     np.testing.assert_array_equal(total, want_total)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (normed, want_normed)), rtol=2e-2)
@@ -32,7 +32,7 @@ def test_a_float32_scale_multiplies_before_rounding(width):
     scale = jnp.asarray(1 + rng.normal(size=width), jnp.float32)
     wide = np.asarray(x, np.float32)
     exact = wide / np.sqrt(np.mean(wide**2) + 1e-5) * np.asarray(scale)
-    for normed in (add_norm(x, None, scale, 1e-5, interpret=True)[1], backend.add_norm(x, None, scale, 1e-5)[1]):
+    for normed in (add_norm(x, None, scale, 1e-5, interpret=True)[1], ops.add_norm(x, None, scale, 1e-5)[1]):
         assert normed.dtype == jnp.bfloat16
         # Half a unit in the last of 8 bits; a product of rounded factors would be off by more.
         np.testing.assert_allclose(np.asarray(normed, np.float32), exact, rtol=1.01 * 2**-8)

@@ -11,7 +11,8 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # holds the found races, and is not public
 from jax.experimental.pallas import tpu as pltpu
 
-from hydrajax.models.kernels import tree_attention, tree_attention_tpu
+from hydrajax.ops.gpu import tree_attention
+from hydrajax.ops.tpu import tree_attention as tree_attention_tpu
 
 TPU = pltpu.InterpretParams(detect_races=True)  # also simulates the copies between memories
 

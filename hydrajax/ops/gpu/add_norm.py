@@ -49,7 +49,7 @@ def _kernel(x, scale, *rest, eps: float):
     wide = row.astype(jnp.float32)
     mean = jnp.sum(jnp.where(inside, wide * wide, 0.0)) / size
     normed = wide * jax.lax.rsqrt(mean + eps)
-    if scale.dtype != row.dtype:  # as in `hydrajax.models.backend.add_norm`
+    if scale.dtype != row.dtype:  # as in `hydrajax.ops.add_norm`
         rest[-1][place] = (normed * scale[place]).astype(row.dtype)
     else:
         rest[-1][place] = normed.astype(row.dtype) * scale[place]

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import attention, backend, products
+from hydrajax import ops
+from hydrajax.models import attention
 from hydrajax.models.attention import KVSegment
-from hydrajax.models.kernels import few_rows
+from hydrajax.ops.cpu import few_rows
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu" or not few_rows.available(), reason="the CPU kernels were not built"
@@ -104,7 +105,7 @@ def test_rows_are_independent(product, shape, dtype):
 
 
 OTHER_CODE = """
-from hydrajax.models.kernels import few_rows
+from hydrajax.ops.cpu import few_rows
 few_rows.LIBRARIES = few_rows.LIBRARIES[{first}:]
 from test_few_rows import *
 test_products_equal_numpy(EVERY, 320, 2048, "bfloat16")
@@ -141,7 +142,7 @@ def test_norms_equal_numpy_and_rows_are_independent(width, summand, dtype):
     rng = np.random.default_rng(width)
     x, scale = normal(rng, 13, width, dtype=dtype), normal(rng, width, dtype=dtype)
     added = normal(rng, 13, width, dtype=dtype) if summand else None
-    norm = jax.jit(lambda x, added: backend.add_norm(x, added, scale, 1e-5))
+    norm = jax.jit(lambda x, added: ops.add_norm(x, added, scale, 1e-5))
     assert "hydrajax_add_norm" in norm.lower(x, added).as_text()
     total, normed = norm(x, added)
     rounding = BFLOAT16 if dtype == "bfloat16" else 0
@@ -277,14 +278,14 @@ def test_a_query_without_visible_keys_gives_finite_numbers():
     assert np.isfinite(attention.attend(queries, [part])).all()
 
 
-@pytest.mark.parametrize("product", [products.matmul, products.matmul_transposed])
+@pytest.mark.parametrize("product", [ops.matmul, ops.matmul_transposed])
 def test_gradients_of_bfloat16_products_are_rounded_once(product):
     rng = np.random.default_rng(7)
     x, slope = normal(rng, 5, 32, dtype="bfloat16"), normal(rng, 5, 32, dtype="bfloat16")
     weight = normal(rng, 32, 32, dtype="bfloat16")
     out, gradient = jax.vjp(lambda x, weight: product(x, weight, jnp.bfloat16), x, weight)
     wide_x, wide_weight, wide_slope = (array.astype(np.float64) for array in (x, weight, slope))
-    if product is products.matmul_transposed:
+    if product is ops.matmul_transposed:
         expected = wide_x @ wide_weight.T, wide_slope @ wide_weight, wide_slope.T @ wide_x
     else:
         expected = wide_x @ wide_weight, wide_slope @ wide_weight.T, wide_x.T @ wide_slope
@@ -331,13 +332,13 @@ def test_vmap():
 )
 def test_shapes_that_use_the_kernels(rows, dtype, taken):
     x, weight = jnp.ones((rows, 32), dtype), jnp.ones((32, 64), dtype)
-    text = jax.jit(lambda x, w: products.matmul(x, w, x.dtype)).lower(x, weight).as_text()
+    text = jax.jit(lambda x, w: ops.matmul(x, w, x.dtype)).lower(x, weight).as_text()
     assert ("hydrajax_matmul" in text) == taken
 
 
 def test_xla_gives_the_same_products(monkeypatch):
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 8, 64), normal(rng, 64, 96)
-    with_kernels = products.matmul(x, weight, jnp.float32)
+    with_kernels = ops.matmul(x, weight, jnp.float32)
     monkeypatch.setattr(few_rows, "available", lambda: False)
-    np.testing.assert_allclose(products.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)
+    np.testing.assert_allclose(ops.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)

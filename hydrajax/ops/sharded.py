@@ -7,7 +7,6 @@ traced for a mesh (`jax.set_mesh`); without a mesh they call it as it is. Execut
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,25 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
-from jaxtyping import Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int, Shaped
 
-from hydrajax.models import platforms
 from hydrajax.models.arrays import Array
-
-DATA, MODEL = "data", "model"  # the axes of `hydrajax.sharding`
-
-
-def mesh_in_use() -> AbstractMesh | None:
-    """Return the mesh that the program is traced for; None for one device, and within the work of one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    ours = mesh.axis_names == (DATA, MODEL) and mesh.size > 1
-    return mesh if ours and set(mesh.axis_types) == {AxisType.Auto} else None
-
-
-def off_mesh() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which every device computes the whole by itself: for what each has a copy of."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+from hydrajax.ops import trace
+from hydrajax.ops.trace import DATA, MODEL, mesh_in_use
 
 
 def axis_over(name: str, size: int) -> str | None:
@@ -68,17 +54,17 @@ def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> An
             found[i] = part
         return work(*jax.tree.unflatten(treedef, found))
 
-    divided = jax.shard_map(
+    on_devices = jax.shard_map(
         with_constants, in_specs=tuple(leaf_specs[i] for i in given), out_specs=out_specs, check_vma=False
     )
-    return divided(*(leaves[i] for i in given))
+    return on_devices(*(leaves[i] for i in given))
 
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def divided(array: Array, *axes: str | None) -> Array:
+def shard(array: Array, *axes: str | None) -> Array:
     """Return the array, divided over these mesh axes where they divide it evenly."""
     if mesh_in_use() is None:
         return array
@@ -86,7 +72,7 @@ def divided(array: Array, *axes: str | None) -> Array:
     return jax.lax.with_sharding_constraint(array, PartitionSpec(*names))
 
 
-def whole(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+def replicate_features(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     """Return the array with its last axis whole on every device.
 
     A product whose outputs are divided is gathered so for the next product, in one collective. Left to itself, XLA may
@@ -112,6 +98,48 @@ def placed(forward: Callable, backward: Callable) -> Callable:
     return place
 
 
+def shards_tokens(x: Array) -> bool:
+    """Return whether the devices divide ``x``, ``[B, T, D]``, by its tokens."""
+    return trace.current().sharded_tokens and x.ndim == 3 and axis_over(MODEL, x.shape[1]) is not None
+
+
+def by_token(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
+    """Return ``x`` with a stretch of tokens on each device."""
+    return shard(x, DATA, MODEL) if shards_tokens(x) else x
+
+
+def by_feature(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
+    """Return ``x`` with some features of all tokens on each device."""
+    return shard(x, DATA, None, MODEL) if shards_tokens(x) else x
+
+
+def all_tokens(x: Shaped[Array, "*rows D"], trained: int | None = None) -> Shaped[Array, "*rows D"]:
+    """Gather the tokens before a product whose outputs are divided. Its gradient is summed and scattered.
+
+    ``trained``: the number of features, from the first on, that need a gradient; None: all.
+    """
+
+    def backward(gradient):
+        scattered = _scattered(gradient[..., :trained])
+        return jnp.pad(scattered, ((0, 0), (0, 0), (0, gradient.shape[-1] - scattered.shape[-1])))
+
+    return placed(_everywhere, backward)(x) if shards_tokens(x) else x
+
+
+def summed_by_token(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
+    """Scatter the sums of a product whose inputs are divided over the tokens. Its gradient is gathered."""
+    return placed(_scattered, _everywhere)(x) if shards_tokens(x) else x
+
+
+def _everywhere(x: Array) -> Array:
+    return shard(x, DATA)
+
+
+def _scattered(x: Array) -> Array:
+    """Divide sums over all devices by tokens, in two steps as `replicate_features` does."""
+    return by_token(_everywhere(x))
+
+
 def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
     """Return ``rank(logits, k)``, the ids of the k best tokens, of a vocabulary that may be divided over devices.
 
@@ -134,7 +162,7 @@ def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> 
     return _over_model(of_part, (spec,), PartitionSpec())(logits)
 
 
-def take_divided(
+def take_sharded(
     take: Callable, table: Float[Array, "V D"], index: Int[Array, "*rows"], scattered: bool = False
 ) -> Float[Array, "*rows D"]:
     """Return ``take(table, index)``, rows of an embedding that may be divided over devices by its first axis.
@@ -150,7 +178,7 @@ def take_divided(
         here = (index >= 0) & (index < len(part))
         rows = jnp.where(here[..., None], take(part, index), 0)
         # XLA's CPU compiler ends the process at this sum of 16-bit numbers (jaxlib 0.10).
-        summed = jnp.promote_types(rows.dtype, jnp.float32) if platforms.on_cpu() else rows.dtype
+        summed = jnp.promote_types(rows.dtype, jnp.float32) if trace.on_cpu() else rows.dtype
         join = partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True) if scattered else jax.lax.psum
         return join(rows.astype(summed), MODEL).astype(rows.dtype)
 

@@ -6,9 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from hydrajax.models import platforms
-from hydrajax.models.backend import ARGMAX_CHUNK
-from hydrajax.models.ranking import best_token, log_probability, sampled_tokens, top_tokens
+from hydrajax.ops import ARGMAX_CHUNK, best_token, log_probability, sampled_tokens, top_tokens, trace
 
 
 @pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + ARGMAX_CHUNK, 5000])
@@ -24,7 +22,7 @@ def test_best_token_is_the_first_of_equal_maxima(size):
     np.testing.assert_array_equal(top_tokens(logits, 1)[..., 0], found)
 
 
-@pytest.mark.parametrize("device", [platforms.Platform("gpu", 1, 9.0), platforms.Platform("tpu", 1)])
+@pytest.mark.parametrize("device", [trace.Platform("gpu", 1, 9.0), trace.Platform("tpu", 1)])
 @pytest.mark.parametrize(("size", "k"), [(4096, 1), (4096, 10), (4096, 16), (5000, 10), (32_000, 10), (32_000, 100)])
 def test_top_tokens_of_an_accelerator_are_the_first_of_equal_ones(size, k, device):
     """Chunk by chunk, as for GPUs and TPUs, with many ties within and between chunks."""
@@ -33,7 +31,7 @@ def test_top_tokens_of_an_accelerator_are_the_first_of_equal_ones(size, k, devic
     logits[0, 1, :-k] = -np.inf
     logits[1, 0, ::ARGMAX_CHUNK] = 50.0  # one in every chunk
     logits[1, 1, 3 * ARGMAX_CHUNK : 3 * ARGMAX_CHUNK + k] = 50.0  # all in one chunk
-    with platforms.traced_for(device):
+    with trace.tracing(platform=device):
         found = np.asarray(jax.jit(lambda logits: top_tokens(logits, k))(logits))
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, np.argsort(-logits, axis=-1, kind="stable")[..., :k])

@@ -1,6 +1,6 @@
 """TPU kernel: attention of a tree's nodes, or of one token, to a cache and to the tree itself.
 
-The same sums as the GPU's kernel (`hydrajax.models.kernels.tree_attention`): the filled slots are read once, by all
+The same sums as the GPU's kernel (`hydrajax.ops.gpu.tree_attention`): the filled slots are read once, by all
 heads and nodes that share a key-value head, and no score leaves the chip. A program holds some key-value heads of one
 sequence and passes over its slots block by block; Pallas fetches the next block meanwhile. Blocks that are not filled,
 or lie before a sliding window, are neither fetched nor computed.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models.kernels import few_rows
+from hydrajax.ops.cpu import few_rows
 
 pytestmark = pytest.mark.skipif(not few_rows.available(), reason="no C++ compiler")
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hydrajax.lowbit.quantized import Int8
-from hydrajax.models.expert_products import _by_kernel
-from hydrajax.models.kernels import experts_gpu
+from hydrajax.models.experts import _by_kernel
+from hydrajax.ops.gpu import experts as experts_gpu
 
 WIDTH, MLP, COUNT, PER_TOKEN = 128, 64, 5, 3
 INTERPRETED = ModuleType("interpreted")

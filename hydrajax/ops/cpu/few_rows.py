@@ -121,7 +121,7 @@ def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Fl
 def add_norm(
     plain: Callable, eps: float, x: Float[Array, "R D"], scale: Float[Array, " D"], *added: Float[Array, "R D"]
 ) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
-    """Compute `hydrajax.models.backend.add_norm` with the gradient of ``plain``; ``added`` may be missing.
+    """Compute `hydrajax.ops.add_norm` with the gradient of ``plain``; ``added`` may be missing.
 
     All arrays have one dtype. XLA sums the squares of one row in another order than those of several.
     """
@@ -142,7 +142,7 @@ def attend(
 ) -> Float[Array, "B T width"]:
     """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
 
-    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.rounded.Int8Vectors`, the
+    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.attention.Int8Vectors`, the
     same in all parts. Slots before the first and after the last visible one are not read.
     """
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models import backend
+from hydrajax import ops
 
-HOST = backend.host_calls()
+HOST = ops.host_calls()
 pytestmark = pytest.mark.skipif(HOST is None, reason="the library is not built")
 
 
