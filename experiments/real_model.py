@@ -29,6 +29,7 @@ from real_model_figures import draw_all
 
 import hydrajax
 from hydrajax import api
+from hydrajax.bench.appended import whole_lines
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE
 from hydrajax.bench.draft_contest import candidate_drafts, measure_drafts
 from hydrajax.bench.questions.contenders import folder_name
@@ -41,7 +42,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.text.appended import whole_lines
 from hydrajax.text.records import OBJECT, read_record
 from hydrajax.train.checkpoints import RECORD
 from hydrajax.train.metrics import FILE, read_metrics

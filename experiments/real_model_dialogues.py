@@ -24,12 +24,12 @@ import numpy as np
 from rich.progress import track
 
 import hydrajax
+from hydrajax.bench.appended import append as append_lines
+from hydrajax.bench.appended import keep_settings, whole_lines
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
 from hydrajax.models.cache import KVCache, append
-from hydrajax.text.appended import append as append_lines
-from hydrajax.text.appended import keep_settings, whole_lines
 
 USER = 0  # the role that writes; 1 is the assistant
 ASKING = 0.95  # temperature of user turns: at 1 one in ten of them is not a question

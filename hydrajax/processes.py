@@ -10,18 +10,14 @@ import hashlib
 import itertools
 import os
 import pickle
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src import distributed  # the only access to the store of the coordinator; orbax takes it too
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hydrajax.errors import HydrajaxError, integer_in, one_line
+from hydrajax.errors import HydrajaxError, integer_in
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 LOST = "another process of this run has ended or cannot be reached"
@@ -59,72 +55,14 @@ def start() -> None:
 
 def _number(name: str) -> int | None:
     text = os.environ.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal()):
+    if text is not None and not (text.isascii() and text.isdecimal()):
         raise HydrajaxError(f"{name}: got {text!r}, expected an integer from 0 up")
-    return int(text)
-
-
-@contextmanager
-def or_end() -> Iterator[None]:
-    """End the process with one line and exit code 2 when it can no longer reach the others.
-
-    It ends without cleanup, since that (such as a checkpoint that all processes write) waits for the lost process. The
-    next start removes unfinished files.
-    """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        print(
-            f"hydrajax: {LOST}: {one_line(error)}; "
-            "repeat the command in all processes to resume from the last checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(2)
+    return None if text is None else int(text)
 
 
 def is_main() -> bool:
     """Return whether this process writes metrics, messages and exported files."""
     return jax.process_index() == 0
-
-
-def anywhere(flag: bool) -> bool:
-    """Return whether the flag is set in any process."""
-    return flag if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(flag)).any())
-
-
-def same_everywhere(digest: bytes) -> bool:
-    """Return whether all processes have the same bytes (of equal length)."""
-    if jax.process_count() == 1:
-        return True
-    found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
-    return bool((found == found[0]).all())
-
-
-def main_does(work: Callable[[], None]) -> None:
-    """Run ``work`` in the main process while the others wait. If it raises `HydrajaxError`, every process does."""
-    error = None
-    if is_main():
-        try:
-            work()
-        except HydrajaxError as raised:
-            error = raised
-    if anywhere(error is not None):
-        raise error or HydrajaxError("process 0 failed; see its message")
-
-
-def to_host(tree: Any) -> Any:
-    """Gather arrays that span processes, one by one, as NumPy arrays; with one process, return them unchanged."""
-    if jax.process_count() == 1:
-        return tree
-    return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), tree)
-
-
-# --- generating ------------------------------------------------------------------------------------------------------
 
 
 def store() -> Any:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydrajax.bench.appended import append, json_line, whole_lines
 from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.appended import append, json_line, whole_lines
 from hydrajax.text.jsonl import json_value
 from hydrajax.text.records import INTEGER, NUMBER, OBJECT, TEXT, checked, either, object_of
 from scoring.score_protocol import Score, Scored

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         preview(config, args.preview, console)
         return 0
     from hydrajax.sharding import make_mesh
+    from hydrajax.train.several_processes import main_does, or_end
     from hydrajax.train.tasks.from_config import make_task
     from hydrajax.train.train_loop import train
 
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
     with ExitStack() as held:
-        processes.main_does(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
-        with processes.or_end():
+        main_does(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
+        with or_end():
             return train(config, make_task(config, mesh, console), mesh, console)
 
 

@@ -28,8 +28,9 @@ from orbax.checkpoint import v1 as ocp
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums, size_and_checksum, sync_all
 from hydrajax.models.layout import named_leaves
-from hydrajax.processes import anywhere, is_main, main_does
+from hydrajax.processes import is_main
 from hydrajax.text.records import FLOAT, INTEGER, OBJECT, TEXT, Kind, checked, list_of, object_of, or_null, read_record
+from hydrajax.train.several_processes import anywhere, main_does
 
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"

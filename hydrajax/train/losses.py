@@ -166,17 +166,13 @@ def language_model_loss(
                 "acceptance": jnp.sum(jnp.exp(jnp.minimum(log_p, log_q)), axis=-1),
                 "agreement": (jnp.argmax(teachers, axis=-1) == jnp.argmax(logits, axis=-1)).astype(jnp.float32),
             }
-        return _where_counted(counts, nats), jax.tree.map(lambda each: _where_counted(counts, each), similarity)
+        return _sum(nats, counts), jax.tree.map(lambda each: _sum(each, counts), similarity)
 
     width, wanted = chunk_width(chunk_tokens, labels.shape), targets(labels, 1, segments)
     chunks = into_chunks(((hidden,), ((wanted, teacher_hidden),)), width)
     shared = dict(frozen or {}), None if teacher_base is None else teacher_base.params, rng
     total, (similarity,) = sum_over_chunks([chunk_loss], prepare, base_params, *chunks, shared)
     return LanguageLoss(total, jnp.sum(wanted[1], dtype=jnp.float32), similarity)
-
-
-def _where_counted(counts: Bool[Array, "*rows"], each: Float[Array, "*rows"]) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(counts, each, 0.0))
 
 
 def head_counts(labels: Int[Array, "B T"], segments: Int[Array, "B T"] | None, num_draft_heads: int) -> HeadCounts:
@@ -229,10 +225,8 @@ def draft_loss(
     missing = jnp.full(num_draft_heads, jnp.nan)
     reconstruction = missing
     if objective.reconstruction_weight:
-        reconstruction = jnp.stack(
-            [_reconstruction(read[k], hidden, labels, segments, k) for k in range(num_draft_heads)]
-        )
-        reconstruction = reconstruction / counts.hidden
+        gaps = [_reconstruction(read[k], hidden, labels, segments, k) for k in range(num_draft_heads)]
+        reconstruction = jnp.stack(gaps) / counts.hidden
         loss = loss + objective.reconstruction_weight * jnp.sum(weights * reconstruction)
 
     sums = [None] * 4
@@ -277,7 +271,7 @@ def _reconstruction(read, hidden, labels, segments, k: int) -> Float[Array, ""]:
     gap = read.astype(jnp.float32) - jnp.roll(hidden, -(k + 1), axis=1).astype(jnp.float32)
     size = jnp.abs(gap)
     smooth = jnp.where(size < 1, 0.5 * gap * gap, size - 0.5)
-    return jnp.sum(jnp.where(counts, jnp.mean(smooth, axis=-1), 0.0))
+    return _sum(jnp.mean(smooth, axis=-1), counts)
 
 
 def _chosen(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows"], counts) -> Float[Array, "*rows"]:

@@ -23,17 +23,18 @@ from rich.console import Console
 
 from hydrajax.bench.roofline.devices import device_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.processes import anywhere, is_main, main_does, or_end, same_everywhere, to_host
+from hydrajax.processes import is_main
 from hydrajax.sharding import laid_out, replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.data.dataset import Dataset
-from hydrajax.train.data.feed import Feed
+from hydrajax.train.data.feed import feed
 from hydrajax.train.data.packing import Rows, digest
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import NoMetrics, TrainMetrics
 from hydrajax.train.optimizer import learning_rates, optimizer_of
 from hydrajax.train.run_config import TrainConfig, check_alone_steps
+from hydrajax.train.several_processes import anywhere, main_does, or_end, same_everywhere, to_host
 from hydrajax.train.train_step import (
     Loss,
     abstract_state,
@@ -53,7 +54,7 @@ class Task(Protocol):
         metric, higher_is_better: the held-out metric by which the best checkpoint is kept.
         frozen: parameters that the loss reads but does not train.
         flops_per_token: of training, for MFU.
-        extras: further arrays indexed by training sequence (`Feed`).
+        extras: further arrays indexed by training sequence (`feed`).
     """
 
     metric: str
@@ -142,10 +143,10 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> int:
         meter = Throughput(task.flops_per_token, rows.tokens.shape[1] * config.batch_size, mesh)
         with (
             TrainMetrics(output, start, steps, console) if is_main() else NoMetrics() as metrics,
-            Feed(
+            feed(
                 rows, config.batch_size, start, steps, seed=config.seed, place=place, extras=task.extras,
                 depth=config.data.prefetch,
-            ) as feed,
+            ) as batches,
         ):  # fmt: skip
 
             def evaluate(step: int) -> float | None:
@@ -165,7 +166,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> int:
             if start == 0:
                 evaluate(0)
             saved, before = start, None
-            for step, batch in feed:
+            for step, batch in batches:
                 state, report = step_fn(state, task.frozen, batch, rng)
                 jax.block_until_ready(before)  # one step runs ahead: a signal cannot interrupt a wait for many
                 done, before = step + 1, report

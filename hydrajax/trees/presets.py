@@ -67,9 +67,7 @@ def searched_path(directory: Path, batch_size: int) -> Path:
 
 
 def searched(directory: Path | None, batch_size: int) -> CandidateTree | None:
-    """Return the tree that was searched for these heads and this batch size, or the next smaller one; None without
-    one.
-    """
+    """Return the tree that was searched for these heads and the nearest batch size up to this one, or None."""
     for size in range(batch_size, 0, -1):
         if directory is not None and searched_path(directory, size).is_file():
             return read_tree(searched_path(directory, size))
@@ -85,6 +83,15 @@ def tree_of(tree: CandidateTree | str | Path | Sequence[Sequence[int]]) -> Candi
     return by_name(tree) if isinstance(tree, str) else TreeTopology(tree)
 
 
+# Patterns of names, and what makes a tree of the numbers in them.
+SIZED = {
+    r"chain-([0-9]{1,3})": chain,
+    r"dynamic-([0-9]{1,4})-([0-9]{1,2})-([0-9]{1,3})": DynamicTree,
+    r"best-([0-9]{1,4})": BestFirstTree,
+    r"fanout-([0-9]{1,4})-([1-9][0-9]{0,2})": lambda size, top_k: BestFirstTree(size, top_k=top_k),
+}
+
+
 def released() -> list[str]:
     """Return the names of the released trees."""
     return list(_released())
@@ -92,15 +99,8 @@ def released() -> list[str]:
 
 def names() -> list[str]:
     """Return the names that `by_name` accepts next to files and JSON, for messages and help texts."""
-    return [
-        "root",
-        "chain-K",
-        "cartesian-S1xS2x...",
-        "dynamic-NODES-EXPANSIONS-TOP_K",
-        "best-N",
-        "fanout-N-K",
-        *released(),
-    ]
+    kinds = "root", "chain-K", "cartesian-S1xS2x...", "dynamic-NODES-EXPANSIONS-TOP_K", "best-N", "fanout-N-K"
+    return [*kinds, *released()]
 
 
 def is_inline(name: str) -> bool:
@@ -127,17 +127,11 @@ def by_name(name: str) -> CandidateTree:
         return root()
     if name in _released():
         return sparse(name)
-    if match := re.fullmatch(r"chain-([0-9]{1,3})", name):
-        return chain(int(match[1]))
     if match := re.fullmatch(r"cartesian-([0-9]{1,3}(?:x[0-9]{1,3})*)", name):
-        widths = [int(width) for width in match[1].split("x")]
-        return cartesian(widths)
-    if match := re.fullmatch(r"dynamic-([0-9]{1,4})-([0-9]{1,2})-([0-9]{1,3})", name):
-        return DynamicTree(*map(int, match.groups()))
-    if match := re.fullmatch(r"best-([0-9]{1,4})", name):
-        return BestFirstTree(int(match[1]))
-    if match := re.fullmatch(r"fanout-([0-9]{1,4})-([1-9][0-9]{0,2})", name):
-        return BestFirstTree(int(match[1]), top_k=int(match[2]))
+        return cartesian([int(width) for width in match[1].split("x")])
+    for pattern, make in SIZED.items():
+        if match := re.fullmatch(pattern, name):
+            return make(*map(int, match.groups()))
     raise not_allowed("tree", name, names(), ", a .json file or a JSON list of choices such as [[0], [0, 0], [1]]")
 
 

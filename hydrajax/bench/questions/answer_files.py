@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydrajax.bench.appended import append, json_line, keep_settings, whole_lines
 from hydrajax.bench.questions.sets import Question
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.text.appended import append, json_line, keep_settings, whole_lines
 from hydrajax.text.jsonl import json_value, shown
 from hydrajax.text.records import BOOL, INTEGER, NUMBER, OBJECT, TEXT, checked, either, list_of
 

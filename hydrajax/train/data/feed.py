@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -32,11 +34,22 @@ def _epoch_order(n_rows: int, epoch: int, seed: int) -> Int[np.ndarray, " n_rows
     return np.random.default_rng((seed, epoch)).permutation(n_rows)
 
 
-class Feed:
-    """Iterate over ``(step, batch)`` for ``start <= step < stop``.
+@contextmanager
+def feed(
+    rows: Rows,
+    batch_size: int,
+    start: int,
+    stop: int,
+    *,
+    seed: int,
+    place: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
+    extras: Mapping[str, Any] | None = None,
+    depth: int = 2,
+) -> Iterator[Iterator[tuple[int, Any]]]:
+    """Yield an iterator over ``(step, batch)`` for ``start <= step < stop``.
 
-    A context manager: leaving it, also by an exception, ends the thread after the batch in progress. An error in the
-    thread is raised in the consumer after the batches before it.
+    Leaving the context, also by an exception, ends the thread after the batch in progress. An error in the thread is
+    raised in the consumer after the batches before it.
 
     Args:
         rows: batches hold its ``tokens``, ``labels`` and, if there are any, ``segments``, int32 ``[batch_size, T]``.
@@ -44,62 +57,33 @@ class Feed:
             `jax.set_mesh` in the caller is not in force there.
         extras: further arrays by name, such as ``np.memmap``, indexed like ``rows``.
         depth: batches prepared ahead.
+
+    Raises:
+        HydrajaxError: as `batch_indices` does.
     """
+    n_rows = len(rows.tokens)
+    arrays = {name: array for name, array in rows._asdict().items() if array is not None} | dict(extras or {})
+    batch_indices(n_rows, batch_size, start, seed)  # refuses a bad batch size here, not in the thread
+    executor, steps = ThreadPoolExecutor(1, thread_name_prefix="feed"), iter(range(start, stop))
 
-    def __init__(
-        self,
-        rows: Rows,
-        batch_size: int,
-        start: int,
-        stop: int,
-        *,
-        seed: int,
-        place: Callable[[dict[str, np.ndarray]], Any] = lambda batch: batch,
-        extras: Mapping[str, Any] | None = None,
-        depth: int = 2,
-    ):
-        n_rows = len(rows.tokens)
-        arrays = {name: array for name, array in rows._asdict().items() if array is not None} | dict(extras or {})
-        batch_indices(n_rows, batch_size, start, seed)  # refuses a bad batch size here, not in the thread
+    def prepare(step: int) -> Any:
+        indices = batch_indices(n_rows, batch_size, step, seed)
+        return place({name: np.asarray(array[indices]) for name, array in arrays.items()})
 
-        def prepare(step: int) -> Any:
-            indices = batch_indices(n_rows, batch_size, step, seed)
-            return place({name: np.asarray(array[indices]) for name, array in arrays.items()})
+    def submitted(count: int) -> list[tuple[int, Future]]:
+        return [(step, executor.submit(prepare, step)) for step in itertools.islice(steps, count)]
 
-        self._steps, self._prepare = iter(range(start, stop)), prepare
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
-        self._ready: deque[tuple[int, Future]] = deque()
-        for _ in range(depth):
-            self._prepare_next()
+    ready = deque(submitted(depth))
 
-    def _prepare_next(self) -> None:
-        for step in self._steps:
-            self._ready.append((step, self._executor.submit(self._prepare, step)))
-            break
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> tuple[int, Any]:
-        if not self._ready:
-            raise StopIteration
-        step, future = self._ready.popleft()
-        try:
+    def batches() -> Iterator[tuple[int, Any]]:
+        while ready:
+            step, future = ready.popleft()
             batch = future.result()
-        except BaseException:
-            self.close()
-            raise
-        self._prepare_next()
-        return step, batch
+            ready.extend(submitted(1))
+            yield step, batch
 
-    def close(self) -> None:
-        """End the thread and the iteration."""
-        self._steps = iter(())
-        self._ready.clear()
-        self._executor.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    try:
+        yield batches()
+    finally:
+        ready.clear()
+        executor.shutdown(cancel_futures=True)

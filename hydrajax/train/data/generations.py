@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import read_jsonl, shown
+from hydrajax.text.jsonl import read_jsonl
+from hydrajax.text.records import Kind, checked
+
+IDS = Kind(
+    "a list of token ids",
+    lambda ids: isinstance(ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in ids),
+)
 
 
 class Continuation(NamedTuple):
@@ -35,15 +41,8 @@ def read(files: Iterable[str | Path]) -> list[Continuation]:
         for where, line in read_jsonl(file, "data.files"):
             number = line.get("conversation")  # in files of `hydrajax distill`; other lines are separate conversations
             conversation = str(file), number if type(number) is int else where
-            ids = _ids(line, "prompt_ids", where), _ids(line, "output_ids", where)
-            found.append(Continuation(where, ids, conversation))
+            checked(line, {"prompt_ids": IDS, "output_ids": IDS}, where)
+            found.append(Continuation(where, (line["prompt_ids"], line["output_ids"]), conversation))
     if not found:
         raise HydrajaxError(f"data.files: no generation in {', '.join(map(str, files))}")
     return found
-
-
-def _ids(line: dict, name: str, where: str) -> list[int]:
-    ids = line.get(name)
-    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
-        raise HydrajaxError(f"{where}: {name}: got {shown(ids)}, expected a list of token ids")
-    return ids

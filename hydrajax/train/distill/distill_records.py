@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.bench.appended import append, keep_settings, whole_lines
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.appended import append, keep_settings, whole_lines
 from hydrajax.text.jsonl import json_value
 from hydrajax.text.records import INTEGER, checked, list_of
 

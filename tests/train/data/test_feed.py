@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data.feed import Feed, batch_indices
+from hydrajax.train.data.feed import batch_indices, feed
 from hydrajax.train.data.packing import Rows
 
 PATIENCE = 10.0  # seconds until a test gives up on a thread
@@ -56,8 +56,8 @@ def test_a_batch_that_cannot_be_filled_is_refused(rows, size):
     message = f"batch_size: got {size}, expected 1 to 12, the number of training sequences"
     with pytest.raises(HydrajaxError, match=message):
         batch_indices(12, size, 0, seed=0)
-    with pytest.raises(HydrajaxError, match=message):
-        Feed(rows, size, 0, 1, seed=0)
+    with pytest.raises(HydrajaxError, match=message), feed(rows, size, 0, 1, seed=0):
+        pass
 
 
 def test_batches_are_the_rows_of_their_step_and_resuming_gives_the_same(rows, tmp_path):
@@ -66,8 +66,8 @@ def test_batches_are_the_rows_of_their_step_and_resuming_gives_the_same(rows, tm
     rows = rows._replace(segments=rows.tokens + 1)
 
     def collect(start, stop):
-        with Feed(rows, 4, start, stop, seed=2, extras={"states": states}) as feed:
-            return list(feed)
+        with feed(rows, 4, start, stop, seed=2, extras={"states": states}) as batches:
+            return list(batches)
 
     batches = collect(0, 7)
     assert [step for step, _ in batches] == list(range(7))
@@ -83,20 +83,20 @@ def test_batches_are_the_rows_of_their_step_and_resuming_gives_the_same(rows, tm
 
 
 def test_without_segments_there_are_none_and_place_has_the_last_word(rows):
-    with Feed(rows, 2, 0, 3, seed=0, place=lambda batch: sorted(batch)) as feed:
-        assert list(feed) == [(step, ["labels", "tokens"]) for step in range(3)]
-        assert list(feed) == []
-    with Feed(rows, 2, 5, 5, seed=0) as feed:
-        assert list(feed) == []
+    with feed(rows, 2, 0, 3, seed=0, place=lambda batch: sorted(batch)) as batches:
+        assert list(batches) == [(step, ["labels", "tokens"]) for step in range(3)]
+        assert list(batches) == []
+    with feed(rows, 2, 5, 5, seed=0) as batches:
+        assert list(batches) == []
 
 
 def test_it_runs_ahead_by_depth_and_no_further(rows):
     placed = threading.Semaphore(0)
-    with Feed(rows, 2, 0, 10, seed=0, place=lambda batch: placed.release(), depth=3) as feed:
+    with feed(rows, 2, 0, 10, seed=0, place=lambda batch: placed.release(), depth=3) as batches:
         for _ in range(3):
             assert placed.acquire(timeout=PATIENCE)
         assert not placed.acquire(timeout=0.1)
-        next(feed)
+        next(batches)
         assert placed.acquire(timeout=PATIENCE)
         assert not placed.acquire(timeout=0.1)
 
@@ -110,27 +110,27 @@ def test_errors_of_the_thread_reach_the_consumer_after_the_batches_before(rows):
             raise RuntimeError("device lost")
         return batch
 
-    with Feed(rows, 2, 0, 10, seed=0, place=place) as feed:
-        assert [next(feed)[0], next(feed)[0]] == [0, 1]
+    with feed(rows, 2, 0, 10, seed=0, place=place) as batches:
+        assert [next(batches)[0], next(batches)[0]] == [0, 1]
         with pytest.raises(RuntimeError, match="device lost"):
-            next(feed)
-        assert list(feed) == []  # without waiting for the thread
+            next(batches)
+        assert list(batches) == []  # without waiting for the thread
 
 
 def test_leaving_early_ends_the_thread(rows):
-    with Feed(rows, 2, 0, 10**9, seed=0) as feed:
-        for step, _ in feed:
+    with feed(rows, 2, 0, 10**9, seed=0) as batches:
+        for step, _ in batches:
             if step == 3:
                 break
-    assert list(feed) == []
-    feed.close()  # closing again does nothing
-    Feed(rows, 2, 0, 10**9, seed=0).close()  # before anything is taken
+    assert list(batches) == []
+    with feed(rows, 2, 0, 10**9, seed=0):  # before anything is taken
+        pass
 
 
 def test_an_error_of_the_consumer_ends_the_thread(rows):
     def consume():
-        with Feed(rows, 2, 0, 10**9, seed=0) as feed:
-            raise RuntimeError(f"at {next(feed)[0]}")
+        with feed(rows, 2, 0, 10**9, seed=0) as batches:
+            raise RuntimeError(f"at {next(batches)[0]}")
 
     with pytest.raises(RuntimeError, match="at 0"):
         consume()
@@ -147,9 +147,9 @@ def test_ctrl_c_interrupts_a_consumer_that_waits(rows):
         raise KeyboardInterrupt
 
     def consume():
-        with Feed(rows, 2, 0, 10, seed=0, place=lambda batch: in_time.append(heard.wait(PATIENCE))) as feed:
+        with feed(rows, 2, 0, 10, seed=0, place=lambda batch: in_time.append(heard.wait(PATIENCE))) as batches:
             timer.start()
-            next(feed)
+            next(batches)
 
     handler = signal.signal(signal.SIGINT, interrupt)
     try:

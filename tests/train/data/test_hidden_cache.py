@@ -130,7 +130,7 @@ def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path
 
 def test_several_processes_have_no_cache(program, config_file, settings, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("hydrajax.processes.main_does", lambda work: work())  # there is no other process to ask
+    monkeypatch.setattr("hydrajax.train.several_processes.main_does", lambda work: work())  # without asking others
     result = program("--config", config_file(**data(settings)))
     assert result.code == 2
     assert "data.hidden_cache_gb: got 0.5, expected 0 with several processes" in result.err
