@@ -12,7 +12,6 @@ import pytest
 import hydrajax
 from helpers.random_schemas import random_schema
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.schema_faults import JsonCheck
 
@@ -91,16 +90,6 @@ def test_a_text_that_the_check_refuses_does_not_end_as_a_complete_one(models, mo
     assert [(one.text, one.finish_reason) for one in found] == [("[1]", "grammar")] * BATCH
 
 
-@pytest.mark.slow
-def test_random_schemas(models):
-    rng = random.Random(0)
-    schemas = [random_schema(rng, 2) for _ in range(9)]
-    expected = without_draft(models, schemas, 48)
-    assert sum(one.finish_reason == "eos" for one in expected) >= 6
-    plain = sum(one.steps for one in expected)
-    assert steps_of(models, schemas, 48, "hydra++", 8, expected) < 0.8 * plain
-
-
 @pytest.fixture(scope="module")
 def many(models):
     """201 schemas, and their outputs without a draft."""
@@ -135,20 +124,3 @@ def test_generated_schemas_have_all_keywords_and_some_reject_values():
     for schema in schemas:
         jsonschema.Draft202012Validator.check_schema(schema)
         assert not all(is_valid(value, schema) for value in (0, -(10**9), "a long text", [[]], {"k": 0}, None, True))
-
-
-@pytest.mark.parametrize(
-    ("keyword", "schema"),
-    [
-        ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
-        ("not", {"type": "object", "properties": {"a": {"not": {"type": "null"}}}, "required": ["a"]}),
-        ("contains", {"type": "array", "contains": {"const": 1}}),
-        ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}),
-        ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
-        ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}),
-        ("else", {"if": {"type": "integer"}, "else": {"type": "null"}}),
-    ],
-)
-def test_unsupported_keywords_are_refused_by_name(models, keyword, schema):
-    with pytest.raises(HydrajaxError, match=f"json_schema: .*{keyword}"):
-        models("none").generate("data = ", grammar=schema, tree="root")

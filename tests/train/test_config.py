@@ -112,6 +112,10 @@ REFUSED = [
     ("data.format=csv", "data.format: got 'csv', expected auto, sharegpt"),
     ("dtype=float16", "dtype: got 'float16', expected float32, bfloat16"),
     ("objective.teacher_weight=0", "objective: set at least one of lm_weight"),
+    ("objective.lm_weight=-0.1", "objective.lm_weight: got -0.1, expected a finite number of at least 0"),
+    ("objective.noise_alpha=.nan", "objective.noise_alpha: got nan, expected a finite number of at least 0"),
+    ("objective.head_decay=.inf", "objective.head_decay: got inf, expected a finite number of at least 0"),
+    ("objective.chunk_tokens=0", "objective.chunk_tokens: got 0, expected at least 1"),
     # contradictions
     ("model=null", "model: got null, but task heads needs a base"),
     ("teacher=there", "teacher: has no effect with task heads"),

@@ -434,24 +434,3 @@ def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
     alone = quantized.generate([prompt], draft="none", max_new_tokens=new, tree="root")[0]
     assert list(quantized.generate([prompt], **settings)[0].output_ids) == list(alone.output_ids)
     assert "merge: requires an adapter" in refusal(lambda: hydrajax.load(base, merge=True))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["joint.heads_alone_steps=6"], "joint.heads_alone_steps: got 6, expected less than the run's 6 steps"),
-        (["data.hidden_cache_gb=1"], "data.hidden_cache_gb: has no effect with task joint, remove it"),
-        (["optimizer.name=muon"], "optimizer.name: got muon, expected adamw with task joint"),
-        (["draft.lm_head=shared"], "adapter.targets: got lm_head, but "),
-        (["draft={heads: eagle}"], "adapter.targets: got lm_head, but "),
-        (["adapter.targets=[lm_heads]"], "adapter.targets: got 'lm_heads', expected one of q_proj, k_proj"),
-        (["joint.heads_weight=0"], "joint.heads_weight: got 0.0, expected a positive number"),
-        (["task=heads"], "joint: has no effect with task heads, remove it"),
-        (["steps=null", "epochs=0.03"], "joint.heads_alone_steps: got 2, expected less than the run's 1 steps"),
-    ],
-)
-def test_contradictions(config_file, program, tmp_path, overrides, message):
-    result = program("--config", config_file(**RUN), *overrides)
-    assert result.code == 2
-    assert message in result.err
-    assert not (tmp_path / "run" / "base").exists()

@@ -93,17 +93,6 @@ def test_no_file_has_no_lines(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl") == []
 
 
-def test_full_disk(tmp_path, monkeypatch):
-    metrics = opened(tmp_path, 0)
-
-    def full():
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(metrics, "_file", type("Full", (), {"write": lambda *_: full(), "close": full}))
-    with pytest.raises(HydrajaxError, match=r"output: cannot write .*metrics.jsonl: No space left on device"), metrics:
-        metrics.log(1, "train", {"x": 1})
-
-
 def test_nan_is_kept(tmp_path):
     with opened(tmp_path, 0) as metrics:
         metrics.log(1, "train", {"loss": float("nan")})

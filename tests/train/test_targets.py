@@ -62,36 +62,6 @@ def test_no_target_at_all_is_zero_and_not_nan(base, example):
     assert not np.any(np.asarray(metrics))
 
 
-@pytest.mark.slow  # test_step does the same with whole steps
-def test_micro_batches_add_up_to_the_batch(base, example):
-    """Micro-batches have different numbers of targets, so a mean of means would be wrong."""
-    aux_hidden_states, hidden, batch = example
-    drafter = HydraHeads(HEADS, WIDTH, VOCAB)
-    params = random_params(drafter, base)
-    objective = Objective(**MIXED, chunk_tokens=8)
-    whole = head_counts(batch["labels"], None, HEADS)
-    alone = head_counts(batch["labels"][:1], None, HEADS)
-    assert not np.array_equal(2 * alone.tokens, whole.tokens)
-    np.testing.assert_array_equal(whole.hidden[1:], whole.tokens[:-1])
-
-    @jax.jit
-    def step(aux_hidden_states, hidden, batch, counts):
-        def loss(params):
-            return draft_loss(objective, drafter, params, aux_hidden_states, hidden, batch, base, counts=counts)
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    def add(a, b):
-        return jax.tree.map(np.add, a, b)
-
-    expected = step(aux_hidden_states, hidden, batch, None)
-    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (aux_hidden_states, hidden, batch)) for i in range(2)]
-    for ours, theirs in zip(
-        jax.tree.leaves(add(*(step(*part, whole) for part in parts))), jax.tree.leaves(expected), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
 DOCUMENTS = (6, 1, 5, 3)  # lengths; one is too short to have a target
 LENGTH = 17  # two positions of padding
 

@@ -28,16 +28,6 @@ def train_lines(output) -> list[dict]:
     return [line for line in lines if line["kind"] == "train"]
 
 
-def test_settings(program, config_file, tmp_path):
-    assert refused(program("--config", config_file(draft={"num_draft_head": 3}))).endswith(
-        "did you mean draft.num_draft_heads?"
-    )
-    assert refused(program("--config", config_file(), "steps=many")) == "steps: got 'many', expected an integer"
-    assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
-    assert "--config" in refused(program())
-    assert not (tmp_path / "run").exists()
-
-
 def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_path):
     missing = tmp_path / "nowhere"
     assert refused(program("--config", config_file(model=str(missing)))) == f"model: no such directory: {missing}"
@@ -64,15 +54,6 @@ def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
     line = refused(program("--config", config_file(), f"data.tokenizer={other}", f"data.files=[{data}]"))
     assert line.startswith("data.tokenizer: got token id ")
     assert line.endswith("expected 0 to 299, the base's vocabulary; use the base's tokenizer")
-
-
-def test_settings_that_do_not_fit_the_base_or_the_data(program, config_file):
-    config = config_file()
-    assert "tree: got a depth of 4, expected at most" in refused(program("--config", config, "tree=chain-4"))
-    assert "expected root, chain-K" in refused(program("--config", config, "tree=none"))
-    assert "batch_size: got 4000, expected 1 to " in refused(program("--config", config, "batch_size=4000"))
-    assert "draft.hidden_state_offset" in refused(program("--config", config, "draft.hidden_state_offset=9"))
-    assert "mesh: got data=64" in refused(program("--config", config, "mesh.data=64", "batch_size=64"))
 
 
 @pytest.mark.parametrize("task", ["heads", "base", "joint"])

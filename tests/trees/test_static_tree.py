@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from helpers.tree_tools import leaf_paths
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees import presets
 from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
 
 SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
@@ -111,14 +110,6 @@ def test_root_only():
     assert tree.node_paths.tolist() == leaf_paths(tree).tolist() == [[0]]
 
 
-def test_chain():
-    tree = TreeTopology.from_choices([[2], [2, 0], [2, 0, 1]])
-    assert tree.parents.tolist() == [-1, 0, 1, 2]
-    assert tree.ancestor_mask.tolist() == np.tri(4, dtype=bool).tolist()
-    assert leaf_paths(tree).tolist() == [[0, 1, 2, 3]]
-    assert [level.ranks.tolist() for level in tree.levels] == [[2], [0], [1]]
-
-
 @given(rank_paths(), st.randoms(use_true_random=False))
 def test_equality_and_hash_do_not_depend_on_the_order_given(paths, rng: random.Random):
     tree = TreeTopology.from_choices(paths)
@@ -180,8 +171,3 @@ def test_check_rejects_trees_beyond_the_drafter():
     with pytest.raises(HydrajaxError, match="got rank 4, expected less than the vocabulary of 4"):
         tree.check(draft_depth=3, vocab_size=4)
     TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)
-
-
-def test_large_trees_are_rejected_before_they_are_built():
-    with pytest.raises(HydrajaxError, match="more than 4096 nodes"):
-        presets.cartesian([999, 999, 999])

@@ -131,8 +131,6 @@ def test_text_is_kept_as_it_is(tmp_path):
     ("record", "reason"),
     [
         ("{'prompt': 'a'}", "is not JSON: Expecting property name"),
-        ('{"messages": [' + "9" * 5000 + "]}", "is not JSON: Exceeds the limit"),
-        ("[" * 100_000, "is not JSON: "),
         ("5", "got 5, expected a JSON object"),
         ({}, "got no field, expected a record in a known format"),
         ({"text": "a", "id": 1}, 'got fields "text, id", expected a record in a known format'),
@@ -215,11 +213,6 @@ def test_files_that_cannot_be_read(tmp_path):
         read_conversations(tmp_path)
     with pytest.raises(HydrajaxError, match="found no conversation in"):
         read_conversations(write(tmp_path / "empty.jsonl", ""))
-    packed = gzip.compress(b"[]" * 1000)
-    for content in (b"no gzip", packed[:-9], packed[:12] + b"\xff" * 8 + packed[20:]):
-        (tmp_path / "bad.json.gz").write_bytes(content)
-        with pytest.raises(HydrajaxError, match=r"data.files: cannot read .*bad.json.gz: \w"):
-            read_conversations(tmp_path / "bad.json.gz")
 
 
 def test_summary():

@@ -144,13 +144,6 @@ def test_refused(texts, tokenizer, changes, message):
         build(settings(texts, **changes), tokenizer)
 
 
-def test_too_little_held_out_text_is_named_as_such(tmp_path, tokenizer):
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text("the tree " * 30)
-    with pytest.raises(HydrajaxError, match=r"data.held_out: too little to evaluate on; raise it, or 0 for none"):
-        build(settings(tmp_path, length=100, held_out=0.2), tokenizer)
-
-
 def test_empty_data(tmp_path, tokenizer):
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(HydrajaxError, match=r"data.files: found no text"):

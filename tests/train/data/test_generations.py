@@ -49,8 +49,6 @@ def test_answers_of_one_conversation_are_held_out_together(tmp_path):
     ("line", "message"),
     [
         ('{"prompt_ids": [1], ', "line 2: is not JSON"),
-        ("[" * 100_000, "line 2: is not JSON"),
-        ("[1, 2]", r"line 2: got \[1, 2\], expected a JSON object"),
         ('{"output_ids": [1]}', "line 2: field prompt_ids is missing"),
         ('{"prompt_ids": [1]}', "line 2: field output_ids is missing"),
         ('{"prompt_ids": "12", "output_ids": [1]}', "line 2: prompt_ids: got .*, expected a list of token ids"),
@@ -59,7 +57,7 @@ def test_answers_of_one_conversation_are_held_out_together(tmp_path):
         ('{"prompt_ids": [-1], "output_ids": [1]}', "line 2: prompt_ids: got "),
         ('{"prompt_ids": [1], "output_ids": [2147483648]}', "line 2: output_ids: got "),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 def test_bad_lines(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
@@ -71,10 +69,6 @@ def test_bad_lines(tmp_path, line, message):
 def test_unreadable_and_empty_files(tmp_path):
     with pytest.raises(HydrajaxError, match=r"data.files: no such file: .*none"):
         read([tmp_path / "none"])
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(HydrajaxError, match="line 1: is not UTF-8 text"):
-        read([binary])
     empty = tmp_path / "empty"
     empty.write_text("\n")
     with pytest.raises(HydrajaxError, match="no generation in"):

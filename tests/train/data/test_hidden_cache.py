@@ -108,13 +108,6 @@ def test_too_large_is_refused_before_anything_is_written(program, config_file, s
     assert not (tmp_path / "run" / "hidden.bin").exists()
 
 
-def test_heads_on_another_layer_are_refused(program, config_file, settings):
-    draft = {"draft": settings["draft"] | {"hidden_state_offset": 1}}
-    result = program("--config", config_file(**data(settings), **draft))
-    assert result.code == 2
-    assert "data.hidden_cache_gb: got 0.5, expected 0 for heads that read aux_hidden_layers [1]" in result.err
-
-
 def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path, monkeypatch):
     from hydrajax.train.data import hidden_cache
 

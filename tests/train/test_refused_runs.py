@@ -1,0 +1,67 @@
+"""Settings that contradict each other, the base or the data are refused in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import pytest
+
+from helpers.runs import refused
+
+JOINT = {
+    "task": "joint",
+    "draft": {"heads": "medusa", "num_draft_heads": 2},
+    "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
+    "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
+    "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},
+    "steps": 6,
+}
+# ``(overrides of the settings, beginning of the message)``
+OF_HEADS = [
+    ("steps=many", "steps: got 'many', expected an integer"),
+    ("draft={heads: eagle, num_draft_heads: 3}", "draft.num_draft_heads: has no effect with draft.heads eagle, remove"),
+    ("draft={heads: eagle, vocabulary: 301}", "draft.vocabulary: got 301, expected at most the base's 300 tokens"),
+    ("draft={heads: hydra, ttt_length: 3}", "draft.ttt_length: has no effect with draft.heads hydra"),
+    ("draft={heads: eagle3, aux_hidden_layers: [1, 1]}", "draft.aux_hidden_layers: got [1, 1], expected ascending"),
+    ("draft={heads: eagle3, aux_hidden_layers: [0, 9]}", "draft.aux_hidden_layers: got 9, expected at most the base's"),
+    ("draft={heads: eagle3}; data.hidden_cache_gb=1", "data.hidden_cache_gb: got 1.0, expected 0 for heads"),
+    ("draft.hidden_state_offset=1; data.hidden_cache_gb=1", "data.hidden_cache_gb: got 1.0, expected 0 for heads that"),
+    ("draft.hidden_state_offset=9", "draft.hidden_state_offset"),
+    ("tree=dynamic-8-2-4; draft={heads: eagle}", "tree: got dynamic-8-2-4, expected a static tree"),
+    ("draft={heads: dflash}; tree=best-8", "tree: got best-8, expected a static tree"),
+    ("tree=chain-4", "tree: got a depth of 4, expected at most"),
+    ("tree=none", "tree: got 'none', expected root, chain-K"),
+    ("draft={heads: dflash, markov_rank: 3}", "draft.markov_rank: has no effect with draft.heads dflash"),
+    ("draft={heads: dflash, block_size: 1}", "draft.block_size: got 1, expected at least 2"),
+    ("draft={heads: dflash}; tree=chain-7; objective.noise_alpha=1", "objective.noise_alpha: got 1.0, expected"),
+    ("draft={heads: hydra}; objective.distance_weight=1", "objective.distance_weight: got 1.0, expected 0 for Hydra"),
+    ("task=joint; draft={heads: dflash}", "draft.heads: got dflash, expected heads of every position"),
+    ("batch_size=4000", "batch_size: got 4000, expected 1 to "),
+    ("mesh.data=64; batch_size=64", "mesh: got data=64"),
+]
+OF_JOINT = [
+    ("joint.heads_alone_steps=6", "joint.heads_alone_steps: got 6, expected less than the run's 6 steps"),
+    ("steps=null; epochs=0.03", "joint.heads_alone_steps: got 2, expected less than the run's 1 steps"),
+    ("data.hidden_cache_gb=1", "data.hidden_cache_gb: has no effect with task joint, remove it"),
+    ("optimizer.name=muon", "optimizer.name: got muon, expected adamw with task joint"),
+    ("draft.lm_head=shared", "adapter.targets: got lm_head, but "),
+    ("draft={heads: eagle}", "adapter.targets: got lm_head, but "),
+    ("adapter.targets=[lm_heads]", "adapter.targets: got 'lm_heads', expected one of q_proj, k_proj"),
+    ("joint.heads_weight=0", "joint.heads_weight: got 0.0, expected a positive number"),
+    ("task=heads", "joint: has no effect with task heads, remove it"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "message"),
+    [
+        *(({}, *case) for case in OF_HEADS),
+        *((JOINT, *case) for case in OF_JOINT),
+    ],
+)
+def test_contradictions(program, config_file, tmp_path, changes, overrides, message):
+    assert refused(program("--config", config_file(**changes), *overrides.split("; "))).startswith(message)
+    assert not any((tmp_path / "run" / name).exists() for name in ("base", "heads"))
+
+
+def test_a_config_that_is_missing(program, tmp_path):
+    assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
+    assert "--config" in refused(program())
