@@ -30,7 +30,7 @@ from hydrajax.bench.calibration import Calibration, calibrate
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest, measure_trees
 from hydrajax.bench.questions.held_out import held_out_files
 from hydrajax.bench.report.results import Result, write_result
-from hydrajax.bench.timing import in_rounds
+from hydrajax.bench.rounds import in_rounds
 from hydrajax.bench.trees.search import Proposals, expected_tokens_per_step, simulated
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
@@ -310,7 +310,8 @@ def draft_milliseconds(executors: Mapping[str, Executor], rounds: int, context: 
     timed = {(name, "propose"): timer.propose() for name, timer in timers.items()}
     timed |= {(name, "observe"): timer.observe() for name, timer in timers.items()}
     times = in_rounds(timed, rounds)
-    return {name: statistics.median(row[name, "propose"] + row[name, "observe"] for row in times) for name in timers}
+    drafting = {name: zip(times[name, "propose"], times[name, "observe"], strict=True) for name in timers}
+    return {name: statistics.median(map(sum, pairs)) for name, pairs in drafting.items()}
 
 
 def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:

@@ -376,7 +376,7 @@ def own_timers(m: LanguageModel, sizes: Sequence[int], context: int) -> dict[int
 
 
 def own_turn(timers: Mapping[int, Timed]) -> dict[int, float]:
-    return {size: timer.once() for size, timer in timers.items()}
+    return {size: timer() for size, timer in timers.items()}
 
 
 def peer_turn(peer: Peer, sizes: Sequence[int], context: int) -> dict[int, float | None]:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 import common
 
-from hydrajax.bench.report.outputs import family_of
+from hydrajax.bench.report.records import family_of
 from hydrajax.trees import TreeTopology, presets
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}

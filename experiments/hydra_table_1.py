@@ -7,10 +7,11 @@ import statistics
 import sys
 
 import common
+import numpy as np
 
 from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.roofline import passes
-from hydrajax.bench.timing import in_rounds
+from hydrajax.bench.rounds import in_rounds
 
 FULL = {"count": 1, "prompt_tokens": 64, "context": 256, "batch_size": 1, "rounds": 100}
 QUICK = {"rounds": 20}
@@ -36,9 +37,9 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
         "verify": timers[-1].verify(), "observe": timers[-1].observe(),
     }  # fmt: skip
     times = in_rounds(timed, args.rounds)
-    median = {name: statistics.median(row[name] for row in times) for name in ("step", "verify", "observe")}
+    median = {name: statistics.median(times[name]) for name in ("step", "verify", "observe")}
     costs = [
-        max(0.0, statistics.median(row[f"propose {depth + 1}"] - row[f"propose {depth}"] for row in times))
+        max(0.0, float(np.median(np.subtract(times[f"propose {depth + 1}"], times[f"propose {depth}"]))))
         for depth in range(tree.depth)
     ]
     # The drafter has layers of its own that attend to the text.

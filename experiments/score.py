@@ -22,6 +22,7 @@ from rich.table import Table
 
 from hydrajax.bench.questions import sets
 from hydrajax.bench.questions.answer_files import SETTINGS, AnswerFiles
+from hydrajax.bench.report.records import of_evaluate
 from hydrajax.cli import run_command
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
@@ -35,7 +36,7 @@ from scoring.registry import AUTO, SCORES, choose
 from scoring.score_files import score_answers
 
 HELP = __doc__.splitlines()[0]
-SUMMARY = {"arguments": OBJECT, "baseline": TEXT, "results": OBJECT}
+SUMMARY = {"machine": OBJECT, "arguments": OBJECT, "baseline": TEXT, "results": OBJECT}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,8 @@ def run(args: argparse.Namespace) -> None:
         found = summarise_scores(values, questions, baseline, list(score.metrics))
         scores = {"name": name, "settings": score.identity(), "metrics": score.metrics, "results": as_dicts(found)}
         with WholeFile(folder / "summary.json", "answers") as file:
-            file.write_json(summary | {"scores": scores})
+            summary |= {"scores": scores}
+            file.write_json(summary | of_evaluate(summary))
     show(scores, summary["results"], baseline, len(questions))
 
 

@@ -24,6 +24,7 @@ from hydrajax import stored_trees
 from hydrajax.bench.questions.summary import summarise
 from hydrajax.bench.report.markdown import write_report
 from hydrajax.bench.report.outputs import find_results
+from hydrajax.bench.report.records import of_evaluate, of_tree_search
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
@@ -170,7 +171,7 @@ def read_every_way(folder: Path) -> None:
 def searched(folder: Path) -> Path:
     rows = [{"name": "3", "nodes": 3, "speedup": 1.3, "expected_tokens_per_step": 1.5, **RATE}]
     here = {"machine": machine(), "measured": rows, "date": "2026-01-02", "arguments": {"draft": "d", "batch_size": 1}}
-    return text_at(folder / "tree_b1.json", {"choices": [[0], [0, 0]], "provenance": here})
+    return text_at(folder / "tree_b1.json", {"choices": [[0], [0, 0]], "provenance": here} | of_tree_search(here))
 
 
 def searched_here(folder: Path) -> None:
@@ -206,10 +207,8 @@ def summary(folder: Path) -> Path:
     }
     score = {"questions": 3, "mean": 0.25, "low": 0.0, "high": 0.5, "difference": -0.01}
     score |= {"difference_low": None, "difference_high": None}
-    return text_at(
-        folder / "summary.json",
-        content | {"scores": {"metrics": {"rouge": 100}, "results": {"a": {"overall": {"rouge": score}}}}},
-    )
+    content |= {"scores": {"metrics": {"rouge": 100}, "results": {"a": {"overall": {"rouge": score}}}}}
+    return text_at(folder / "summary.json", content | of_evaluate(content))
 
 
 def exported_before(folder: Path) -> Path:

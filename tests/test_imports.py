@@ -70,7 +70,6 @@ PARTS = (*CORE, *SATELLITES)
 KNOWN = {
     "hydrajax": ["hydrajax.grammar.grammar"],
     "hydrajax.api": ["hydrajax.lowbit.types"],
-    "hydrajax.bench.report.outputs": ["hydrajax.train.metrics"],
     "hydrajax.drafters.draft_lm_head": ["hydrajax.lowbit.quantized"],
     "hydrajax.formats.fingerprint": ["hydrajax.lowbit.files.low_bit_tensors"],
     "hydrajax.formats.hub": ["hydrajax.lowbit.gguf"],

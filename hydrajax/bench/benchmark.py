@@ -16,7 +16,8 @@ import numpy as np
 
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
 from hydrajax.bench.device_memory import copy_bandwidth, nbytes, peak_memory
-from hydrajax.bench.timing import StepTimer, interleaved_ms
+from hydrajax.bench.rounds import medians
+from hydrajax.bench.timing import StepTimer
 from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
@@ -147,7 +148,7 @@ def run_benchmark(
         for name, executor in executors.items():
             timer = step_timer(executor, batch, context, room)
             timed = {name: getattr(timer, name)() for name in PHASES} | {"autoregressive_step": autoregressive}
-            found = interleaved_ms(timed, repeats)
+            found = medians(timed, repeats)
             rates = generation_rates(plain, executor, prompts, batch, repeats) if prompts else {}
             yield BenchmarkRow(
                 batch=batch,

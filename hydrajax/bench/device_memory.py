@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hydrajax.bench.timing import median_ms
+from hydrajax.bench.rounds import median_ms
 
 COPIES = 8  # in one program: a launch takes a tenth of the time of a gigabyte on a large GPU
 

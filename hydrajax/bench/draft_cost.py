@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hydrajax.bench.benchmark import room_for, step_timer
-from hydrajax.bench.timing import interleaved_ms
+from hydrajax.bench.rounds import medians
 from hydrajax.decoding.executor import Executor
 from hydrajax.trees import presets
 
@@ -20,5 +20,5 @@ def draft_cost(executor: Executor, batch_size: int, context: int) -> float:
     context = max(room + 1, min(context, executor.model.config.max_positions))
     timed = {"draft": step_timer(one, batch_size, context, room).propose()}
     timed["base"] = step_timer(executor.autoregressive(), batch_size, context, room).step()
-    found = interleaved_ms(timed, ROUNDS)
+    found = medians(timed, ROUNDS)
     return found["draft"] / found["base"]

@@ -6,9 +6,7 @@ before it, so that XLA can neither hoist nor drop the work.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax import ops
+from hydrajax.bench.rounds import median_ms, seconds
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import sampling_params
@@ -28,16 +27,6 @@ from hydrajax.models.cache import KVCache, after_reads
 from hydrajax.sharding import jit_on
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import Topology, from_parents
-
-
-def median_ms(call: Callable[[], object], repeats: int) -> float:
-    """Return the median wall time of ``call`` in milliseconds, until the arrays that it returns are ready."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - began)
-    return statistics.median(times) * 1e3
 
 
 def _is_feature(x) -> bool:
@@ -67,26 +56,14 @@ class Timed:
         self._loop, self._rewind, self._params, self._n_steps = loop, rewind, params, n_steps
         self._carry = loop(params, jax.tree.map(jnp.copy, carry))  # warm-up
 
-    def once(self) -> float:
-        """Run once and return the milliseconds per iteration."""
+    def __call__(self, number: int = 0) -> float:
+        """Run once and return the milliseconds per iteration, for `hydrajax.bench.rounds.in_rounds`."""
         self._carry = jax.block_until_ready(self._rewind(self._carry))
-        began = time.perf_counter()
-        self._carry = jax.block_until_ready(self._loop(self._params, self._carry))
-        return (time.perf_counter() - began) * 1e3 / self._n_steps
 
+        def run() -> None:
+            self._carry = jax.block_until_ready(self._loop(self._params, self._carry))
 
-def in_rounds(timed: Mapping[str, Timed], rounds: int) -> list[dict[str, float]]:
-    """Run all once per round and return the milliseconds per iteration of each.
-
-    Load on the machine affects all of a round alike, so ratios are more reliable than single figures.
-    """
-    return [{name: one.once() for name, one in timed.items()} for _ in range(rounds)]
-
-
-def interleaved_ms(timed: Mapping[str, Timed], rounds: int) -> dict[str, float]:
-    """Return the medians of `in_rounds`."""
-    times = in_rounds(timed, rounds)
-    return {name: statistics.median(row[name] for row in times) for name in timed}
+        return seconds(run) * 1e3 / self._n_steps
 
 
 def example_topology(engine: Engine, batch: int) -> Topology:
@@ -145,9 +122,7 @@ class StepTimer:
     def _prefill(self) -> Callable[[], DecodeState]:
         """Prefill random tokens, compiled."""
         run = self._jit(self.engine.prefill)
-        began = time.perf_counter()
-        jax.block_until_ready(run(*self._arguments))
-        self.compile_seconds += time.perf_counter() - began
+        self.compile_seconds += seconds(run, *self._arguments)
         return lambda: run(*self._arguments)
 
     @cached_property
@@ -178,10 +153,9 @@ class StepTimer:
             ),
             donate_argnums=0,
         )
-        began = time.perf_counter()
-        loop = loop.lower(self.params, carry).compile()
-        self.compile_seconds += time.perf_counter() - began
-        return Timed(loop, rewind, self.params, carry, n)
+        compiled = []
+        self.compile_seconds += seconds(lambda: compiled.append(loop.lower(self.params, carry).compile()))
+        return Timed(compiled[0], rewind, self.params, carry, n)
 
     # --- inputs that the phases share ---------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.bench.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.bench.random_models import random_draft, random_model
+from hydrajax.bench.report.records import of_bench
 from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.split_contest import split_contest
 from hydrajax.cli import options
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> None:
                 rows.append(row)
                 line.update(f"measuring {min(len(rows) + 1, total)} of {total}")
         arguments = options.recorded(args)
-        write({"machine": machine(), "arguments": arguments, "rows": [row.as_dict() for row in rows]})
+        report = {"machine": machine(), "arguments": arguments, "rows": [row.as_dict() for row in rows]}
+        write(report | of_bench(report))
     if args.json != "-":
         _print(rows, args, texts)
 

@@ -18,6 +18,7 @@ from hydrajax.bench.questions.asking import Prompter, evaluate
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.bench.questions.sets import Question
 from hydrajax.bench.questions.summary import Figures, summarise
+from hydrajax.bench.report.records import of_evaluate
 from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
@@ -201,7 +202,7 @@ def write_summary(
         },
     }
     with WholeFile(Path(args.output) / "summary.json", "--output") as file:
-        file.write_json(report)
+        file.write_json(report | of_evaluate(report))
 
 
 def show(results: dict[str, dict[str, Figures]], baseline: str) -> None:

@@ -12,6 +12,7 @@ from rich.console import Console
 from hydrajax import api
 from hydrajax.bench.benchmark import first_nodes
 from hydrajax.bench.random_models import random_base, with_random_params
+from hydrajax.bench.report.records import of_roofline
 from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.roofline.best_chain import BestChain, best_chain
 from hydrajax.bench.roofline.comparison import Comparison, compare
@@ -257,7 +258,8 @@ def _report(
         return report
     for found, row in zip(cells, compared.measured, strict=True):
         found["measured"] = row.as_dict()
-    return report | {"machine": machine(), "drift": compared.drift}
+    report |= {"machine": machine(), "drift": compared.drift}
+    return report | of_roofline(report)
 
 
 # --- on the terminal ------------------------------------------------------------------------------------------------

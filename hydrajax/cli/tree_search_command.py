@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hydrajax.bench.report.records import of_tree_search
 from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor
@@ -221,7 +222,8 @@ def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain
         provenance["expected_tokens_per_step"] = list(proposals.tokens_per_step)
     if chain is not None:
         provenance["chain"] = chain.as_dict()
-    return content_of(found.trees[found.fastest.name]) | {"provenance": provenance}
+    records = of_tree_search(provenance)
+    return content_of(found.trees[found.fastest.name]) | {"provenance": provenance} | records
 
 
 def _print(rows: list[dict[str, Any]], fastest: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from hydrajax.bench.benchmark import step_timer
-from hydrajax.bench.timing import interleaved_ms
+from hydrajax.bench.rounds import medians
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.batcher import Batcher
@@ -54,7 +54,7 @@ def close_all(batchers: Sequence[Batcher], grace: float = 0.0) -> bool:
 def plain_step_seconds(executor: Executor) -> float:
     """Time a plain step of one sequence after `CONTEXT` tokens, or after the full context if shorter."""
     context = min(CONTEXT, executor.model.config.max_positions)
-    return interleaved_ms({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3
+    return medians({"step": step_timer(executor.autoregressive(), 1, context).step()}, ROUNDS)["step"] / 1e3
 
 
 def while_idle(

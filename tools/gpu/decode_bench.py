@@ -168,7 +168,7 @@ def main() -> int:
             compiling = time.perf_counter() - compiling
             # Runs of the baseline alternate with its own, so that changes of the clock rate affect both.
             baseline = baseline or timed
-            rounds = [(baseline.once(), timed.once()) for _ in range(args.repeats)]
+            rounds = [(baseline(), timed()) for _ in range(args.repeats)]
             autoregressive, milliseconds = (statistics.median(column) for column in zip(*rounds, strict=True))
             line = {
                 "batch": batch,

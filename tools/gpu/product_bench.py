@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 from json_lines import write_lines
 
 from hydrajax.bench.device_memory import copy_bandwidth, nbytes
-from hydrajax.bench.timing import median_ms
+from hydrajax.bench.rounds import median_ms
 from hydrajax.lowbit.kernels import few_bits_gpu
 from hydrajax.lowbit.types import QUANTIZED, quantized_type
 from hydrajax.ops import matmul

@@ -7,14 +7,15 @@ stage of tree search (hydra section 4) compares trees in this way.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from hydrajax.bench.rounds import in_rounds, seconds
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.processes import fetch
@@ -87,24 +88,24 @@ def contest(
     for number, (name, executor) in enumerate(executors.items(), start=1):
         on_status(f"compiling {name}, {number} of {len(executors)}")
         outputs[name] = [fetch(executor.decode(prompt, lengths, key)) for prompt, lengths, _ in filled]
-    step_seconds: dict[str, list[float]] = {name: [] for name in executors}
-    random, names = np.random.default_rng(seed), list(executors)
-    for number in range(repeats):
-        on_status(f"round {number + 1} of {repeats}")
-        own = slice(number, None, repeats) if divided else slice(None)
-        for index in random.permutation(len(names)):
-            name = names[index]
-            began = time.perf_counter()
-            for prompt, lengths, _ in filled[own]:
-                jax.block_until_ready(executors[name].decode(prompt, lengths, key))
-            seconds = time.perf_counter() - began
-            step_seconds[name].append(seconds / sum(int(out.steps.sum()) for out in outputs[name][own]))
 
+    def step_seconds(name: str, number: int) -> float:
+        own = slice(number, None, repeats) if divided else slice(None)
+        spent = sum(seconds(executors[name].decode, prompt, lengths, key) for prompt, lengths, _ in filled[own])
+        return spent / sum(int(out.steps.sum()) for out in outputs[name][own])
+
+    random = np.random.default_rng(seed)
+    timed = in_rounds(
+        {name: partial(step_seconds, name) for name in executors},
+        repeats,
+        order=lambda number, count: random.permutation(count),
+        on_round=on_status,
+    )
     tokens_per_step = {
         name: sum(int(out.lengths.sum()) for out in outs) / sum(int(out.steps.sum()) for out in outs)
         for name, outs in outputs.items()
     }
-    rates = {name: tokens_per_step[name] / np.array(step_seconds[name]) for name in outputs}
+    rates = {name: tokens_per_step[name] / np.array(timed[name]) for name in outputs}
     picked = random.integers(0, repeats, (RESAMPLES, repeats))  # whole rounds: all executors had the same load
     medians = {name: np.median(rates[name][picked], axis=1) for name in outputs}
     baseline, *others = outputs

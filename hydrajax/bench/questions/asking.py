@@ -7,11 +7,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from hydrajax.bench.questions.answer_files import AnswerFiles, NoFiles
 from hydrajax.bench.questions.dialogue import Dialogue
 from hydrajax.bench.questions.sets import Question
+from hydrajax.bench.rounds import in_rounds
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
@@ -96,14 +98,19 @@ def evaluate(
                     if width not in warm:
                         dialogue.decode()
                         warm.add(width)
-                for repeat in range(repeats):
-                    for place in range(len(dialogues)):
-                        dialogue = dialogues[(place + number + repeat) % len(dialogues)]
-                        dialogue.runs.append(dialogue.decode())
+                runs = in_rounds(
+                    {dialogue: lambda _, dialogue=dialogue: dialogue.decode() for dialogue in dialogues},
+                    repeats,
+                    order=partial(_rotated, number),
+                )
                 for dialogue in dialogues:
-                    dialogue.close()
+                    dialogue.close(runs[dialogue])
             files.add([dialogue.record() for dialogue in dialogues])
         on_question()
+
+
+def _rotated(question: int, repeat: int, count: int) -> list[int]:
+    return [(place + question + repeat) % count for place in range(count)]
 
 
 class ContenderDialogue(Dialogue):
@@ -113,7 +120,6 @@ class ContenderDialogue(Dialogue):
         super().__init__(seed, question.question_id, question.turns)
         self.contender, self._question, self._prompter = contender, question, prompter
         self._cut: list[int] = []
-        self.runs: list[Generation] = []  # repeats of the current turn
         self._answers: list[list[Generation]] = []  # repeats of every turn
 
     def encode(self) -> list[int]:
@@ -127,11 +133,10 @@ class ContenderDialogue(Dialogue):
     def decode(self) -> Generation:
         return self.contender.decode(self.ids, self.turn_seed)
 
-    def close(self) -> None:
-        """End the turn."""
-        self.answer(self.runs[0].text)
-        self._answers.append(self.runs)
-        self.runs = []
+    def close(self, runs: list[Generation]) -> None:
+        """End the turn with the runs of all repeats."""
+        self.answer(runs[0].text)
+        self._answers.append(runs)
 
     def record(self) -> dict[str, Any]:
         """Return the line for the answer file.

@@ -1,6 +1,7 @@
 """The result file format: measured rows of one kind, with the command, the machine and the settings.
 
-A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine, settings, remarks, rows}``.
+A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine, settings, remarks, rows}``. The JSON of
+commands holds a list of these under ``hydrajax_results``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hydrajax.text.records import INTEGER
 from hydrajax.text.records import NUMBER as FINITE
 
 FORMAT = 1
+RECORDS = "hydrajax_results"  # the field of such objects in the JSON of commands
 TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
 OR_NULL = " or null"
 MAX_CHARACTERS, MAX_ROWS, MAX_NUMBERS, MAX_DEPTH = 1000, 1000, 64, 8  # of a text, a file, a list, the settings
@@ -116,10 +118,10 @@ def result_from(content: Mapping[str, Any], where: str) -> Result:
     Raises:
         HydrajaxError: the content is of another version, or a field is missing or wrong.
     """
-    if content["hydrajax_result"] != FORMAT:
+    version = content.get("hydrajax_result") if isinstance(content, dict) else None
+    if version != FORMAT:
         raise HydrajaxError(
-            f"{where}: hydrajax_result: got {shown(content['hydrajax_result'])}, expected {FORMAT}: the file is from "
-            "another version"
+            f"{where}: hydrajax_result: got {shown(version)}, expected {FORMAT}: the file is from another version"
         )
     check(content, where)
     return Result(**{name: content[name] for name in Result.__dataclass_fields__ if name in content})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -14,6 +12,7 @@ from jaxtyping import Array, Float
 
 from hydrajax.bench.device_memory import copy_bandwidth
 from hydrajax.bench.roofline.devices import Device, Rates
+from hydrajax.bench.rounds import medians, seconds
 from hydrajax.models.attention import KVSegment, attend
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import project
@@ -57,13 +56,10 @@ class Meter:
 
         The bandwidth is the larger of a copy's and of a one-row product's, which hardly does more than read weights.
         """
-        seconds = {key: [] for key in self._loops}
-        for _ in range(self.repeats):
-            for key, loop in self._loops.items():
-                seconds[key].append(loop.seconds_per_pass())
+        found = medians(self._loops, self.repeats)
         rates: dict[str, Rates] = {"weights": (), "attention": ()}
         for (kind, rows), loop in self._loops.items():
-            rates[kind] += ((rows, loop.flops / statistics.median(seconds[kind, rows])),)
+            rates[kind] += ((rows, loop.flops / found[kind, rows]),)
         read = rates["weights"][0][1] / 2 * self.dtype.itemsize  # two operations per weight
         bandwidth = max(copy_bandwidth(self.copy_megabytes), read)
         return Device(
@@ -98,16 +94,13 @@ class _Loop:
         with jax.default_matmul_precision("highest"):  # as in the decode step
             loop = jax.jit(lambda n, x, pairs: jax.lax.fori_loop(0, n, lambda _, x: one_pass(x, pairs), x))
             self._loop = loop.lower(1, *self._data).compile()
-        self._seconds(1)
-        self._passes = max(1, math.ceil(MIN_SECONDS / self._seconds(1)))
+        self._passes = 1
+        self()
+        self._passes = max(1, math.ceil(MIN_SECONDS / self()))
 
-    def _seconds(self, passes: int) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(self._loop(passes, *self._data))
-        return time.perf_counter() - began
-
-    def seconds_per_pass(self) -> float:
-        return self._seconds(self._passes) / self._passes
+    def __call__(self, number: int = 0) -> float:
+        """Return the seconds per pass."""
+        return seconds(self._loop, self._passes, *self._data) / self._passes
 
 
 def _pairs(first: tuple[int, ...], second: tuple[int, ...], dtype, wanted_bytes: int) -> list[tuple[Array, Array]]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hydrajax.bench.contests import contest as module
+from hydrajax.bench import rounds
 from hydrajax.bench.contests.contest import contest
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(rounds, "time", clock)
     return clock
 
 

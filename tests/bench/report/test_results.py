@@ -7,6 +7,7 @@ import json
 import pytest
 
 from helpers.report_examples import RATE, ROWS, result, write_to
+from hydrajax.bench.report import records
 from hydrajax.bench.report.outputs import find_results
 from hydrajax.bench.report.results import KINDS, result_from
 from hydrajax.errors import HydrajaxError
@@ -85,7 +86,7 @@ def test_bench_gives_steps_and_rates(tmp_path):
     row = ROWS["steps"][0] | {"tokens_per_step": 2.2, "tokens_per_second": 150.0, "speedup": 1.5, "outputs_equal": True}
     row |= {"autoregressive_tokens_per_second": 100.0}
     arguments = {"base": "some/base", "random": None, "repeats": 5}
-    write(tmp_path / "b.json", {"machine": {"device": "x"}, "arguments": arguments, "rows": [row]})
+    write(tmp_path / "b.json", records.of_bench({"machine": {"device": "x"}, "arguments": arguments, "rows": [row]}))
     (steps, speed), others = find_results(tmp_path)
     assert others == []
     assert (steps[1].kind, steps[1].rows) == ("steps", ROWS["steps"])
@@ -98,7 +99,7 @@ def test_bench_gives_steps_and_rates(tmp_path):
 def test_bench_without_prompts_gives_steps_alone(tmp_path):
     row = ROWS["steps"][0] | {"tokens_per_second": None}
     arguments = {"base": None, "random": "7b"}
-    write(tmp_path / "b.json", {"machine": {}, "arguments": arguments, "rows": [row]})
+    write(tmp_path / "b.json", records.of_bench({"machine": {}, "arguments": arguments, "rows": [row]}))
     assert [(found.kind, found.title) for _, found in find_results(tmp_path)[0]] == [("steps", "a decode step of 7b")]
 
 
@@ -106,7 +107,7 @@ def test_tree_search_gives_trees(tmp_path):
     measured = [{"name": str(n), "nodes": n, "expected_tokens_per_step": 1.5, **RATE} for n in (1, 4)]
     measured.append({"name": "dynamic-4-1-3", "nodes": 4, "expected_tokens_per_step": None, **RATE})
     provenance = {"arguments": {"draft": "a/hydra", "batch_size": 2}, "machine": {}, "measured": measured}
-    write(tmp_path / "tree_b2.json", {"choices": [[0]], "provenance": provenance})
+    write(tmp_path / "tree_b2.json", {"choices": [[0]]} | records.of_tree_search(provenance))
     ((_, found),), _ = find_results(tmp_path)
     assert [(row["drafter"], row["batch"], row["family"], row["nodes"]) for row in found.rows] == [
         ("hydra", 2, "root", 1), ("hydra", 2, "searched", 4), ("hydra", 2, "dynamic", 4),
@@ -116,14 +117,14 @@ def test_tree_search_gives_trees(tmp_path):
 def test_evaluate_gives_categories_and_roofline_predictions(tmp_path):
     figures = {"questions": 3, **RATE, "equal": True, "steps": 7}
     summary = {"machine": {}, "arguments": {"set": "mt_bench"}, "results": {"hydra": {"qa": figures}}}
-    write(tmp_path / "answers" / "summary.json", summary)
+    write(tmp_path / "answers" / "summary.json", records.of_evaluate(summary))
     cell = ROWS["prediction"][0]
     times = {
         "predicted": {"step": cell["predicted_step"], "autoregressive_step": cell["predicted_autoregressive_step"]},
         "measured": {"step": cell["step"], "autoregressive_step": cell["autoregressive_step"]},
     }
     times["predicted"] |= {name: cell[name] for name in ("batch", "context", "nodes")}
-    write(tmp_path / "roofline.json", {"machine": {}, "arguments": {}, "rows": [times]})
+    write(tmp_path / "roofline.json", records.of_roofline({"machine": {}, "arguments": {}, "rows": [times]}))
     by_kind = {found.kind: found.rows for _, found in find_results(tmp_path)[0]}
     assert by_kind["prediction"] == [cell]
     assert by_kind["categories"] == [{"name": "hydra", "category": "qa", "questions": 3, **RATE, "equal": True}]
@@ -137,8 +138,9 @@ def test_evaluate_with_scores_gives_quality(tmp_path):
     overall = {"questions": 3, **RATE, "equal": None}
     content = {"machine": {}, "arguments": arguments, "results": {"hydra": {"overall": overall}}}
     scores = {"metrics": {"pass@1": 100}, "results": {"hydra": {"code": {}, "overall": {"pass@1": figures}}}}
-    write(tmp_path / "a" / "summary.json", content | {"scores": scores})
-    write(tmp_path / "b" / "summary.json", content | {"scores": {"metrics": {}, "results": {"hydra": {}}}})
+    write(tmp_path / "a" / "summary.json", records.of_evaluate(content | {"scores": scores}))
+    without = {"metrics": {}, "results": {"hydra": {}}}
+    write(tmp_path / "b" / "summary.json", records.of_evaluate(content | {"scores": without}))
     results, _ = find_results(tmp_path)
     assert [found.kind for _, found in results] == ["categories", "quality", "categories"]
     assert results[1][1].rows == [
@@ -163,7 +165,7 @@ def test_training_runs_of_one_folder_are_one_result(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"rows": 1}', '{"rows": [{}], "arguments": {}}', "[" * 100_000, '{"provenance": 3}'],
+    ["", "{", "[]", "null", '{"rows": 1}', "[" * 100_000, '{"hydrajax_results": 3}', '{"kind": "eval", "top1": 3}'],
 )
 def test_other_files_are_left_alone(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
