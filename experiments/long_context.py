@@ -28,7 +28,7 @@ from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.files import WholeFile
-from hydrajax.formats.draft_registry import without_weights
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.machine import machine
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
@@ -141,7 +141,7 @@ def tokens_per_step(contexts: list[int], count: int) -> list[dict]:
     print(f"\n{'τ after context':20} " + " ".join(f"{context:6}" for context in contexts))
     for draft in DRAFTS:
         m = base.with_draft(draft)
-        tree = "chain-5" if without_weights(draft) else None
+        tree = "chain-5" if DraftRef.parse(draft).kind else None
         executor = hydrajax.make_executor(m, m.spec(tree=tree, max_new_tokens=NEW))
         row = {"draft": draft}
         for context in contexts:

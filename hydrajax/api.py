@@ -19,10 +19,10 @@ from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import naming_corpus, parse_several, without_weights
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
-from hydrajax.formats.load import find_own_heads, names_own_heads
+from hydrajax.formats.load import find_own_heads
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.lowbit.types import AS_STORED, QUANTIZED, WIDENED
 from hydrajax.models.attention import KV_CACHES
@@ -189,23 +189,21 @@ def load(
     if merge and adapter is None:
         raise HydrajaxError("merge: requires an adapter")
     placement = placement if isinstance(placement, Placement) else Placement(placement)
-    if placement.split and draft in (None, NO_DRAFT):
+    ref = DraftRef.parse(draft, corpus=corpus is not None)
+    if placement.split and ref.is_none:
         raise HydrajaxError("draft_devices: requires a draft model, got no draft")
+    if corpus is not None:
+        Corpus(corpus)  # refuses an invalid number
     use_compilation_cache()
     base = resolve(base, "base")
     if placement.base is not None:
         check_divides(placement.base, read_config(base))
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
-    if corpus is not None:
-        draft = naming_corpus(draft)
-        Corpus(corpus)  # refuses an invalid number
-    named = found.draft if (found := parse_several(draft)) else draft
-    if names_own_heads(named):  # report a missing draft before the base is read
+    if ref.is_own:  # report a missing draft before the base is read
         find_own_heads(base)
-    elif isinstance(named, (str, Path)) and not without_weights(named):
-        directory = resolve(named, "draft", read_config(base))
-        draft = draft if found else directory
+    elif ref.name is not None:
+        ref = ref.at(resolve(ref.name, "draft", read_config(base)))
     model, params = load_llama(
         base,
         DTYPES.get(name),  # None for "auto"
@@ -225,12 +223,7 @@ def load(
         adapter_directory=adapter,
         base_directory=base,
     )
-    if draft is None and draft_confidence is None and not placement.shard_draft:
-        return m
-    return m.with_draft(
-        NO_DRAFT if draft is None else draft, base_directory=None if force else base, draft_confidence=draft_confidence,
-        corpus=corpus,
-    )  # fmt: skip
+    return m.with_draft(ref, base_directory=None if force else base, draft_confidence=draft_confidence, corpus=corpus)
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -30,6 +30,7 @@ from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.grammar.grammar import as_grammar
@@ -303,7 +304,7 @@ class LanguageModel:
 
     def with_draft(
         self,
-        draft: Drafter | str | Path,
+        draft: Drafter | DraftRef | str | Path | None,
         *,
         base_directory: str | Path | None = None,
         draft_confidence: float | None = None,
@@ -320,11 +321,8 @@ class LanguageModel:
         Raises:
             HydrajaxError: as in `hydrajax.load`.
         """
-        found = find_draft(
-            draft, self.model, self.params.base, self.tokenizer, self.placement,
-            base_directory=base_directory, adapter_directory=self.adapter_directory, confidence=draft_confidence,
-            own_directory=self.base_directory, corpus=corpus,
-        )  # fmt: skip
+        ref = DraftRef.parse(draft, corpus=corpus is not None)
+        found = find_draft(ref, self, base_directory=base_directory, confidence=draft_confidence, corpus=corpus)
         params = Params(self.params.base, found.params)
         return replace(self, drafter=found.drafter, params=params, draft_directory=found.directory)
 

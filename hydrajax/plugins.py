@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,56 @@ from hydrajax.errors import HydrajaxError, not_allowed, one_line
 
 # By group: "module:attribute" of each name, in the order of listings. A part without entries here has plug-ins alone.
 BUILT_IN: dict[str, dict[str, str]] = {
-    "drafters": {},
-    "formats": {},
+    "drafters": {
+        "none": "hydrajax.drafters.none:KIND",
+        "lookup": "hydrajax.drafters.lookup:KIND",
+        "corpus": "hydrajax.drafters.several:KIND",
+        "lookahead": "hydrajax.drafters.lookahead:KIND",
+        "hydra": "hydrajax.drafters.hydra:HYDRA",
+        "medusa": "hydrajax.drafters.medusa:KIND",
+        "hydra++": "hydrajax.drafters.hydra:HYDRA_PP",
+        "amphista": "hydrajax.drafters.amphista:KIND",
+        "eagle": "hydrajax.drafters.eagle:KIND",
+        "eagle3": "hydrajax.drafters.eagle3:KIND",
+        "mtp": "hydrajax.drafters.mtp:KIND",
+        "dflash": "hydrajax.drafters.dflash:DFLASH",
+        "jetspec": "hydrajax.drafters.dflash:JETSPEC",
+        "dspark": "hydrajax.drafters.dspark:KIND",
+        "p-eagle": "hydrajax.drafters.peagle:KIND",
+        "model": "hydrajax.drafters.draft_model:KIND",
+    },
+    "formats": {
+        "hydra": "hydrajax.formats.hydra_format:FILES",
+        "medusa": "hydrajax.formats.medusa_format:FILES",
+        "amphista": "hydrajax.formats.amphista_format:FILES",
+        "eagle": "hydrajax.formats.eagle_format:EAGLE_FILES",
+        "eagle3": "hydrajax.formats.eagle_format:EAGLE_3_FILES",
+        "mtp": "hydrajax.formats.mtp_format:FILES",
+        "dflash": "hydrajax.formats.block_format:DFLASH_FILES",
+        "jetspec": "hydrajax.formats.block_format:JETSPEC_FILES",
+        "dspark": "hydrajax.formats.block_format:DSPARK_FILES",
+        "p-eagle": "hydrajax.formats.peagle_format:FILES",
+    },
     "weights": {},
-    "families": {},
+    "families": {
+        "llama": "hydrajax.families.llama_families:LLAMA",
+        "mistral": "hydrajax.families.llama_families:MISTRAL",
+        "qwen2": "hydrajax.families.llama_families:QWEN2",
+        "mimo": "hydrajax.families.llama_families:MIMO",
+        "qwen3": "hydrajax.families.llama_families:QWEN3",
+        "gemma2": "hydrajax.families.dense_families:GEMMA2",
+        "gemma3_text": "hydrajax.families.dense_families:GEMMA3_TEXT",
+        "olmo2": "hydrajax.families.dense_families:OLMO2",
+        "olmo3": "hydrajax.families.dense_families:OLMO3",
+        "granite": "hydrajax.families.dense_families:GRANITE",
+        "smollm3": "hydrajax.families.dense_families:SMOLLM3",
+        "phi3": "hydrajax.families.dense_families:PHI3",
+        "mixtral": "hydrajax.families.expert_families:MIXTRAL",
+        "qwen2_moe": "hydrajax.families.expert_families:QWEN2_MOE",
+        "qwen3_moe": "hydrajax.families.expert_families:QWEN3_MOE",
+        "olmoe": "hydrajax.families.expert_families:OLMOE",
+        "glm4_moe": "hydrajax.families.expert_families:GLM4_MOE",
+    },
     "rules": {
         "greedy": "hydrajax.decoding.acceptance:Greedy",
         "typical": "hydrajax.decoding.acceptance:Typical",
@@ -48,7 +94,7 @@ def find(group: str, name: str) -> Any:
 
     Args:
         group: a key of `BUILT_IN`.
-        name: one of `names`.
+        name: a key of `Group`.
 
     Raises:
         HydrajaxError: no part has this name, two packages have it, or the package that has it cannot be imported.
@@ -57,7 +103,7 @@ def find(group: str, name: str) -> Any:
         return EntryPoint(name, value, group).load()
     entries = declared(group).get(name, ())
     if not entries:
-        raise not_allowed(group, name, names(group), outdated())
+        raise not_allowed(group, name, Group(group), outdated())
     packages = [entry.dist.name for entry in entries]
     if len(entries) > 1:
         raise HydrajaxError(f"{group}: got '{name}' of the packages {' and '.join(packages)}; uninstall one of them")
@@ -72,14 +118,29 @@ def find(group: str, name: str) -> Any:
         ) from error
 
 
-def names(group: str) -> list[str]:
-    """Return the names of a group: the built-in ones, then those of installed packages, sorted."""
-    return [*BUILT_IN[group], *declared(group)]
+class Group(Mapping[str, Any]):
+    """The parts of a group by name: the built-in ones, then those of installed packages, sorted.
 
+    A part is imported when it is looked up; names alone import nothing.
+    """
 
-def has(group: str, name: str) -> bool:
-    """Return True if a group has this name; nothing is imported."""
-    return name in BUILT_IN[group] or name in declared(group)
+    def __init__(self, name: str):
+        self.name = name
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return find(self.name, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in BUILT_IN[self.name] or name in declared(self.name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from BUILT_IN[self.name]
+        yield from declared(self.name)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def imported(group: str) -> Iterator[str]:

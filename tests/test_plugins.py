@@ -34,15 +34,14 @@ def install(tmp_path, monkeypatch):
 
 def test_every_built_in_part_is_there():
     for group in plugins.BUILT_IN:
-        for name in plugins.names(group):
+        for name in plugins.Group(group):
             assert plugins.find(group, name) is not None
-            assert plugins.has(group, name)
 
 
 def test_a_package_adds_a_part_that_is_imported_when_it_is_named(install):
     install("strange", "[hydrajax.rules]\nstrange = strange_rules:RULE\n", strange_rules="RULE = 5")
-    assert plugins.names("rules")[-1] == "strange"
-    assert plugins.has("rules", "strange")
+    assert list(plugins.Group("rules"))[-1] == "strange"
+    assert "strange" in plugins.Group("rules")
     assert "strange_rules" not in sys.modules
     assert "strange" not in plugins.imported("rules")
     assert plugins.find("rules", "strange") == 5
@@ -73,7 +72,7 @@ def test_a_package_that_cannot_be_imported_is_named(install, source, reason):
 def test_a_built_in_name_is_not_replaced(install):
     install("strange", "[hydrajax.rules]\ngreedy = strange_rules:RULE\n", strange_rules="RULE = 5")
     with pytest.warns(UserWarning, match="rules: 'greedy' of the package strange is ignored: the name is built in"):
-        assert plugins.names("rules").count("greedy") == 1
+        assert list(plugins.Group("rules")).count("greedy") == 1
     assert plugins.find("rules", "greedy").__name__ == "Greedy"
 
 

@@ -21,7 +21,8 @@ from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import KINDS, without_weights
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.lowbit.types import WIDENED, described
 from hydrajax.machine import machine
@@ -146,7 +147,7 @@ def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Exe
         raise HydrajaxError("--draft-settings: requires --base and --draft, without --tree and --tree-sizes")
     names = [f"{args.draft}-{numbers}" for numbers in args.draft_settings]
     for name in names:  # before gigabytes are read
-        if without_weights(name) is None:
+        if DraftRef.parse(name).kind is None:
             raise HydrajaxError(f"--draft-settings: got '{name}', expected settings such as lookahead-15-5-15")
     model = options.load_from(args, draft=None)
     drafted = {name: model.with_draft(name) for name in names}

@@ -10,7 +10,7 @@ from argcomplete import autocomplete
 from argcomplete.completers import DirectoriesCompleter, FilesCompleter
 
 from hydrajax import assets
-from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.trees import presets
 
@@ -31,7 +31,7 @@ def add_completers(parser: argparse.ArgumentParser) -> None:
             for command in action.choices.values():
                 add_completers(command)
         elif action.dest == "draft":
-            action.completer = _names_or([*WITHOUT_WEIGHTS, *assets.DRAFT_NAMES], directories)
+            action.completer = _names_or([*without_weights(), *assets.DRAFT_NAMES], directories)
         elif action.dest == "base":
             names = [*assets.SHIPPED_BASE, *KNOWN_BASES]
             action.completer = _names_or(names, FilesCompleter("gguf"))  # directories too

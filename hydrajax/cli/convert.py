@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from hydrajax.bench.quantization import LogitEffect, logit_effect
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.fetch import fetch_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
-from hydrajax.formats.load import RECORD, load_draft, load_own_heads, names_own_heads
+from hydrajax.formats.load import RECORD, load_draft, load_own_heads
 from hydrajax.formats.tensors import read_json
 from hydrajax.lowbit.types import QUANTIZED, WIDENED
 from hydrajax.models.attention import KV_CACHES
@@ -115,7 +116,7 @@ def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
 def _export(args: argparse.Namespace) -> None:
     base = resolve(args.base, "base")
     config = read_config(base)
-    own = names_own_heads(args.draft)
+    own = DraftRef.parse(args.draft).is_own
     draft = base if own else resolve(args.draft, "draft", config)
     _check_output(args.output, {"heads": draft, "base": base})
     adapter = None if args.adapter is None else resolve(args.adapter, "adapter")

@@ -28,7 +28,7 @@ from hydrajax.bench.questions.held_out import NamedPrompt, held_out_files, held_
 from hydrajax.cli.screen import CLOSE, OPEN, status, write_marked
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, title_of
+from hydrajax.formats.draft_registry import title_of, without_weights
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.text.answers import Generation
@@ -127,7 +127,7 @@ def question_prompts(model: LanguageModel, questions: Mapping[str, str]) -> list
 def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[str, Executor]:
     """Return an executor for the base alone, and for lookup and each draft with each tree, named after both."""
     # Lookahead is left out: it pays only where many nodes cost as much as one, which is not so on a CPU.
-    named = [found for found in map(model.with_draft, WITHOUT_WEIGHTS) if found.drafter.spec.depth]
+    named = [found for found in map(model.with_draft, without_weights()) if found.drafter.spec.depth]
     # The corpus is too: all executors generate the same texts.
     drafted = [found for found in named if not (found.drafter.spec.window_nodes or found.drafter.spec.remembers)]
     titles = [title_of(each.drafter) for each in drafted]

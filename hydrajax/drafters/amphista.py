@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.head_stack import AtOnce
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import HeadSettings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -279,3 +280,6 @@ class AmphistaHeads(AtOnce):
         rows = self._auto_embedding.apply({"params": params["auto_embedding"]}, rows)
         rows = rows.reshape(batch, n_places, self.num_draft_heads, width)
         return tuple(rows[:, :, k] for k in range(self.num_draft_heads))
+
+
+KIND = DrafterKind("Amphista", AmphistaHeads)

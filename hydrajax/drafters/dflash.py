@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
 from hydrajax.drafters.draft_lm_head import Vocabulary
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.models.arrays import DType
 from hydrajax.models.llama_config import LlamaConfig
@@ -68,3 +69,7 @@ class JetSpec(DFlash):
     """JetSpec; the attributes are those of `DFlash`."""
 
     causal: ClassVar[bool] = True
+
+
+DFLASH = DrafterKind("DFlash", DFlash, BlockSettings(5, 16))
+JETSPEC = DrafterKind("JetSpec", JetSpec, BlockSettings(5, 16))

@@ -22,6 +22,7 @@ from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.ranks import token_ranks
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -349,3 +350,6 @@ def _places(tree: TreeTopology) -> Int[np.ndarray, " N"]:
     run = [0, *(node for level in tree.levels[1:] for node in level.parents)]
     place[run] = np.arange(len(run))
     return place
+
+
+KIND = DrafterKind("draft model", DraftModel)

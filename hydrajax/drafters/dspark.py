@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
 from hydrajax.drafters.draft_lm_head import Vocabulary
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.drafters.settings import at_least, below, one_of, vocabulary_of
 from hydrajax.errors import HydrajaxError
@@ -100,3 +101,6 @@ class DSpark(BlockDrafter):
             dtype=jnp.dtype(dtype),
             num_anchors=s.num_anchors,
         )
+
+
+KIND = DrafterKind("DSpark", DSpark, DSparkSettings(5, 7, markov_rank=256))

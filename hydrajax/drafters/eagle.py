@@ -23,6 +23,7 @@ from hydrajax.drafters.drafter import DrafterSpec, following_tokens, last_observ
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.head_stack import Trained
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import Settings, at_least, vocabulary_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -302,3 +303,6 @@ class Eagle(EagleDrafter):
     @property
     def network(self) -> EagleNetwork:
         return EagleNetwork(self.config, self.dtype, self.fc_bias, self.lm_head)
+
+
+KIND = DrafterKind("EAGLE", Eagle)

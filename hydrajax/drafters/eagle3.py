@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of, within_base
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -145,3 +146,6 @@ class Eagle3(EagleDrafter):
         for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
             params[name] = params[name].replace_boxed(value)
         return params
+
+
+KIND = DrafterKind("EAGLE-3", Eagle3)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.head_stack import HeadStack
+from hydrajax.drafters.head_stack import HeadStack, StackSettings
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 from hydrajax.ops.sharded import by_token
@@ -62,3 +63,7 @@ class HydraHeads(HeadStack):
         return [
             (shared, jnp.concatenate(shifted[1 : k + 1], axis=-1) if k else None) for k in range(self.num_draft_heads)
         ]
+
+
+HYDRA = DrafterKind("Hydra", HydraHeads)
+HYDRA_PP = DrafterKind("Hydra++", HydraHeads, StackSettings(prefix=True, n_layers=4))

@@ -35,6 +35,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters.drafter import DrafterSpec, Proposal
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
@@ -261,3 +262,11 @@ def as_nodes(found: Int[Array, "B G depth"], tree: TreeTopology) -> tuple[Int[Ar
         jnp.where(own, tokens[:, chain, depth - 1], NO_TOKEN),
         jnp.pad(parents, ((0, 0), (1, 0)), constant_values=-1),
     )
+
+
+KIND = DrafterKind(
+    "Lookahead",
+    Lookahead,
+    about="n-grams that the base guesses ahead; lookahead-W-N-G: window, length, guesses; default 15-5-15",
+    numbers=("W", "N", "G"),
+)

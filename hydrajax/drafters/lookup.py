@@ -17,6 +17,7 @@ from jaxtyping import Bool, Int
 from hydrajax.drafters import ngram
 from hydrajax.drafters.chains import by_rank, estimated, ranks_of_matches
 from hydrajax.drafters.drafter import DrafterSpec, SeesAcceptedOnly
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 
@@ -146,3 +147,6 @@ class PromptLookup(SeesAcceptedOnly):
         tokens = history.tokens[rows, jnp.minimum(at, history.tokens.shape[1] - 1)]
         tokens = jnp.where(at == ends[..., None, None], last[..., None, None], tokens)
         return Continuations(tokens, matches.lengths)
+
+
+KIND = DrafterKind("Lookup", PromptLookup, about="n-grams of the text so far")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.head_stack import AtOnce
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.models.arrays import DType
 from hydrajax.trees.dynamic import guesses_of
@@ -50,3 +51,6 @@ class MedusaHeads(AtOnce):
 
     def teacher_inputs(self, aux_hidden_states, tokens, base):
         return [(aux_hidden_states.astype(self.dtype),)] * self.num_draft_heads
+
+
+KIND = DrafterKind("Medusa", MedusaHeads)

@@ -25,6 +25,7 @@ from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.base_model import BEFORE_FINAL_NORM
@@ -107,3 +108,6 @@ class MTP(EagleDrafter):
 
     def _fed_back(self, params, hidden):
         return self._apply(params, hidden, method="fused")
+
+
+KIND = DrafterKind("MTP", MTP)

@@ -12,6 +12,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from hydrajax.drafters.drafter import DrafterSpec, Proposal
+from hydrajax.drafters.kind import DrafterKind
 
 
 @dataclass(frozen=True)
@@ -41,3 +42,6 @@ class NoDrafter:
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         return jnp.zeros((0, *batch["tokens"].shape), jnp.int32)
+
+
+KIND = DrafterKind("no draft", NoDrafter, about="no draft at all")

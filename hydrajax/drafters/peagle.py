@@ -28,6 +28,7 @@ from hydrajax.drafters.block_network import Text
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -296,3 +297,6 @@ class PEagle(BlockDrafter):
         own = (block[:, None] == block) & (level[:, None] >= level)
         past = [(KVSegment(*pair, before[:, None, None]),) for pair in text.block]
         return self._masks(params, places, own, past, base)
+
+
+KIND = DrafterKind("P-EAGLE", PEagle, PEagleSettings(4, 8))

@@ -7,7 +7,7 @@ drafter's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.chains import Chains, Source, by_rank, joined
 from hydrajax.drafters.corpus_search import CorpusSearch
 from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
 from hydrajax.errors import HydrajaxError
@@ -48,6 +49,10 @@ class FromText(SeesAcceptedOnly):
     @property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(DEPTH, DEFAULT_TREE, supports_dynamic_tree=True, remembers=remember(self.sources))
+
+    def title(self, of: Callable[[Drafter], str]) -> str:
+        """Return the display name."""
+        return names_of(self.sources).capitalize()
 
     def init(self, rng, base):
         return {}  # `hydrajax.load` adds the corpus
@@ -135,6 +140,10 @@ class Several:
             num_draft_heads=0, remembers=remember(self.sources), chooses_nodes=True,
         )  # fmt: skip
 
+    def title(self, of: Callable[[Drafter], str]) -> str:
+        """Return the display name; ``of`` returns the drafter's."""
+        return f"{of(self.drafter)} with {names_of(self.sources)}"
+
     def init(self, rng, base):
         return {"draft": self.drafter.init(rng, base)}
 
@@ -170,6 +179,17 @@ class Several:
         return self.drafter.ranks(params["draft"], aux_hidden_states, batch, base, chunk_tokens, depth)
 
 
+SOURCES: dict[str, Source] = {"lookup": PromptLookup(), "corpus": CorpusSearch()}
+
+
+def names_of(sources: Iterable[Source]) -> str:
+    """Return the names of sources, joined by "and"."""
+    return " and ".join(name for name, source in SOURCES.items() if source in sources)
+
+
 def remember(sources: Iterable[Source]) -> bool:
     """Return whether one of the sources is a corpus."""
     return any(isinstance(source, CorpusSearch) for source in sources)
+
+
+KIND = DrafterKind("Corpus", FromText, about="n-grams of past outputs")

@@ -7,6 +7,7 @@ the other draft alone, and as lookup alone with a chain of as many nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -70,6 +71,10 @@ class WithLookup:
         return replace(
             inner, branch_nodes=self.branch_nodes, independent=False, has_distribution=False, num_draft_heads=0
         )
+
+    def title(self, of: Callable[[Drafter], str]) -> str:
+        """Return the display name; ``of`` returns the drafter's."""
+        return f"{of(self.drafter)} with lookup"
 
     def init(self, rng, base):
         return self.drafter.init(rng, base)

@@ -231,12 +231,10 @@ _SMOLLM3 = {
     "tie_word_embeddings": True,
 }
 _PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-DENSE_FAMILIES = {
-    "gemma2": Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields, _gemma_activation),
-    "gemma3_text": Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, _gemma_activation),
-    "olmo2": Family("Olmo2ForCausalLM", "OLMo 2", {"rms_norm_eps": 1e-5}, _olmo2),
-    "olmo3": Family("Olmo3ForCausalLM", "OLMo 3", _OLMO3, _olmo3, _olmo3_fields),
-    "granite": Family("GraniteForCausalLM", "Granite 3", {}, _granite, _granite_fields),
-    "smollm3": Family("SmolLM3ForCausalLM", "SmolLM 3", _SMOLLM3, _smollm3, _smollm3_fields),
-    "phi3": Family("Phi3ForCausalLM", "Phi 3, 4", _PHI3, _phi3, _phi3_fields, _phi3_rope, partial_rotary=True),
-}
+GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields, _gemma_activation)
+GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, _gemma_activation)
+OLMO2 = Family("Olmo2ForCausalLM", "OLMo 2", {"rms_norm_eps": 1e-5}, _olmo2)
+OLMO3 = Family("Olmo3ForCausalLM", "OLMo 3", _OLMO3, _olmo3, _olmo3_fields)
+GRANITE = Family("GraniteForCausalLM", "Granite 3", {}, _granite, _granite_fields)
+SMOLLM3 = Family("SmolLM3ForCausalLM", "SmolLM 3", _SMOLLM3, _smollm3, _smollm3_fields)
+PHI3 = Family("Phi3ForCausalLM", "Phi 3, 4", _PHI3, _phi3, _phi3_fields, _phi3_rope, partial_rotary=True)

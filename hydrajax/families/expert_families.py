@@ -206,13 +206,16 @@ _GLM4 = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
-EXPERT_FAMILIES = {
-    "mixtral": Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields),
-    "qwen2_moe": Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, _qwen_fields),
-    "olmoe": Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields),
-    "glm4_moe": Family(
-        "Glm4MoeForCausalLM", "GLM 4.5, 4.6", _GLM4, _glm4_moe, _glm4_moe_fields, partial_rotary=True,
-        attention_bias=True,
-    ),
-}  # fmt: skip
+MIXTRAL = Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields)
+QWEN2_MOE = Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, _qwen_fields)
+OLMOE = Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields)
+GLM4_MOE = Family(
+    "Glm4MoeForCausalLM",
+    "GLM 4.5, 4.6",
+    _GLM4,
+    _glm4_moe,
+    _glm4_moe_fields,
+    partial_rotary=True,
+    attention_bias=True,
+)

@@ -1,14 +1,15 @@
 """The supported model families, and translation between their ``config.json`` and `LlamaConfig`.
 
-A family is one entry of `FAMILIES`. The fields are parsed here rather than by transformers' configuration classes,
-which the tests compare with: those list every layer, so that a slip in a number takes all memory, and accept fields
-that we do not implement.
+A family is one entry of the group ``families`` of `hydrajax.plugins`, imported when it is named. The fields are parsed
+here rather than by transformers' configuration classes, which the tests compare with: those list every layer, so that a
+slip in a number takes all memory, and accept fields that we do not implement.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from hydrajax import plugins
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import (
     FULL,
@@ -20,15 +21,11 @@ from hydrajax.families.config_fields import (
     rope_scaling,
     unsupported,
 )
-from hydrajax.families.dense_families import DENSE_FAMILIES
-from hydrajax.families.expert_families import EXPERT_FAMILIES
 from hydrajax.families.family import Family
-from hydrajax.families.llama_families import LLAMA_FAMILIES
 from hydrajax.models.llama_config import LlamaConfig
 
 # By model_type. A configuration is written as the first one that fits.
-FAMILIES = LLAMA_FAMILIES | DENSE_FAMILIES | EXPERT_FAMILIES
-SUPPORTED = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
+FAMILIES = plugins.Group("families")
 # Parts of other families that are not implemented.
 _VISION, _LATENT = "its vision tower", "its latent attention (MLA)"
 NOT_IMPLEMENTED = {
@@ -62,9 +59,10 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
     kind = raw.get("model_type")
     try:
         if not isinstance(kind, str) or kind not in FAMILIES:
+            supported = "; ".join(f"'{name}' ({family.models})" for name, family in FAMILIES.items())
             lacks = NOT_IMPLEMENTED.get(kind) if isinstance(kind, str) else None
             more = f"; '{kind}' is not supported because of {lacks}" if lacks else ""
-            raise unsupported("model_type", kind, SUPPORTED + more)
+            raise unsupported("model_type", kind, supported + more + plugins.outdated())
         family = FAMILIES[kind]
         raw = family.prepare(family.defaults | raw)
         _check_supported(raw, family)

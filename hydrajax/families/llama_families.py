@@ -61,13 +61,11 @@ def _switched_fields(c: LlamaConfig) -> dict[str, Any]:
 
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
-LLAMA_FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "LLaMA 1, 2, 3, 3.1, 3.2, Vicuna, TinyLlama, CodeLlama"),
-    "mistral": Family("MistralForCausalLM", "Mistral", _MISTRAL, _mistral, _mistral_fields),
-    "qwen2": Family("Qwen2ForCausalLM", "Qwen 2, 2.5", _QWEN, _qwen2, _switched_fields),
-    # Its MTP module is a draft (`hydrajax.formats.mtp_format`). Biases are Qwen 2's, whatever attention_bias says.
-    "mimo": Family(
-        "MiMoForCausalLM", "MiMo 7B", _QWEN, _qwen2, _switched_fields, lambda raw: raw | {"attention_bias": False}
-    ),
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen 3", _QWEN | {"head_dim": 128}, _qwen3, _switched_fields),
-}
+LLAMA = Family("LlamaForCausalLM", "LLaMA 1, 2, 3, 3.1, 3.2, Vicuna, TinyLlama, CodeLlama")
+MISTRAL = Family("MistralForCausalLM", "Mistral", _MISTRAL, _mistral, _mistral_fields)
+QWEN2 = Family("Qwen2ForCausalLM", "Qwen 2, 2.5", _QWEN, _qwen2, _switched_fields)
+# Its MTP module is a draft (`hydrajax.formats.mtp_format`). Biases are Qwen 2's, whatever attention_bias says.
+MIMO = Family(
+    "MiMoForCausalLM", "MiMo 7B", _QWEN, _qwen2, _switched_fields, lambda raw: raw | {"attention_bias": False}
+)
+QWEN3 = Family("Qwen3ForCausalLM", "Qwen 3", _QWEN | {"head_dim": 128}, _qwen3, _switched_fields)

@@ -14,7 +14,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES
 from hydrajax.files import check_directory
 from hydrajax.formats import native
-from hydrajax.formats.draft_registry import FORMATS
+from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.interface import LAST_NORM
 from hydrajax.formats.tensors import holds, open_tensors, read_json
@@ -37,12 +37,12 @@ def is_model(directory: str | Path) -> bool:
     check_directory(directory, WHAT)
     config = read_json(directory / "config.json", WHAT)
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES or native.MARK in config:
+    if not isinstance(kind, str) or native.MARK in config or kind not in FAMILIES:
         return False
-    if any(format.recognises(config, ()) for format in FORMATS) or not holds(directory, MODEL):
+    if any(format.recognises(config, ()) for format in formats()) or not holds(directory, MODEL):
         return False
     names = set(open_tensors(directory, MODEL, WHAT))
-    return LAST_NORM in names and not any(format.recognises(config, names) for format in FORMATS)
+    return LAST_NORM in names and not any(format.recognises(config, names) for format in formats())
 
 
 def load_draft_model(

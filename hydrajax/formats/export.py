@@ -14,15 +14,14 @@ import numpy as np
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats import native
 from hydrajax.formats.directories import WHAT, cast, exported
-from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
-from hydrajax.formats.draft_registry import FORMATS as RELEASED
+from hydrajax.formats.draft_registry import FILES, formats, heads, kind_of
 from hydrajax.formats.hub import REPOSITORY
 from hydrajax.formats.interface import About, HeadFormat, MadeFor, cannot_write
 from hydrajax.formats.load import RECORD
 from hydrajax.formats.tensors import save_safetensors, save_torch
 from hydrajax.models.layout import write
 
-WRITTEN = {format.name: format for format in RELEASED if format.read_by}
+WRITTEN = {format.name: format for format in formats() if format.read_by}
 NATIVE = "native"
 NATIVE_READ_BY = "`hydrajax generate --base BASE --draft THIS`. `hydrajax convert export` converts it to other formats."
 FORMATS = (*WRITTEN, NATIVE)
@@ -69,7 +68,7 @@ def export_heads(
     made_for = MadeFor(base_name, ((base_fingerprint or {}).get("shapes") or {}).get("n_layers"))
     try:
         if kind is None:
-            raise cannot_write("drafter", type(drafter).__name__, ", ".join(kind.__name__ for kind in HEADS.values()))
+            raise cannot_write("drafter", type(drafter).__name__, ", ".join(heads(name).__name__ for name in FILES))
         if format not in (None, *FORMATS):
             raise not_allowed("format", format, FORMATS)
         if int8 and format not in (None, NATIVE):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
-from hydrajax.formats.draft_registry import FORMATS
+from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.hub import downloaded
 from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json, save_safetensors, torch_module
 from hydrajax.models.layout import MODEL
 from hydrajax.optional_deps import needs
 
 WHAT = "fetch"
-OFFICIAL = [format for format in FORMATS if format.stem != MODEL]  # those with a file name of their own
+OFFICIAL = [format for format in formats() if format.stem != MODEL]  # those with a file name of their own
 
 
 def fetch_heads(name: str | Path, directory: str | Path) -> None:

@@ -19,6 +19,7 @@ from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.formats.tensors import GGUF_INDEX
 from hydrajax.lowbit import gguf
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.plugins import outdated
 
 WHAT = "push"
 
@@ -102,13 +103,13 @@ def _known_names(text: str, flag: str) -> str:
     if flag == "adapter" or not text or os.path.exists(text) or re.search(r"[/\\]|^\.", text):
         return ""  # a path
     if flag == "draft":
-        from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS  # which imports drafters
-        from hydrajax.formats.mtp_format import OWN
+        from hydrajax.formats.draft_ref import OWN
+        from hydrajax.formats.draft_registry import without_weights  # which imports drafters
 
-        names = dict.fromkeys([*WITHOUT_WEIGHTS, OWN, *assets.DRAFT_NAMES])
+        names, older = dict.fromkeys([*without_weights(), OWN, *assets.DRAFT_NAMES]), outdated()
     else:
-        names = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES])
-    return f"; known names: {', '.join(nearest_first(text, names))}"
+        names, older = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES]), ""
+    return f"; known names: {', '.join(nearest_first(text, names))}{older}"
 
 
 def without_hub(name: str | Path, flag: str) -> Path:

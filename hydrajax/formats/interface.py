@@ -1,7 +1,7 @@
 """Interface between draft heads and their files.
 
-Each trained kind of drafter has one `Files` in `hydrajax.formats.draft_registry`. Loading, export and the model card
-use these and refer to no kind by name.
+Each trained kind of drafter has one `Files` in the group ``formats`` of `hydrajax.plugins`. Loading, export and the
+model card use these and refer to no kind by name.
 """
 
 from __future__ import annotations

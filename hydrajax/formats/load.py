@@ -7,10 +7,8 @@ copies. Files in our own format are read whole.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,8 +19,9 @@ from jax.sharding import Mesh
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import check_directory
-from hydrajax.formats import mtp_format, native
-from hydrajax.formats.draft_registry import FORMATS
+from hydrajax.formats import native
+from hydrajax.formats.draft_ref import OWN
+from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors, read_json
@@ -81,19 +80,15 @@ def stored_in_int8(directory: Path) -> bool:
 
 def find_format(directory: Path, config: dict) -> HeadFormat:
     """Return the format of a directory with this ``config.json``; raise `HydrajaxError` if there is none."""
-    fitting = [format for format in FORMATS if format.recognises(config, ())]
+    known = formats()
+    fitting = [format for format in known if format.recognises(config, ())]
     if not fitting and holds(directory, MODEL):
         names = set(open_tensors(directory, MODEL, WHAT))
-        fitting = [format for format in FORMATS if format.recognises(config, names)]
+        fitting = [format for format in known if format.recognises(config, names)]
     if fitting:  # the first one reports its missing file if there is none
         return next((format for format in fitting if holds(directory, format.stem)), fitting[0])
-    supported = ", ".join([*(format.known_by for format in FORMATS), "hydrajax's own ('hydrajax_draft')"])
+    supported = ", ".join([*(format.known_by for format in known), "hydrajax's own ('hydrajax_draft')"])
     raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
-
-
-def names_own_heads(draft: Any) -> bool:
-    """Return True for the name of the MTP module in the base's own files."""
-    return isinstance(draft, (str, Path)) and str(draft) == mtp_format.OWN and not os.path.isdir(draft)
 
 
 def load_own_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32, *, mesh: Mesh | None = None):
@@ -114,12 +109,13 @@ def find_own_heads(directory: Path) -> tuple[HeadFormat, dict, TensorFiles]:
     """Return the format of the MTP module in a base's files, the base's ``config.json`` and the files."""
     config, files = read_json(directory / "config.json", WHAT), open_base_tensors(directory, WHAT)
     names = set(files)
-    for format in mtp_format.FORMATS:
+    modules = FILES[OWN].formats
+    for format in modules:
         if format.found_in(config, names):
             return format, config, files
-    known = " or ".join(f"'{format.prefix(config)}*'" for format in mtp_format.FORMATS)
+    known = " or ".join(f"'{format.prefix(config)}*'" for format in modules)
     raise HydrajaxError(
-        f"{WHAT}: got '{mtp_format.OWN}', but the base in {directory} has no MTP module (no tensors {known}); name "
+        f"{WHAT}: got '{OWN}', but the base in {directory} has no MTP module (no tensors {known}); name "
         "heads or another draft"
     )
 

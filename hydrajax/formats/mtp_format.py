@@ -37,7 +37,6 @@ from hydrajax.formats.interface import (
 from hydrajax.models.layout import MODEL, Layout, same, shapes, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
-OWN = "mtp"  # the name of a draft: the module in the base's own files
 LATENT, EXPERTS = "self_attn.kv_a_proj_with_mqa.weight", "mlp.experts.0.gate_proj.weight"
 
 
@@ -181,5 +180,4 @@ def about(heads: MTP) -> About:
     return About("An MTP module", "mtp", rows)
 
 
-FORMATS = (MiMoFormat(), NextNFormat())
-FILES = Files(FORMATS, check, about)
+FILES = Files((MiMoFormat(), NextNFormat()), check, about)

@@ -23,13 +23,14 @@ from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums
-from hydrajax.formats.draft_registry import FILES, HEADS, kind_of
+from hydrajax.formats.draft_registry import FILES, heads, kind_of
 from hydrajax.formats.interface import integer
 from hydrajax.formats.tensors import FLOATS
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.plugins import outdated
 
 WHAT = "draft"
 MARK = "hydrajax_draft"  # field of config.json that marks the format; its value is the version
@@ -131,18 +132,20 @@ def _shapes(params: Any) -> dict[str, list[int]]:
 def _drafter(described: Any, base: LlamaConfig):
     """Rebuild a drafter. Settings that an older file lacks get the defaults of its dataclass."""
     try:
-        heads, settings, prefix = described["heads"], dict(described["settings"]), described["prefix"]
-        kind, dtype = HEADS[heads], settings.pop("dtype")
+        name, settings, prefix = described["heads"], dict(described["settings"]), described["prefix"]
+        if isinstance(name, str) and name not in FILES:
+            raise ValueError(f"heads: got '{name}', expected {', '.join(FILES)}{outdated()}")
+        kind, dtype = heads(name), settings.pop("dtype")
         if dtype not in FLOATS.values():
             raise ValueError(f"dtype: got {dtype!r}")
         has_prefix = "prefix" in {field.name for field in dataclasses.fields(kind)}
         drafter = _from_json(kind, settings, dtype=jnp.dtype(dtype), **({"prefix": None} if has_prefix else {}))
-        FILES[heads].check(drafter, base)
+        FILES[name].check(drafter, base)
         window = integer(described, "prefix_window", 1) if "prefix_window" in described else None
         if not isinstance(prefix, bool):
             raise ValueError(f"prefix: got {prefix!r}, expected true or false")
         if prefix and not has_prefix:
-            raise ValueError(f"prefix: got true, expected false: {heads} has no prefix layer")
+            raise ValueError(f"prefix: got true, expected false: {name} has no prefix layer")
         if window is not None and not prefix:
             raise ValueError(f"prefix_window: got {window} without a prefix layer")
     except HydrajaxError as error:

@@ -28,7 +28,7 @@ class DraftConfig:
     """The heads to train. In the file, the kind's own settings are keys of this section too (`draft_of`).
 
     Attributes:
-        heads: a kind in `hydrajax.formats.draft_registry.HEADS`. Hydra++ is ``hydra`` with 4 layers and ``prefix``.
+        heads: a kind in `hydrajax.formats.draft_registry.FILES`. Hydra++ is ``hydra`` with 4 layers and ``prefix``.
         init: a directory of released or exported heads to start from, or ``mtp`` for the module in the base's own
             files. Default: fresh heads.
         settings: the kind's ``Settings``.
@@ -36,7 +36,7 @@ class DraftConfig:
 
     heads: str = "hydra"
     init: str | None = None
-    settings: Settings = field(default_factory=draft_registry.HEADS["hydra"].Settings)
+    settings: Settings = field(default_factory=draft_registry.heads("hydra").Settings)
 
     def keys(self) -> dict[str, Any]:
         """Return this section as YAML keys, with the defaults of keys that only other kinds have."""
@@ -47,7 +47,7 @@ class DraftConfig:
 # ``{key: (type, default)}`` of all kinds' settings.
 DRAFT_KEYS = {
     f.name: (typing.get_type_hints(kind.Settings)[f.name], f.default)
-    for kind in draft_registry.HEADS.values()
+    for kind in map(draft_registry.heads, draft_registry.FILES)
     for f in dataclasses.fields(kind.Settings)
 }
 
@@ -432,9 +432,9 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
 
 def _draft(raw: dict) -> DraftConfig:
     heads = _typed(raw.get("heads", DraftConfig.heads), str, "draft.heads")
-    one_of("draft.heads", heads, tuple(draft_registry.HEADS))
+    one_of("draft.heads", heads, tuple(draft_registry.FILES))
     init = _typed(raw.get("init"), str | None, "draft.init")
-    section = draft_registry.HEADS[heads].Settings
+    section = draft_registry.heads(heads).Settings
     own = {f.name for f in dataclasses.fields(section)}
     rest = {key: value for key, value in raw.items() if key not in ("heads", "init")}
     for key in sorted(DRAFT_KEYS.keys() & rest.keys() - own):  # another kind's: allowed at its default only

@@ -12,7 +12,7 @@ from argcomplete import CompletionFinder
 from hydrajax import assets
 from hydrajax.cli import EPILOG, build_parser
 from hydrajax.cli.completion import add_completers
-from hydrajax.formats.draft_registry import WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import without_weights
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def completions(*words: str) -> set[str]:
 @pytest.mark.usefixtures("folder")
 def test_completions_of_arguments():
     assert completions("generate", "--base", "") == {"llama/", "shipped", "smollm2"}
-    assert completions("chat", "--draft", "") == {"llama/", *WITHOUT_WEIGHTS, *assets.DRAFT_NAMES}
+    assert completions("chat", "--draft", "") == {"llama/", *without_weights(), *assets.DRAFT_NAMES}
     assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
     assert completions("convert", "export", "--output", "") == {"llama/"}
     assert completions("bench", "--tree", "o") == {"oak.json"}

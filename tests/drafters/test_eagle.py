@@ -19,7 +19,7 @@ from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import HEADS, KINDS, kind_of, title_of
+from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of
 from hydrajax.trees.dynamic import DynamicTree
 
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
@@ -159,6 +159,6 @@ def test_trees_that_eagle_cannot_fill_are_rejected(lab):
 
 def test_names_and_titles(lab):
     for name, title in (("eagle", "EAGLE"), ("eagle3", "EAGLE-3")):
-        assert HEADS[name] is type(lab.drafters[name])
+        assert heads(name) is type(lab.drafters[name])
         assert kind_of(lab.drafters[name]) == name
         assert title_of(lab.drafters[name]) == title

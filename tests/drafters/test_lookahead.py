@@ -21,7 +21,8 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import title_of, without_weights
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
@@ -322,19 +323,19 @@ def test_a_second_turn_resets_the_window_and_keeps_the_pool():
 
 def test_names(lab):
     shape = lab.model.config, lab.model.dtype
-    assert without_weights("lookahead").build(*shape) == Lookahead(15, 5, 15)
-    drafter = without_weights("lookahead-7-4-3").build(*shape)
+    assert DraftRef.parse("lookahead").kind.build(*shape) == Lookahead(15, 5, 15)
+    drafter = DraftRef.parse("lookahead-7-4-3").kind.build(*shape)
     assert (drafter, title_of(drafter)) == (Lookahead(7, 4, 3), "Lookahead")
     assert (drafter.name, drafter.spec.depth, drafter.spec.default_tree) == ("lookahead-7-4-3", 3, "cartesian-3x1x1")
-    assert without_weights("lookahead-of-mine") is None
+    assert DraftRef.parse("lookahead-of-mine").kind is None
     for name in ("lookahead-7", "lookahead-7-4-3-2"):
         with pytest.raises(HydrajaxError, match=f"^draft: got '{name}', expected lookahead or lookahead-W-N-G$"):
-            without_weights(name)
+            DraftRef.parse(name)
     for name in ("lookahead-0-5-15", "lookahead-15-1-15", "lookahead-15-5-0", "lookahead-15-5-1000"):
         with pytest.raises(HydrajaxError, match=f"^draft: got {name}, expected lookahead-W-N-G with .* guesses G$"):
-            without_weights(name)
+            DraftRef.parse(name)
     with pytest.raises(HydrajaxError, match=r"= 4800 nodes per step for lookahead-600-5-600, expected at most 4096$"):
-        without_weights("lookahead-600-5-600")
+        DraftRef.parse("lookahead-600-5-600")
 
 
 def test_incompatible_settings_are_rejected(lab):

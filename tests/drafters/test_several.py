@@ -24,7 +24,8 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
 from hydrajax.drafters.several import FromText, Several
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import naming_corpus, parse_several, title_of
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees.presets import by_name
 
@@ -217,27 +218,27 @@ def test_typical_acceptance_covers_long_chains(lab):
 
 
 def test_names():
-    several = parse_several("lookup-3+corpus+hydra++")
-    assert (several.draft, several.sources, several.nodes) == ("hydra++", BOTH, 11)
-    assert parse_several("corpus-4+path/to+heads")[::2] == ("path/to+heads", 4)
+    several = DraftRef.parse("lookup-3+corpus+hydra++")
+    assert (several.name, several.sources, several.nodes) == ("hydra++", ("lookup", "corpus"), 11)
+    assert DraftRef.parse("corpus-4+path/to+heads").wrap(DRAFTERS["hydra"]).branch_nodes == 4
     assert title_of(several.wrap(DRAFTERS["hydra++"])) == "Hydra++ with lookup and corpus"
-    assert parse_several("corpus+lookup").wrap(DRAFTERS["none"]) == FromText(BOTH[::-1])
+    assert DraftRef.parse("corpus+lookup").wrap(DRAFTERS["none"]) == FromText(BOTH[::-1])
     assert title_of(FromText(BOTH)) == "Lookup and corpus"
-    assert parse_several("lookup+hydra") == ("hydra", 5)
-    assert [parse_several(name) for name in ("corpus", "lookup", "./corpus+x", "hydra++", None)] == [None] * 5
-    assert [naming_corpus(name) for name in (None, "corpus", "hydra", "lookup-2+hydra", "corpus+hydra", "lookup")] == [
+    assert not any(DraftRef.parse(name).sources for name in ("corpus", "lookup", "./corpus+x", "hydra++", None))
+    names = (None, "corpus", "hydra", "lookup-2+hydra", "corpus+hydra", "lookup")
+    assert [DraftRef.parse(name, corpus=True).text for name in names] == [
         "corpus", "corpus", "corpus+hydra", "corpus+lookup-2+hydra", "corpus+hydra", "corpus+lookup",
     ]  # fmt: skip
     for name in ("corpus+", "corpus+none", "lookup+corpus+lookahead", "corpus+lookup+corpus", "corpus+corpus+hydra"):
         with pytest.raises(
             HydrajaxError, match=rf"^draft: got '{re.escape(name)}', expected lookup and corpus once each"
         ):
-            parse_several(name)
+            DraftRef.parse(name)
     with pytest.raises(HydrajaxError, match="expected no number of nodes without heads or a model"):
-        parse_several("lookup-3+corpus")
+        DraftRef.parse("lookup-3+corpus")
     with pytest.raises(HydrajaxError, match=r"^draft: got 1000 nodes for lookup and corpus, expected 0 to 999$"):
-        parse_several("corpus-1000+hydra")
-    none_more = parse_several("lookup-0+hydra++").wrap(DRAFTERS["hydra++"])
+        DraftRef.parse("corpus-1000+hydra")
+    none_more = DraftRef.parse("lookup-0+hydra++").wrap(DRAFTERS["hydra++"])
     assert none_more == Several(DRAFTERS["hydra++"], BOTH[:1], 0)
     assert title_of(none_more) == "Hydra++ with lookup"
 

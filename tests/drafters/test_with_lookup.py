@@ -25,7 +25,8 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import parse_lookup, title_of
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import title_of
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
@@ -221,15 +222,17 @@ def test_it_is_never_worse_than_either_alone_on_average(lab):
 
 
 def test_names():
-    assert parse_lookup("lookup+hydra++") == ("hydra++", 5)
-    assert parse_lookup("lookup-8+path/to+heads") == ("path/to+heads", 8)
-    assert [parse_lookup(name) for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup())] == [None] * 5
+    for name, inner, nodes in (("lookup+hydra++", "hydra++", 5), ("lookup-8+path/to+heads", "path/to+heads", 8)):
+        ref = DraftRef.parse(name)
+        assert (ref.name, ref.nodes, ref.sources) == (inner, nodes, ("lookup",))
+        assert ref.wrap(DRAFTERS["hydra++"]) == WithLookup(DRAFTERS["hydra++"], nodes)
+    assert not any(DraftRef.parse(name).sources for name in ("lookup", "hydra++", "./lookup+x", None, PromptLookup()))
     for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
         with pytest.raises(HydrajaxError, match=r"expected heads or a model after 'lookup\+'"):
-            parse_lookup(name)
+            DraftRef.parse(name)
     message = r"^draft: got lookup-1000\+\.\.\., expected lookup-L\+\.\.\. with L up to 999$"
     with pytest.raises(HydrajaxError, match=message):
-        parse_lookup("lookup-1000+hydra")
+        DraftRef.parse("lookup-1000+hydra")
     assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
     assert title_of(WithLookup(DRAFTERS["hydra++"])) == "Hydra++ with lookup"
 

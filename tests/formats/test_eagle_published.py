@@ -12,7 +12,7 @@ import pytest
 
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.formats.draft_registry import FORMATS
+from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
@@ -222,7 +222,7 @@ def test_published_drafts_are_understood(name):
     version = holds["version"]
     files = file_of(config=layer, **holds)
     names = () if "speculators_model_type" in config else files.keys()
-    (format,) = [format for format in FORMATS if format.recognises(config, names)]
+    (format,) = [format for format in formats() if format.recognises(config, names)]
     drafter = format.drafter(config, files, base)
     expect_tensors(files, shapes(format.layout(drafter, config)), name, format.ignored)
 

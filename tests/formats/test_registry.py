@@ -12,7 +12,7 @@ import pytest
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.formats.draft_registry import HEADS, KINDS, WITHOUT_WEIGHTS, kind_of
+from hydrajax.formats.draft_registry import FILES, KINDS, heads, kind_of, without_weights
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
@@ -41,21 +41,21 @@ def test_every_array_of_a_state_has_a_leading_batch_axis(lab, name):
     chex.assert_tree_shape_prefix(state, (3,))
 
 
-@pytest.mark.parametrize("name", WITHOUT_WEIGHTS)
+@pytest.mark.parametrize("name", without_weights())
 def test_a_drafter_that_its_name_alone_gives_has_no_parameters(lab, name):
-    drafter = WITHOUT_WEIGHTS[name].build(lab.model.config, jnp.float32)
+    drafter = KINDS[name].build(lab.model.config, jnp.float32)
     assert drafter.init(jax.random.key(0), BoundBase(lab.model, lab.base(0))) == {}
     assert kind_of(drafter) is None
 
 
 def settings_of(name: str) -> set[str]:
-    return {field.name for field in dataclasses.fields(HEADS[name].Settings)}
+    return {field.name for field in dataclasses.fields(heads(name).Settings)}
 
 
-@pytest.mark.parametrize("name", [name for name in HEADS if "prefix" in settings_of(name)])
+@pytest.mark.parametrize("name", [name for name in FILES if "prefix" in settings_of(name)])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
-    kind = HEADS[name]
+    kind = heads(name)
     drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, num_draft_heads=3))
     assert (kind_of(drafter), drafter.prefix is not None, drafter.spec.prefix_layer) == (name, prefix, prefix)
     assert (drafter.spec.depth, drafter.spec.num_draft_heads, drafter.width, drafter.vocab_size) == (3, 3, 32, 17)
@@ -65,9 +65,9 @@ def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name
     assert ("prefix" in boxed) == prefix
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", FILES)
 def test_heads_are_what_training_needs(lab, name):
-    drafter = HEADS[name].for_base(lab.model.config, jnp.float32)
+    drafter = heads(name).for_base(lab.model.config, jnp.float32)
     assert isinstance(drafter, Trainable)
     assert kind_of(drafter) == name
 
@@ -75,6 +75,6 @@ def test_heads_are_what_training_needs(lab, name):
 def test_a_setting_of_one_name_is_the_same_in_all_kinds():
     """A training file may have settings of other kinds at their defaults, and records of runs do."""
     found = [
-        (field.name, field.type, field.default) for name in HEADS for field in dataclasses.fields(HEADS[name].Settings)
+        (field.name, field.type, field.default) for name in FILES for field in dataclasses.fields(heads(name).Settings)
     ]
     assert len(set(found)) == len({name for name, _, _ in found})

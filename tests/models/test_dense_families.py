@@ -21,7 +21,7 @@ from helpers.with_transformers import assert_equal_logits, generated, greedy_ids
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
-from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.models.attention import rope_frequencies, rope_table
@@ -104,7 +104,7 @@ def test_fifty_prompts_with_and_without_drafts(pairs, family):
 def test_every_kind_of_draft(pairs, family):
     prompts = prompts_of(3)
     expected = greedy_ids(pairs(family), prompts)
-    for kind in (*KINDS, *WITHOUT_WEIGHTS):
+    for kind in KINDS:
         assert generated(pairs(family), prompts, kind) == expected, kind
 
 

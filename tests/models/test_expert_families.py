@@ -20,7 +20,7 @@ from helpers.dense_models import N_TOKENS, QUICK, VOCAB, random_pair, random_pai
 from helpers.expert_models import EXPERT_EXAMPLES, EXPERT_FAMILIES
 from helpers.released import refusal
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
-from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.lowbit.types import FP8, QUANTIZED
@@ -113,7 +113,7 @@ def test_fifty_prompts_with_and_without_drafts(pairs, family):
 def test_every_kind_of_draft(pairs, family):
     prompts = prompts_of(3)
     expected = greedy_ids(pairs(family), prompts)
-    for kind in (*KINDS, *WITHOUT_WEIGHTS):
+    for kind in KINDS:
         assert generated(pairs(family), prompts, kind) == expected, kind
 
 

@@ -16,7 +16,7 @@ from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.keywords import RULES
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import KINDS, without_weights
 from hydrajax.sharding import make_mesh
 
 PROMPTS = np.array([[5, 17, 60, 2, 33], [90, 1, 4, 0, 0], [8, 12, 50, 29, 8], [3, 3, 3, 3, 0]], np.int32)
@@ -30,7 +30,7 @@ def executors(m, of_one):
         drafter, params = random_draft(of_one.model, of_one.params.base, kind)
         params = params._replace(base=m.params.base, draft=jax.device_get(params.draft))
         yield kind, FusedExecutor(m.model, params, m.spec(**choices(drafter)), mesh=m.placement.base)
-    for name in WITHOUT_WEIGHTS:
+    for name in without_weights():
         drafting = m.with_draft(name)
         yield name, drafting.executor(drafting.spec(**choices(drafting.drafter)))
 

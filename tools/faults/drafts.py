@@ -18,8 +18,10 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.with_lookup import WithLookup
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_registry import KINDS, LookupAndDraft, without_weights
+from hydrajax.formats.draft_ref import DraftRef
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BoundBase
 from tools.faults.reference import Reference, noise, random_config, random_tree
 from tools.faults.registry import Failure, Trial, fault
@@ -91,9 +93,9 @@ def drafter_of(name: str, reference: Reference, random: random.Random) -> Drafte
     """A drafter by its name in `DRAFTS`, with random numbers where its name takes some."""
     kind = KINDS[name.removeprefix("lookup+")]
     if kind.numbers and random.random() < 0.7:
-        kind = without_weights("-".join([name, *(str(random.randint(2, 4)) for _ in kind.numbers)]))
+        kind = DraftRef.parse("-".join([name, *(str(random.randint(2, 4)) for _ in kind.numbers)])).kind
     drafter = kind.build(reference.config, jnp.float32)
-    return LookupAndDraft(name, random.randint(1, 6)).wrap(drafter) if name.startswith("lookup+") else drafter
+    return WithLookup(drafter, random.randint(1, 6)) if name.startswith("lookup+") else drafter
 
 
 def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) -> list[dict]:

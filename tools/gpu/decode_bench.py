@@ -41,7 +41,7 @@ from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import KINDS, WITHOUT_WEIGHTS
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
@@ -49,7 +49,7 @@ from hydrajax.ops import trace
 from hydrajax.trees import presets
 
 DRAFTS = ("hydra++", "medusa")
-TRAINED = [kind for kind in KINDS if kind not in WITHOUT_WEIGHTS]
+TRAINED = [name for name, kind in KINDS.items() if not kind.about]
 TAU = 3.70  # tokens per step of Hydra++ on a 7B with 63 choices, assumed by the aim above
 
 

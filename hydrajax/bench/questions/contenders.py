@@ -16,7 +16,7 @@ import numpy as np
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.spec import DecodeSpec
-from hydrajax.formats.draft_registry import parse_several
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.processes import fetch
@@ -85,8 +85,9 @@ def contenders(
 
 def folder_name(name: str) -> str:
     """Return the last part of a directory's or repository's name, keeping a leading ``lookup+`` or ``corpus+``."""
-    if (found := parse_several(name)) and found.draft:
-        return name.removesuffix(found.draft) + folder_name(found.draft)
+    ref = DraftRef.parse(name)
+    if ref.sources and ref.name:
+        return name.removesuffix(ref.name) + folder_name(ref.name)
     return Path(os.path.realpath(name)).name if os.path.isdir(name) else name.rpartition("/")[2]
 
 

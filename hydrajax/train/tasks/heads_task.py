@@ -20,10 +20,11 @@ from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import TeacherForced, Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import draft_registry
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.load import load_draft, load_own_heads, names_own_heads
+from hydrajax.formats.load import load_draft, load_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
@@ -52,7 +53,7 @@ def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
     """Return the drafter with these settings; see `hydrajax.drafters.drafter.Trainable.for_base`."""
-    return draft_registry.HEADS[draft.heads].for_base(base, dtype, draft.settings, target_counts)
+    return draft_registry.heads(draft.heads).for_base(base, dtype, draft.settings, target_counts)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ def load_heads(
 
     The directory ``mtp`` means the MTP module in the files of the base with this name.
     """
-    if names_own_heads(directory) and base_name is not None:
+    if DraftRef.parse(directory).is_own and base_name is not None:
         found, params = load_own_heads(resolve(base_name, "model"), base, jnp.float32)
     else:
         found, params = load_draft(directory, base, jnp.float32)

@@ -1,0 +1,37 @@
+"""A kind of drafter, as the group ``drafters`` of `hydrajax.plugins` names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.settings import Settings
+from hydrajax.models.llama_config import LlamaConfig
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A kind of drafter. Its declaration stands in the module of its class.
+
+    Attributes:
+        title: display name.
+        drafter: its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
+        settings: of released heads, if not the defaults.
+        about: help text of a drafter without weights, which ``--draft`` and `hydrajax.load` accept by name.
+        numbers: names of the numbers that may follow that name (`hydrajax.formats.draft_ref`), the first fields of the
+            class.
+        given: these numbers, as parsed.
+    """
+
+    title: str
+    drafter: type
+    settings: Settings | None = None
+    about: str = ""
+    numbers: tuple[str, ...] = ()
+    given: tuple[int, ...] = ()
+
+    def build(self, config: LlamaConfig, dtype) -> Drafter:
+        """Return the drafter for a base of this shape, heads in their released size."""
+        if self.about:
+            return self.drafter(*self.given)
+        return self.drafter.for_base(config, dtype, self.settings)
