@@ -17,6 +17,7 @@ from jaxtyping import Int
 from hydrajax import plugins, processes
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.keywords import Numbers, Rule, specs_of_prompts, with_grammar, with_keywords
@@ -33,7 +34,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
-from hydrajax.grammar.grammar import as_grammar
 from hydrajax.loading import find_draft
 from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.types import described
@@ -41,8 +41,6 @@ from hydrajax.models.base_model import BaseModel, abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement
-from hydrajax.ssd.fan_out import FanOut
-from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.stored_trees import FastestTree, stored
 from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import built_in_prompts
@@ -533,7 +531,7 @@ def make_executor(
     spec: DecodeSpec,
     *,
     room: int | None = None,
-    fan_out: FanOut | int | None = None,
+    **options: Any,
 ) -> Executor:
     """Return an executor of a spec, on the model's devices.
 
@@ -541,8 +539,8 @@ def make_executor(
         m: the model.
         spec: how to decode, with the model's drafter or without a draft.
         room: largest number of new tokens per sequence, by default the spec's.
-        fan_out: for a draft model with its own devices: the verification outcomes that it prepares for
-            (`SplitExecutor`).
+        options: for a draft model with its own devices: ``fan_out``, the verification outcomes that it prepares for
+            (`hydrajax.ssd.split_executor.SplitExecutor`).
 
     Raises:
         HydrajaxError: for a drafter that the model was not loaded with, and for arguments that do not fit together.
@@ -553,12 +551,11 @@ def make_executor(
         raise HydrajaxError(f"drafter: got {got}, expected {expected}, which the model was loaded with; use with_draft")
     params = m.params if drafted else Params(m.params.base, {})
     split = m.placement.split and not isinstance(spec.drafter, NoDrafter)
-    if fan_out is not None and not split:
-        raise HydrajaxError("fan_out: requires a draft model with its own devices (placement)")
     if split:
-        return SplitExecutor(
-            m.model, params, spec, placement=m.placement, fan_out=fan_out, tokenizer=m.tokenizer, room=room
-        )
+        kind = plugins.find("executors", "split")
+        return kind(m.model, params, spec, placement=m.placement, tokenizer=m.tokenizer, room=room, **options)
+    if given := [name for name, value in options.items() if value is not None]:
+        raise HydrajaxError(f"{given[0]}: requires a draft model with its own devices (placement)")
     shared = {"tokenizer": m.tokenizer, "room": room, "mesh": m.placement.base}
     kind = FusedExecutor if spec.grammar is None else SteppedExecutor
     if kind is SteppedExecutor and processes.spans(m.placement.base):

@@ -27,11 +27,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "none": "hydrajax.drafters.none:KIND",
         "lookup": "hydrajax.drafters.lookup:KIND",
         "corpus": "hydrajax.drafters.several:KIND",
-        "lookahead": "hydrajax.drafters.lookahead:KIND",
         "hydra": "hydrajax.drafters.hydra:HYDRA",
         "medusa": "hydrajax.drafters.medusa:KIND",
         "hydra++": "hydrajax.drafters.hydra:HYDRA_PP",
-        "amphista": "hydrajax.drafters.amphista:KIND",
         "eagle": "hydrajax.drafters.eagle:KIND",
         "eagle3": "hydrajax.drafters.eagle3:KIND",
         "mtp": "hydrajax.drafters.mtp:KIND",
@@ -44,7 +42,6 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "formats": {
         "hydra": "hydrajax.formats.hydra_format:FILES",
         "medusa": "hydrajax.formats.medusa_format:FILES",
-        "amphista": "hydrajax.formats.amphista_format:FILES",
         "eagle": "hydrajax.formats.eagle_format:EAGLE_FILES",
         "eagle3": "hydrajax.formats.eagle_format:EAGLE_3_FILES",
         "mtp": "hydrajax.formats.mtp_format:FILES",
@@ -83,8 +80,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "logit_bias": "hydrajax.decoding.processors:LogitBias",
         "penalties": "hydrajax.decoding.processors:Penalties",
     },
+    "grammars": {"schema": "hydrajax.grammar.grammar:of_schema"},
     "executors": {},
     "tuners": {"trees": "hydrajax.bench.contests.fastest:measure"},
+    "recipes": {},
     "commands": {},
 }
 

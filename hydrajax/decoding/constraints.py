@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, UInt32
 
+from hydrajax import plugins
 from hydrajax.drafters.draft_lm_head import WORD
 
 ALL = 0xFFFFFFFF  # a word of a mask that allows all of its tokens
@@ -71,3 +72,12 @@ class GrammarLike(Protocol):
         Raises:
             HydrajaxError: If no text satisfies the grammar, or the tokenizer cannot be used.
         """
+
+
+def as_grammar(value: Any) -> GrammarLike | None:
+    """Return a grammar given as such, as a JSON schema or as a pydantic model; None for None.
+
+    Raises:
+        HydrajaxError: For anything else, and for a schema that is not supported.
+    """
+    return value if value is None or isinstance(value, GrammarLike) else plugins.find("grammars", "schema")(value)

@@ -114,7 +114,7 @@ class DrafterSpec:
         independent: It never reads the base, so it can run on devices of its own (`hydrajax.ssd`).
         num_draft_heads: Heads that training updates; 0 for a drafter that is not `Trainable`.
         window_nodes: Nodes appended to the tree that are verified but never accepted: the base's choices there
-            (`Outcome.chosen`) are its next guesses (`hydrajax.drafters.lookahead`).
+            (`Outcome.chosen`) are its next guesses (`hydrajax.lookahead.drafter`).
         reach: With ``window_nodes``, the distance of the furthest node from the root, in positions.
         branch_nodes: Nodes appended to the tree as one more branch. They can be accepted, and paths can become longer
             by this number.

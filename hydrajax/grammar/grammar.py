@@ -152,13 +152,8 @@ class Grammar:
         return found
 
 
-def as_grammar(value: Any) -> Grammar | None:
-    """Return a grammar given as such, as a JSON schema or as a pydantic model; None for None.
-
-    Raises `HydrajaxError` for anything else.
-    """
-    if value is None or isinstance(value, Grammar):
-        return value
+def of_schema(value: Any) -> Grammar:
+    """Return the grammar of a JSON schema or of a pydantic model; raise `HydrajaxError` for anything else."""
     if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
         return Grammar.json_schema(value)
     got = one_line(repr(value), 40)

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hydrajax import plugins
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
 from hydrajax.errors import HydrajaxError, hint, nearest_first, one_line
 from hydrajax.formats import draft_registry
@@ -375,8 +376,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def recipes() -> dict[str, Path]:
-    """Return the recipes in the package, by name."""
-    return {file.stem: file for file in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
+    """Return the recipes in the package by name, and those of plug-ins: ``NAME.yaml`` next to the module."""
+    found = {file.stem: file for file in sorted(Path(__file__).with_name("recipes").glob("*.yaml"))}
+    for name, module in plugins.Group("recipes").items():
+        found[name] = Path(module.__file__).with_name(f"{name}.yaml")
+    return found
 
 
 def _config_file(path: str | Path) -> Path:

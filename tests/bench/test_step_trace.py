@@ -16,10 +16,10 @@ from hydrajax.bench.step_trace import TracedStep, path_probabilities, trace_step
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import Several
 from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import DynamicTree, TreeTopology, presets
 

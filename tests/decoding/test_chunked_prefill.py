@@ -10,9 +10,9 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.processors import Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.lookahead import Lookahead
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.trees import presets
 
 WIDTH, NEW, SLOTS = 8, 10, 48

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from helpers.how import sampling
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding import engine as engine_module
 from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
@@ -24,7 +25,6 @@ from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.drafters.draft_model import DraftModel

@@ -20,6 +20,7 @@ from scipy import stats
 from helpers.how import how, per_row, sampling
 from helpers.lab import QUICK as QUICK_COMPILE
 from helpers.lab import Scripted
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
 from hydrajax.decoding.numbers import numbers_as_arrays
@@ -28,7 +29,6 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import sample
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import growing
-from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.draft_model import DraftModel

@@ -12,10 +12,10 @@ import pytest
 from helpers.forced import forced_logits
 from helpers.how import sampling
 from helpers.lab import NEW, quick_jit
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError

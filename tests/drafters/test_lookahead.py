@@ -19,10 +19,10 @@ from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.lookahead import Lookahead, as_nodes, candidates, remember
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
+from hydrajax.lookahead.drafter import Lookahead, as_nodes, candidates, remember
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology

@@ -23,8 +23,8 @@ from orbax.checkpoint import StandardCheckpointer
 from helpers import draft_heads
 from helpers.draft_heads import VOCAB, WIDTH, identical
 from helpers.released import refusal
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters import head_stack as heads_module
-from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from helpers.damage import VOCAB, WIDTH, edit
-from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.draft_lm_head import Vocabulary

@@ -14,9 +14,9 @@ import numpy as np
 from helpers.how import how, sampling
 from helpers.noise import noise
 from helpers.tree_tools import random_tree
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.amphista import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly

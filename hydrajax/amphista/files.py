@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hydrajax.drafters.amphista import AmphistaHeads
+from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.formats.interface import MOST, About, Files
 from hydrajax.formats.stacks import check_stack
 from hydrajax.models.llama_config import LlamaConfig
