@@ -84,7 +84,21 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "executors": {},
     "tuners": {"trees": "hydrajax.bench.contests.fastest:measure"},
     "recipes": {},
-    "commands": {},
+    "commands": {
+        "demo": "hydrajax.cli.demo",
+        "generate": "hydrajax.cli.generate",
+        "chat": "hydrajax.cli.chat",
+        "serve": "hydrajax.cli.serve",
+        "train": "hydrajax.cli.train",
+        "distill": "hydrajax.cli.distill",
+        "tree": "hydrajax.cli.tree",
+        "bench": "hydrajax.cli.bench",
+        "evaluate": "hydrajax.cli.evaluate",
+        "certify": "hydrajax.cli.certify",
+        "convert": "hydrajax.cli.convert",
+        "roofline": "hydrajax.cli.roofline",
+        "report": "hydrajax.cli.report",
+    },
 }
 
 
@@ -146,6 +160,11 @@ def imported(group: str) -> Iterator[str]:
     """Yield the names whose modules are imported, which a part in use must be."""
     yield from (name for name, value in BUILT_IN[group].items() if value.partition(":")[0] in sys.modules)
     yield from (name for name, (entry, *_) in declared(group).items() if entry.module in sys.modules)
+
+
+def package_of(group: str, name: str) -> str:
+    """Return the name of the package that adds a part."""
+    return declared(group)[name][0].dist.name
 
 
 @functools.cache

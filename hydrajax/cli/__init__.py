@@ -1,14 +1,14 @@
 """The ``hydrajax`` program: one module per command, each a thin layer over the library.
 
-A command module has ``add_arguments(parser)`` and ``run(args)``; its help text is in `COMMANDS`. Only the chosen
-command's module is imported, and none for ``hydrajax --help``; slow imports therefore belong in ``run``.
+A command module has ``add_arguments(parser)`` and ``run(args)``; its help text is in `COMMANDS`. Installed packages add
+commands as entry points of the group ``hydrajax.commands``. Only the chosen command's module is imported, and none for
+``hydrajax --help``; slow imports therefore belong in ``run``.
 """
 # PYTHON_ARGCOMPLETE_OK (argcomplete looks for this line where it is switched on for all programs)
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import os
 import platform
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 
+from hydrajax import plugins
 from hydrajax.cli.signals import Terminated, terminable
 from hydrajax.errors import HydrajaxError, hint, one_line
 
@@ -67,12 +68,14 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of hydrajax, JAX and Python")
     parser.set_defaults(run=lambda args: parser.print_help(), flags=frozenset())
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    named = [word for word in argv if word in COMMANDS][:1]
-    for name in named or COMMANDS:
+    known = plugins.Group("commands")
+    named = next((word for word in argv if word in known), None)
+    for name in [named] if named else known:
+        about = COMMANDS.get(name) or f"command of the package {plugins.package_of(known.name, name)}"
         # No abbreviated flags: a script that uses one would break when a longer flag is added.
-        command = commands.add_parser(name, help=COMMANDS[name], description=COMMANDS[name], allow_abbrev=False)
+        command = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         if named:
-            module = importlib.import_module(f"hydrajax.cli.{name}")
+            module = known[name]
             module.add_arguments(command)
             command.set_defaults(run=module.run, flags=flags_of(command))
     return parser
