@@ -15,7 +15,8 @@ class DrafterKind:
 
     Attributes:
         title: display name.
-        drafter: its class. A trained one has ``Settings`` and ``for_base`` (`hydrajax.drafters.drafter.Trainable`).
+        drafter: its class. A trained one has ``Settings`` (`hydrajax.drafters.drafter.Trainable`). One whose shape
+            depends on the base has ``for_base(config, dtype, settings)``.
         settings: of released heads, if not the defaults.
         about: help text of a drafter without weights, which ``--draft`` and `hydrajax.load` accept by name.
         numbers: names of the numbers that may follow that name (`hydrajax.formats.draft_ref`), the first fields of the
@@ -32,6 +33,6 @@ class DrafterKind:
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
         """Return the drafter for a base of this shape, heads in their released size."""
-        if self.about:
-            return self.drafter(*self.given)
-        return self.drafter.for_base(config, dtype, self.settings)
+        if hasattr(self.drafter, "for_base"):
+            return self.drafter.for_base(config, dtype, self.settings)
+        return self.drafter(*self.given)

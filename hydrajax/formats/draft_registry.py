@@ -20,6 +20,11 @@ def heads(name: str) -> type:
     return KINDS[name].drafter
 
 
+def trainable() -> list[str]:
+    """Return the names in `FILES` of the kinds that can be trained."""
+    return [name for name in FILES if hasattr(heads(name), "Settings")]
+
+
 def formats() -> list[HeadFormat]:
     """Return the formats of all kinds, in the order in which they are tried and listed."""
     return [format for files in FILES.values() for format in files.formats]

@@ -48,7 +48,7 @@ class DraftConfig:
 # ``{key: (type, default)}`` of all kinds' settings.
 DRAFT_KEYS = {
     f.name: (typing.get_type_hints(kind.Settings)[f.name], f.default)
-    for kind in map(draft_registry.heads, draft_registry.FILES)
+    for kind in map(draft_registry.heads, draft_registry.trainable())
     for f in dataclasses.fields(kind.Settings)
 }
 
@@ -436,7 +436,7 @@ def _typed(value: Any, kind: Any, name: str) -> Any:
 
 def _draft(raw: dict) -> DraftConfig:
     heads = _typed(raw.get("heads", DraftConfig.heads), str, "draft.heads")
-    one_of("draft.heads", heads, tuple(draft_registry.FILES))
+    one_of("draft.heads", heads, tuple(draft_registry.trainable()))
     init = _typed(raw.get("init"), str | None, "draft.init")
     section = draft_registry.heads(heads).Settings
     own = {f.name for f in dataclasses.fields(section)}
