@@ -132,14 +132,14 @@ def refuse_several(field: str) -> None:
 
 
 def fetch(tree: Any) -> Any:
-    """Fetch arrays from the devices, like `jax.device_get`. Arrays that are divided over processes are gathered, all in
-    one program.
+    """Fetch arrays from the devices, like `jax.device_get`. Arrays that are sharded over processes are gathered in one
+    program.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    divided = {i: leaf for i, leaf in enumerate(leaves) if not _readable(leaf)}
-    if divided:
-        homes = {i: NamedSharding(leaf.sharding.mesh, PartitionSpec()) for i, leaf in divided.items()}
-        gathered = jax.jit(_same, out_shardings=homes)(divided)
+    sharded = {i: leaf for i, leaf in enumerate(leaves) if not _readable(leaf)}
+    if sharded:
+        homes = {i: NamedSharding(leaf.sharding.mesh, PartitionSpec()) for i, leaf in sharded.items()}
+        gathered = jax.jit(_same, out_shardings=homes)(sharded)
         leaves = [gathered.get(i, leaf) for i, leaf in enumerate(leaves)]
     return jax.device_get(jax.tree.unflatten(treedef, leaves))
 

@@ -130,7 +130,7 @@ def jit_on(mesh: Mesh | None, function: Callable, **settings: Any) -> Any:
 
 
 def mesh_of(params: Any) -> Mesh | None:
-    """Return the mesh that arrays are divided over, which is that of the first one; None for one device."""
+    """Return the mesh that arrays are sharded over, which is that of the first one; None for one device."""
     home = getattr(next(iter(jax.tree.leaves(params)), None), "sharding", None)
     return home.mesh if isinstance(home, NamedSharding) and isinstance(home.mesh, Mesh) else None
 
@@ -190,7 +190,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
     """Raise `HydrajaxError` if the devices cannot share the base's attention heads evenly.
 
-    Fewer key-value heads than devices are allowed: the fused qkv is then divided over its inputs.
+    Fewer key-value heads than devices are allowed: the fused qkv is then sharded over its inputs.
     """
     model, heads = mesh.shape.get("model", 1), config.n_heads
     if heads % model:
@@ -199,8 +199,9 @@ def check_divides(mesh: Mesh, config: LlamaConfig) -> None:
 
 
 def by_rows(mesh: Mesh, arrays: Any) -> Any:
-    """Divide a pytree of arrays over the mesh's ``data`` axis by their first axis; one that does not divide, a scalar,
-    or one that is divided already, such as a KV cache, stays as it is.
+    """Shard a pytree of arrays over the mesh's ``data`` axis by their first axis.
+
+    Scalars, sharded arrays such as a KV cache, and uneven batches are unchanged.
     """
     groups = mesh.shape.get("data", 1)
     if groups == 1:
@@ -209,14 +210,14 @@ def by_rows(mesh: Mesh, arrays: Any) -> Any:
     distributed = _distribute_rows if mesh.is_multi_process else jax.device_put
 
     def place(x):
-        is_divided = isinstance(x, jax.Array) and not x.sharding.is_fully_replicated
-        return distributed(x, home) if np.ndim(x) and len(x) % groups == 0 and not is_divided else x
+        is_sharded = isinstance(x, jax.Array) and not x.sharding.is_fully_replicated
+        return distributed(x, home) if np.ndim(x) and len(x) % groups == 0 and not is_sharded else x
 
     return jax.tree.map(place, arrays)
 
 
 def _distribute_rows(rows: Any, home: NamedSharding) -> jax.Array:
-    """Divide rows, which may be random keys, over the devices of several processes that all have them."""
+    """Shard rows, which may be random keys, over the devices of several processes that all have them."""
     if isinstance(rows, jax.Array) and not rows.is_fully_addressable:
         return jax.device_put(rows, home)
     if isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jax.dtypes.prng_key):
@@ -229,7 +230,7 @@ def placer(mesh: Mesh | None) -> Callable[[np.ndarray | Parameter | Stack, tuple
     """Return ``place(array, logical_axes)``, which shards an array over the mesh, or uses the default device.
 
     On a mesh, the slices of this process's devices are read one by one, each once. The array lies in memory as this
-    platform's products read it (`hydrajax.ops.stored_order`).
+    platform's matmuls read it (`hydrajax.ops.stored_order`).
     """
     if mesh is None:
         return lambda x, axes: _stored(jax.device_put(np.asarray(x) if isinstance(x, Parameter | Stack) else x), axes)

@@ -21,12 +21,12 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
-# Lengths of the traced sequences: so short that attention is one product over the whole square.
+# Lengths of the traced sequences: so short that attention is one matmul over the whole square.
 SHORT, LONG = 64, 128
 
 
 class PerToken(NamedTuple):
-    """FLOPs per token: products with weights (and others of constant size), and causal attention."""
+    """FLOPs per token: matmuls with weights (and others of constant size), and causal attention."""
 
     weights: float
     attention: float

@@ -319,7 +319,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
             jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
         )
         bound = BoundBase(base.model, base_params)
-        if best is not None and vocabulary is not None:  # the product has V' outputs instead of V
+        if best is not None and vocabulary is not None:  # the matmul has V' outputs instead of V
             draftable = bound.logits(halo, vocabulary.tokens)
             halo_best = jax.lax.dynamic_slice_in_dim(best, index * width + 1, width + num_draft_heads - 1, axis=1)
         else:

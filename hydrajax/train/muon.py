@@ -1,8 +1,8 @@
 """Muon (Jordan et al. 2024): each matrix steps along the orthogonal matrix that is nearest to its momentum.
 
-optax's own Muon computes every matrix on every device and in float32. Here the matrices are divided among the devices
-of a mesh's ``data`` axis, and their products follow the run's ``matmul_precision``. (The published code computes them
-in bfloat16.)
+optax's own Muon computes every matrix on every device and in float32, and its momentum differs (bias correction). Here
+the matrices are sharded over the devices of a mesh's ``data`` axis, and their matmuls follow the run's
+``matmul_precision``. (The published code computes them in bfloat16.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def scale_by_muon(
 
     Args:
         batch_axis: the axis of a leaf, by its path, that counts the matrices in it. None: it is one matrix.
-        mesh: divide the matrices among the devices of its ``data`` axis.
+        mesh: shard the matrices over the devices of its ``data`` axis.
     """
 
     def update(momentum, state, params=None):
@@ -46,7 +46,7 @@ def scale_by_muon(
             same_shape[matrices.shape[1:]].append((index, matrices))
         updates = [None] * len(paths)
         for group in same_shape.values():
-            found = _divided(jnp.concatenate([matrices for _, matrices in group]), mesh)
+            found = _sharded(jnp.concatenate([matrices for _, matrices in group]), mesh)
             for index, matrices in group:
                 path, leaf = paths[index]
                 mine, found = found[: len(matrices)], found[len(matrices) :]
@@ -75,8 +75,8 @@ def as_leaf(matrices: Float[Array, "N rows columns"], shape: tuple[int, ...], ba
     return jnp.moveaxis(matrices.reshape(len(matrices), *inside), 0, batch_axis)
 
 
-def _divided(matrices: Float[Array, "N rows columns"], mesh: Mesh | None) -> Float[Array, "N rows columns"]:
-    """`orthogonalise`, each device some of the matrices; zeros fill up their number."""
+def _sharded(matrices: Float[Array, "N rows columns"], mesh: Mesh | None) -> Float[Array, "N rows columns"]:
+    """Return `orthogonalise` of the matrices, padded to an equal number on each device."""
     if mesh is None:
         return orthogonalise(matrices)
     missing = -len(matrices) % mesh.shape["data"]
@@ -89,7 +89,7 @@ def _divided(matrices: Float[Array, "N rows columns"], mesh: Mesh | None) -> Flo
 def orthogonalise(matrices: Float[Array, "N rows columns"]) -> Float[Array, "N rows columns"]:
     """Return U V^T of each matrix U S V^T, up to singular values of 0.7 to 1.2, with entries of RMS 0.2.
 
-    Newton-Schulz iterations, in matrix products only.
+    Newton-Schulz iterations, which are matmuls only.
     """
     a, b, c = COEFFICIENTS
     if trace.on_cpu():

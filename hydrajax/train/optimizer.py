@@ -32,7 +32,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def optimizer_of(config: TrainConfig, steps: int, mesh: Mesh | None = None) -> optax.GradientTransformation:
-    """Return the optimizer of a run of ``steps`` steps, which divides its own work over ``mesh``.
+    """Return the optimizer of a run of ``steps`` steps, which shards its own work over ``mesh``.
 
     A joint run clips once and has two optimizers, for its parameters ``adapter`` and ``draft`` (medusa 2.2.2,
     "differential learning rates"): the heads learn at a multiple of the adapter's rate, and the adapter starts after

@@ -190,8 +190,8 @@ class MeshConfig:
     """A mesh of ``data * model`` devices.
 
     Attributes:
-        data: devices over which a batch is split.
-        model: devices over which the weights are split.
+        data: devices over which a batch is sharded.
+        model: devices over which the weights are sharded.
         cpu_devices: split the CPU into this many devices. Two devices of one core are faster than one of two cores.
     """
 
@@ -217,8 +217,8 @@ class TrainConfig:
         teacher: with task ``base``, a model whose distribution is learned in place of the text's tokens, as a draft
             model learns from its target model.
         dtype: of the computation and of the frozen base. Trained parameters are float32.
-        quantize: one of `hydrajax.lowbit.types.QUANTIZED`, such as ``int4``, keeps the frozen base's weights of
-            products in fewer bits (medusa 2.2.1: 4 bits).
+        quantize: one of `hydrajax.lowbit.types.QUANTIZED`, such as ``int4``, stores the frozen base's matmul weights
+            in fewer bits (medusa 2.2.1: 4 bits).
         matmul_precision: ``bfloat16`` rounds the operands of float32 matmuls to bfloat16 and accumulates in float32;
             everything else stays float32. The fastest on a CPU with AMX.
         batch_size: sequences per optimizer step, in ``accumulation`` micro-batches.

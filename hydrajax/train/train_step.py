@@ -99,7 +99,7 @@ def batch_placer(mesh: Mesh) -> Callable[[dict[str, np.ndarray]], Batch]:
 
 
 def at_precision(matmul_precision: str | None) -> AbstractContextManager[None]:
-    """Trace products with `jax.default_matmul_precision`; None: JAX's setting."""
+    """Trace matmuls with `jax.default_matmul_precision`; None: JAX's setting."""
     return jax.default_matmul_precision(matmul_precision) if matmul_precision else nullcontext()
 
 

@@ -23,7 +23,7 @@ class DynamicTree:
         estimates: Drafters report how likely each path is (`with_estimates`).
 
     Raises:
-        HydrajaxError: For numbers out of range, or fewer candidates than nodes.
+        HydrajaxError: For sizes out of range, or fewer candidates than nodes.
     """
 
     size: int
@@ -79,7 +79,7 @@ class DynamicTree:
         return min(self.top_k, self.size - 1)
 
     def beams(self) -> DynamicTree:
-        """Return the tree whose numbers `hydrajax.drafters.growing.grow` follows."""
+        """Return the tree whose sizes `hydrajax.drafters.growing.grow` follows."""
         return self
 
     def reaching(self, draft_depth: int) -> DynamicTree:

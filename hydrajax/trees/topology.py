@@ -92,7 +92,7 @@ def from_parents(parents: Int[Array, "B N"], depth: int, most_children: int) -> 
     is_child = parents[:, :, None] == nodes  # [B, child, parent]
     mask = is_child | jnp.eye(n_nodes, dtype=bool)
     reached = 1
-    while reached < depth:  # each product doubles the length of the paths
+    while reached < depth:  # each matmul doubles the length of the paths
         mask = jnp.einsum("bij,bjk->bik", mask.astype(jnp.float32), mask.astype(jnp.float32)) > 0
         reached *= 2
     depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1

@@ -1,4 +1,4 @@
-"""Tree files: JSON with the choices of a static tree or the numbers of a dynamic one, and optional other fields."""
+"""Tree files: JSON with the choices of a static tree or the sizes of a dynamic one, and optional other fields."""
 
 from __future__ import annotations
 
