@@ -218,6 +218,37 @@ def test_private_names_are_found(source, found):
     assert private_imports("hydrajax.train.optimizer", source) == found
 
 
+def names_in(module: str) -> set[str]:
+    """Return the names that a module defines or imports at its top level, also inside ``if``, ``try`` and ``with``."""
+    found, waiting = set(), list(parsed(MODULES[module].read_text()).body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        else:
+            found |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            waiting += [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
+    return found
+
+
+def test_every_imported_name_exists():
+    """Also in functions and in modules that no other quick test imports."""
+    missing = []
+    for module, path in MODULES.items():
+        for node in nodes_of(path.read_text()):
+            origin = getattr(node, "module", None) or ""
+            if origin in MODULES and origin != "hydrajax":  # whose names are loaded at their first use
+                there = names_in(origin)
+                missing += [
+                    f"{module}: {origin}.{alias.name}"
+                    for alias in node.names
+                    if alias.name not in there and f"{origin}.{alias.name}" not in MODULES
+                ]
+    assert missing == []
+
+
 def test_no_cycles():
     """Modules must not import each other in a cycle."""
     graph = {

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from hydrajax.ops import trained_order
-from hydrajax.ops.sharded import tracing
+from hydrajax.ops.trace import tracing
 from hydrajax.sharding import distribute, in_order, jit_on, laid_out, replicated
 
 Batch = dict[str, Any]  # arrays with a leading batch axis
