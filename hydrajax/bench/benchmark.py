@@ -22,10 +22,12 @@ from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BaseModel
+from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree, static
 from hydrajax.trees.static_tree import TreeTopology
 
 PHASES = ("step", "propose", "verify", "accept_commit", "observe")
+COST_ROUNDS = 5  # of `draft_cost`
 TIMED_STEPS = 8  # per timed call; few, so that the context hardly grows
 
 
@@ -180,3 +182,17 @@ def generation_rates(plain: Executor, executor: Executor, prompts, batch: int, r
         "speedup": found.speedup,
         "outputs_equal": found.equal,
     }
+
+
+def draft_cost(executor: Executor, batch_size: int, context: int) -> float:
+    """Return c: the time to propose one token, in autoregressive steps, timed in the same rounds.
+
+    Both run after ``context`` tokens, or as near to it as the timed steps and the model allow.
+    """
+    one = executor.with_spec(tree=presets.chain(1))
+    room = room_for([one.spec.longest_path])
+    context = max(room + 1, min(context, executor.model.config.max_positions))
+    timed = {"draft": step_timer(one, batch_size, context, room).propose()}
+    timed["base"] = step_timer(executor.autoregressive(), batch_size, context, room).step()
+    found = medians(timed, COST_ROUNDS)
+    return found["draft"] / found["base"]

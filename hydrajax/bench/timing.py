@@ -30,7 +30,6 @@ from hydrajax.trees.topology import Topology, from_parents
 
 
 def _is_feature(x) -> bool:
-    """Return whether a leaf of a drafter's state is a hidden state ``[B, D]``."""
     return x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -120,7 +119,6 @@ class StepTimer:
 
     @cached_property
     def _prefill(self) -> Callable[[], DecodeState]:
-        """Prefill random tokens, compiled."""
         run = self._jit(self.engine.prefill)
         self.compile_seconds += seconds(run, *self._arguments)
         return lambda: run(*self._arguments)

@@ -155,7 +155,6 @@ def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Exe
 
 
 def _texts(args: argparse.Namespace, model: LanguageModel) -> list[np.ndarray]:
-    """Token ids of the prompts; none for a base without a tokenizer."""
     return [] if model.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, model)
 
 

@@ -75,14 +75,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _defaults() -> dict[str, object]:
-    """Return the defaults of all flags."""
     parser = argparse.ArgumentParser(add_help=False)
     add_arguments(parser)
     return {action.dest: action.default for action in parser._actions}
 
 
 def show(check: Check) -> None:
-    """Print the outcome of a check and each position at which the outputs differ."""
     print(f"{'holds' if check.holds else 'FAILS'}: {check.name}\n  {check.summary}")
     for detail in check.details:
         if "verdict" in detail:

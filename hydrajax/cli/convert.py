@@ -197,7 +197,6 @@ def _kv_caches(args: argparse.Namespace) -> None:
 
 
 def _token_bytes(model: BaseModel) -> int:
-    """Return the bytes of a base's KV cache per token."""
     slots = 64  # a whole number of every backend's blocks
     layers = jax.eval_shape(lambda: model.init_cache(1, slots)).layers
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers)) // slots

@@ -114,7 +114,6 @@ def make_prompts(model: LanguageModel, text: str | None) -> list[NamedPrompt]:
 
 
 def question_prompts(model: LanguageModel, questions: Mapping[str, str]) -> list[NamedPrompt]:
-    """Return the questions in the chat template of the base's tokenizer."""
     if model.tokenizer is None or not model.tokenizer.chat_template:
         raise HydrajaxError("--base: has no chat template, expected an instruct model; --base is for these only")
     conversations = [[{"role": "user", "content": question}] for question in questions.values()]
@@ -171,7 +170,6 @@ def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, exec
 def show_answers(
     console: Console, prompts: Sequence[NamedPrompt], questions: Mapping[str, str], name: str, executor: Executor
 ) -> None:
-    """Print every question and its answer with drafted tokens marked."""
     results = generate(executor, [prompt.ids for prompt in prompts])
     for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
         before = f"{questions[prompt.name]}\n\n"
@@ -180,7 +178,6 @@ def show_answers(
 
 
 def show_text(console: Console, title: str, before: str, result: Generation, name: str, tokenizer: Any) -> None:
-    """Print the text before the generated one, and the latter with drafted tokens marked."""
     facts = f"{result.new_tokens} tokens in {result.steps} steps of {name}"
     console.print(f"\n[bold]{title}[/]: {facts}\n", soft_wrap=True)
     console.out(before, style="dim", end="", highlight=False)
@@ -209,7 +206,6 @@ def result_table(rows: Sequence[Measured]) -> Table:
 
 
 def step_cost(row: Measured, rows: Sequence[Measured]) -> float:
-    """Return the time of a step in steps of the baseline, which is the first row."""
     return row.step_seconds / rows[0].step_seconds
 
 

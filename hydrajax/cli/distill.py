@@ -80,7 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def temperatures(text: str) -> tuple[float, ...]:
-    """Parse comma-separated temperatures, each at least 0."""
     try:
         values = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -136,7 +135,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> Seeds:
-    """Return the first ``--count`` seeds."""
     from hydrajax.train.data.conversations import summary
     from hydrajax.train.distill import seeds as reading
 
@@ -154,7 +152,6 @@ def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> S
 
 
 def check_room(args: argparse.Namespace, seeds: Seeds, spec: DistillSpec, context: int) -> None:
-    """Refuse prompts longer than the context, before anything is decoded."""
     room, tokens = spec.room(context), args.prompt_tokens or CUT_TOKENS
     if not seeds.conversations and tokens > room:
         raise HydrajaxError(f"prompt_tokens: got {tokens}, expected at most {room} with {spec.new_tokens} new tokens")

@@ -116,7 +116,6 @@ def check_same(
     prompter: Prompter,
     ways: Sequence[Answerer],
 ) -> None:
-    """Raise `HydrajaxError` if the processes of the run would decode different things."""
     if jax.process_count() > 1:
         decoded = [options.described(model, way.executor.spec) for way in ways]
         first = prompter([{"role": "user", "content": questions[0].turns[0]}]) if questions else None

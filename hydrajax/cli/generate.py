@@ -106,7 +106,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def check_same(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec, prompts: list[Prompt]) -> None:
-    """Raise `HydrajaxError` if the processes of the run would decode different things."""
     if jax.process_count() > 1:
         ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
         chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
@@ -193,7 +192,6 @@ class ProgressLine:
         self._task, self._speed = self._line.add_task("", total=total), ""
 
     def status(self, description: str) -> None:
-        """Show the line with this text, such as "loading"."""
         self._line.update(self._task, description=f"{self._speed}{description} ...")
         self._line.start()
 

@@ -237,7 +237,6 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) 
 
 
 def _executors(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> dict[str, Executor]:
-    """An executor for each tree, with random weights."""
     model, base = random_base(config, dtype)
     drafter, params = with_random_params(model, base, drafter)
     return {name: FusedExecutor(model, params, DecodeSpec(drafter, tree)) for name, tree in trees.items()}

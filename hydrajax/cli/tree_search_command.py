@@ -153,7 +153,6 @@ def _grows(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec) -> 
 
 
 def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path:
-    """Return the path of the tree's file."""
     if args.output:
         return Path(args.output)
     if draft_directory is None:
@@ -168,8 +167,8 @@ def _proposals(
 
     And the predicted best chain of a draft model, None for other drafts.
     """
+    from hydrajax.bench.benchmark import draft_cost
     from hydrajax.bench.calibration import calibrate
-    from hydrajax.bench.draft_cost import draft_cost
     from hydrajax.bench.trees import search
     from hydrajax.bench.trees.speculation import estimate
 
@@ -203,7 +202,6 @@ def _proposals(
 
 
 def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain) -> dict[str, Any]:
-    """Return the content of the tree file: the fastest tree and its provenance."""
     from hydrajax.machine import machine
 
     def row_of(row) -> dict[str, Any]:
@@ -227,7 +225,6 @@ def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain
 
 
 def _print(rows: list[dict[str, Any]], fastest: str) -> None:
-    """Print a line for each tree; static trees differ in size."""
     columns = (
         "tree",
         "nodes",

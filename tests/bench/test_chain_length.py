@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from helpers.noise import noise
+from hydrajax.bench.benchmark import draft_cost
 from hydrajax.bench.calibration import calibrate
-from hydrajax.bench.draft_cost import draft_cost
 from hydrajax.bench.trees import search
 from hydrajax.bench.trees.speculation import estimate
 from hydrajax.bench.uncached_forward import all_logits

@@ -53,7 +53,7 @@ def test_mistakes(program, folder, tmp_path_factory):
     cases = [
         (["report", empty / "none"], "is not a directory"),
         (["report", empty], "no results in"),
-        (["report", damaged], "r.json: source: got null, expected str"),
+        (["report", damaged], "r.json: field source is missing"),
         (["report", folder, "--output", folder / "no" / "r.md"], "--output: cannot write"),
         (["report", folder, "--output", folder], "is a directory, expected a file"),
     ]

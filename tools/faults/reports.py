@@ -8,8 +8,9 @@ import shutil
 from functools import partial
 from random import Random
 
-from hydrajax.bench.report.results import BOOL, NUMBER, NUMBERS, OR_NULL, TEXT, WHOLE
+from hydrajax.bench.report.results import FEW
 from hydrajax.bench.report.results import KINDS as RESULTS
+from hydrajax.text.records import BOOL, INTEGER, NUMBER, TEXT, Kind
 from tools.faults.commands import check_call
 from tools.faults.models import KINDS, put, run_cases
 from tools.faults.registry import Failure, Trial, fault
@@ -26,13 +27,13 @@ NAMES += ("x" * 240 + ".json",)
 HARMLESS = re.compile(r"!\[.*\]\(figures/[\w.-]+\.png\)|`[^`]*`")
 
 
-def value(wanted: str, random: Random) -> object:
-    if wanted.endswith(OR_NULL) and random.random() < 0.3:
+def value(wanted: Kind, random: Random) -> object:
+    if wanted.holds(None) and random.random() < 0.3:
         return None
-    wanted = wanted.removesuffix(OR_NULL)
-    if wanted == NUMBERS:
+    if wanted is FEW:
         return [random.choice(FLOATS) for _ in range(random.choice((0, 1, 5, 400)))]
-    return random.choice({TEXT: TEXTS, WHOLE: WHOLES, NUMBER: FLOATS + WHOLES, BOOL: (True, False)}[wanted])
+    values = {TEXT: TEXTS, INTEGER: WHOLES, NUMBER: FLOATS + WHOLES, BOOL: (True, False)}
+    return random.choice({kind.words: found for kind, found in values.items()}[wanted.words.removesuffix(" or null")])
 
 
 def result(random: Random) -> dict:

@@ -107,7 +107,6 @@ class NoFiles:
 
 
 def _read(path: Path) -> list[dict]:
-    """Read the complete lines of an answer file."""
     records: dict[int | str, dict] = {}
     for number, line in enumerate(whole_lines(path), start=1):
         try:

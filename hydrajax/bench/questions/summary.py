@@ -102,7 +102,6 @@ def _figures(own: list[dict], plain: list[dict], same_outputs: bool) -> Figures:
 
 
 def _totals(choices: list[dict], field: str) -> np.ndarray:
-    """Sum a field over the turns of each question."""
     return np.array([sum(choice[field]) for choice in choices], float)
 
 

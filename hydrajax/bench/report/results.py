@@ -13,42 +13,43 @@ from typing import Any
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import shown
-from hydrajax.text.records import INTEGER
-from hydrajax.text.records import NUMBER as FINITE
+from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, Kind, checked, list_of, or_null
+from hydrajax.text.records import INTEGER as WHOLE
 
 FORMAT = 1
 RECORDS = "hydrajax_results"  # the field of such objects in the JSON of commands
-TEXT, WHOLE, NUMBER, BOOL, NUMBERS = "text", "integer", "number", "true or false", "list of numbers"
-OR_NULL = " or null"
 MAX_CHARACTERS, MAX_ROWS, MAX_NUMBERS, MAX_DEPTH = 1000, 1000, 64, 8  # of a text, a file, a list, the settings
+FEW = Kind("at most 64 numbers", lambda value: list_of(NUMBER).holds(value) and len(value) <= MAX_NUMBERS)
+FIELDS = {"kind": TEXT, "source": TEXT, "title": TEXT, "rows": list_of(OBJECT), "command": TEXT}
+FIELDS |= {"machine": OBJECT, "settings": OBJECT, "remarks": list_of(TEXT)}
 INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
-_RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL}
+_RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": or_null(NUMBER), "high": or_null(NUMBER)}
 _RATE |= {"speedup": NUMBER}
 # The fields of a row, by kind. Times are milliseconds; low and high are the 95% interval of the rate (of the speed-up
 # in "categories"). Other fields are allowed and ignored.
-KINDS: dict[str, dict[str, str]] = {
+KINDS: dict[str, dict[str, Kind]] = {
     # Decode configurations at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
-    "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
+    "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": or_null(BOOL)},
     # Trees (hydra figures 7 to 9, medusa figure 4). family: "searched", "dynamic", "chain", "dense" ...
     # expected: tokens_per_step predicted from calibration text.
     "trees": {"drafter": TEXT, "batch": WHOLE, "family": TEXT, "name": TEXT, "nodes": WHOLE}
-    | {"expected": NUMBER + OR_NULL, **_RATE},
+    | {"expected": or_null(NUMBER), **_RATE},
     # Acceptance rules (hydra figure 4, medusa figure 5). parameter, value: the one that is varied, such as "epsilon".
     # nats: negative log-likelihood per output token under the base at temperature 1.
-    "acceptance": {"drafter": TEXT, "rule": TEXT, "parameter": TEXT + OR_NULL, "value": NUMBER + OR_NULL}
-    | {"tokens_per_step": NUMBER, "nats": NUMBER + OR_NULL},
+    "acceptance": {"drafter": TEXT, "rule": TEXT, "parameter": or_null(TEXT), "value": or_null(NUMBER)}
+    | {"tokens_per_step": NUMBER, "nats": or_null(NUMBER)},
     # Cost of drafting (hydra table 1). heads: milliseconds of each.
-    "overhead": {"drafter": TEXT, "prefix_attention": NUMBER + OR_NULL, "heads": NUMBERS}
+    "overhead": {"drafter": TEXT, "prefix_attention": or_null(NUMBER), "heads": FEW}
     | {"verify": NUMBER, "autoregressive_step": NUMBER},
     # Decode configurations by category of question (hydra table 2).
-    "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": BOOL + OR_NULL},
+    "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": or_null(BOOL)},
     # Scores of answers by rule and configuration (amphista table 3), shares times 100. difference: to the base alone,
     # question by question.
     "quality": {"set": TEXT, "metric": TEXT, "rule": TEXT, "name": TEXT, "questions": WHOLE, "score": NUMBER}
-    | {"low": NUMBER + OR_NULL, "high": NUMBER + OR_NULL, "difference": NUMBER}
-    | {"difference_low": NUMBER + OR_NULL, "difference_high": NUMBER + OR_NULL}
-    | {"tokens_per_step": NUMBER, "speedup": NUMBER, "equal": BOOL + OR_NULL},
+    | {"low": or_null(NUMBER), "high": or_null(NUMBER), "difference": NUMBER}
+    | {"difference_low": or_null(NUMBER), "difference_high": or_null(NUMBER)}
+    | {"tokens_per_step": NUMBER, "speedup": NUMBER, "equal": or_null(BOOL)},
     # Share of positions at which the ``top`` likeliest tokens of a head (from 0) include the true one (amphista
     # figure 1).
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
@@ -56,7 +57,7 @@ KINDS: dict[str, dict[str, str]] = {
     "curve": {"name": TEXT, "over": TEXT, "at": NUMBER, "tokens_per_step": NUMBER},
     # Draft sizes. draft_ms: per step. predicted_*: for the same draft at a larger base, named in the remarks.
     "pareto": {"drafter": TEXT, "lm_head": TEXT, "nodes": WHOLE, "draft_megabytes": NUMBER}
-    | {"draft_ms": NUMBER, **_RATE, "equal": BOOL + OR_NULL}
+    | {"draft_ms": NUMBER, **_RATE, "equal": or_null(BOOL)}
     | {"predicted_gigabytes": NUMBER, "predicted_speedup": NUMBER},
     # A decode step and its phases.
     "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}
@@ -75,9 +76,9 @@ KINDS: dict[str, dict[str, str]] = {
     # operations. floor_cycles: the larger of byte_cycles and of the base's operations, each device's share.
     # collectives: exchanges between devices in the loop. Without cycles, it does not fit.
     "tpu_program": {"what": TEXT, "chip": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "weights": TEXT}
-    | {"devices": WHOLE, "fits": BOOL, "cycles": NUMBER + OR_NULL, "own_cycles": NUMBER + OR_NULL}
-    | {"floor_cycles": NUMBER + OR_NULL, "byte_cycles": NUMBER + OR_NULL, "copies": WHOLE + OR_NULL}
-    | {"collectives": WHOLE + OR_NULL, "temporary_megabytes": NUMBER + OR_NULL},
+    | {"devices": WHOLE, "fits": BOOL, "cycles": or_null(NUMBER), "own_cycles": or_null(NUMBER)}
+    | {"floor_cycles": or_null(NUMBER), "byte_cycles": or_null(NUMBER), "copies": or_null(WHOLE)}
+    | {"collectives": or_null(WHOLE), "temporary_megabytes": or_null(NUMBER)},
 }
 
 
@@ -150,34 +151,13 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
 
 def check(content: Mapping[str, Any], where: str) -> None:
     """Raise `HydrajaxError` unless ``content`` has the fields of a `Result` and of its kind."""
-    types = {"kind": str, "source": str, "title": str, "rows": list, "command": str}
-    types |= {"machine": dict, "settings": dict, "remarks": list}
-    for name, wanted in types.items():
-        if not isinstance(content.get(name), wanted):
-            raise HydrajaxError(f"{where}: {name}: got {shown(content.get(name))}, expected {wanted.__name__}")
+    checked(content, FIELDS, where)
     if content["kind"] not in KINDS:
         raise HydrajaxError(f"{where}: kind: got {shown(content['kind'])}, expected one of {', '.join(KINDS)}")
     if not 1 <= len(content["rows"]) <= MAX_ROWS:
         raise HydrajaxError(f"{where}: rows: got {len(content['rows'])}, expected 1 to {MAX_ROWS}")
     for number, row in enumerate(content["rows"]):
-        for name, wanted in KINDS[content["kind"]].items():
-            if not isinstance(row, dict) or name not in row:
-                raise HydrajaxError(f"{where}: rows[{number}]: field {name} is missing")
-            if not _fits(row[name], wanted):
-                raise HydrajaxError(f"{where}: rows[{number}].{name}: got {shown(row[name])}, expected {wanted}")
+        checked(row, KINDS[content["kind"]], f"{where}: rows[{number}]")
         for low, high in INTERVALS:
             if (row.get(low) is None) != (row.get(high) is None):
                 raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must both be numbers or both be null")
-
-
-def _fits(value: Any, wanted: str) -> bool:
-    if value is None:
-        return wanted.endswith(OR_NULL)
-    wanted = wanted.removesuffix(OR_NULL)
-    if isinstance(value, bool) or wanted == BOOL:
-        return wanted == BOOL and isinstance(value, bool)
-    if wanted == NUMBERS:
-        return isinstance(value, list) and len(value) <= MAX_NUMBERS and all(_fits(item, NUMBER) for item in value)
-    if wanted == TEXT:
-        return isinstance(value, str)
-    return (INTEGER if wanted == WHOLE else FINITE).holds(value)

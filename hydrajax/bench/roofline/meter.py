@@ -68,7 +68,6 @@ class Meter:
 
 
 def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, Array]]) -> Float[Array, "rows D"]:
-    """Apply up and down projections in turn."""
     for up, down in weights:
         x = project(project(x, up), down)
     return x
@@ -77,7 +76,6 @@ def _through_weights(x: Float[Array, "rows D"], weights: Sequence[tuple[Array, A
 def _through_caches(
     x: Float[Array, "1 kv rows H"], caches: Sequence[tuple[Array, Array]]
 ) -> Float[Array, "1 kv rows H"]:
-    """Apply attention, as in the decode step, layer after layer."""
     for keys, values in caches:
         out = attend(x, [KVSegment(keys, values, np.ones((x.shape[2], keys.shape[2]), bool))])
         x = out.reshape(1, x.shape[2], *x.shape[1::2]).swapaxes(1, 2)

@@ -261,7 +261,6 @@ class _Count:
             product.is_divided = False
 
     def _largest_branch(self, branches, read: list[_Value], times: int) -> list[_Value]:
-        """Count the branch with the most operations."""
         begun, found = len(self.products), []
         for branch in branches:
             outputs = self.walk(branch.jaxpr, read, times)
@@ -325,7 +324,6 @@ class _Count:
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
 
     def _has_divided(self, read: list[_Value]) -> bool:
-        """Return whether a value comes from a product of which each device has a part."""
         return any(self.products[i].is_divided for value in read for i in value.products)
 
     def _join(self, read: list[_Value]) -> None:
@@ -357,7 +355,6 @@ class _Count:
 
 
 def _alive(jaxpr: Jaxpr) -> list:
-    """Return the equations whose results are used."""
     used, alive = set(jaxpr.outvars) - {None}, []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(variable in used for variable in eqn.outvars):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hydrajax.certify.servers.answers import Answer, Token
 from hydrajax.certify.servers.cases import long_texts, questions_of
-from hydrajax.certify.servers.client import NoAnswer, Refused
+from hydrajax.certify.servers.client import Refused
 from hydrajax.certify.servers.comparison import FAULT, TIE, Finding, shown
 from hydrajax.certify.servers.questions import Content, Question
 from hydrajax.certify.servers.sampling_checks import seeds, several_choices
@@ -90,7 +90,6 @@ def certify_server(
 
 
 def _offered(sides: Sides, contents: Sequence[tuple[Content, bool]]) -> tuple[bool, bool]:
-    """Return whether the server answers completions and chats."""
     text = next((content for content, _ in contents if isinstance(content, str)), "Hello")
     outcomes = sides.served([Question(text, chat, 4) for chat in (False, True)])
     if not any(isinstance(outcome, tuple) for outcome in outcomes):
@@ -184,14 +183,10 @@ def stop_strings(sides: Sides, questions: Sequence[Question]) -> Compared:
         if "\ufffd" in stop or not stop.strip():
             continue
         asked = question.but(stop=(stop,))
-        (stopped,) = sides.served([asked])
-        if isinstance(stopped, tuple):
+        (served,) = sides.served([asked])
+        if (stopped := found.reply(asked, served, "stopped")) is not None:
             found.compared += 1
             found.findings += _stop_findings(sides, asked, stopped[0], text, stop)
-        elif isinstance(stopped, NoAnswer):
-            found.findings.append(Finding("no answer", FAULT, "stopped", asked, str(stopped)))
-        else:
-            found.refusals.append(str(stopped))
     return found
 
 

@@ -125,7 +125,6 @@ class Client:
             raise
 
     def _refuse(self, status: int, content: bytes) -> None:
-        """Raise the error of a status other than 200."""
         said = _message(content)
         if status in (401, 403):
             raise HydrajaxError(
@@ -187,7 +186,6 @@ def _parsed(field: str, url: str) -> tuple[str, bool, str, int | None, str]:
 
 
 def _streamed(response: http.client.HTTPResponse) -> Reply:
-    """Read server-sent events to their end."""
     events: list[Any] = []
     ended = False
     for line in response:

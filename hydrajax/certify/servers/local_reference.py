@@ -32,7 +32,6 @@ class LocalReference:
     shares_grammars = False
 
     def __init__(self, model: LanguageModel, name: str):
-        """Use a model that has a tokenizer. Raises `HydrajaxError` for one without."""
         if model.tokenizer is None:
             raise HydrajaxError("base: has no tokenizer, which the texts of a server need")
         self._model, self._name = model.with_draft("none"), name

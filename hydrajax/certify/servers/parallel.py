@@ -32,16 +32,12 @@ def in_parallel(
             found.append(function(item))
             on_done()
         return found
-    waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    waiting, stopped = iter(range(len(items))), threading.Event()
     done: queue.SimpleQueue[tuple[int, Result | None, BaseException | None]] = queue.SimpleQueue()
-    for number in range(len(items)):
-        waiting.put(number)
 
     def work() -> None:
-        while True:
-            try:
-                number = waiting.get_nowait()
-            except queue.Empty:
+        for number in waiting:
+            if stopped.is_set():
                 return
             try:
                 done.put((number, function(items[number]), None))
@@ -53,16 +49,12 @@ def in_parallel(
         threading.Thread(target=work, daemon=True).start()
     results: dict[int, Result] = {}
     try:
-        while len(results) < len(items):
+        for _ in items:
             number, result, error = done.get()
             if error is not None:
                 raise error
             results[number] = result  # type: ignore[assignment]
             on_done()
     finally:
-        while not waiting.empty():  # after an error nothing further is asked
-            try:
-                waiting.get_nowait()
-            except queue.Empty:
-                break
+        stopped.set()
     return [results[number] for number in range(len(items))]

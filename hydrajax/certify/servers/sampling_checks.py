@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydrajax.certify.servers.client import NoAnswer, Refused
 from hydrajax.certify.servers.comparison import FAULT, Finding, common_length, shown
 from hydrajax.certify.servers.questions import Question
 from hydrajax.certify.servers.sides import Compared, Sides
@@ -24,11 +23,9 @@ def seeds(sides: Sides, questions: Sequence[Question]) -> Compared:
         most = min(MOST_TOKENS, question.max_tokens)
         asked = question.but(temperature=1.0, seed=sides.settings.seed + number + 1, max_tokens=most)
         outcomes = sides.served([asked] * 3)
-        if any(isinstance(outcome, Refused) for outcome in outcomes):
-            found.refusals.append(str(next(outcome for outcome in outcomes if isinstance(outcome, Refused))))
-        elif any(isinstance(outcome, NoAnswer) for outcome in outcomes):
-            message = str(next(outcome for outcome in outcomes if isinstance(outcome, NoAnswer)))
-            found.findings.append(Finding("no answer", FAULT, "seeded", asked, message))
+        failed = next((outcome for outcome in outcomes if not isinstance(outcome, tuple)), None)
+        if failed is not None:
+            found.reply(asked, failed, "seeded")
         else:
             found.compared += 1
             (one,), (other,) = outcomes[1][:1], outcomes[2][:1]  # type: ignore[index]
@@ -50,12 +47,8 @@ def several_choices(sides: Sides, questions: Sequence[Question]) -> Compared:
         most = max(MOST_TOKENS, question.max_tokens)
         seed = sides.settings.seed + number + 1
         asked = question.but(temperature=1.0, n=CHOICES, seed=seed, max_tokens=most)
-        (served,) = sides.served([asked])
-        if isinstance(served, Refused):
-            found.refusals.append(str(served))
-            continue
-        if isinstance(served, NoAnswer):
-            found.findings.append(Finding("no answer", FAULT, f"n={CHOICES}", asked, str(served)))
+        (outcome,) = sides.served([asked])
+        if (served := found.reply(asked, outcome, f"n={CHOICES}")) is None:
             continue
         found.compared += 1
         (wanted,) = sides.expected([asked])

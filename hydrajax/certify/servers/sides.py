@@ -165,7 +165,6 @@ class Sides:
         return found
 
     def _gives(self, question: Question, text: str) -> bool:
-        """Return whether the server, asked again alone, gives this text."""
         again = _outcome(self.server.ask, question)
         return isinstance(again, tuple) and again[0].text == text
 
@@ -188,6 +187,16 @@ class Compared:
         self.compared = 0
         self.refusals: list[str] = []
 
+    def reply(self, question: Question, served: Outcome, setting: str) -> Reply | None:
+        """Return the answers, or None after recording a refusal or a failure of the server."""
+        if isinstance(served, NoAnswer):
+            self.findings.append(Finding("no answer", FAULT, setting, question, str(served)))
+        elif isinstance(served, Refused):
+            self.refusals.append(str(served))
+        else:
+            return served
+        return None
+
     def add(
         self,
         sides: Sides,
@@ -199,15 +208,13 @@ class Compared:
     ) -> None:
         """Compare an answer with the expected one of this number; the others tell texts of other requests."""
         wanted = expected[number]
-        if isinstance(served, NoAnswer):
-            self.findings.append(Finding("no answer", FAULT, setting, question, str(served)))
-        elif isinstance(served, Refused) or isinstance(wanted, Refused):
-            refused = served if isinstance(served, Refused) else wanted
-            self.refusals.append(str(refused))
-            if isinstance(served, Refused) and not isinstance(wanted, Refused):
-                message = f"refused, but not by the reference: {served}"
-                self.findings.append(Finding("refusal", FAULT, setting, question, message))
-        else:
+        reply = self.reply(question, served, setting)
+        if isinstance(served, Refused) and not isinstance(wanted, Refused):
+            message = f"refused, but not by the reference: {served}"
+            self.findings.append(Finding("refusal", FAULT, setting, question, message))
+        elif reply is not None and isinstance(wanted, Refused):
+            self.refusals.append(str(wanted))
+        elif reply is not None:
             self.compared += 1
             found = sides.differences(question, served[0], wanted[0], setting)
             if question.stream and not served[0].ended:

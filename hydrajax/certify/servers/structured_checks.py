@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydrajax.certify.servers.answers import Answer
-from hydrajax.certify.servers.client import NoAnswer, Refused
+from hydrajax.certify.servers.client import Refused
 from hydrajax.certify.servers.comparison import FAULT, Finding, shown
 from hydrajax.certify.servers.questions import Question
 from hydrajax.certify.servers.sides import Compared, Sides
@@ -91,11 +91,9 @@ def _add(
     kind: str,
 ) -> None:
     """Check that an answer is valid, then compare it, if there is an answer of the reference that is valid too."""
-    if isinstance(served, NoAnswer):
-        found.findings.append(Finding("no answer", FAULT, setting, question, str(served)))
-    elif isinstance(served, Refused):
-        found.refusals.append(str(served))
-    elif message := wrong(served[0]):
+    if (reply := found.reply(question, served, setting)) is None:
+        return
+    if message := wrong(reply[0]):
         wanted = expected[number]
         if isinstance(wanted, tuple) and wrong(wanted[0]):
             found.refusals.append(f"not valid on either side: {message}")

@@ -39,16 +39,28 @@ def broken(kind: str, change) -> dict:
     [
         ("speed", lambda c: c.update(hydrajax_result=2), "hydrajax_result: got 2, expected 1"),
         ("speed", lambda c: c.update(kind="pie"), 'kind: got "pie", expected one of speed, trees'),
-        ("speed", lambda c: c.pop("machine"), "machine: got null, expected dict"),
+        ("speed", lambda c: c.pop("machine"), "field machine is missing"),
         ("speed", lambda c: c.update(rows=[]), "rows: got 0, expected 1 to 1000"),
-        ("speed", lambda c: c["rows"].append("x"), "rows[2]: field name is missing"),
+        ("speed", lambda c: c["rows"].append("x"), "rows: got "),
         ("speed", lambda c: c["rows"][1].pop("batch"), "rows[1]: field batch is missing"),
-        ("speed", lambda c: c["rows"][0].update(batch=1.5), "rows[0].batch: got 1.5, expected integer"),
-        ("speed", lambda c: c["rows"][0].update(batch=True), "rows[0].batch: got true, expected integer"),
-        ("speed", lambda c: c["rows"][0].update(equal=1), "rows[0].equal: got 1, expected true or false or null"),
-        ("speed", lambda c: c["rows"][0].update(speedup=float("nan")), "rows[0].speedup: got NaN, expected number"),
-        ("trees", lambda c: c["rows"][0].update(expected="2"), 'rows[0].expected: got "2", expected number or null'),
-        ("overhead", lambda c: c["rows"][0].update(heads=[1, None]), "rows[0].heads: got [1, null], expected list of"),
+        ("speed", lambda c: c["rows"][0].update(batch=1.5), "rows[0]: batch: got 1.5, expected an integer"),
+        ("speed", lambda c: c["rows"][0].update(batch=True), "rows[0]: batch: got true, expected an integer"),
+        ("speed", lambda c: c["rows"][0].update(equal=1), "rows[0]: equal: got 1, expected true or false or null"),
+        (
+            "speed",
+            lambda c: c["rows"][0].update(speedup=float("nan")),
+            "rows[0]: speedup: got NaN, expected a finite",
+        ),
+        (
+            "trees",
+            lambda c: c["rows"][0].update(expected="2"),
+            'rows[0]: expected: got "2", expected a finite',
+        ),
+        (
+            "overhead",
+            lambda c: c["rows"][0].update(heads=[1, None]),
+            "rows[0]: heads: got [1, null], expected",
+        ),
     ],
 )
 def test_a_damaged_result_is_named(tmp_path, kind, change, message):
