@@ -309,6 +309,12 @@ def loaded_after(program: str, names: set[str]) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+def test_certifying_a_server_needs_jax_for_a_local_reference_only():
+    modules = [name for name in MODULES if name.startswith("hydrajax.certify.servers.")]
+    modules.remove("hydrajax.certify.servers.local_reference")
+    assert loaded_after(f"import {', '.join(modules)}", {"jax", "flax"} | ON_DEMAND) == set()
+
+
 # Without these and the packages above, a start takes a twentieth of a second.
 SLOW = {"numpy", "jax", "jaxlib", "flax", "jaxtyping", "rich", "yaml"}
 

@@ -8,7 +8,6 @@ import os
 from hydrajax.certify.servers.cases import built_in_contents, contents_of
 from hydrajax.certify.servers.checks import ServerCheck, certify_server
 from hydrajax.certify.servers.client import Client
-from hydrajax.certify.servers.local_reference import LocalReference
 from hydrajax.certify.servers.report import is_certified, lines_of, record_of
 from hydrajax.certify.servers.sides import Reference, ServerReference, Settings, Sides
 from hydrajax.cli import options
@@ -100,6 +99,8 @@ def run(args: argparse.Namespace, defaults: dict[str, object]) -> int:
                 raise HydrajaxError("reference: got the server itself, expected one without speculation")
             reference = ServerReference(other)
         else:
+            from hydrajax.certify.servers.local_reference import LocalReference  # loads JAX's part of the program
+
             reference = LocalReference(options.load_from(args, draft=None), args.base)
         print(f"server {server}, reference {reference}, tolerance {settings.tolerance:g} nats", flush=True)
         checks, sides = _checks(server, reference, settings, contents)
