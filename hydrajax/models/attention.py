@@ -21,7 +21,6 @@ from jaxtyping import Bool, Float, Int, Int8
 from hydrajax import ops
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
-from hydrajax.ops.cpu import few_rows
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
@@ -309,17 +308,17 @@ def _attend(queries, segments: Sequence[KVSegment], softcap: float | None = None
     with_cache = len(segments) == 2 and isinstance(visible[1], Filled)
     # The tree kernels read no vectors of fewer bits than the queries, and cap no scores.
     by_kernel = with_cache and keys.dtype == queries.dtype and softcap is None
-    if by_kernel and (kernel := ops.tree_kernel(queries, keys.shape[1])):
+    if by_kernel and (kernel := ops.here().tree_kernel(queries, keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
         return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
-    if is_long_text and len(segments) == 1 and softcap is None and ops.attends_text(queries):
+    if is_long_text and len(segments) == 1 and softcap is None and (within := ops.here().text_kernel(queries)):
         keys, values = (widened(vectors, queries.dtype) for vectors in segments[0][:2])
-        return ops.attend_text(queries, keys, values, visible[0].window)
+        return within(queries, keys, values, visible[0].window)
     if not is_long_text:
-        if softcap is None and ops.attends_few_rows(queries):
+        if softcap is None and (few := ops.here().rows_kernel(queries)):
             # The oldest first, so that a token's sum has one order in a tree and in the cache.
-            return few_rows.attend(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
+            return few(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
         return attend_plain(queries, segments, softcap)
     chunks = -(-n_tokens // QUERY_CHUNK)
     width = -(-chunks // UNROLLED_SECTIONS) * QUERY_CHUNK

@@ -70,7 +70,7 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
     The devices of a mesh divide its sequences and its key-value heads, as attention does. ``kv_cache`` names a type of
     fewer bits (`hydrajax.models.attention.KV_CACHES`).
     """
-    shape = (batch, config.n_kv_heads, ops.padded_slots(slots), config.head_dim)
+    shape = (batch, config.n_kv_heads, ops.here().padded_slots(slots), config.head_dim)
 
     def slots_of_layer() -> Vectors:
         return jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache))

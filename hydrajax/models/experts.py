@@ -25,7 +25,6 @@ from hydrajax.lowbit.tiles import Tiles
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import Experts
 from hydrajax.models.weights import declare, declare_experts, declare_kernel, project, project_parts
-from hydrajax.ops import trace
 from hydrajax.ops.cpu import few_rows
 from hydrajax.ops.cpu.few_rows import with_gradient_of
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
@@ -182,12 +181,12 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
 
     @with_gradient_of(plain)
     def chosen(x, ids, weights, gate_up, down):
-        if multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
+        if ops.here().multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
             gate, up = jnp.split(_of_pairs(x, ids, gate_up, x.dtype), 2, axis=-1)
             outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
-        elif kernel := expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
+        elif kernel := ops.here().expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
             outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
-        elif not isinstance(gate_up, Quantized) and gathers_experts(len(x)):
+        elif not isinstance(gate_up, Quantized) and ops.here().gathers_experts(len(x)):
             outs = _by_pair(x, ids, gate_up, down, activation)
         else:
             outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, gate_up, down))
@@ -198,49 +197,6 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
         return total
 
     return chosen(x, ids, weights, gate_up, down)
-
-
-def multiplies_pairs(dtype, kernel: Array) -> bool:
-    """Return whether our CPU kernels multiply tokens with the matrices of their experts, of this type.
-
-    8 experts of width 1024 and 3584, 2 for each token, float32, on a busy machine with two cores, in turn, in ms:
-
-    | rows                       | 1   | 2    | 8    | 64   |
-    |----------------------------|-----|------|------|------|
-    | the kernel                 | 4.8 | 27   | 67   | 174  |
-    | a loop over chosen experts | 4.4 | 33   | 104  | 166  |
-    | a gather of their matrices | 112 | 413  | 2283 |      |
-    | `jax.lax.ragged_dot`       | 554 | 1067 | 1628 | 1112 |
-    | all experts                | 206 | 456  | 590  | 535  |
-
-    The loop copies an expert's matrices for our kernels; XLA computes `ragged_dot` with all experts there.
-    """
-    in_tiles = trace.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
-    floats = dtype in few_rows.DTYPES and kernel.dtype in few_rows.DTYPES
-    return trace.has_cpu_kernels() and (in_tiles or floats)
-
-
-def expert_kernel(dtype, *weights: jax.ShapeDtypeStruct | None) -> ModuleType | None:
-    """Return the module whose ``matmul`` multiplies rows of this dtype with experts' weights ``[E, D, F]``; None: XLA's
-    operations do.
-
-    A GPU's `ragged_dot` reads all experts, and a loop over the chosen ones copies their matrices first. On a TPU the
-    loop's products read them in place, and `ragged_dot` first does a relayout of all experts.
-    """
-    if not trace.has_triton():
-        return None
-    from hydrajax.ops.gpu import experts as experts_gpu
-
-    return experts_gpu if all(w is not None and experts_gpu.fits(w, dtype) for w in weights) else None
-
-
-def gathers_experts(rows: int) -> bool:
-    """Return whether XLA gathers the matrices of each token's experts while it multiplies: on a GPU, for one row.
-
-    As compiled for an H100, two kernels then read the chosen experts once, without a copy. Of several rows each would
-    read its own experts.
-    """
-    return trace.platform().name == "gpu" and rows == 1
 
 
 def _of_pairs(x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType) -> Array:

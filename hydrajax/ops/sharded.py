@@ -1,8 +1,14 @@
-"""Operations that each device of a mesh computes on its own part of the arrays.
+"""Operations on sharded arrays: what each device of a mesh computes on its own part, and where activations are.
 
-XLA cannot divide our kernels, gathers a divided vocabulary to rank it, and writes a divided embedding out whole to look
-tokens up in it. These functions run a function on each device's part of its arrays (`jax.shard_map`) if the program is
-traced for a mesh (`jax.set_mesh`); without a mesh they call it as it is. Executors set the mesh.
+XLA cannot partition our kernels, gathers a sharded vocabulary to rank it, and replicates a sharded embedding to look
+tokens up in it. `on_each_device` and the functions below it call a function with each device's part (`jax.shard_map`)
+if the program is traced for a mesh (`hydrajax.sharding.on_mesh`); without a mesh they call it as it is.
+
+Training steps also shard activations between matmuls by tokens (`Trace.sharded_tokens`; Korthikanti et al. 2022, arXiv
+2205.05198, section 4.2.2): tensor parallelism alone repeats norms, residual additions, dropout and shifts on every
+device. All tokens are gathered before a matmul whose outputs are sharded, and the sums of a matmul whose inputs are
+sharded are scattered over the tokens; together they move the bytes of the all-reduce that they replace. After a matmul
+whose outputs are sharded and that no norm follows, as in draft heads, the features stay sharded.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from hydrajax.ops.trace import DATA, MODEL, mesh_in_use
 
 
 def axis_over(name: str, size: int) -> str | None:
-    """Return the name of a mesh axis if its devices divide ``size`` evenly, else None, which stands for a copy."""
+    """Return the name of a mesh axis if ``size`` is sharded evenly over its devices, else None: replicated."""
     mesh = mesh_in_use()
     return name if mesh is not None and mesh.shape[name] > 1 and size % mesh.shape[name] == 0 else None
 
@@ -33,8 +39,8 @@ def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> An
 
     Args:
         work: The function.
-        specs: For each argument the `PartitionSpec` of its arrays, or a pytree of them. NumPy arrays that are whole
-            on every device stay constants.
+        specs: For each argument the `PartitionSpec` of its arrays, or a pytree of them. Replicated NumPy
+            arrays stay constants.
         out_specs: The same for the result.
         args: Pytrees.
     """
@@ -45,8 +51,7 @@ def on_each_device(work: Callable, specs: Any, out_specs: Any, *args: Any) -> An
         jax.tree.map(lambda spec, part: jax.tree.map(lambda _: spec, part), tuple(specs), args, is_leaf=_is_spec),
         is_leaf=_is_spec,
     )
-    copied = PartitionSpec()
-    given = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, np.ndarray) or leaf_specs[i] != copied]
+    given = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, np.ndarray) or leaf_specs[i] != PartitionSpec()]
 
     def with_constants(*parts):
         found = list(leaves)
@@ -65,7 +70,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def shard(array: Array, *axes: str | None) -> Array:
-    """Return the array, divided over these mesh axes where they divide it evenly."""
+    """Return the array, sharded over these mesh axes where they divide it evenly."""
     if mesh_in_use() is None:
         return array
     names = [name and axis_over(name, size) for name, size in zip(axes, array.shape, strict=False)]
@@ -73,11 +78,10 @@ def shard(array: Array, *axes: str | None) -> Array:
 
 
 def replicate_features(x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """Return the array with its last axis whole on every device.
+    """Replicate the last axis (one all-gather) before the next matmul.
 
-    A product whose outputs are divided is gathered so for the next product, in one collective. Left to itself, XLA may
-    split that product into as many steps as there are devices, each with a collective of its own. The gradient, a sum
-    over devices, is divided as the array was.
+    XLA by itself may split that matmul into as many steps as there are devices, each with a collective. The gradient, a
+    sum over devices, is sharded as the array was.
     """
     return x if mesh_in_use() is None else placed(partial(_last_axis_over, None), _summed_by_feature)(x)
 
@@ -87,7 +91,7 @@ def _last_axis_over(name: str | None, x: Array) -> Array:
 
 
 def _summed_by_feature(x: Array) -> Array:
-    """Divide sums over all devices. XLA joins sum and division; divided at once, it would split the product."""
+    """Shard sums over all devices, in two steps that XLA joins; in one step it would split the matmul."""
     return _last_axis_over(axis_over(MODEL, x.shape[-1]), _last_axis_over(None, x))
 
 
@@ -99,7 +103,7 @@ def placed(forward: Callable, backward: Callable) -> Callable:
 
 
 def shards_tokens(x: Array) -> bool:
-    """Return whether the devices divide ``x``, ``[B, T, D]``, by its tokens."""
+    """Return whether ``x``, ``[B, T, D]``, is sharded by its tokens."""
     return trace.current().sharded_tokens and x.ndim == 3 and axis_over(MODEL, x.shape[1]) is not None
 
 
@@ -114,7 +118,7 @@ def by_feature(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
 
 
 def all_tokens(x: Shaped[Array, "*rows D"], trained: int | None = None) -> Shaped[Array, "*rows D"]:
-    """Gather the tokens before a product whose outputs are divided. Its gradient is summed and scattered.
+    """Gather the tokens before a matmul whose outputs are sharded. Its gradient is summed and scattered.
 
     ``trained``: the number of features, from the first on, that need a gradient; None: all.
     """
@@ -127,7 +131,7 @@ def all_tokens(x: Shaped[Array, "*rows D"], trained: int | None = None) -> Shape
 
 
 def summed_by_token(x: Shaped[Array, "*rows D"]) -> Shaped[Array, "*rows D"]:
-    """Scatter the sums of a product whose inputs are divided over the tokens. Its gradient is gathered."""
+    """Scatter the sums of a matmul whose inputs are sharded over the tokens. Its gradient is gathered."""
     return placed(_scattered, _everywhere)(x) if shards_tokens(x) else x
 
 
@@ -136,12 +140,12 @@ def _everywhere(x: Array) -> Array:
 
 
 def _scattered(x: Array) -> Array:
-    """Divide sums over all devices by tokens, in two steps as `replicate_features` does."""
+    """Shard sums over all devices by tokens, in two steps as `replicate_features` does."""
     return by_token(_everywhere(x))
 
 
 def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> Int[Array, "*rows k"]:
-    """Return ``rank(logits, k)``, the ids of the k best tokens, of a vocabulary that may be divided over devices.
+    """Return ``rank(logits, k)``, the ids of the k best tokens, of a vocabulary that may be sharded.
 
     Each device ranks its own part. Then k logits and ids of each travel, in one collective, in place of all logits.
     """
@@ -163,12 +167,16 @@ def over_vocabulary(rank: Callable, logits: Float[Array, "*rows V"], k: int) -> 
 
 
 def take_sharded(
-    take: Callable, table: Float[Array, "V D"], index: Int[Array, "*rows"], scattered: bool = False
+    take: Callable,
+    table: Float[Array, "V D"],
+    index: Int[Array, "*rows"],
+    summed_dtype: Callable,
+    scattered: bool = False,
 ) -> Float[Array, "*rows D"]:
-    """Return ``take(table, index)``, rows of an embedding that may be divided over devices by its first axis.
+    """Return ``take(table, index)``, rows of an embedding that may be sharded by its first axis.
 
     Each device looks up the rows that it has, and one sum joins them; if ``scattered``, each device gets the sum of a
-    stretch of the second axis.
+    stretch of the second axis. ``summed_dtype`` returns the dtype of the sum of numbers of a dtype.
     """
     if axis_over(MODEL, len(table)) is None:
         return take(table, index)
@@ -177,8 +185,7 @@ def take_sharded(
         index = jnp.clip(index, 0, len(table) - 1) - jax.lax.axis_index(MODEL) * len(part)
         here = (index >= 0) & (index < len(part))
         rows = jnp.where(here[..., None], take(part, index), 0)
-        # XLA's CPU compiler ends the process at this sum of 16-bit numbers (jaxlib 0.10).
-        summed = jnp.promote_types(rows.dtype, jnp.float32) if trace.on_cpu() else rows.dtype
+        summed = summed_dtype(rows.dtype)
         join = partial(jax.lax.psum_scatter, scatter_dimension=1, tiled=True) if scattered else jax.lax.psum
         return join(rows.astype(summed), MODEL).astype(rows.dtype)
 
@@ -187,5 +194,5 @@ def take_sharded(
 
 
 def _over_model(work: Callable, specs: Sequence[PartitionSpec], out_spec: PartitionSpec) -> Callable:
-    """Divide over the model axis only; XLA divides sequences over the data axis as it likes."""
+    """Call it for each device of the model axis only; XLA shards sequences over the data axis as it likes."""
     return jax.shard_map(work, in_specs=tuple(specs), out_specs=out_spec, axis_names={MODEL}, check_vma=False)

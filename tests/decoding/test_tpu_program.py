@@ -108,7 +108,7 @@ def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
 
 @pytest.mark.parametrize("features", [(24,), (2, 24), (3, 3, 8), (3, 6, 8)])
 def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
-    """More rows than `ops.FUSED_ROWS`, where a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
+    """With many rows a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(3, 70, 16)).astype(np.float32), rng.normal(size=(16, *features)).astype(np.float32)
     with trace.tracing(platform=TPU):

@@ -12,6 +12,7 @@ from hydrajax.models import experts
 from hydrajax.models.experts import expert_sum, route
 from hydrajax.models.llama_config import Experts
 from hydrajax.ops import trace
+from hydrajax.ops.cpu.backend import Cpu
 
 COUNT, PER_TOKEN, WIDTH, MLP = 6, 2, 48, 40
 
@@ -47,7 +48,7 @@ def summed(*args):
 def way(request, monkeypatch):
     """Choose how to multiply: by our CPU kernels, if they are built, or by XLA, a block of rows at a time."""
     if request.param == "blocks":
-        monkeypatch.setattr(experts, "multiplies_pairs", lambda *_: False)
+        monkeypatch.setattr(Cpu, "multiplies_pairs", lambda *_: False)
         monkeypatch.setattr(experts, "ROWS_OF_BLOCK", 8)
 
 

@@ -48,23 +48,23 @@ def test_a_tpu_uses_xla_if_the_kernel_fails(monkeypatch):
 def test_the_environment_turns_off_the_tpu_kernel(monkeypatch):
     queries = np.zeros((1, 4, 5, 64), jnp.bfloat16)
     with trace.tracing(platform=Platform("tpu", 1)):
-        assert ops.tree_kernel(queries, 2) is tree_attention_tpu
+        assert ops.here().tree_kernel(queries, 2) is tree_attention_tpu
     with trace.tracing(platform=Platform("tpu", 4)):
-        assert ops.tree_kernel(queries, 2) is None
+        assert ops.here().tree_kernel(queries, 2) is None
     monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
     with trace.tracing(platform=Platform("tpu", 1)):
-        assert ops.tree_kernel(queries, 2) is None
+        assert ops.here().tree_kernel(queries, 2) is None
 
 
 def test_the_environment_turns_them_off(monkeypatch):
     queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
     with trace.tracing(platform=Platform("gpu", 1, 9.0)):
         assert trace.has_triton()
-        assert ops.attends_text(queries)
+        assert ops.here().text_kernel(queries)
     monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
     with trace.tracing(platform=Platform("gpu", 1, 9.0)):
         assert not trace.has_triton()
-        assert not ops.attends_text(queries)
+        assert not ops.here().text_kernel(queries)
 
 
 @pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
@@ -77,4 +77,4 @@ def test_only_nvidia_gpus_have_a_compute_capability(found, capability):
 def test_platforms_without_kernels(platform):
     with trace.tracing(platform=platform):
         assert not trace.has_triton()
-        assert ops.padded_slots(100) == 100
+        assert ops.here().padded_slots(100) == 100

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from hydrajax.ops import ARGMAX_CHUNK, best_token, log_probability, sampled_tokens, top_tokens, trace
+from hydrajax.ops import best_token, log_probability, sampled_tokens, top_tokens, trace
+from hydrajax.ops.xla import ARGMAX_CHUNK
 
 
 @pytest.mark.parametrize("size", [5, 1000, 1024, 4096, 4096 + ARGMAX_CHUNK, 5000])

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax import ops
 from hydrajax.models.attention import Causal, KVSegment, attend, attend_plain
 from hydrajax.ops import trace
 from hydrajax.ops.tpu import text_attention as text_attention_tpu
@@ -57,8 +56,8 @@ def test_the_gradient_equals_that_in_float32():
 def test_a_tpu_uses_it_for_long_prompts_in_bfloat16(monkeypatch):
     called = []
     monkeypatch.setattr(
-        ops,
-        "attend_text",
+        text_attention_tpu,
+        "attend",
         lambda q, k, v, window: called.append((q.dtype.name, window)) or jnp.zeros((1, 300, 256)),
     )
     with trace.tracing(platform=TPU):

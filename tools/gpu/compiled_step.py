@@ -42,6 +42,7 @@ from hydrajax.models.llama import Llama
 from hydrajax.ops import trace
 from hydrajax.ops.gpu import append_rows, tree_attention
 from hydrajax.ops.gpu import experts as experts_gpu
+from hydrajax.ops.gpu.backend import Gpu
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -213,7 +214,7 @@ def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
 
 def _without_cudnn() -> contextlib.AbstractContextManager:
     """Return a context in which a prompt's attention, which does not count, needs no cuDNN, a GB to install."""
-    return mock.patch.object(ops, "attends_text", return_value=False)
+    return mock.patch.object(Gpu, "text_kernel", return_value=None)
 
 
 def _jitted(case: Case, call: Callable, **settings):

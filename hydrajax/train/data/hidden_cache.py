@@ -126,7 +126,9 @@ def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, 
     def forward(params, tokens, segments):
         hidden = run_base(model, params, tokens, segments=segments).hidden
         width = chunk_width(config.objective.chunk_tokens, tokens.shape)  # logits exist for one chunk at a time
-        chunks = jax.lax.map(lambda x: ops.argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width))
+        chunks = jax.lax.map(
+            lambda x: ops.here().argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width)
+        )
         best = jnp.moveaxis(chunks, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
         return hidden.astype(dtype), best
 
