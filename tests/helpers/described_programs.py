@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +38,18 @@ DEVICES = {"cuda": ("NVIDIA H200", 132, "gpu"), "tpu": ("TPU v5 lite", 1, "tpu")
 
 def lowered_step(platform: trace.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
     """Lower one decode step to text, without compilation or allocation; several devices share it."""
+    with _step_for(platform, target, dtype, kind, tree) as traced:
+        return traced.lower(lowering_platforms=(target,)).as_text()
+
+
+def traced_step(platform: trace.Platform, target: str, dtype: str, kind: str, tree: str) -> str:
+    """Return the jaxpr of one decode step, without the addresses of functions."""
+    with _step_for(platform, target, dtype, kind, tree) as traced:
+        return re.sub(r"0x[0-9a-f]+", "", str(traced.jaxpr))
+
+
+@contextmanager
+def _step_for(platform: trace.Platform, target: str, dtype: str, kind: str, tree: str) -> Iterator[jax.stages.Traced]:
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
@@ -50,7 +63,7 @@ def lowered_step(platform: trace.Platform, target: str, dtype: str, kind: str, t
     with trace.tracing(platform=platform), jax.sharding.use_abstract_mesh(mesh):
         prompt, lengths = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         state = jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(Greedy(), 1, CONFIG.vocab_size))
-        return jax.jit(engine.decode_step).trace(params, state).lower(lowering_platforms=(target,)).as_text()
+        yield jax.jit(engine.decode_step).trace(params, state)
 
 
 @contextmanager

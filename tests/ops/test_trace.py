@@ -1,16 +1,21 @@
-"""Each thread traces for its own platform, and no cached value belongs to another one."""
+"""Each thread traces for its own platform, and a trace reads nothing but `Trace` that a caller may change."""
 
 from __future__ import annotations
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import hydrajax
+from helpers import described_programs
+from hydrajax import ops
 from hydrajax.bench.roofline import passes
 from hydrajax.bench.roofline.traced import PLAIN
 from hydrajax.bench.shapes import SHAPES
@@ -39,6 +44,44 @@ def test_threads_trace_for_their_own_devices():
 
     with ThreadPoolExecutor(3) as threads:
         assert list(threads.map(look, counts)) == [[count, count, jax.device_count()] for count in counts]
+
+
+def test_threads_trace_the_programs_of_one_thread(monkeypatch):
+    """Both ask for their backend at the same time, again and again."""
+    cases = [
+        (trace.Platform("gpu", 1, 9.0), "cuda", "bfloat16", "hydra++", "chain-2"),
+        (trace.Platform("tpu", 1), "tpu", "bfloat16", "hydra++", "chain-2"),
+    ]
+    alone = [described_programs.traced_step(*case) for case in cases]
+    step, real, calls = threading.Barrier(2, timeout=60), ops.here, threading.local()
+
+    def here():
+        calls.count = getattr(calls, "count", 0) + 1
+        if calls.count <= 20:  # both programs make more calls
+            step.wait()
+        return real()
+
+    monkeypatch.setattr(ops, "here", here)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda case: described_programs.traced_step(*case), cases)) == alone
+
+
+# Contexts that a caller may change between two traces, and where the core reads them.
+STATE = re.compile(r"ContextVar\(|os\.environ|get_abstract_mesh\(|jax_default_matmul_precision")
+READ_OUTSIDE = {  # not while tracing
+    "compilation.py": "the folder of JAX's cache on disk",
+    "files.py": "the user's folder of caches",
+    "processes.py": "the coordinator of several processes",
+    "stored_trees.py": "whether commands measure trees",
+}
+
+
+def test_a_trace_reads_one_context():
+    root = Path(hydrajax.__file__).parent
+    rooms = [root, *(root / name for name in ("models", "ops", "families", "trees", "drafters", "decoding", "lowbit"))]
+    files = [file for room in rooms for file in (room.rglob("*.py") if room != root else room.glob("*.py"))]
+    found = {str(file.relative_to(root)) for file in files if STATE.search(file.read_text())}
+    assert found - set(READ_OUTSIDE) == {"ops/trace.py"}
 
 
 def test_a_training_step_divides_no_other_threads_activations(monkeypatch):
