@@ -36,7 +36,7 @@ from hydrajax.cli import options, run_command
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel, make_executor
@@ -208,13 +208,13 @@ class Setup:
 
     def executor(self, heads: str, tree: CandidateTree, rule: AcceptanceRule | None = None) -> Executor:
         """Return an executor for these heads and this tree, greedy by default."""
-        wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
-        return make_executor(self.heads[heads], self.heads[heads].spec(wanted, tree=tree))
+        request, m = Request(rule or Greedy(), max_new_tokens=self._new_tokens), self.heads[heads]
+        return make_executor(m, m.program(request, tree=tree), request)
 
     def autoregressive(self, rule: AcceptanceRule | None = None) -> Executor:
         """Return an executor for decoding without a draft, greedy by default."""
-        wanted = DecodeSpec(rule=rule or Greedy(), max_new_tokens=self._new_tokens)
-        return make_executor(self.base, self.base.spec(wanted, tree="root"))
+        request = Request(rule or Greedy(), max_new_tokens=self._new_tokens)
+        return make_executor(self.base, self.base.program(request, tree="root"), request)
 
     def released(self, heads: str) -> TreeTopology:
         """Return the released 63-choice tree, cut to the depth of the heads."""

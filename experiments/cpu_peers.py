@@ -278,13 +278,13 @@ def read_prompts(args: argparse.Namespace, m: LanguageModel) -> list[np.ndarray]
 def own_runs(args: argparse.Namespace, m: LanguageModel, dtype: str) -> dict[str, Run]:
     """Return this package's decoders in one type, by name."""
     title = "hydrajax" if dtype == "float32" else f"hydrajax {dtype}"
-    wanted = hydrajax.DecodeSpec(max_new_tokens=args.max_new_tokens)
+    wanted = hydrajax.Request(max_new_tokens=args.max_new_tokens)
     plain = f"{title}, autoregressive"
-    found = {plain: hydrajax.make_executor(m, m.spec(wanted, tree="root", eos_ids=()))}
+    found = {plain: hydrajax.make_executor(m, m.program(wanted, tree="root", eos_ids=()), wanted)}
     for text in args.draft:
         draft, _, tree_name = text.partition("=")
         drafted = m.with_draft(draft)
-        executor = hydrajax.make_executor(drafted, drafted.spec(wanted, tree=tree_name or None, eos_ids=()))
+        executor = hydrajax.make_executor(drafted, drafted.program(wanted, tree=tree_name or None, eos_ids=()), wanted)
         found[f"{title}, {title_of(drafted.drafter)}{tree_name and f', {tree_name}'}"] = executor
     return {name: Run(name, plain, "equal", partial(decoded, executor)) for name, executor in found.items()}
 
@@ -334,7 +334,7 @@ def time_rows(args: argparse.Namespace, base: Path, others: Sequence[Variant]) -
     turns: dict[str, Callable[[], dict[int, float | None]]] = {}
     outputs: dict[str, list[np.ndarray]] = {}
     for dtype, m in models.items():
-        wanted = hydrajax.DecodeSpec(max_new_tokens=CHECKED)
+        wanted = hydrajax.Request(max_new_tokens=CHECKED)
         plain, *_ = own = own_passes(m, "hydrajax" if dtype == "float32" else f"hydrajax {dtype}", wanted)
         runs |= {run.name: run for run in own}
         outputs |= {run.name: [run.decode(prompt)] for run in own}
@@ -359,19 +359,21 @@ def time_rows(args: argparse.Namespace, base: Path, others: Sequence[Variant]) -
     return medians(turns, args.rows, args.repeats), differing
 
 
-def own_passes(m: LanguageModel, title: str, wanted: hydrajax.DecodeSpec) -> list[Run]:
+def own_passes(m: LanguageModel, title: str, wanted: hydrajax.Request) -> list[Run]:
     """Return decoders without a draft and with a chain, whose tokens must be equal."""
     plain = f"{title}, autoregressive"
-    executors = {tree: hydrajax.make_executor(m, m.spec(wanted, tree=tree, eos_ids=())) for tree in ("root", "chain-7")}
+    programs = {tree: m.program(wanted, tree=tree, eos_ids=()) for tree in ("root", "chain-7")}
+    executors = {tree: hydrajax.make_executor(m, program, wanted) for tree, program in programs.items()}
     names = dict(zip(executors, (plain, f"{title}, lookup, chain-7"), strict=True))
     return [Run(names[tree], plain, "equal", partial(decoded, executor)) for tree, executor in executors.items()]
 
 
 def own_timers(m: LanguageModel, sizes: Sequence[int], context: int) -> dict[int, Timed]:
     """Return a timer of the verification of a chain, by its number of nodes."""
-    spec = hydrajax.DecodeSpec(max_new_tokens=STEPS)
+    request = hydrajax.Request(max_new_tokens=STEPS)
     trees = {size: "root" if size == 1 else f"chain-{size - 1}" for size in sizes}
-    executors = {size: hydrajax.make_executor(m, m.spec(spec, tree=tree, eos_ids=())) for size, tree in trees.items()}
+    programs = {size: m.program(request, tree=tree, eos_ids=()) for size, tree in trees.items()}
+    executors = {size: hydrajax.make_executor(m, program, request) for size, program in programs.items()}
     return {size: step_timer(executor, 1, context, 2 * STEPS).verify() for size, executor in executors.items()}
 
 

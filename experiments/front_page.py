@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
 def tree_picture(path: Path) -> None:
     """Draw the best of the first 16 steps of the answer to `QUESTION`."""
     m, tree = hydrajax.load("smollm2", "hydra++", dtype="float32"), TreeTopology(TREE)
-    executor = hydrajax.make_executor(m, m.spec(tree=tree))
+    executor = hydrajax.make_executor(m, m.program(tree=tree))
 
     def merit(step: TracedStep) -> tuple[bool, int]:
         """Prefer a path with a second guess, which a chain could not accept, then the longest."""

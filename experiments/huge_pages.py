@@ -48,7 +48,7 @@ def measured(args: argparse.Namespace) -> Iterator[dict]:
     drafted = [(draft, base.with_draft(draft)) for draft in args.draft or ["none"]]
     prompts = held_out_chunks(base.tokenizer, args.count, 64)
     for draft, m in drafted:
-        huge = m.executor(m.spec(max_new_tokens=64))
+        huge = m.executor(m.program(max_new_tokens=64))
         small = copy.copy(huge)
         small.params = jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, huge.params)
         _, found = contest({"small": small, "huge": huge}, prompts, batch_size=1, repeats=args.rounds)

@@ -66,7 +66,7 @@ def run(args) -> None:
     for (name, executor), row in zip(executors.items(), ablation.measure(setup, executors, args)[1:], strict=True):
         heads, lm_head = cells[name]
         own = {"drafter": heads, "lm_head": lm_head, "draft_megabytes": nbytes(executor.params.draft) / 1e6}
-        rows.append(row | own | at_another_size(heads, lm_head, executor.spec.tree, row["tokens_per_step"]))
+        rows.append(row | own | at_another_size(heads, lm_head, executor.program.tree, row["tokens_per_step"]))
     remarks = [
         *ablation.MEASURED,
         "draft MB: its own parameters; a shared lm head of the base is read in addition, by hydra once per level",

@@ -25,8 +25,8 @@ import hydrajax
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.cli import options, run_command
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import batches
-from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.files import WholeFile
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.machine import machine
@@ -73,7 +73,7 @@ def measured(lengths: list[int], repeats: int):
     """Yield for each length the milliseconds per 1000 prompt tokens and per step, and megabytes, of one sequence."""
     model, base = random_base(CONFIG)
     drafter, params = random_draft(model, base, "hydra++")
-    executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.by_name(TREE)))
+    executor = FusedExecutor(model, params, Program(drafter, presets.by_name(TREE)))
     pool = ExecutorPool(executor, PoolSizes(slots=1, chunk=CHUNK))
     text = np.random.default_rng(0).integers(0, CONFIG.vocab_size, MOST).astype(np.int32)
     columns = {"tokens": 7, "slots": 7, "read ms/1000": 13, "last chunk": 11, "step ms": 8, "in the largest": 15}
@@ -87,7 +87,7 @@ def measured(lengths: list[int], repeats: int):
             state = jax.block_until_ready(pool.feed(state, text[at : at + CHUNK], int(text[at + CHUNK])))
             chunks.append(time.perf_counter() - began)
             at += CHUNK
-        return pool.finish(state, text[at:length], pool.key(0, 0), pool.spec.replace(max_new_tokens=MOST - length))
+        return pool.finish(state, text[at:length], pool.neutral.replace(max_new_tokens=MOST - length))
 
     def step(state) -> float:
         """Return the least milliseconds of several runs, as other processes only add to them."""
@@ -125,8 +125,8 @@ def measured(lengths: list[int], repeats: int):
 
 def temporary_bytes(pool: ExecutorPool, slots: int) -> int:
     """Return the temporary bytes of a prefill chunk, as XLA plans them."""
-    executor, key = pool.executor, jax.random.key(0)
-    state = executor.abstract_state(1, slots, pool.sampling(pool.spec, key))
+    executor = pool.executor
+    state = executor.abstract_state(1, slots, pool.sampling(pool.neutral))
     tokens, ones = jnp.zeros((1, CHUNK), jnp.int32), jnp.zeros(1, jnp.int32)
     feed = jax.jit(executor.engine.feed, donate_argnums=1)
     compiled = feed.lower(executor.params, state, tokens, ones, ones).compile()
@@ -142,7 +142,7 @@ def tokens_per_step(contexts: list[int], count: int) -> list[dict]:
     for draft in DRAFTS:
         m = base.with_draft(draft)
         tree = "chain-5" if DraftRef.parse(draft).kind else None
-        executor = hydrajax.make_executor(m, m.spec(tree=tree, max_new_tokens=NEW))
+        executor = hydrajax.make_executor(m, m.program(tree=tree, max_new_tokens=NEW))
         row = {"draft": draft}
         for context in contexts:
             tokens = steps = 0

@@ -104,7 +104,7 @@ def sampled(setup: common.Setup, heads: str, trees: dict[str, CandidateTree], ar
         drafted[f"{heads}, {name}, {TEMPERATURE:g}"] = setup.executor(heads, tree, rule or plain)
     rows = common.speed_rows(setup.contest(drafted, timed=args.timed, rule=plain)[1:], 1)
     for row, executor in zip(rows, drafted.values(), strict=True):
-        row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": type(executor.spec.rule).__name__}
+        row |= {"tokens_per_step": setup.tokens_per_step(executor), "rule": executor.program.rule.__name__}
     return rows
 
 

@@ -10,7 +10,6 @@ line about the last error. Greedy, with and without the corpus, whose nodes go t
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from functools import partial
 
 import common
@@ -54,14 +53,14 @@ def in_one_tree(args, m, tree: str, prompts: list[np.ndarray]) -> list[dict]:
     }
     rows, texts = [], {}
     for name, (drafter, params) in ways.items():
-        spec = replace(m.spec(tree=tree, max_new_tokens=args.new_tokens), drafter=drafter)
-        executor = FusedExecutor(m.model, Params(m.params.base, params), spec)
+        program = m.program(tree=tree, max_new_tokens=args.new_tokens, drafter=drafter)
+        executor = FusedExecutor(m.model, Params(m.params.base, params), program)
         results = list(generate(executor, [ids.tolist() for ids in prompts], batch_size=min(8, len(prompts))))
         texts[name] = [result.output_ids for result in results]
         tau = sum(map(len, texts[name])) / sum(result.steps for result in results)
         mark = "" if texts[name] == texts["heads"] else "  OUTPUT DIFFERS"
-        print(f"{tree:16} {name:8} {spec.verified_nodes:3} nodes  τ {tau:.3f}{mark}", flush=True)
-        rows.append(row(f"{tree}, {name}", "verified nodes", spec.verified_nodes, tau))
+        print(f"{tree:16} {name:8} {program.verified_nodes:3} nodes  τ {tau:.3f}{mark}", flush=True)
+        rows.append(row(f"{tree}, {name}", "verified nodes", program.verified_nodes, tau))
     return rows
 
 
@@ -72,7 +71,7 @@ def loop(args, base, heads, tasks: list[np.ndarray]) -> list[dict]:
     rows, texts = [], {}
     for name, draft in drafts.items():
         m = base.with_draft(draft)
-        executor = m.executor(m.spec(tree=presets.by_name(TREES[0]), max_new_tokens=args.new_tokens))
+        executor = m.executor(m.program(tree=presets.by_name(TREES[0]), max_new_tokens=args.new_tokens))
         for attempt in range(1, args.attempts + 1):
             asked = [[*base.tokenizer.encode(failure(attempt)), *task.tolist()] for task in tasks]
             results = list(generate(executor, asked))

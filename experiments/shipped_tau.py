@@ -51,7 +51,7 @@ def main() -> None:
             outs.append([part[:n_real] for part in (out.tokens, out.lengths, out.steps)])
         return [np.concatenate(parts) for parts in zip(*outs, strict=True)]
 
-    tokens, lengths, _ = decode(hydrajax.make_executor(base, base.spec(tree="root", max_new_tokens=args.new_tokens)))
+    tokens, lengths, _ = decode(hydrajax.make_executor(base, base.program(tree="root", max_new_tokens=args.new_tokens)))
     report = {
         "tree": args.tree, "prompts": len(prompts), "prompt_tokens": args.prompt_tokens, "new_tokens": args.new_tokens,
         "repeated_8grams": repeated(tokens, lengths, 8),
@@ -66,8 +66,9 @@ def main() -> None:
     for directory in args.heads:
         loaded, row = base.with_draft(directory), {}
         for name, (rule, new_tokens) in settings.items():
-            spec = loaded.spec(tree=tree, rule=rule, max_new_tokens=new_tokens)
-            out, n_tokens, steps = decode(hydrajax.make_executor(loaded, spec))
+            request = hydrajax.Request(rule, max_new_tokens=new_tokens)
+            executor = hydrajax.make_executor(loaded, loaded.program(request, tree=tree), request)
+            out, n_tokens, steps = decode(executor)
             row[name] = float(n_tokens.sum() / steps.sum())
             if isinstance(rule, Greedy) and not np.array_equal(out, tokens[:, :new_tokens]):
                 raise SystemExit(f"{directory}: the output differs from that of autoregressive decoding")

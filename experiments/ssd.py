@@ -126,7 +126,7 @@ def pair(args: argparse.Namespace) -> tuple[SplitExecutor, list[np.ndarray]]:
     """Return an executor with base and draft on separate devices, and prompts."""
     placement = Placement(draft=last_devices(1))
     m = hydrajax.load(args.base or assets.base(), draft_model_of(args), dtype=args.dtype, placement=placement)
-    executor = hydrajax.make_executor(m, m.spec(tree=chain(args.depth), max_new_tokens=args.new_tokens))
+    executor = hydrajax.make_executor(m, m.program(tree=chain(args.depth), max_new_tokens=args.new_tokens))
     return executor, prompts_of(args, m)
 
 

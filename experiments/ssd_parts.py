@@ -52,12 +52,12 @@ def round_seconds(
     rounds = 1
     for _ in range(repeats):
         took = {}
-        for limit in (1, executor.room):
+        for limit in (1, executor.program.max_new_tokens):
             began = time.perf_counter()
             out = jax.block_until_ready(executor.decode(prompt, lengths, key, np.full(rows, limit, np.int32)))
             took[limit] = time.perf_counter() - began
         rounds = int(np.max(out.steps)) - 1
-        times.append((took[executor.room] - took[1]) / max(rounds, 1))
+        times.append((took[executor.program.max_new_tokens] - took[1]) / max(rounds, 1))
     return statistics.median(times)
 
 

@@ -13,7 +13,6 @@ predicts the rounds from them and the counted outcomes. Greedy, one prompt at a 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import multiprocessing
 import os
@@ -38,8 +37,8 @@ from hydrajax.bench.split_contest import ONE_PROGRAM, joined
 from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import batches
-from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
@@ -73,10 +72,10 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
     executors = pair.executors(m)
     others = {f"{name}, one core": executor for name, executor in executors.items()}
     others |= {
-        f"{name}, both cores": RemoteExecutor(name, executor.spec, whole) for name, executor in executors.items()
+        f"{name}, both cores": RemoteExecutor(name, executor.program, whole) for name, executor in executors.items()
     }
-    spec = pair.spec(m)
-    two_processes = functools.partial(TwoProcesses, spec, BaseSide(m, spec), drafting)
+    program = pair.program(m)
+    two_processes = functools.partial(TwoProcesses, program, BaseSide(m, program), drafting)
     with CONSOLE.status("outcomes"):
         wide = two_processes(FanOut.uniform(args.depth, args.ranks))
         for prompt, lengths, _ in batches(prompts, 1):
@@ -148,12 +147,12 @@ class Pair:
     def load(self) -> LanguageModel:
         return hydrajax.load(self.base, self.draft, dtype=self.dtype)
 
-    def spec(self, m: LanguageModel) -> DecodeSpec:
-        return m.spec(tree=chain(self.depth), max_new_tokens=self.new_tokens)
+    def program(self, m: LanguageModel) -> Program:
+        return m.program(tree=chain(self.depth), max_new_tokens=self.new_tokens)
 
     def executors(self, m: LanguageModel) -> dict[str, Executor]:
         """Return executors of the base alone and of the pair in one program."""
-        together = hydrajax.make_executor(m, self.spec(m))
+        together = hydrajax.make_executor(m, self.program(m))
         return {AUTOREGRESSIVE: together.autoregressive(), ONE_PROGRAM: together}
 
 
@@ -269,8 +268,8 @@ class DraftPrograms:
 class BaseSide:
     """Compiled functions of the base's side, for every fan-out."""
 
-    def __init__(self, m: LanguageModel, spec: DecodeSpec):
-        self.engine = engine = dataclasses.replace(Engine.of(m.model, spec), drafter=NoDrafter())
+    def __init__(self, m: LanguageModel, program: Program):
+        self.engine = engine = Engine(m.model, program.replace(drafter=NoDrafter()))
         self.params = Params(m.params.base, {})
         self.prefill = jax.jit(engine.prefill)
         self.verify = jax.jit(functools.partial(verify_round, engine), donate_argnums=1)
@@ -285,7 +284,7 @@ class RemoteExecutor:
     """An executor in another process (`whole_machine`), with the interface that `contest` uses."""
 
     name: str
-    spec: DecodeSpec
+    program: Program
     worker: Worker
 
     def decode(self, prompt, lengths, key=None) -> DecodeResult:
@@ -296,14 +295,14 @@ class RemoteExecutor:
 class TwoProcesses:
     """An executor with the base in this process and the draft in another."""
 
-    def __init__(self, spec: DecodeSpec, base: BaseSide, drafting: Worker, fan_out: FanOut):
-        self.spec, self.fan_out, self._base, self._drafting = spec, fan_out, base, drafting
+    def __init__(self, program: Program, base: BaseSide, drafting: Worker, fan_out: FanOut):
+        self.program, self.fan_out, self._base, self._drafting = program, fan_out, base, drafting
         self._records: list[SpeculationRecord] = []
         self._took: dict[str, list[float]] = defaultdict(list)
 
     def decode(self, prompt, lengths=None, key=None) -> DecodeResult:
         base, engine = self._base, self._base.engine
-        given = settled_inputs(self.spec, engine.model.config, prompt, lengths, key)
+        given = settled_inputs(self.program, engine.model.config, prompt, lengths, key)
         state = base.prefill(base.params, *given)
         root, keys, rule, done = jax.device_get(
             (state.target.root, jax.random.key_data(state.output.keys), state.output.rule, state.output.done)
@@ -325,7 +324,9 @@ class TwoProcesses:
                 rounds.append(time.perf_counter() - began)
         record, theirs = self._drafting.receive()
         result = jax.block_until_ready(base.result(state.output))
-        record = SpeculationRecord(record[:, : engine.max_new_tokens], np.asarray(result.accept_lengths), self.fan_out)
+        record = SpeculationRecord(
+            record[:, : engine.program.max_new_tokens], np.asarray(result.accept_lengths), self.fan_out
+        )
         self._remember(record, {"verify": took, "round": rounds, **theirs})
         return result
 

@@ -23,7 +23,7 @@ from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.cli import options
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.lookup import PromptLookup
@@ -57,14 +57,14 @@ def main() -> None:
     rows = []
     for batch in args.batches:
         for name, (drafter, params, tree) in drafts.items():
-            spec = DecodeSpec(drafter, tree, max_new_tokens=args.new_tokens)
-            masked = spec.replace(grammar=Everything())
-            three = SteppedExecutor(model, params, masked)
+            program = Program(drafter, tree, max_new_tokens=args.new_tokens)
+            masked = program.replace(grammars=True), program.request(grammar=Everything())
+            three = SteppedExecutor(model, params, *masked)
             three.host_calls = None
             executors: dict[str, Executor] = {
-                "fused": FusedExecutor(model, params, spec),
-                "stepped": SteppedExecutor(model, params, spec),
-                "stepped, masked": SteppedExecutor(model, params, masked),
+                "fused": FusedExecutor(model, params, program),
+                "stepped": SteppedExecutor(model, params, program),
+                "stepped, masked": SteppedExecutor(model, params, *masked),
                 "stepped, masked, three programs": three,
             }
             found = step_ms(executors, prompts_of(batch, args.context, model.config.vocab_size), args.rounds)
@@ -109,10 +109,10 @@ def step_ms(executors: dict[str, Executor], prompts: np.ndarray, rounds: int) ->
     outputs = []
     for round_ in range(rounds + 1):  # the first compiles
         for name, executor in executors.items():
-            given = settled_inputs(executor.spec, executor.model.config, prompts)
+            given = settled_inputs(executor.program, executor.model.config, prompts)
             state = jax.block_until_ready(executor.prefill(*given))
             began = time.perf_counter()
-            state, _ = executor.advance(state, np.zeros(len(prompts), bool), executor.room)
+            state, _ = executor.advance(state, np.zeros(len(prompts), bool), executor.program.max_new_tokens)
             output = jax.block_until_ready(executor.output(state))
             steps = int(output.steps.max())
             if round_:

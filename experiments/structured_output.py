@@ -37,7 +37,7 @@ from hydrajax.decoding.constraints import WORD, Constraint
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import bucket, right_padded
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import LanguageModel, make_executor
@@ -175,14 +175,16 @@ def measured(args) -> list[dict]:
 
 def executors_of(base: LanguageModel, args) -> dict[str, Executor]:
     """Return the baseline, forced tokens alone, each draft alone, and each draft with forced tokens."""
-    wanted = DecodeSpec(max_new_tokens=args.new_tokens, grammar=Grammar.json_object())
+    request = Request(max_new_tokens=args.new_tokens, grammar=Grammar.json_object())
     models = {"": base} | {str(draft): base.with_draft(draft) for draft in args.draft or DRAFTS}
     found = {}
     for draft, model in models.items():
         for nodes in (0, *args.forced_nodes):
             tree = model.default_tree(args.batch_size) if draft else "root"
             name = ", ".join(filter(None, [draft, f"forced-{nodes}" if nodes else ""]))
-            found[name or BASELINE] = make_executor(model, model.spec(wanted, tree=tree, forced_nodes=nodes))
+            found[name or BASELINE] = make_executor(
+                model, model.program(request, tree=tree, forced_nodes=nodes), request
+            )
     return found
 
 
@@ -282,14 +284,14 @@ def decode_all(
         rows = [number % len(prompts) for number in range(start, start + batch_size)]  # the last batch is filled
         used = min(batch_size, len(prompts) - start)
         ids, lengths = right_padded([prompts[row] for row in rows], width)
-        given = settled_inputs(executor.spec, executor.model.config, ids, lengths)
-        begun = executor.constraints([executor.spec.replace(grammar=grammars[row]) for row in rows]) or ()
+        given = settled_inputs(executor.program, executor.model.config, ids, lengths)
+        begun = executor.constraints([executor.request.replace(grammar=grammars[row]) for row in rows]) or ()
         watched = tuple(Watched(one, Log(trees=[] if keeps_trees else None)) for one in begun if one is not None)
         sampling = given.sampling._replace(constraints=watched)
         state = executor.prefill(given.prompt, given.lengths, sampling)
         jax.block_until_ready(executor.output(state))
         began = time.perf_counter()
-        state, _ = executor.advance(state, np.arange(batch_size) >= used, executor.room)
+        state, _ = executor.advance(state, np.arange(batch_size) >= used, executor.program.max_new_tokens)
         output = jax.block_until_ready(executor.output(state))
         found.seconds += time.perf_counter() - began
         tokens, counts, steps = jax.device_get((output.tokens, output.lengths, output.steps))
@@ -327,21 +329,21 @@ def row_of(name: str, executor: Executor, runs: list[Run], baseline: list[Run], 
     return {
         "name": name,
         "batch": args.batch_size,
-        "nodes": executor.spec.verified_nodes,
+        "nodes": executor.program.verified_nodes,
         "tokens_per_step": tokens / last.steps,
         "tokens_per_second": statistics.median(rates),
         "low": None,
         "high": None,
         "speedup": statistics.median(rates) / before,
         "equal": all(one.outputs == baseline[0].outputs for one in runs),
-        "forced_nodes": executor.spec.forced_nodes,
+        "forced_nodes": executor.program.forced_nodes,
         "forbidden": first.forbidden / first.guesses if first.guesses else None,
         "mask_ms": milliseconds["allow"],
         "forced_ms": milliseconds["forced"],
         "follow_ms": milliseconds["follow"],
         "forced_accepted": sum(map(forced_accepted, last.logs, last.outputs)),
         "tokens": tokens,
-        "finished": sum(output[-1:] != [] and output[-1] in executor.spec.eos_ids for output in last.outputs),
+        "finished": sum(output[-1:] != [] and output[-1] in executor.program.eos_ids for output in last.outputs),
         "rates": rates,
     }
 

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
     from hydrajax.decoding.decode import DecodeResult
     from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
+    from hydrajax.decoding.program import Program
     from hydrajax.decoding.rejection import RejectionSampling
-    from hydrajax.decoding.spec import DecodeSpec
+    from hydrajax.decoding.request import Request
     from hydrajax.decoding.state import Params
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
@@ -38,7 +39,6 @@ __all__ = [
     "AllowedTokens",
     "Chat",
     "DecodeResult",
-    "DecodeSpec",
     "ExactSampling",
     "Generation",
     "Grammar",
@@ -49,7 +49,9 @@ __all__ = [
     "Params",
     "Penalties",
     "Placement",
+    "Program",
     "RejectionSampling",
+    "Request",
     "Stream",
     "TreeTopology",
     "Typical",
@@ -71,7 +73,8 @@ HOMES = {
     "hydrajax.decoding.decode": ("DecodeResult",),
     "hydrajax.decoding.processors": ("AllowedTokens", "LogitBias", "Penalties"),
     "hydrajax.decoding.rejection": ("RejectionSampling",),
-    "hydrajax.decoding.spec": ("DecodeSpec",),
+    "hydrajax.decoding.program": ("Program",),
+    "hydrajax.decoding.request": ("Request",),
     "hydrajax.decoding.state": ("Params",),
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding import decode
 from hydrajax.decoding.decode import DecodeFn
-from hydrajax.decoding.keywords import Rule, with_keywords
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.keywords import Rule, make_request
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.drafter import Drafter
@@ -77,7 +77,7 @@ def make_decode_fn(
     """
     if isinstance(model, LanguageModel):
         if model.placement.split and drafter is None:
-            raise HydrajaxError("placement: the draft has its own devices; use m.executor(spec).decode(prompt)")
+            raise HydrajaxError("placement: the draft has its own devices; use m.executor(program).decode(prompt)")
         drafter = model.drafter if drafter is None else drafter
         tree = model.default_tree() if tree is None else tree
         eos_ids = model.eos_ids if eos_ids is None else eos_ids
@@ -85,10 +85,9 @@ def make_decode_fn(
     if drafter is None or tree is None:
         missing = "drafter" if drafter is None else "tree"
         raise HydrajaxError(f"{missing}: is required with a base model; the result of hydrajax.load has one")
-    spec = DecodeSpec(
-        drafter, presets.tree_of(tree), max_new_tokens=max_new_tokens, eos_ids=tuple(eos_ids or ()), logprobs=logprobs
-    )
-    return decode.make_decode_fn(model, with_keywords(spec, rule, processors))
+    request = make_request(rule, processors, fields={"max_new_tokens": max_new_tokens})
+    program = Program(drafter, presets.tree_of(tree), eos_ids=tuple(eos_ids or ()), logprobs=logprobs)
+    return decode.make_decode_fn(model, program.serving(request), request)
 
 
 def make_autoregressive_fn(model: BaseModel, rule: Rule | None = None, **keywords: Any) -> DecodeFn:

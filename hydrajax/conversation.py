@@ -6,18 +6,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 
 from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processors import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
-from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.spec import sampling_params
+from hydrajax.decoding.request import sampling_params
 from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import growing_text, seed_for
+from hydrajax.generation import drawn, growing_text, keys_of
 from hydrajax.text.templates import make_encoder
 
 
@@ -75,7 +73,7 @@ class Chat:
         """Start a conversation.
 
         Args:
-            executor: decodes; ``max_new_tokens`` of its spec limits each answer.
+            executor: decodes; ``max_new_tokens`` of its request limits each answer.
             template: chat template, ``auto`` for the tokenizer's own, or the built-in ``vicuna``, ``plain``, ``raw``.
             seed: for sampling rules; None draws one.
 
@@ -87,12 +85,16 @@ class Chat:
         self._encoder = make_encoder(executor.tokenizer, template)
         self._executor, self._config = executor, executor.model.config
         self._context = self._config.max_positions
-        self.seed = seed_for(executor.spec.rule, seed)
+        self._request = drawn(executor, executor.request.replace(seed=seed))
         self._state: State | None = None
         self._cached: list[int] = []  # the tokens in the KV cache
         self._turns = 0
         self.messages: list[dict[str, str]] = []
         self.turn = Turn()
+
+    @property
+    def seed(self) -> int | None:
+        return self._request.seed
 
     def reset(self) -> None:
         """Start a new conversation."""
@@ -152,8 +154,8 @@ class Chat:
 
     def _answer(self, ids: list[int]) -> Iterator[str]:
         began, executor = time.perf_counter(), self._executor
-        keys = row_keys(jax.random.key(self.seed or 0), 1, self._turns)
-        sampling = sampling_params([executor.spec], keys, self._config.vocab_size)
+        request = self._request.replace(number=self._turns)
+        sampling = sampling_params([request], keys_of([request]), self._config.vocab_size)
         self._turns += 1
         cached, state = self._cached, self._state
         self._cached, self._state = [], None  # until the turn is complete

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,23 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode import Inputs
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
-from hydrajax.decoding.sampling import row_keys
-from hydrajax.decoding.spec import DecodeSpec, sampling_params
+from hydrajax.decoding.request import Request, sampling_params
 from hydrajax.drafters.corpus import corpus_of
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError
 from hydrajax.processes import agreed
 from hydrajax.text.answers import Generation
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import OnePrompt
 from hydrajax.text.stopping import GrowingText
 
-SEED_BITS = 32  # of a JAX key without 64-bit mode
 STEPS_PER_BURST = 8  # between two checks for stop strings
 
 
@@ -35,8 +30,8 @@ def generate(
     executor: Executor,
     prompts: Sequence[OnePrompt],
     *,
-    specs: Sequence[DecodeSpec] | None = None,
-    stop: Sequence[str] = (),
+    requests: Sequence[Request] | None = None,
+    stop: Sequence[str] | None = None,
     batch_size: int = 1,
     seed: int | Sequence[int] | None = None,
     on_status: Callable[[str], None] = lambda status: None,
@@ -47,14 +42,15 @@ def generate(
     its prompts to fill up, so that it compiles nothing new.
 
     Args:
-        executor: decodes, with its spec unless ``specs`` are given.
+        executor: decodes.
         prompts: texts, lists of token ids, conversations or `Prompt`s.
-        specs: one per prompt, for its rule (all of one kind), processors and limit; the rest is the executor's.
-        stop: strings that end a text. The text ends before the string; ``output_ids`` end with the token that completes
-            it (`hydrajax.text.stopping.GrowingText`).
+        requests: one per prompt, by default the executor's for each. The rules are of the executor's kind.
+        stop: replaces ``stop`` of the requests. The text ends before the string; ``output_ids`` end with the token that
+            completes it (`hydrajax.text.stopping.GrowingText`).
         batch_size: sequences decoded together.
-        seed: for sampling rules; None draws one, which the results report. A prompt's sample depends on the seed and
-            the prompt's number, not on the batch size. With a list, each prompt is sampled as if decoded alone.
+        seed: replaces the requests' seeds and numbers: one seed, under which each prompt has its number, or a list with
+            one per prompt, each of which is sampled as if decoded alone. A prompt's sample depends on seed and number,
+            not on the batch size. Sampling rules without a seed draw one for all, which the results report.
         on_status: called with ``"compiling ..."`` before a new shape is compiled, and ``"decoding"`` before each batch.
 
     Returns:
@@ -65,50 +61,46 @@ def generate(
 
     Example:
         ```python
-        executor = hydrajax.make_executor(m, m.spec(tree="chain-2"))
+        executor = hydrajax.make_executor(m, m.program(tree="chain-2"))
         for result in hydrajax.generate(executor, ["def area(", "class Stack:"], batch_size=2):
             print(result.text)
         ```
     """
     if batch_size < 1:
         raise HydrajaxError(f"batch_size: got {batch_size}, expected at least 1")
-    _check(executor, specs or [executor.spec], stop)
+    changes = {} if stop is None else {"stop": stop}
+    given = [one.replace(**changes) for one in ([executor.request] if requests is None else requests)]
+    _check(executor, given)
     encoded = list(encode_prompts(prompts, executor.tokenizer, executor.model.config))
-    specs = [executor.spec] * len(encoded) if specs is None else list(specs)
-    if len(specs) != len(encoded):
-        raise HydrajaxError(f"specs: got {len(specs)} for {len(encoded)} prompts, expected one per prompt")
-    if isinstance(seed, (Sequence, np.ndarray)) and len(seed) != len(encoded):
-        raise HydrajaxError(f"seed: got {len(seed)} for {len(encoded)} prompts, expected one, or one per prompt")
-    if isinstance(seed, (Sequence, np.ndarray)):
-        seed = [checked_seed(one) for one in seed]
-    else:
-        seed = _drawn_seed(executor, specs[0].rule if specs else executor.spec.rule, seed)
+    if requests is None:
+        given *= len(encoded)
+    for name, values in (("requests", given), ("seed", seed)):
+        if isinstance(values, (Sequence, np.ndarray)) and len(values) != len(encoded):
+            raise HydrajaxError(f"{name}: got {len(values)} for {len(encoded)} prompts, expected one per prompt")
     if not encoded:
+        _ = given or _seeded(executor, [executor.request], seed)  # refuses an invalid seed
         return iter(())
-    return _generate(executor, encoded, specs, tuple(stop), min(batch_size, len(encoded)), seed, on_status)
+    given = _seeded(executor, given, seed)
+    return _generate(executor, encoded, given, min(batch_size, len(encoded)), on_status)
 
 
 def stream(
     executor: Executor,
     prompt: OnePrompt,
+    request: Request | None = None,
     *,
-    stop: Sequence[str] = (),
-    seed: int | None = None,
-    number: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Stream:
     """Generate text for one prompt as a stream.
 
     The first piece comes after one step, later ones 10 to 20 times per second
     (`hydrajax.decoding.decode_loop.next_burst`). No piece ends within a character or contains a part of a stop string.
-    Together they are the text that `generate` returns for prompt ``number``.
+    Together they are the text that `generate` returns for the same request.
 
     Args:
-        executor: decodes, with its spec.
+        executor: decodes.
         prompt: a text, a list of token ids, a conversation or a `Prompt`.
-        stop: as in `generate`.
-        seed: as in `generate`.
-        number: the prompt's number, which its sample depends on.
+        request: by default the executor's.
         on_status: as in `generate`.
 
     Returns:
@@ -117,25 +109,18 @@ def stream(
     Raises:
         HydrajaxError: for a bad prompt.
     """
-    _check(executor, [executor.spec], stop)
+    request = request or executor.request
+    _check(executor, [request])
     ids = encode_prompt(prompt, "prompt", executor.tokenizer, executor.model.config)
-    return Stream(executor, ids, tuple(stop), _drawn_seed(executor, executor.spec.rule, seed), number, on_status)
+    return Stream(executor, ids, drawn(executor, request), on_status)
 
 
 class Stream:
     """An iterator over pieces of text. ``result`` is the `Generation` so far, complete after the last piece."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        ids: np.ndarray,
-        stop: tuple[str, ...],
-        seed: int | None,
-        number: int,
-        on_status: Callable[[str], None],
-    ):
+    def __init__(self, executor: Executor, ids: np.ndarray, request: Request, on_status: Callable[[str], None]):
         self.result: Generation | None = None
-        self._pieces = self._run(executor, ids, stop, seed, number, on_status)
+        self._pieces = self._run(executor, ids, request, on_status)
 
     def __iter__(self) -> Iterator[str]:
         return self._pieces
@@ -143,12 +128,11 @@ class Stream:
     def __next__(self) -> str:
         return next(self._pieces)
 
-    def _run(self, executor, ids, stop, seed, number, on_status) -> Iterator[str]:
-        spec, shown = executor.spec, 0
-        text = growing_text(executor.tokenizer, stop, ids)
-        given = _inputs(executor, [ids], [spec], row_keys(jax.random.key(seed or 0), 1, number))
+    def _run(self, executor, ids, request, on_status) -> Iterator[str]:
+        shown, text = 0, growing_text(executor.tokenizer, request.stop, ids)
+        given = _inputs(executor, [ids], [request])
         for now, seconds in _decode(executor, given, [text], None, on_status):
-            self.result = row_result(executor, spec, ids, now, 0, text, seconds, seed)
+            self.result = row_result(executor, request, ids, now, 0, text, seconds)
             if now.done[0] or text.stopped:
                 remember(executor, self.result)
             if piece := text.text[shown:]:
@@ -166,39 +150,31 @@ def growing_text(tokenizer: Any, stop: Sequence[str], prompt: Sequence[int] = ()
     return GrowingText(Continuation(tokenizer, prompt), stop)
 
 
-def seed_for(rule: AcceptanceRule, seed: int | None) -> int | None:
-    """Return the seed, a new one for None, and None for a rule without randomness. Raises `HydrajaxError`."""
-    seed = None if seed is None else checked_seed(seed)
-    if not rule.draws:
-        return None
-    return secrets.randbits(SEED_BITS) if seed is None else seed
+def drawn(executor: Executor, request: Request) -> Request:
+    """Return `Request.with_seed`, whose seed is the same for all processes that decode together."""
+    if not request.rule.draws or request.seed is not None:
+        return request.with_seed()
+    return request.replace(seed=agreed(executor.mesh, lambda: request.with_seed().seed))
 
 
-def _drawn_seed(executor: Executor, rule: AcceptanceRule, seed: int | None) -> int | None:
-    """Return `seed_for`, the same for all processes that decode together."""
-    return seed_for(rule, seed) if seed is not None else agreed(executor.mesh, lambda: seed_for(rule, None))
-
-
-def checked_seed(seed: Any) -> int:
-    """Return a seed as an int; raises `HydrajaxError` for one that `jax.random.key` would wrap or refuse."""
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = -1
-    if not 0 <= number < 2**SEED_BITS:
-        raise HydrajaxError(f"seed: got {one_line(repr(seed), 40)}, expected an integer from 0 to {2**SEED_BITS - 1}")
-    return number
+def _seeded(executor: Executor, requests: list[Request], seed: int | Sequence[int] | None) -> list[Request]:
+    """Return the requests with the seeds of `generate`."""
+    if isinstance(seed, (Sequence, np.ndarray)):
+        return [drawn(executor, one.replace(seed=own, number=0)) for one, own in zip(requests, seed, strict=True)]
+    if seed is not None or all(one.seed is None for one in requests):
+        one = drawn(executor, requests[0].replace(seed=seed))
+        return [each.replace(seed=one.seed, number=number) for number, each in enumerate(requests)]
+    return [drawn(executor, one) for one in requests]
 
 
 def row_result(
     executor: Executor,
-    spec: DecodeSpec,
+    request: Request,
     ids: np.ndarray,
     now: Snapshot,
     row: int,
     text: GrowingText,
     seconds: float,
-    seed: int | None,
 ) -> Generation:
     """Return the result of a row of a snapshot. Tokens after a stop string are not counted."""
     output_ids = now.tokens[row, : text.used].tolist()
@@ -210,11 +186,11 @@ def row_result(
     reason = "context"
     if text.stopped:
         reason = "stop"
-    elif output_ids and output_ids[-1] in spec.eos_ids:
+    elif output_ids and output_ids[-1] in executor.program.eos_ids and not request.ignore_eos:
         reason = "eos"
-    elif len(output_ids) >= spec.max_new_tokens:
+    elif len(output_ids) >= request.max_new_tokens:
         reason = "length"
-    elif spec.grammar is not None and len(ids) + len(output_ids) < executor.model.config.max_positions:
+    elif request.grammar is not None and len(ids) + len(output_ids) < executor.model.config.max_positions:
         reason = "grammar"
     return Generation(
         prompt_ids=ids.tolist(),
@@ -225,7 +201,7 @@ def row_result(
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,
-        seed=seed,
+        seed=request.seed,
         **_logprobs(now, row, text.used),
     )
 
@@ -239,67 +215,61 @@ def remember(executor: Executor, result: Generation) -> None:
 # --- the loop over batches --------------------------------------------------------------------------------------------
 
 
-def _check(executor: Executor, specs: Sequence[DecodeSpec], stop: Sequence[str]) -> None:
-    """Raise `HydrajaxError` for invalid stop strings and grammars, and for more new tokens than the executor has room
-    for.
-    """
-    if isinstance(stop, str):
-        raise HydrajaxError("stop: got one string, expected a list; write [string]")
-    growing_text(executor.tokenizer, stop)
-    executor.constraints(list(dict.fromkeys(specs)))
-    most = min(max(spec.max_new_tokens for spec in specs), executor.model.config.max_positions)
-    if most > executor.room:
-        raise HydrajaxError(f"max_new_tokens: got {most}, expected at most {executor.room} with this executor")
+def _check(executor: Executor, requests: Sequence[Request]) -> None:
+    """Raise `HydrajaxError` for requests that the executor cannot serve."""
+    kinds = list(dict.fromkeys(requests))
+    for request in kinds:
+        executor.check(request)
+        growing_text(executor.tokenizer, request.stop)
+    executor.constraints(kinds)
+    room = executor.program.max_new_tokens
+    most = min(max((request.max_new_tokens for request in requests), default=0), executor.model.config.max_positions)
+    if most > room:
+        raise HydrajaxError(f"max_new_tokens: got {most}, expected at most {room} with this executor")
 
 
 def _generate(
     executor: Executor,
     encoded: list[np.ndarray],
-    specs: list[DecodeSpec],
-    stop: tuple[str, ...],
+    requests: list[Request],
     batch_size: int,
-    seed: int | list[int] | None,
     on_status: Callable[[str], None],
 ) -> Iterator[Generation]:
-    one, each = (seed_for(specs[0].rule, 0), seed) if isinstance(seed, list) else (seed, None)
-    kinds = list(dict.fromkeys(specs))
-    n_steps = STEPS_PER_BURST if stop else executor.room  # without stop strings in one burst
+    kinds = list(dict.fromkeys(one.replace(seed=None, number=0) for one in requests))
+    stops = any(request.stop for request in requests)
+    n_steps = STEPS_PER_BURST if stops else executor.program.max_new_tokens  # without stop strings in one burst
     for start in range(0, len(encoded), batch_size):
-        batch, own = encoded[start : start + batch_size], specs[start : start + batch_size]
-        filled = [number % len(batch) for number in range(batch_size)]
-        if each is None:
-            keys = row_keys(jax.random.key(one or 0), batch_size, start)
-        else:
-            keys = _own_keys(np.array([each[start + row] for row in filled], np.uint32))
-        given = _inputs(executor, [batch[row] for row in filled], [own[row] for row in filled], keys, kinds)
-        texts = [growing_text(executor.tokenizer, stop, ids) for ids in batch]
+        batch, own = encoded[start : start + batch_size], requests[start : start + batch_size]
+        filled = [row % len(batch) for row in range(batch_size)]
+        given = _inputs(executor, [batch[row] for row in filled], [own[row] for row in filled], kinds)
+        texts = [growing_text(executor.tokenizer, one.stop, ids) for ids, one in zip(batch, own, strict=True)]
         *_, (now, seconds) = _decode(executor, given, texts, n_steps, on_status)
-        for row, (ids, spec, text) in enumerate(zip(batch, own, texts, strict=True)):
-            drawn = one if each is None or one is None else int(each[start + row])
-            result = row_result(executor, spec, ids, now, row, text, seconds, drawn)
+        for row, (ids, request, text) in enumerate(zip(batch, own, texts, strict=True)):
+            result = row_result(executor, request, ids, now, row, text, seconds)
             remember(executor, result)
             yield result
 
 
 @jax.jit
-def _own_keys(seeds):
-    """Return the key that each seed gives the first prompt, as if the prompt were decoded alone."""
-    return jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 0))(seeds)
+def _keys(seeds, numbers):
+    """Return each prompt's key: that of its seed, folded with its number."""
+    return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(seeds, numbers)
+
+
+def keys_of(requests: Sequence[Request]) -> jax.Array:
+    """Return the random keys ``[B]`` of requests; those of rules without randomness are not read."""
+    return _keys(*np.array([(one.seed or 0, one.number) for one in requests], np.uint32).T)
 
 
 def _inputs(
-    executor: Executor,
-    batch: list[np.ndarray],
-    specs: Sequence[DecodeSpec],
-    keys: jax.Array,
-    like: Sequence[DecodeSpec] = (),
+    executor: Executor, batch: list[np.ndarray], requests: Sequence[Request], like: Sequence[Request] = ()
 ) -> Inputs:
     """Return a batch, padded to its bucket, with the sampling parameters of each row."""
     config = executor.model.config
     width = bucket(max(map(len, batch)), config.max_positions)
     ((prompt, lengths, _),) = batches(batch, len(batch), width)
-    sampling = sampling_params(specs, keys, config.vocab_size, like)
-    return Inputs(prompt, lengths, sampling._replace(constraints=executor.constraints(specs)))
+    sampling = sampling_params(requests, keys_of(requests), config.vocab_size, like)
+    return Inputs(prompt, lengths, sampling._replace(constraints=executor.constraints(requests)))
 
 
 def _decode(
@@ -322,9 +292,9 @@ def _decode(
 
 def _compilation(executor: Executor, given: Inputs) -> str:
     """Describe the programs that these inputs need."""
-    spec, (batch, width) = executor.spec, given.prompt.shape
-    rule = next((name for name, kind in RULES.items() if type(spec.rule) is kind), type(spec.rule).__name__)
-    tree = f"a tree of {spec.verified_nodes} nodes" if spec.longest_path else "no tree"
+    program, (batch, width) = executor.program, given.prompt.shape
+    rule = next((name for name, kind in RULES.items() if program.rule is kind), program.rule.__name__)
+    tree = f"a tree of {program.verified_nodes} nodes" if program.longest_path else "no tree"
     return f"compiling the rule {rule} with {tree} for {batch} x {width} prompt tokens"
 
 

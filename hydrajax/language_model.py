@@ -20,9 +20,10 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.keywords import Numbers, Rule, specs_of_prompts, with_grammar, with_keywords
+from hydrajax.decoding.keywords import Rule, SamplingKeywords, make_request, requests_of_prompts
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.corpus import NAME as CORPUS
@@ -56,7 +57,7 @@ LOW_BIT_NODES = 2  # of default trees in few bits on a CPU: a node costs as much
 CPU_NODES = 6  # of default trees on a CPU: with released trees of 64 nodes a step takes five times as long as one token
 
 
-class Keywords(Numbers, total=False):
+class Keywords(SamplingKeywords, total=False):
     """Keyword arguments of `LanguageModel.generate`, for type checkers."""
 
     draft: Drafter | str | Path | None
@@ -92,9 +93,9 @@ class LanguageModel:
     - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it takes the
       choice that `autotune` stored for this device and draft, which may be no draft and is printed on stderr; else
       `default_tree`. ``"auto"`` calls `autotune` with the prompts first.
-    - ``rule`` and numbers: a rule, or its name (greedy, exact, typical, rejection) and numbers. ``temperature=0.7``
+    - ``rule`` and its parameters: a rule, or its name (greedy, exact, typical, rejection). ``temperature=0.7``
       alone samples exactly; 0, the default, is greedy.
-    - ``processors`` and numbers: logits processors, or their numbers: ``repetition_penalty=1.2``,
+    - ``processors``: logits processors, or their parameters: ``repetition_penalty=1.2``,
       ``logit_bias={13: -5.0}``.
     - ``seed``: for sampling rules. None draws one, which is the result's ``seed``.
 
@@ -164,47 +165,48 @@ class LanguageModel:
             return with_size(tree, LOW_BIT_NODES)
         return found or with_size(tree, CPU_NODES)
 
-    def spec(self, template: DecodeSpec | None = None, *, tree: Tree | None = None, **changes: Any) -> DecodeSpec:
-        """Return a `DecodeSpec` with this model's drafter and EOS ids.
+    def program(self, *requests: Request, tree: Tree | None = None, **changes: Any) -> Program:
+        """Return a `Program` with this model's drafter and EOS ids.
 
         Args:
-            template: the other fields, by default those of ``DecodeSpec()``.
+            requests: what it serves (`Program.serving`); by default greedy ones without grammars.
             tree: the tree, by default `default_tree`.
-            changes: fields of `DecodeSpec` to set.
+            changes: fields of `Program` to set.
         """
         tree = self.default_tree() if tree is None else presets.tree_of(tree)
-        return (template or DecodeSpec()).replace(
-            **{"drafter": self.drafter, "tree": tree, "eos_ids": self.eos_ids} | changes
-        )
+        program = Program(self.drafter, tree, eos_ids=self.eos_ids)
+        return (program.serving(*requests) if requests else program).replace(**changes)
 
-    def executor(self, spec: DecodeSpec | None = None, **choices: Any) -> Executor:
-        """Return an executor, which is cached: specs that differ in numbers and limits share its compiled programs.
+    def executor(self, program: Program | None = None, request: Request | None = None, **choices: Any) -> Executor:
+        """Return an executor, which is cached: programs with nearly the same room share one.
 
         Args:
-            spec: how to decode, by default ``self.spec()``.
+            program: what is compiled, by default ``self.program()``.
+            request: what a call wants that says nothing else, by default `Program.request`.
             choices: keyword arguments of `make_executor`.
         """
-        spec, config = spec or self.spec(), self.config
-        room = bucket(min(spec.max_new_tokens, config.max_positions), config.max_positions)
-        stepped = spec.grammar is not None
-        key = (spec.drafter, spec.tree, spec.eos_ids, spec.logprobs, room, stepped, spec.forced_nodes)
-        key += tuple(sorted(choices.items()))
+        program, most = program or self.program(), self.config.max_positions
+        request = request or program.request()
+        program = program.replace(max_new_tokens=bucket(min(program.max_new_tokens, most), most))
+        key = (program, *sorted(choices.items()))
         if key not in self._executors:
-            self._executors[key] = make_executor(self, spec, room=room, **choices)
-        return self._executors[key].with_spec(spec)
+            self._executors[key] = make_executor(self, program, request, **choices)
+        return self._executors[key].with_request(request)
 
     def with_tree(
         self,
-        spec: DecodeSpec,
+        program: Program,
+        request: Request,
         tree: Tree | None = None,
         batch_size: int = 1,
         prompts: Iterable[np.ndarray] = (),
         on_status: Callable[[str], None] = _ignore,
-    ) -> DecodeSpec:
-        """Return the spec with a tree, or without a draft if that was measured to be faster; a choice is printed.
+    ) -> Program:
+        """Return the program with a tree, or without a draft if that was measured to be faster; a choice is printed.
 
         Args:
-            spec: how to decode, apart from drafter and tree.
+            program: what is compiled, apart from drafter and tree.
+            request: what is measured.
             tree: as in `LanguageModel`.
             batch_size: sequences decoded together.
             prompts: token ids, int32 ``[P]``, to measure on for ``"auto"``. Built-in ones follow if there are too few.
@@ -214,20 +216,20 @@ class LanguageModel:
             HydrajaxError: for a grammar that cannot be used, before anything is measured.
         """
         if tree is not None and tree != AUTO:
-            return self.spec(spec, tree=tree)
-        spec = self.spec(spec, tree=self.default_tree(batch_size))
-        if spec.grammar is not None:
-            spec.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
+            return program.replace(drafter=self.drafter, tree=presets.tree_of(tree))
+        program = program.replace(drafter=self.drafter, tree=self.default_tree(batch_size))
+        if request.grammar is not None:
+            request.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
         if tree == AUTO:
-            choice = self._measured(spec, prompts, batch_size, on_status)
+            choice = self._measured(request, prompts, batch_size, on_status)
         else:
-            choice = self.measured_tree(batch_size, spec)
+            choice = self.measured_tree(batch_size, request)
         if choice is None:
-            return spec
+            return program
         print(choice, file=sys.stderr)
         if choice.tree is None:
-            return spec.autoregressive().replace(forced_nodes=spec.forced_nodes)
-        return spec.replace(tree=choice.tree)
+            return program.autoregressive().replace(forced_nodes=program.forced_nodes)
+        return program.replace(tree=choice.tree)
 
     def autotune(
         self,
@@ -239,7 +241,7 @@ class LanguageModel:
         again: bool = False,
         quiet: bool = False,
         on_status: Callable[[str], None] | None = None,
-        **numbers: Unpack[Numbers],
+        **parameters: Unpack[SamplingKeywords],
     ) -> FastestTree | None:
         """Measure which tree is the fastest on this device, print the choice on stderr, and store it.
 
@@ -248,7 +250,7 @@ class LanguageModel:
 
         Args:
             prompts: as in `generate`, to measure on; built-in prompts follow if there are too few.
-            draft, rule, numbers: as in `generate`. Choices are stored for each draft and kind of rule.
+            draft, rule, parameters: as in `generate`. Choices are stored for each draft and kind of rule.
             batch_size: prompts decoded together.
             again: measure even if a choice is stored.
             quiet: do not print the choice.
@@ -269,36 +271,37 @@ class LanguageModel:
             ```
         """
         several = [] if prompts is None else [prompts] if isinstance(prompts, (str, Prompt)) else list(prompts)
-        m, spec = self._drafting(draft), with_keywords(DecodeSpec(), rule, (), **numbers)
-        choice = m._measured(spec, m.ids_of_prompts(several), batch_size, on_status or _at_terminal, again)
+        m, request = self._drafting(draft), make_request(rule, **parameters)
+        choice = m._measured(request, m.ids_of_prompts(several), batch_size, on_status or _at_terminal, again)
         m._fastest.clear()
         if choice is not None and not quiet:
             print(choice, file=sys.stderr)
         return choice
 
-    def measured_tree(self, batch_size: int = 1, spec: DecodeSpec | None = None) -> FastestTree | None:
+    def measured_tree(self, batch_size: int = 1, request: Request | None = None) -> FastestTree | None:
         """Return the choice that `autotune` stored for this device and draft (`hydrajax.stored_trees.stored`).
 
         None without one, and for a draft on its own devices.
         """
         if self.placement.split:
             return None
-        return stored(self._with_any_tree(spec), batch_size, self.draft_directory)
+        return stored(self._with_any_tree(request), batch_size, self.draft_directory)
 
     def _measured(
-        self, spec: DecodeSpec, prompts: Iterable[np.ndarray], batch_size: int, on_status, again: bool = False
+        self, request: Request, prompts: Iterable[np.ndarray], batch_size: int, on_status, again: bool = False
     ) -> FastestTree | None:
         """Return the stored choice, or measure one."""
         if self.placement.split:
             return None
-        if not again and (choice := self.measured_tree(batch_size, spec)) is not None:
+        if not again and (choice := self.measured_tree(batch_size, request)) is not None:
             return choice
         measure = plugins.find("tuners", "trees")
         texts = itertools.chain(prompts, self.built_in_prompts())
-        return measure(self._with_any_tree(spec), texts, batch_size, self.draft_directory, on_status)
+        return measure(self._with_any_tree(request), texts, batch_size, self.draft_directory, on_status)
 
-    def _with_any_tree(self, spec: DecodeSpec | None) -> Executor:
-        return make_executor(self, self.spec(spec, tree=presets.root(), grammar=None, forced_nodes=0))
+    def _with_any_tree(self, request: Request | None) -> Executor:
+        request = (request or Request()).replace(grammar=None)
+        return make_executor(self, self.program(request, tree=presets.root()), request)
 
     def with_draft(
         self,
@@ -359,8 +362,8 @@ class LanguageModel:
             grammar: the texts that may be generated: a `hydrajax.Grammar`, a JSON schema (a dict) or a pydantic model,
                 or a list with one or None per prompt.
             on_status: called with lines of progress; by default a terminal shows what is compiled.
-            keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and numbers, one for all prompts or a
-                list with one per prompt: ``temperature=[0.2, 1.0]``.
+            keywords: ``rule``, ``processors``, ``max_new_tokens`` (default 256) and sampling parameters, one for all
+                prompts or a list with one per prompt: ``temperature=[0.2, 1.0]``.
 
         Returns:
             A `Generation` for one text, a list of them for a list.
@@ -381,16 +384,16 @@ class LanguageModel:
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")
         grammar = list(map(as_grammar, grammar)) if isinstance(grammar, (list, tuple)) else as_grammar(grammar)
-        template = DecodeSpec(logprobs=logprobs, eos_ids=self.eos_ids)
-        specs = specs_of_prompts(template, len(several), grammar=grammar, **keywords)
+        requests = requests_of_prompts(len(several), grammar=grammar, **keywords)
         if not several:
             return []
         on_status = on_status or _at_terminal
-        executor, specs = self._resolve(several, draft, tree, specs, batch_size, on_status)
-        results = list(
-            generate(executor, several, specs=specs, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status)
+        executor = self._executor_for(several, draft, tree, requests, logprobs, batch_size, on_status)
+        requests = [request.fitting(executor.program) for request in requests]
+        results = generate(
+            executor, several, requests=requests, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status
         )
-        return results[0] if single else results
+        return next(results) if single else list(results)
 
     def stream(
         self,
@@ -406,7 +409,7 @@ class LanguageModel:
         logprobs: int | bool | None = None,
         grammar: Any = None,
         on_status: Callable[[str], None] | None = None,
-        **numbers: Unpack[Numbers],
+        **parameters: Unpack[SamplingKeywords],
     ) -> Stream:
         """Generate text for one prompt as a stream. The arguments are those of `generate`.
 
@@ -422,10 +425,11 @@ class LanguageModel:
                 print(piece, end="", flush=True)
             ```
         """
-        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens, logprobs=logprobs), as_grammar(grammar))
-        spec, on_status = with_keywords(spec, rule, processors, **numbers), on_status or _at_terminal
-        executor, _ = self._resolve([prompt], draft, tree, [spec], 1, on_status)
-        return stream(executor, prompt, stop=stop, seed=seed, on_status=on_status)
+        fields = {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar), "stop": stop, "seed": seed}
+        request = make_request(rule, processors, fields=fields, **parameters)
+        on_status = on_status or _at_terminal
+        executor = self._executor_for([prompt], draft, tree, [request], logprobs, 1, on_status)
+        return stream(executor, prompt, request.fitting(executor.program), on_status=on_status)
 
     def chat(
         self,
@@ -438,7 +442,7 @@ class LanguageModel:
         max_new_tokens: int = 512,
         seed: int | None = None,
         grammar: Any = None,
-        **numbers: Unpack[Numbers],
+        **parameters: Unpack[SamplingKeywords],
     ) -> Chat:
         """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
 
@@ -453,10 +457,10 @@ class LanguageModel:
         Raises:
             HydrajaxError: for a bad argument, and if the tokenizer does not support the template.
         """
-        m = self._drafting(draft)
-        spec = with_grammar(DecodeSpec(max_new_tokens=max_new_tokens), as_grammar(grammar))
-        spec = m.with_tree(with_keywords(spec, rule, processors, **numbers), tree)
-        return Chat(m.executor(spec), template=template, seed=seed)
+        m, fields = self._drafting(draft), {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar)}
+        request = make_request(rule, processors, fields=fields, **parameters)
+        program = m.with_tree(m.program(request), request, tree)
+        return Chat(m.executor(program, request.fitting(program)), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
         """Return token ids, int32 ``[B, P]``, right-padded, and lengths, int32 ``[B]``, for a decode function.
@@ -499,68 +503,62 @@ class LanguageModel:
             self._drafts[key] = self.with_draft(draft)
         return self._drafts[key]
 
-    def _resolve(
+    def _executor_for(
         self,
         prompts: Sequence[OnePrompt],
         draft,
         tree: Tree | None,
-        specs: list[DecodeSpec],
+        requests: Sequence[Request],
+        logprobs: int | bool | None,
         batch_size: int,
         on_status,
-    ) -> tuple[Executor, list[DecodeSpec]]:
-        """Return the executor and the specs, with the given tree or the one of `with_tree`."""
+    ) -> Executor:
+        """Return the executor that serves the requests, with the given tree or the one of `with_tree`."""
         m = self._drafting(draft)
-        constrained = next((spec for spec in specs if spec.grammar is not None), specs[0])
-        most = max(specs, key=lambda spec: spec.max_new_tokens)
-        most = most.replace(grammar=constrained.grammar, forced_nodes=constrained.forced_nodes)
         if tree is None or tree == AUTO:
-            key = batch_size, type(specs[0].rule)
+            key = batch_size, type(requests[0].rule)
             if key not in m._fastest or (tree == AUTO and not m._fastest[key][-1]):
-                found = m.with_tree(specs[0], tree, batch_size, m.ids_of_prompts(prompts), on_status)
+                request = next((one for one in requests if one.grammar is not None), requests[0])
+                program, prompts_ids = m.program(*requests), m.ids_of_prompts(prompts)
+                found = m.with_tree(program, request, tree, batch_size, prompts_ids, on_status)
                 m._fastest[key] = found.drafter, found.tree, tree == AUTO
             drafter, tree, _ = m._fastest[key]
             if drafter != m.drafter:  # without a draft
-                specs = [spec.replace(rule=spec.rule.baseline()) for spec in specs]
-                most = most.replace(rule=most.rule.baseline())
-                return m.executor(most.replace(eos_ids=m.eos_ids)), specs
-        return m.executor(m.spec(most, tree=tree)), specs
+                requests = [request.replace(rule=request.rule.baseline()) for request in requests]
+                return m.executor(m.program(*requests, tree=tree, drafter=drafter, logprobs=logprobs))
+        return m.executor(m.program(*requests, tree=tree, logprobs=logprobs))
 
 
 def make_executor(
-    m: LanguageModel,
-    spec: DecodeSpec,
-    *,
-    room: int | None = None,
-    **options: Any,
+    m: LanguageModel, program: Program, request: Request | None = None, **options: Any
 ) -> Executor:
-    """Return an executor of a spec, on the model's devices.
+    """Return an executor of a program, on the model's devices.
 
     Args:
         m: the model.
-        spec: how to decode, with the model's drafter or without a draft.
-        room: largest number of new tokens per sequence, by default the spec's.
+        program: what is compiled, with the model's drafter or without a draft.
+        request: what a call wants that says nothing else, by default `Program.request`.
         options: for a draft model with its own devices: ``fan_out``, the verification outcomes that it prepares for
             (`hydrajax.ssd.split_executor.SplitExecutor`).
 
     Raises:
         HydrajaxError: for a drafter that the model was not loaded with, and for arguments that do not fit together.
     """
-    drafted = spec.drafter == m.drafter
-    if not drafted and not isinstance(spec.drafter, NoDrafter):
-        got, expected = title_of(spec.drafter), title_of(m.drafter)
+    drafted = program.drafter == m.drafter
+    if not drafted and not isinstance(program.drafter, NoDrafter):
+        got, expected = title_of(program.drafter), title_of(m.drafter)
         raise HydrajaxError(f"drafter: got {got}, expected {expected}, which the model was loaded with; use with_draft")
     params = m.params if drafted else Params(m.params.base, {})
-    split = m.placement.split and not isinstance(spec.drafter, NoDrafter)
-    if split:
+    given = m.model, params, program, request
+    if m.placement.split and not isinstance(program.drafter, NoDrafter):
         kind = plugins.find("executors", "split")
-        return kind(m.model, params, spec, placement=m.placement, tokenizer=m.tokenizer, room=room, **options)
-    if given := [name for name, value in options.items() if value is not None]:
-        raise HydrajaxError(f"{given[0]}: requires a draft model with its own devices (placement)")
-    shared = {"tokenizer": m.tokenizer, "room": room, "mesh": m.placement.base}
-    kind = FusedExecutor if spec.grammar is None else SteppedExecutor
-    if kind is SteppedExecutor and processes.spans(m.placement.base):
+        return kind(*given, placement=m.placement, tokenizer=m.tokenizer, **options)
+    if names := [name for name, value in options.items() if value is not None]:
+        raise HydrajaxError(f"{names[0]}: requires a draft model with its own devices (placement)")
+    if program.grammars and processes.spans(m.placement.base):
         processes.refuse_several("grammar")
-    return kind(m.model, params, spec, **shared)
+    kind = SteppedExecutor if program.grammars else FusedExecutor
+    return kind(*given, tokenizer=m.tokenizer, mesh=m.placement.base)
 
 
 def _count(params: Any) -> int:

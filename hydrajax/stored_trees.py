@@ -83,7 +83,7 @@ def store(executor: Executor, batch_size: int, draft_directory: Path | None, cho
 
 def measurable(executor: Executor) -> bool:
     """Return whether trees may be measured: there is a drafter, and ``HYDRAJAX_MEASURE_TREES`` is not 0."""
-    can = executor.spec.drafter.spec
+    can = executor.program.drafter.spec
     if not can.depth or (can.remembers and not can.branch_nodes):  # an empty corpus alone drafts nothing
         return False
     # Times, files and variables may differ between hosts; all decode with the same tree.
@@ -93,7 +93,7 @@ def measurable(executor: Executor) -> bool:
 def fits(executor: Executor, tree: CandidateTree | None) -> bool:
     """Return whether the executor's model, drafter and rule support a tree."""
     try:
-        executor.spec.replace(tree=tree).check(executor.model.config)
+        executor.program.replace(tree=tree).check(executor.model.config)
     except HydrajaxError:
         return False
     return True
@@ -111,7 +111,7 @@ def cache_folder() -> Path:
 
 def _searched_here(executor: Executor, draft_directory: Path | None, batch_size: int) -> FastestTree | None:
     """The tree that ``hydrajax tree search`` found on this device for this batch size."""
-    if draft_directory is None or executor.spec.drafter.spec.branch_nodes:
+    if draft_directory is None or executor.program.drafter.spec.branch_nodes:
         return None  # the searched tree is for the draft without the branch
     path = presets.searched_path(draft_directory, batch_size)
     if not path.is_file():
@@ -134,11 +134,11 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
 
 def _path(executor: Executor, batch_size: int, draft_directory: Path | None) -> Path:
     """Return the file of a choice, named by a hash of everything it depends on and a few numbers of each parameter."""
-    here, spec = machine(), executor.spec
+    here, program = machine(), executor.program
     searched = processes.agreed(executor.mesh, lambda: presets.searched(draft_directory, batch_size))
     facts = (
-        *here.values(), batch_size, type(spec.rule).__name__, executor.mesh and dict(executor.mesh.shape),
-        str(executor.model), str(spec.drafter), searched and content_of(searched),
+        *here.values(), batch_size, program.rule.__name__, executor.mesh and dict(executor.mesh.shape),
+        str(executor.model), str(program.drafter), searched and content_of(searched),
     )  # fmt: skip
     digest = hashlib.sha256(repr(facts).encode())
     leaves = jax.tree.leaves(executor.params)

@@ -13,6 +13,7 @@ from helpers.how import sampling
 from hydrajax import assets
 from hydrajax.conversation import Chat, Turn
 from hydrajax.decoding.processors import Penalties
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
@@ -34,7 +35,7 @@ def loaded():
 
 
 def executor(loaded):
-    return loaded.executor(loaded.spec(tree=TREE, max_new_tokens=NEW))
+    return loaded.executor(loaded.program(tree=TREE, max_new_tokens=NEW))
 
 
 def make(loaded) -> Chat:
@@ -96,8 +97,9 @@ def test_an_edited_conversation_keeps_the_cache_up_to_the_edit(loaded):
 
 @pytest.mark.slow
 def test_an_edited_conversation_is_penalised_for_what_it_holds_now(loaded):
-    spec = loaded.spec(tree=TREE, max_new_tokens=NEW, processors=(Penalties(repetition_penalty=1.5),))
-    chat, fresh = (Chat(loaded.executor(spec), template="plain") for _ in range(2))
+    request = Request(processors=(Penalties(repetition_penalty=1.5),), max_new_tokens=NEW)
+    program = loaded.program(request, tree=TREE)
+    chat, fresh = (Chat(loaded.executor(program, request), template="plain") for _ in range(2))
     list(chat.send(MESSAGES[0]))
     chat.messages[1]["content"] = "    return items[0]\n"
     fresh.messages = [dict(message) for message in chat.messages]

@@ -25,7 +25,7 @@ from hydrajax.bench.questions.summary import summarise
 from hydrajax.bench.report.markdown import write_report
 from hydrajax.bench.report.outputs import find_results
 from hydrajax.bench.report.records import of_evaluate, of_tree_search
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
@@ -175,8 +175,8 @@ def searched(folder: Path) -> Path:
 
 
 def searched_here(folder: Path) -> None:
-    spec = DecodeSpec(PromptLookup(2, 4), presets.chain(2))
-    choice = stored_trees._searched_here(SimpleNamespace(spec=spec), folder, 1)
+    program = Program(PromptLookup(2, 4), presets.chain(2))
+    choice = stored_trees._searched_here(SimpleNamespace(program=program), folder, 1)
     str(choice)
 
 

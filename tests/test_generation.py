@@ -27,7 +27,8 @@ def loaded():
 
 def of(loaded, rule=None, limit: int = NEW, **fields):
     """Return the model's executor with a chain."""
-    return loaded.executor(loaded.spec(tree="chain-2", rule=rule or hydrajax.Greedy(), max_new_tokens=limit, **fields))
+    request = hydrajax.Request(rule or hydrajax.Greedy(), max_new_tokens=limit)
+    return loaded.executor(loaded.program(request, tree="chain-2", **fields), request)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def executor(loaded):
 
 
 def with_limits(executor, limits) -> list:
-    return [executor.spec.replace(max_new_tokens=limit) for limit in limits]
+    return [executor.request.replace(max_new_tokens=limit) for limit in limits]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,7 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
         steps = result.steps
         assert result.emitted_per_step[:-1] == without.emitted_per_step[: steps - 1]
         assert result.emitted_per_step[-1] <= without.emitted_per_step[steps - 1]
-    pieces = hydrajax.stream(executor, PROMPTS[number], stop=stop)
+    pieces = hydrajax.stream(executor, PROMPTS[number], executor.request.replace(stop=stop))
     assert joined(pieces) == stopped[number].text
     streamed = pieces.result
     assert (streamed.output_ids, streamed.emitted_per_step) == (
@@ -122,7 +123,7 @@ def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
     executor = of(loaded, hydrajax.ExactSampling(0.9, top_p=0.95))
     two = list(hydrajax.generate(executor, PROMPTS[:2], seed=5, batch_size=2))
     for number, prompt in enumerate(PROMPTS[:2]):
-        pieces = hydrajax.stream(executor, prompt, seed=5, number=number)
+        pieces = hydrajax.stream(executor, prompt, executor.request.replace(seed=5, number=number))
         list(pieces)
         assert pieces.result.output_ids == two[number].output_ids
 
@@ -144,10 +145,10 @@ def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Texts cut by a stop string, by limits and by an unfinished stream, compared with a plain forward pass."""
     stop = [whole[0].text[40:48]]
     executor = of(loaded, logprobs=3)
-    specs = with_limits(executor, [NEW, NEW, 7])
-    found = list(hydrajax.generate(executor, PROMPTS, specs=specs, stop=stop, batch_size=2))
+    requests = with_limits(executor, [NEW, NEW, 7])
+    found = list(hydrajax.generate(executor, PROMPTS, requests=requests, stop=stop, batch_size=2))
     assert found[0].finish_reason == "stop"
-    stream = hydrajax.stream(executor, PROMPTS[1], stop=stop, number=1)
+    stream = hydrajax.stream(executor, PROMPTS[1], executor.request.replace(stop=stop, number=1))
     next(stream)
     for result, without in zip((*found, stream.result), (*whole, whole[1]), strict=True):
         assert len(result.logprobs) == result.new_tokens <= NEW
@@ -158,7 +159,7 @@ def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
 
 def test_every_prompt_may_have_its_own_limit(executor, whole):
     limits = [5, NEW, 17]
-    results = list(hydrajax.generate(executor, PROMPTS, specs=with_limits(executor, limits), batch_size=2))
+    results = list(hydrajax.generate(executor, PROMPTS, requests=with_limits(executor, limits), batch_size=2))
     assert [result.new_tokens for result in results] == limits
     for result, without in zip(results, whole, strict=True):
         assert result.output_ids == without.output_ids[: result.new_tokens]
@@ -171,8 +172,8 @@ def test_end_of_text_is_a_reason(loaded, whole):
     first, second = hydrajax.generate(ends, PROMPTS[:2], batch_size=2)
     assert first.finish_reason == "eos"
     assert first.output_ids == whole[0].output_ids[: first.new_tokens]
-    assert first.output_ids[-1] in ends.spec.eos_ids
-    assert not set(first.output_ids[:-1]) & set(ends.spec.eos_ids)
+    assert first.output_ids[-1] in ends.program.eos_ids
+    assert not set(first.output_ids[:-1]) & set(ends.program.eos_ids)
     assert second.finish_reason == "eos"
 
 
@@ -188,8 +189,8 @@ def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
         ({"stop": "\n"}, "stop: got one string, expected a list"),
         ({"stop": [""]}, "stop: got an empty string"),
-        ({"specs": [executor.spec]}, "specs: got 1 for 3 prompts, expected one per prompt"),
-        ({"specs": with_limits(executor, [3, 33, 1])}, "max_new_tokens: got 33, expected at most 32"),
+        ({"requests": [executor.request]}, "requests: got 1 for 3 prompts, expected one per prompt"),
+        ({"requests": with_limits(executor, [3, 33, 1])}, "max_new_tokens: got 33, expected at most 32"),
     ]:
         with pytest.raises(HydrajaxError, match=message):
             hydrajax.generate(executor, PROMPTS, **arguments)

@@ -171,7 +171,7 @@ def test_first_step_of_the_trace(loaded, decode, trace):
     @quick_jit
     def first_step(params, candidates):
         state = engine.prefill(params, prompt, np.array([30], np.int32), sampling(None, 1, loaded.config.vocab_size))
-        recorded = Proposal(candidates, engine.tree.topology)
+        recorded = Proposal(candidates, engine.program.tree.topology)
         return engine.propose(params, state).tokens, *engine.verify(params, state.target.cache, recorded)
 
     candidates = trace["step0_tree_candidates"][None].astype(np.int32)

@@ -39,7 +39,7 @@ def refused(call, message: str) -> None:
 def test_one_text_gives_one_result_and_a_list_gives_a_list(m):
     one = m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW)
     (listed,) = m.generate([PROMPT], tree=[[0], [0, 0]], rule="greedy", max_new_tokens=NEW)
-    executor = m.executor(m.spec(tree=presets.chain(2), max_new_tokens=NEW))
+    executor = m.executor(m.program(tree=presets.chain(2), max_new_tokens=NEW))
     (by_executor,) = hydrajax.generate(executor, [PROMPT])
     assert one.output_ids == listed.output_ids == by_executor.output_ids
     assert one.text == "".join(m.stream(PROMPT, tree="chain-2", max_new_tokens=NEW))
@@ -101,8 +101,9 @@ def test_numbers_of_each_prompt(m):
     settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
     both = m.generate([PROMPT, PROMPT], temperature=[0.1, 1.5], top_p=[1.0, 0.8], batch_size=2, **settings)
     for number, (temperature, top_p) in enumerate([(0.1, 1.0), (1.5, 0.8)]):
-        spec = m.spec(tree="chain-2", rule=hydrajax.ExactSampling(temperature, top_p=top_p), max_new_tokens=NEW)
-        alone = hydrajax.stream(m.executor(spec), PROMPT, seed=7, number=number)
+        rule = hydrajax.ExactSampling(temperature, top_p=top_p)
+        request = hydrajax.Request(rule, max_new_tokens=NEW, seed=7, number=number)
+        alone = hydrajax.stream(m.executor(m.program(request, tree="chain-2")), PROMPT, request)
         assert "".join(alone) == both[number].text
     assert both[0].text != both[1].text
     assert {result.seed for result in both} == {7}

@@ -110,8 +110,8 @@ def step_timer(executor: Executor, batch: int, context: int, room: int | None = 
     Args:
         room: Slots for new tokens.
     """
-    room = room or room_for([executor.spec.longest_path])
-    endless = executor.with_spec(max_new_tokens=room, eos_ids=(), logprobs=None)
+    room = room or room_for([executor.program.longest_path])
+    endless = executor.with_program(max_new_tokens=room, eos_ids=(), logprobs=None)
     return StepTimer(endless, batch, context - room, TIMED_STEPS)
 
 
@@ -141,7 +141,7 @@ def run_benchmark(
     bandwidth = None if on_cpu else copy_bandwidth()
     if context > config.max_positions:
         raise HydrajaxError(f"context: got {context}, expected at most the model's {config.max_positions}")
-    room = room_for(executor.spec.longest_path for executor in executors.values())
+    room = room_for(executor.program.longest_path for executor in executors.values())
     if context <= room:
         raise HydrajaxError(f"context: got {context}, expected more than {room} for these trees")
     for batch in batches:
@@ -156,8 +156,8 @@ def run_benchmark(
                 batch=batch,
                 context=context,
                 tree=name,
-                nodes=executor.spec.verified_nodes,
-                depth=executor.spec.longest_path,
+                nodes=executor.program.verified_nodes,
+                depth=executor.program.longest_path,
                 **found,
                 draft_overhead=(found["propose"] + found["accept_commit"] + found["observe"]) / found["verify"],
                 break_even=found["step"] / found["autoregressive_step"],

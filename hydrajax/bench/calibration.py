@@ -64,20 +64,20 @@ def calibrate(
     seed: int = 0,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Continue the prompts without a draft by the spec's rule, and rank every generated token.
+    """Continue the prompts without a draft by the request's rule, and rank every generated token.
 
-    This takes one autoregressive and one teacher-forced pass, independent of the trees grown from it. The spec's tree
+    This takes one autoregressive and one teacher-forced pass, independent of the trees grown from it. The tree
     does not matter.
 
     Args:
-        executor: gives the model, the drafter and the spec.
+        executor: gives the model, the drafter and the request.
         prompts: token ids, int32 ``[P]`` each.
         batch_size: sequences per batch.
         seed: seeds sampling.
         on_progress: called with the numbers of finished prompts and of all prompts.
     """
     plain, width = executor.autoregressive(), max(map(len, prompts))
-    model, spec, drafter = executor.model, executor.spec, executor.spec.drafter
+    model, request, drafter = executor.model, executor.request, executor.program.drafter
 
     @jax.jit
     def rank(params, tokens):
@@ -86,16 +86,16 @@ def calibrate(
         ranks = drafter.ranks(
             params.draft, forward.aux_hidden_states, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
         )
-        if not (spec.rule.needs_draws and drafter.spec.has_distribution):
+        if not (request.rule.needs_draws and drafter.spec.has_distribution):
             return ranks, None
-        return ranks, overlaps(spec.rule, drafter, params.draft, base, tokens, forward.hidden)
+        return ranks, overlaps(request.rule, drafter, params.draft, base, tokens, forward.hidden)
 
     found, overlapping, spans = [], [], []
     for prompt, lengths, n_real in batches(prompts, batch_size):
         done = len(spans)
         key = jax.random.fold_in(jax.random.key(seed), done)
         out = jax.device_get(plain.decode(prompt, lengths, key))
-        rows = np.zeros((batch_size, width + spec.max_new_tokens), np.int32)
+        rows = np.zeros((batch_size, width + request.max_new_tokens), np.int32)
         ends = lengths + out.lengths
         for row, (start, end) in enumerate(zip(lengths, ends, strict=True)):
             rows[row, :start] = prompt[row, :start]

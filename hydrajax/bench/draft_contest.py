@@ -60,9 +60,9 @@ def measure_drafts(
     ids = list(m.ids_of_prompts(prompts))
     if not ids:
         raise HydrajaxError("prompts: got none, expected at least one")
-    executors = {AUTOREGRESSIVE: m.executor(m.spec(max_new_tokens=max_new_tokens).autoregressive())}
+    executors = {AUTOREGRESSIVE: m.executor(m.program(max_new_tokens=max_new_tokens).autoregressive())}
     for draft in drafts:
         drafted = m.with_draft(draft)
         own = drafted.default_tree(batch_size) if tree is None else tree
-        executors[str(draft)] = drafted.executor(drafted.spec(tree=own, max_new_tokens=max_new_tokens))
+        executors[str(draft)] = drafted.executor(drafted.program(tree=own, max_new_tokens=max_new_tokens))
     return contest(executors, ids, batch_size=batch_size, repeats=repeats, on_status=on_status)

@@ -54,7 +54,7 @@ def split_contest(
     The arguments after ``fan_outs`` are those of `hydrajax.bench.contests.contest.contest`.
     """
     draft = jax.device_put(executor.params.draft, executor.placement.homes()[0])
-    together = FusedExecutor(executor.model, Params(executor.params.base, draft), executor.spec)
+    together = FusedExecutor(executor.model, Params(executor.params.base, draft), executor.program, executor.request)
     split = {IN_TURN: executor.with_fan_out(0)}
     for fan_out in fan_outs:
         total = fan_out.total if isinstance(fan_out, FanOut) else fan_out

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from hydrajax.decoding.engine import true_float32
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import TokenIds, bucket
-from hydrajax.decoding.spec import sampling_params
+from hydrajax.decoding.request import sampling_params
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base_model import BoundBase
@@ -48,10 +48,10 @@ class TracedStep:
 def trace_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 0) -> Iterator[TracedStep]:
     """Yield the first ``most`` decode steps after a prompt, fewer if the sequence ends."""
     # More than these steps can emit: this limit must not end the sequence.
-    room = min((most + 1) * (executor.spec.longest_path + 1), executor.model.config.max_positions)
-    executor = executor.with_spec(max_new_tokens=room)
-    engine, params, spec = executor.engine, executor.params, executor.spec
-    tree, can = spec.tree, spec.drafter.spec
+    room = min((most + 1) * (executor.program.longest_path + 1), executor.model.config.max_positions)
+    executor = executor.with_program(max_new_tokens=room)
+    engine, params, program = executor.engine, executor.params, executor.program
+    tree, can = program.tree, program.drafter.spec
 
     # The shape changes with the text for dynamic trees, lookup branches, merged drafts and lookahead windows.
     is_static = isinstance(tree, TreeTopology) and not (can.window_nodes or can.branch_nodes or can.chooses_nodes)
@@ -69,7 +69,7 @@ def trace_steps(executor: Executor, prompt: TokenIds, *, most: int, seed: int = 
 
     ids = np.asarray(prompt, np.int32)[None]
     lengths = np.full(1, ids.shape[1], np.int32)
-    sampling = sampling_params([spec], jax.random.key(seed), executor.model.config.vocab_size)
+    sampling = sampling_params([executor.request], jax.random.key(seed), executor.model.config.vocab_size)
     state = executor.prefill(ids, lengths, sampling)
     before, done = tuple(map(int, ids[0])), bool(state.output.done[0])
     for number in itertools.count(1):
@@ -102,7 +102,7 @@ def path_probabilities(executor: Executor, step: TracedStep) -> Float[np.ndarray
     Computed by a teacher-forced pass, as in training, so it works for static trees too. None for a draft without
     probabilities, such as prompt lookup, and for a tree of the root alone.
     """
-    drafter, model, tree = executor.spec.drafter, executor.model, step.tree
+    drafter, model, tree = executor.program.drafter, executor.model, step.tree
     if not drafter.spec.num_draft_heads or not tree.depth:
         return None
     leaves = np.setdiff1d(np.arange(tree.size), tree.parents)

@@ -19,7 +19,7 @@ from hydrajax import ops
 from hydrajax.bench.rounds import median_ms, seconds
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.spec import sampling_params
+from hydrajax.decoding.request import sampling_params
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
@@ -70,13 +70,13 @@ def example_topology(engine: Engine, batch: int) -> Topology:
 
     If the tree changes at every step, return one possible shape: the time does not depend on it.
     """
-    tree = engine.tree
-    branch, window = engine.drafter.spec.branch_nodes, engine.drafter.spec.window_nodes
+    tree, can = engine.program.tree, engine.program.drafter.spec
+    branch, window = can.branch_nodes, can.window_nodes
     if isinstance(tree, DynamicTree):
         parents = np.arange(-1, tree.size - 1, dtype=np.int32)  # the longest chain; the rest are children of the root
         parents[tree.depth + 1 :] = 0
         most_children = tree.most_children
-    elif branch or window or engine.drafter.spec.chooses_nodes:
+    elif branch or window or can.chooses_nodes:
         parents, most_children = tree.parents, max(tree.max_rank + 1, 1)
     else:
         return tree.topology
@@ -98,12 +98,12 @@ def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Arr
 class StepTimer:
     """Time an executor's step and its phases. Each method compiles one of them and returns it as `Timed`.
 
-    Sequences have ``context`` random tokens. The spec's ``max_new_tokens`` must be at least ``n_steps`` (K + 1), so
+    Sequences have ``context`` random tokens. The program's ``max_new_tokens`` must be at least ``n_steps`` (K + 1), so
     that no sequence finishes in a timed loop. ``compile_seconds`` is the total of all compilations so far.
     """
 
     def __init__(self, executor: Executor, batch: int, context: int, n_steps: int, seed: int = 0):
-        self.engine, self.params, spec = executor.engine, executor.params, executor.spec
+        self.engine, self.params = executor.engine, executor.params
         self._jit = partial(jit_on, executor.mesh)
         self.batch, self.context = batch, context
         self.n_steps, self.seed = n_steps, seed
@@ -114,7 +114,7 @@ class StepTimer:
             self.params,
             random.integers(0, vocab_size, (batch, context), dtype=np.int32),
             np.full(batch, context, np.int32),
-            sampling_params([spec] * batch, jax.random.key(seed), vocab_size),
+            sampling_params([executor.request] * batch, jax.random.key(seed), vocab_size),
         )
 
     @cached_property
@@ -132,7 +132,7 @@ class StepTimer:
         """Rewind to ``context`` tokens per sequence, nothing emitted."""
         back = jnp.full(self.batch, self.context, jnp.int32)
         state, zero = self.engine.rewind(state, back), jnp.zeros_like(back)
-        limits = zero + self.engine.max_new_tokens
+        limits = zero + self.engine.program.max_new_tokens
         return state._replace(output=state.output._replace(lengths=zero, steps=zero, limits=limits, done=zero > 0))
 
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> Timed:

@@ -21,8 +21,8 @@ from hydrajax.bench.uncached_forward import all_logits, last_logits
 from hydrajax.decoding.acceptance import Greedy, Typical
 from hydrajax.decoding.constraints import Constraint, allowed_next
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import Sampling
-from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 
@@ -73,7 +73,7 @@ def certify(
     seed: int = 0,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Check]:
-    """Yield every check that applies to the spec's rule, as soon as it is complete.
+    """Yield every check that applies to the request's rule, as soon as it is complete.
 
     - Greedy, and exact sampling with one seed: tokens are equal to decoding without a tree. In float32 every difference
       is a defect. In bfloat16, greedy differences within rounding are ties, and differences of sampling are counted
@@ -96,7 +96,7 @@ def certify(
     """
     if not prompts:
         raise HydrajaxError("prompts: got none, expected at least one")
-    exact, rule = exact or executor, executor.spec.rule
+    exact, rule = exact or executor, executor.request.rule
     for each in {id(each): each for each in (executor, exact)}.values():
         _fill_corpus(each, prompts, seed)
     if rule.same_output:
@@ -108,7 +108,7 @@ def certify(
     if isinstance(rule, Typical):
         on_status("recomputing thresholds")
         yield check_typical(exact, prompts)
-    if executor.spec.grammar is not None:
+    if executor.request.grammar is not None:
         on_status("reading outputs by the grammar")
         yield check_grammar(executor, prompts, seed)
 
@@ -142,7 +142,7 @@ def check_equality(executor: Executor, exact: Executor, prompts, seed: int) -> C
             found.append(_divergence(executor, exact, number, prompt, without.tokens[0, :at], parted))
     defects = [d for d in found if d.verdict == "defect"]
     in_float32 = executor.model.dtype == jnp.float32
-    holds = not (found if in_float32 else defects if isinstance(executor.spec.rule, Greedy) else [])
+    holds = not (found if in_float32 else defects if isinstance(executor.request.rule, Greedy) else [])
     summary = (
         f"{len(prompts)} prompts, {tokens} tokens in {steps} steps (tokens_per_step {tokens / max(steps, 1):.2f}); "
         f"{len(found)} differ, of which {len(found) - len(defects)} at a tie within rounding"
@@ -156,7 +156,7 @@ def _divergence(
 ) -> Divergence:
     before, grammar = [np.concatenate([prompt, output])], _start(executor)
     precise, rounded = (
-        _processed(last_logits(each.model, each.params.base, before)[0], executor.spec, grammar, prompt, output)
+        _processed(last_logits(each.model, each.params.base, before)[0], executor.request, grammar, prompt, output)
         for each in (exact, executor)
     )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # token -1 (none) has a margin too
@@ -170,11 +170,11 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
     """Run a chi-square test of the joint distribution of the first tokens, in float32."""
     from scipy import stats
 
-    rule = exact.spec.rule
+    rule = exact.request.rule
     rule = dataclasses.replace(rule, top_k=min(rule.top_k or MOST_LIKELY, MOST_LIKELY))
-    short = exact.with_spec(rule=rule, max_new_tokens=FIRST_TOKENS)
-    if short.spec.grammar is None:  # a grammar needs EOS: it may be the only token that is allowed
-        short = short.with_spec(eos_ids=())
+    short = exact.with_request(rule=rule, max_new_tokens=FIRST_TOKENS)
+    if short.request.grammar is None:  # a grammar needs EOS: it may be the only token that is allowed
+        short = short.with_program(eos_ids=())
     expected = enumerated(short, prompt)
     batch = np.repeat(np.asarray(prompt)[None], DRAWS_PER_BATCH, axis=0)
     counts = dict.fromkeys(expected, 0)
@@ -201,32 +201,31 @@ def check_distribution(exact: Executor, prompt, samples: int, seed: int) -> Chec
 
 
 def enumerated(exact: Executor, prompt) -> dict[tuple[int, ...], float]:
-    """Return the probability of every sequence of `FIRST_TOKENS` tokens that the spec's rule allows; -1 after EOS."""
-    spec, grammar, found = exact.spec, _start(exact), {(): 1.0}
+    """Return the probability of every sequence of `FIRST_TOKENS` tokens that the rule allows; -1 after EOS."""
+    request, grammar, found = exact.request, _start(exact), {(): 1.0}
+    ends = (-1, *exact.program.eos_ids)
     for _ in range(FIRST_TOKENS):
-        grown = {
-            (*sequence, -1): p for sequence, p in found.items() if sequence and sequence[-1] in (-1, *spec.eos_ids)
-        }
+        grown = {(*sequence, -1): p for sequence, p in found.items() if sequence and sequence[-1] in ends}
         open_ = [sequence for sequence in found if (*sequence, -1) not in grown]
         texts = [np.concatenate([prompt, np.array(sequence, np.int32)]) for sequence in open_]
         logits = last_logits(exact.model, exact.params.base, texts) if texts else []
         for sequence, row in zip(open_, logits, strict=True):
-            p = shaped(_processed(row.astype(np.float64), spec, grammar, prompt, sequence), spec.rule)
+            p = shaped(_processed(row.astype(np.float64), request, grammar, prompt, sequence), request.rule)
             grown |= {(*sequence, int(token)): found[sequence] * p[token] for token in np.flatnonzero(p)}
         found = grown
     return found
 
 
-def _processed(logits: np.ndarray, spec: DecodeSpec, grammar: Constraint | None, prompt, output) -> np.ndarray:
-    """Apply the references of the spec's logits processors, and the grammar, given at its start."""
-    for processor in spec.processors:
+def _processed(logits: np.ndarray, request: Request, grammar: Constraint | None, prompt, output) -> np.ndarray:
+    """Apply the references of the request's logits processors, and the grammar, given at its start."""
+    for processor in request.processors:
         logits = processor.reference(logits, prompt, output)
     return logits if grammar is None else np.where(_allowed(grammar, output, len(logits)), logits, -np.inf)
 
 
 def _start(executor: Executor) -> Constraint | None:
-    """Return a new parser of the spec's grammar, None without one."""
-    (found,) = executor.constraints([executor.spec]) or (None,)
+    """Return a new parser of the request's grammar, None without one."""
+    (found,) = executor.constraints([executor.request]) or (None,)
     return found
 
 
@@ -264,12 +263,12 @@ def pooled(observed: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def check_grammar(executor: Executor, prompts, seed: int) -> Check:
     """Read every output again, token by token, by a parser that has seen nothing of the tree."""
-    (grammar,), size = executor.constraints([executor.spec]), executor.model.config.vocab_size
+    (grammar,), size = executor.constraints([executor.request]), executor.model.config.vocab_size
     wrong, tokens, complete = [], 0, 0
     for number, prompt in enumerate(prompts):
         out = executor.decode(prompt[None], rng=jax.random.fold_in(jax.random.key(seed), number)).ids()[0]
         tokens += len(out)
-        complete += bool(out) and out[-1] in executor.spec.eos_ids
+        complete += bool(out) and out[-1] in executor.program.eos_ids
         refused = [at for at, token in enumerate(out) if not _allowed(grammar, out[:at], size)[token]]
         wrong += [{"prompt": number, "position": at, "token": out[at]} for at in refused[:1]]
     summary = f"{len(prompts)} prompts, {tokens} tokens, {complete} complete texts; {len(wrong)} leave the grammar"
@@ -281,7 +280,7 @@ def check_grammar(executor: Executor, prompts, seed: int) -> Check:
 
 def check_typical(exact: Executor, prompts) -> Check:
     """Recompute p(x) and the threshold of every accepted draft token, and the argmax of every root, without a cache."""
-    spec, grammar, rule = exact.spec, _start(exact), exact.spec.rule
+    request, grammar, rule = exact.request, _start(exact), exact.request.rule
     alpha = rule.epsilon**0.5 if rule.alpha is None else rule.alpha
     slack = 1e-3  # in probability: float32 matmuls of different shapes differ
     drafted = roots = 0
@@ -293,7 +292,7 @@ def check_typical(exact: Executor, prompts) -> Check:
         is_root = np.zeros(len(tokens), bool)
         is_root[np.cumsum([0, *(out.accept_lengths[0, : out.steps[0]] + 1)])[:-1]] = True
         for at, token in enumerate(tokens):
-            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), spec, grammar, prompt, tokens[:at])
+            row = _processed(logits[len(prompt) + at - 1].astype(np.float64), request, grammar, prompt, tokens[:at])
             if is_root[at]:
                 roots += 1
                 short = float(row.max() - row[token])

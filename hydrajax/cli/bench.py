@@ -17,7 +17,8 @@ from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.split_contest import split_contest
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -108,7 +109,8 @@ def run_split(args: argparse.Namespace) -> None:
         if not texts:
             raise HydrajaxError("--prompts: required with --draft-devices for a base without a tokenizer")
         name = args.tree or model.drafter.spec.default_tree
-        executor = make_executor(model, model.spec(options.spec_from(args), tree=name, eos_ids=()))
+        request = options.request_from(args)
+        executor = make_executor(model, model.program(request, tree=name, eos_ids=()), request)
         report, cells = [], []
         for batch_size in args.batch_sizes:
             fan_outs = args.fan_outs or [DEFAULT_BUDGET]
@@ -127,21 +129,21 @@ def run_split(args: argparse.Namespace) -> None:
 
 def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.ndarray]]:
     """Executors by tree name, and token ids of prompts; none for random weights."""
-    spec = options.spec_from(args)
+    request = options.request_from(args)
     if args.draft_settings:
-        return _settings(args, spec)
-    executor, texts = _executor(args, spec)
-    tree = executor.spec.tree
+        return _settings(args, request)
+    executor, texts = _executor(args, request)
+    tree = executor.program.tree
     trees: Mapping[str, CandidateTree]
     trees = (
         first_nodes(tree, args.tree_sizes)
         if args.tree_sizes
-        else {args.tree or executor.spec.drafter.spec.default_tree: tree}
+        else {args.tree or executor.program.drafter.spec.default_tree: tree}
     )
-    return {name: executor.with_spec(tree=tree) for name, tree in trees.items()}, texts
+    return {name: executor.with_program(tree=tree) for name, tree in trees.items()}, texts
 
 
-def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Executor], list[np.ndarray]]:
+def _settings(args: argparse.Namespace, request: Request) -> tuple[dict[str, Executor], list[np.ndarray]]:
     """An executor for each of ``--draft-settings`` with the draft's own tree, and token ids of prompts."""
     if not args.base or args.random_draft or args.tree or args.tree_sizes:
         raise HydrajaxError("--draft-settings: requires --base and --draft, without --tree and --tree-sizes")
@@ -151,14 +153,15 @@ def _settings(args: argparse.Namespace, spec: DecodeSpec) -> tuple[dict[str, Exe
             raise HydrajaxError(f"--draft-settings: got '{name}', expected settings such as lookahead-15-5-15")
     model = options.load_from(args, draft=None)
     drafted = {name: model.with_draft(name) for name in names}
-    return {name: make_executor(each, each.spec(spec)) for name, each in drafted.items()}, _texts(args, model)
+    executors = {name: make_executor(each, each.program(request), request) for name, each in drafted.items()}
+    return executors, _texts(args, model)
 
 
 def _texts(args: argparse.Namespace, model: LanguageModel) -> list[np.ndarray]:
     return [] if model.tokenizer is None and not args.prompts else options.prompts_from(args.prompts, model)
 
 
-def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, list[np.ndarray]]:
+def _executor(args: argparse.Namespace, request: Request) -> tuple[Executor, list[np.ndarray]]:
     """An executor for the model, draft and tree of the arguments, and the prompts."""
     if bool(args.random) == bool(args.base):
         raise HydrajaxError("bench: exactly one of --base and --random is required")
@@ -178,20 +181,21 @@ def _executor(args: argparse.Namespace, spec: DecodeSpec) -> tuple[Executor, lis
         quantize = None if args.quantize == WIDENED else args.quantize
         model, *drafted = random_model(args.random, kind, dtype, args.seed, quantize)
         model = model.clone(kv_cache=args.kv_cache) if args.kv_cache else model
-        return _with_own_tree(args, model, *drafted, spec), []
+        return _with_own_tree(args, model, *drafted, request), []
     model = options.load_from(args)
     if args.random_draft:
         drafter, params = random_draft(model.model, model.params.base, args.random_draft, args.seed)
-        return _with_own_tree(args, model.model, drafter, params, spec), []
+        return _with_own_tree(args, model.model, drafter, params, request), []
     tree = args.tree or model.drafter.spec.default_tree
-    return make_executor(model, model.spec(spec, tree=tree, eos_ids=())), _texts(args, model)
+    program = model.program(request, tree=tree, eos_ids=())
+    return make_executor(model, program, request), _texts(args, model)
 
 
 def _with_own_tree(
-    args: argparse.Namespace, model: BaseModel, drafter: Drafter, params: Params, spec: DecodeSpec
+    args: argparse.Namespace, model: BaseModel, drafter: Drafter, params: Params, request: Request
 ) -> Executor:
-    tree = presets.by_name(args.tree or drafter.spec.default_tree)
-    return FusedExecutor(model, params, spec.replace(drafter=drafter, tree=tree))
+    program = Program(drafter, presets.by_name(args.tree or drafter.spec.default_tree)).serving(request)
+    return FusedExecutor(model, params, program, request)
 
 
 def _print(rows: list[BenchmarkRow], args: argparse.Namespace, texts) -> None:

@@ -45,17 +45,18 @@ def run(args: argparse.Namespace) -> int:
     if args.server is not None:
         return certify_server.run(args, _defaults())
     certify_server.refuse_without_server(args)
-    tree, wanted = options.tree_from(args), options.spec_from(args)
+    tree, request = options.tree_from(args), options.request_from(args)
     if options.draft_of(args) is None:
         raise HydrajaxError("--draft: got none, expected a draft to certify")
     with options.json_report(args.json, indent=1) as write:
         model = options.load_from(args)
         exact = model if args.dtype == "float32" else options.load_from(args, dtype="float32")
         prompts = options.prompts_from(args.prompts, model, args.limit)
-        spec = model.spec(wanted, tree=tree)
-        executor, exact_executor = make_executor(model, spec), make_executor(exact, exact.spec(spec, tree=spec.tree))
-        name, numbers = args.tree or f"{spec.tree.size} nodes", described(args.dtype, args.quantize)
-        print(f"base {args.base}, draft {args.draft}, tree {name}, {spec.shown_rule()}, {numbers}", flush=True)
+        program = model.program(request, tree=tree)
+        executor = make_executor(model, program, request)
+        exact_executor = make_executor(exact, exact.program(request, tree=program.tree), request)
+        name, numbers = args.tree or f"{program.tree.size} nodes", described(args.dtype, args.quantize)
+        print(f"base {args.base}, draft {args.draft}, tree {name}, {request.shown_rule()}, {numbers}", flush=True)
         checks: list[Check] = []
         for check in certify(
             executor,
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         holds = all(check.holds for check in checks)
         print("certified" if holds else "NOT CERTIFIED")
         report = {"certified": holds, "machine": machine(), "arguments": options.recorded(args)}
-        write(report | {"rule": spec.shown_rule(), "checks": [vars(check) for check in checks]})
+        write(report | {"rule": request.shown_rule(), "checks": [vars(check) for check in checks]})
     return 0 if holds else 1
 
 

@@ -29,12 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    tree, spec = options.tree_from(args, measures=True), options.spec_from(args)
+    tree, request = options.tree_from(args, measures=True), options.request_from(args)
     console = Console(stderr=True, highlight=False)
     model = options.load_from(args)
     with console.status("choosing the tree") as line:
-        spec = model.with_tree(spec, tree, on_status=line.update)
-    chat = Chat(model.executor(spec), template=args.template, seed=args.seed)
+        program = model.with_tree(model.program(request), request, tree, on_status=line.update)
+    chat = Chat(model.executor(program, request.fitting(program)), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
     if isinstance(sys.stdin, io.TextIOWrapper):  # so that a line of invalid text does not end the program

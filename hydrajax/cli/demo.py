@@ -136,14 +136,14 @@ def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[s
         if title.endswith(WITH_LOOKUP):  # the table is at most 80 columns wide
             title = f"lookup+{title.removesuffix(WITH_LOOKUP)}"
         titles.append(f"{title} ({folder_name(str(draft))})" if title in titles else title)
-    executors = {AUTOREGRESSIVE: make_executor(model, model.spec(tree="root", max_new_tokens=NEW_TOKENS))}
+    executors = {AUTOREGRESSIVE: make_executor(model, model.program(tree="root", max_new_tokens=NEW_TOKENS))}
     for title, each in zip(titles, drafted, strict=True):
         chain = f"chain-{min(CHAIN, each.drafter.spec.depth)}"
         trees = {chain: presets.by_name(chain), SEARCHED: presets.searched(each.draft_directory, 1)}
         for name, tree in trees.items():
             if tree is not None:
-                spec = each.spec(tree=tree, max_new_tokens=NEW_TOKENS)
-                executors[f"{title} {name}"] = make_executor(each, spec)
+                program = each.program(tree=tree, max_new_tokens=NEW_TOKENS)
+                executors[f"{title} {name}"] = make_executor(each, program)
     return executors
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli.options import add_model_arguments, draft_of, positive, seed, tree_from
+from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
     )
     check_room(args, seeds, spec, model.config.max_positions)
     tree = tree or model.default_tree(args.batch_size)
-    executor = model.executor(model.spec(tree=tree, max_new_tokens=spec.new_tokens))
+    executor = model.executor(model.program(tree=tree, rule=ExactSampling, max_new_tokens=spec.new_tokens))
     with in_use(args.output):
         file = RecordFile(args.output, settings_of(args, config, seeds, spec, sha256))
         if len(file):

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    wanted, trees = options.spec_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
+    request, trees = options.request_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit, args.per_category)
     base = resolve(args.base, "base")
@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> None:
     if trees and not drafts:
         raise HydrajaxError(f"--tree: got '{args.tree[0]}' without a draft; add --draft")
     made_for = None if args.force else base
-    ways = contenders(model, args.base, drafts, trees, wanted, base_directory=made_for)
-    baseline, same_outputs = ways[0].model_id, wanted.rule.same_output
+    ways = contenders(model, args.base, drafts, trees, request, base_directory=made_for)
+    baseline, same_outputs = ways[0].model_id, request.rule.same_output
     check_same(args, model, questions, prompter, ways)
     settings = settings_of(args, base, everything, ways)
     with in_use(answer_directory(args.output)) if processes.is_main() else nullcontext():
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
             return
         results = summarise(written.answers, questions, baseline, same_outputs)
         cut = written.cut_prompts(questions)
-        nodes = {way.model_id: way.executor.spec.verified_nodes for way in ways}
+        nodes = {way.model_id: way.executor.program.verified_nodes for way in ways}
         write_summary(args, results, baseline, cut, nodes)
     show(results, baseline)
     if most := max(cut.values()):
@@ -117,7 +117,7 @@ def check_same(
     ways: Sequence[Answerer],
 ) -> None:
     if jax.process_count() > 1:
-        decoded = [options.described(model, way.executor.spec) for way in ways]
+        decoded = [options.described(model, way.executor.program, way.executor.request) for way in ways]
         first = prompter([{"role": "user", "content": questions[0].turns[0]}]) if questions else None
         asked = question_sets.digest(questions), first, args.template, args.mesh, args.repeats, args.seed
         processes.check_same("questions or arguments", decoded, asked)
@@ -148,7 +148,7 @@ def settings_of(
         **adapted,
         **stored,
         "contenders": {way.model_id: way.identity() for way in ways},
-        "rule": options.spec_from(args).shown_rule(),
+        "rule": options.request_from(args).shown_rule(),
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},
         **{key: machine()[key] for key in ("device", "platform", "jax")},
     }

@@ -21,12 +21,13 @@ from hydrajax.cli.options import (
     described,
     load_from,
     positive,
-    spec_from,
+    request_from,
     tree_from,
 )
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
 from hydrajax.language_model import AUTO, LanguageModel
@@ -60,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     logprobs = args.top_logprobs or (0 if args.logprobs else None)
-    tree, spec = tree_from(args, measures=True), spec_from(args, logprobs=logprobs)
+    tree, request = tree_from(args, measures=True), request_from(args)
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time; leave out --output and --batch-size")
     if (args.logprobs or args.top_logprobs) and args.output is None:
         flag = "--logprobs" if args.logprobs else "--top-logprobs"
         raise HydrajaxError(f"{flag}: requires --output FILE.jsonl, where log-probabilities are written")
-    if spec.grammar is not None:
+    if request.grammar is not None:
         processes.refuse_several("grammar")
     prompts = read_prompts(args.prompts) if args.prompt is None else [Prompt(args.prompt, "--prompt")]
     totals = Totals()
@@ -77,10 +78,12 @@ def run(args: argparse.Namespace) -> None:
         stack.callback(progress.hide)
         progress.status("loading")
         model = load_from(args, progress.status)
-        check_same(args, model, model.spec(spec, tree=None if tree == AUTO else tree), prompts)
-        spec = model.with_tree(spec, tree, args.batch_size, model.ids_of_prompts(prompts), progress.status)
+        program = model.program(request, tree=None if tree == AUTO else tree, logprobs=logprobs)
+        check_same(args, model, program, request, prompts)
+        ids = model.ids_of_prompts(prompts)
+        program = model.with_tree(program, request, tree, args.batch_size, ids, progress.status)
         progress.hide()
-        executor = model.executor(spec)
+        executor = model.executor(program, request.fitting(program))
         if args.stream:
             results = print_streams(executor, prompts, args, progress)
         else:
@@ -105,11 +108,13 @@ def run(args: argparse.Namespace) -> None:
     print(totals.summary(), file=sys.stderr)
 
 
-def check_same(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec, prompts: list[Prompt]) -> None:
+def check_same(
+    args: argparse.Namespace, model: LanguageModel, program: Program, request: Request, prompts: list[Prompt]
+) -> None:
     if jax.process_count() > 1:
         ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
         chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
-        processes.check_same("prompts or arguments", described(model, spec), ids, chosen)
+        processes.check_same("prompts or arguments", described(model, program, request), ids, chosen)
 
 
 def print_streams(
@@ -119,7 +124,8 @@ def print_streams(
     for number, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(f"--- {number + 1} of {len(prompts)}")
-        text = stream(executor, prompt, stop=args.stop, seed=args.seed, number=number, on_status=progress.status)
+        request = executor.request.replace(stop=args.stop, seed=args.seed, number=number)
+        text = stream(executor, prompt, request, on_status=progress.status)
         try:
             for piece in text:
                 progress.hide()
@@ -136,7 +142,7 @@ def print_result(executor: Executor, result: Generation, number: int, count: int
         print(text_of(result), flush=True)
         return
     console = Console(highlight=False)
-    if number == 0 and executor.spec.longest_path > 0:
+    if number == 0 and executor.program.longest_path > 0:
         write_marked(Console(stderr=True), [("drafted and accepted", True), (", chosen by the base", False)])
     if count > 1:
         console.out(f"--- {number + 1} of {count}", style="dim")

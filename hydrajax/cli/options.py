@@ -16,15 +16,15 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets
-from hydrajax.decoding.keywords import RULES, with_grammar, with_keywords
+from hydrajax.decoding.keywords import RULES, make_request
 from hydrajax.decoding.processors import PROCESSORS
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import SEED_BITS, Request
 from hydrajax.errors import HydrajaxError, integer_in, one_line
 from hydrajax.files import WholeFile
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.known_bases import KNOWN_BASES
-from hydrajax.generation import SEED_BITS
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.lowbit.types import QUANTIZED, WIDENED
@@ -175,7 +175,7 @@ def add_seed_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rule`` and the numbers of rules and logits processors, see `spec_from`."""
+    """Add ``--rule`` and the numbers of rules and logits processors, see `request_from`."""
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--rule", choices=list(RULES), help="accept drafts by RULE (default greedy, with --temperature exact)"
@@ -299,20 +299,20 @@ def grammar_from(args: argparse.Namespace) -> Grammar | None:
     return None if args.choices is None else Grammar.choices(args.choices)
 
 
-def spec_from(args: argparse.Namespace, **changes: Any) -> DecodeSpec:
-    """Return the spec that the arguments describe, without a drafter. ``changes`` override its fields.
+def request_from(args: argparse.Namespace) -> Request:
+    """Return the request that the arguments describe.
 
     ``args.rule`` None is replaced by the name of the rule that was chosen, for reports.
 
     Raises `HydrajaxError` for a number out of range, or one that the rule does not use.
     """
+    fields = {"grammar": grammar_from(args) if "json_schema" in args else None}
     if "max_new_tokens" in args:
-        changes = {"max_new_tokens": args.max_new_tokens} | changes
+        fields["max_new_tokens"] = args.max_new_tokens
     names = (*RULE_NUMBERS, *(number.name for number in PROCESSOR_NUMBERS))
-    spec = with_grammar(DecodeSpec(**changes), grammar_from(args) if "json_schema" in args else None)
-    spec = with_keywords(spec, args.rule, **{name: getattr(args, name) for name in names})
-    args.rule = args.rule or next(name for name, kind in RULES.items() if type(spec.rule) is kind)
-    return spec
+    request = make_request(args.rule, fields=fields, **{name: getattr(args, name) for name in names})
+    args.rule = args.rule or next(name for name, kind in RULES.items() if type(request.rule) is kind)
+    return request
 
 
 def draft_of(args: argparse.Namespace) -> str | None:
@@ -377,10 +377,10 @@ def placement_from(args: argparse.Namespace) -> Placement:
     return Placement(mesh, None if devices is None else last_devices(devices, mesh))
 
 
-def described(model: LanguageModel, spec: DecodeSpec) -> str:
+def described(model: LanguageModel, program: Program, request: Request) -> str:
     """Describe a base, a draft and how to decode, for `hydrajax.processes.check_same`; files' names are left out."""
-    numbers = str(spec.rule), str(spec.processors), spec.max_new_tokens, spec.eos_ids, spec.logprobs
-    return repr((str(model.model), str(spec.drafter), content_of(spec.tree), *numbers))
+    wanted = str(request.rule), str(request.processors), request.max_new_tokens, program.eos_ids, program.logprobs
+    return repr((str(model.model), str(program.drafter), content_of(program.tree), *wanted))
 
 
 def prompts_from(path: str | None, model: LanguageModel, limit: int | None = None) -> list[np.ndarray]:

@@ -22,7 +22,7 @@ from hydrajax.bench.roofline.prediction import Prediction, Workload, millisecond
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -216,9 +216,9 @@ def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
-    spec = DecodeSpec(drafter, presets.by_name(args.tree or drafter.spec.default_tree))
-    spec.check(config)
-    tree = spec.tree
+    program = Program(drafter, presets.by_name(args.tree or drafter.spec.default_tree))
+    program.check(config)
+    tree = program.tree
     if isinstance(tree, DynamicTree) and not args.tree_sizes:
         return {tree.name: tree}
     return dict(first_nodes(tree, args.tree_sizes or [*(size for size in SIZES if size < tree.size), tree.size]))
@@ -239,7 +239,7 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) 
 def _executors(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> dict[str, Executor]:
     model, base = random_base(config, dtype)
     drafter, params = with_random_params(model, base, drafter)
-    return {name: FusedExecutor(model, params, DecodeSpec(drafter, tree)) for name, tree in trees.items()}
+    return {name: FusedExecutor(model, params, Program(drafter, tree)) for name, tree in trees.items()}
 
 
 def _report(

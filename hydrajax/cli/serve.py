@@ -245,7 +245,7 @@ class _Offer(NamedTuple):
         """Return the executors; without a named tree they also take plain steps where these are faster."""
         from hydrajax.serve.executor_pool import ExecutorPool
 
-        executor = make_executor(model, model.spec(tree=self.tree))
+        executor = make_executor(model, model.program(tree=self.tree))
         if self.tree is not None:
             return ExecutorPool(executor, sizes)
         return ExecutorPool(executor, sizes, partial(tree_for, model), drops_draft=True)

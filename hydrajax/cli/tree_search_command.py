@@ -15,7 +15,8 @@ from hydrajax.bench.report.records import of_tree_search
 from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
@@ -77,7 +78,8 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError(f"--sizes: got {max(args.sizes)}, expected at most --largest {args.largest}")
     texts = read_prompts(args.prompts)[: args.limit]
     model = options.load_from(args)
-    spec = model.spec(options.spec_from(args), tree=presets.root())
+    request = options.request_from(args)
+    program = model.program(request, tree=presets.root())
     if model.drafter.spec.window_nodes:
         raise HydrajaxError(
             f"--draft: {title_of(model.drafter)} cannot be calibrated, as its guesses depend on earlier steps; compare "
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError("--save: would also set the tree of the draft without lookup; use --output")
     if args.how == "chains" and not model.drafter.spec.has_distribution:
         raise HydrajaxError(f"--how: got 'chains', which needs a draft model; the draft is {title_of(model.drafter)}")
-    grows = _grows(args, model, spec)
+    grows = _grows(args, model, program)
     if args.shapes == DYNAMIC and max(sizes) < 2:
         raise HydrajaxError(f"--sizes: got {max(sizes)}, expected at least 2 nodes for dynamic trees")
     path = _destination(args, model.draft_directory)
@@ -100,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
             new_figure(1, 1)  # raises without matplotlib
             picture_file = stack.enter_context(WholeFile(args.picture, "--picture"))
         line = stack.enter_context(Console(stderr=True).status("calibrating"))
-        executor = make_executor(model, spec)
+        executor = make_executor(model, program, request)
         proposals = chain = None
         if args.shapes != DYNAMIC:
             proposals, chain = _proposals(args, executor, prompts, sizes, line.update)
@@ -108,10 +110,10 @@ def run(args: argparse.Namespace) -> None:
         race = Race(
             executor, prompts[: args.measure], batch_size=args.batch_size, seed=args.seed, on_status=line.update
         )
-        one_pass = executor.spec.drafter.spec.one_pass
+        one_pass = executor.program.drafter.spec.one_pass
         found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None, one_pass=one_pass)
         line.stop()
-        content = _content(args, spec, proposals, found, chain)
+        content = _content(args, request, proposals, found, chain)
         if chain is not None:
             print(chain)
         fastest = found.fastest
@@ -129,7 +131,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"saved {title} to {path}")
 
 
-def _grows(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec) -> Callable[[DynamicTree], bool] | None:
+def _grows(args: argparse.Namespace, model: LanguageModel, program: Program) -> Callable[[DynamicTree], bool] | None:
     """Return the test for supported dynamic trees, None for static trees only; set the default of ``args.shapes``.
 
     Raises `HydrajaxError` if dynamic trees are requested and the draft or the rule does not support them.
@@ -137,7 +139,7 @@ def _grows(args: argparse.Namespace, model: LanguageModel, spec: DecodeSpec) -> 
 
     def problem(tree: DynamicTree) -> str:
         try:
-            spec.replace(tree=tree).check(model.config)
+            program.replace(tree=tree).check(model.config)
         except HydrajaxError as error:
             return str(error)
         return ""
@@ -178,7 +180,7 @@ def _proposals(
         seed=args.seed,
         on_progress=lambda done, total: on_status(f"calibrating, {done} of {total} prompts"),
     )
-    chain, can = None, executor.spec.drafter.spec
+    chain, can = None, executor.program.drafter.spec
     if can.has_distribution:
         on_status("timing a pass of the draft")
         context = max(map(len, prompts)) + args.max_new_tokens
@@ -201,7 +203,7 @@ def _proposals(
     return proposals, chain
 
 
-def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain) -> dict[str, Any]:
+def _content(args: argparse.Namespace, request: Request, proposals, found, chain) -> dict[str, Any]:
     from hydrajax.machine import machine
 
     def row_of(row) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _content(args: argparse.Namespace, spec: DecodeSpec, proposals, found, chain
         return row.as_dict() | {"expected_tokens_per_step": expected}
 
     provenance = {
-        "arguments": options.recorded(args), "rule": spec.shown_rule(), "machine": machine(),
+        "arguments": options.recorded(args), "rule": request.shown_rule(), "machine": machine(),
         "measured": [row_of(row) for row in found.rows],
         "tried": [[row.as_dict() for row in rows] for rows in found.tried],
         "date": datetime.date.today().isoformat(),

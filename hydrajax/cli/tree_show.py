@@ -69,12 +69,12 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     for name, needed in (("draft", options.draft_of(args)), ("prompt", args.prompt)):
         if needed is None:
             raise HydrajaxError(f"--{name}: is required with --base, to draw a step")
-    spec, chosen = options.spec_from(args), args.step or 1
+    request, chosen = options.request_from(args), args.step or 1
     with WholeFile(args.picture, "--picture") if args.picture else nullcontext() as file:
         if args.picture:
             new_figure(1, 1)  # raises without matplotlib
         model = options.load_from(args)
-        executor = make_executor(model, model.spec(spec, tree=tree))
+        executor = make_executor(model, model.program(request, tree=tree), request)
         ids = model.prompt_ids(args.prompt, "prompt")
         number = 0
         with Console(stderr=True).status("decoding"):

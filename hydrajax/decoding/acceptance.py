@@ -4,8 +4,8 @@
 from the root down, so it evaluates only the nodes it reaches; `hydrajax.decoding.rejection.RejectionSampling` does the
 same. A rule reads the base's logits, processors included, through `VerifyResult`.
 
-A rule is a frozen dataclass of numbers and a pytree of them (`hydrajax.decoding.numbers`): in a decode state its
-numbers are arrays with one entry per sequence.
+A rule is a frozen dataclass of sampling parameters and a pytree of them (`hydrajax.decoding.parameters`): in a decode
+state they are arrays with one entry per sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, is_mixed, numbers_as_arrays
+from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, is_mixed, parameters_as_arrays
 from hydrajax.decoding.processors import NodeContext, TokenCounts, process
 from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_cuts, check_temperature, shaped
 from hydrajax.drafters.drafter import Draw, Proposal
@@ -139,7 +139,7 @@ class JudgesBestGuesses:
         return None
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class Greedy(JudgesBestGuesses):
     """Accept a node if it equals the argmax at its parent: the output is the base's own greedy output.
@@ -167,7 +167,7 @@ class Greedy(JudgesBestGuesses):
         return ending_at(last, tree, jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class Typical(JudgesBestGuesses):
     """Typical acceptance (medusa 2.3.1, hydra 6.3): accept a node x if p(x) > min(ε, α exp(-H(p))) and all its
@@ -183,7 +183,7 @@ class Typical(JudgesBestGuesses):
         top_k, top_p, min_p: Truncate p as `hydrajax.decoding.sampling.Sampling` does, before the comparison.
 
     Raises:
-        HydrajaxError: For a number out of range.
+        HydrajaxError: For a parameter out of range.
     """
 
     epsilon: float = 0.1
@@ -230,7 +230,7 @@ class Typical(JudgesBestGuesses):
         return ending_at(last, tree, root)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class ExactSampling(Sampling, JudgesBestGuesses):
     """Sample from the base's distribution at a node and move to the child that holds the sample, if there is one.

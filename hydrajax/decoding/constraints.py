@@ -64,7 +64,7 @@ def allowed_next(constraint: Constraint, vocab_size: int) -> UInt32[np.ndarray, 
 
 @runtime_checkable
 class GrammarLike(Protocol):
-    """A hashable description of the texts that a sequence may become (`hydrajax.decoding.spec.DecodeSpec.grammar`)."""
+    """A hashable description of the texts that a sequence may become (`hydrajax.decoding.request.Request.grammar`)."""
 
     def start(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Constraint:
         """Return the constraint of an empty text.

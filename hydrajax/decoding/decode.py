@@ -15,10 +15,11 @@ from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import TopTokens
-from hydrajax.decoding.numbers import batched, broadcast
+from hydrajax.decoding.parameters import batched, broadcast
 from hydrajax.decoding.processors import batched_processors
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, check_prompts
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams
+from hydrajax.decoding.request import Request, SamplingParams
 from hydrajax.decoding.state import OutputState, Params, ParamsCheck
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
@@ -87,13 +88,22 @@ class Inputs(NamedTuple):
 
 
 def settled_inputs(
-    spec: DecodeSpec, config: LlamaConfig, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None
+    program: Program,
+    config: LlamaConfig,
+    prompt,
+    lengths=None,
+    rng=None,
+    limits=None,
+    rule=None,
+    processors=None,
+    request: Request | None = None,
 ) -> Inputs:
-    """Complete the arguments of a decode function (`make_decode_fn`) from its spec.
+    """Complete the arguments of a decode function (`make_decode_fn`) from a request, by default the program's own.
 
     Raises:
         HydrajaxError: For an invalid argument. Of a traced prompt only the shape and dtype are checked.
     """
+    request = request or program.request()
     traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
     xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
     ids = _array(xp, "prompt", prompt, "int32 [batch, tokens]")
@@ -114,20 +124,22 @@ def settled_inputs(
     if not ready:  # a prompt placed on a mesh at full width keeps its sharding
         prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
     if limits is None:  # an array all the same, so that limits compile nothing
-        limits = np.full(lengths.shape, spec.max_new_tokens, np.int32)
+        limits = np.full(lengths.shape, request.max_new_tokens, np.int32)
     else:
         limits = _array(xp, "limits", limits, "int32 [batch]")
         if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
             raise HydrajaxError(f"limits: got {limits.dtype} {list(limits.shape)}, expected int32 [batch]")
-    rule = _rule_of_rows(spec, rule, batch)
+    rule = _rule_of_rows(program, request.rule if rule is None else rule, batch)
     if rng is None:
         if rule.draws:
             raise HydrajaxError(
                 "rng: got None, expected a key because this rule samples: pass rng=jax.random.key(seed)"
             )
         rng = jax.random.key(0)
-    processors = batched_processors(_of_each_row(spec, processors, batch), config.vocab_size)
-    return Inputs(prompt, lengths.astype(xp.int32), SamplingParams(rng, rule, processors, limits))
+    rows = _of_each_row(request.processors if processors is None else tuple(processors), batch)
+    ignore_eos = np.ones(batch, bool) if request.ignore_eos else None
+    sampling = SamplingParams(rng, rule, batched_processors(rows, config.vocab_size), limits, ignore_eos)
+    return Inputs(prompt, lengths.astype(xp.int32), sampling)
 
 
 def _array(xp: Any, field: str, given: Any, expected: str) -> Any:
@@ -138,23 +150,21 @@ def _array(xp: Any, field: str, given: Any, expected: str) -> Any:
         raise HydrajaxError(f"{field}: got {one_line(repr(given), 60)}, expected {expected}") from None
 
 
-def _rule_of_rows(spec: DecodeSpec, rule, batch: int) -> AcceptanceRule:
+def _rule_of_rows(program: Program, rule, batch: int) -> AcceptanceRule:
     """Return the rule with arrays ``[batch]``, from one for all sequences or one for each."""
-    rule = spec.rule if rule is None else rule
     if isinstance(rule, AcceptanceRule):
         found = broadcast(rule, batch)
     elif len(rule) != batch:
         raise HydrajaxError(f"rule: got {len(rule)} rules for {batch} prompts, expected one or one per prompt")
     else:
         found = batched(rule)
-    if type(found) is not type(spec.rule):
-        raise HydrajaxError(f"rule: got {type(found).__name__}, expected the kind of {spec.rule}")
+    if type(found) is not program.rule:
+        raise HydrajaxError(f"rule: got {type(found).__name__}, expected {program.rule.__name__}")
     return found
 
 
-def _of_each_row(spec: DecodeSpec, processors, batch: int) -> list:
+def _of_each_row(processors: tuple, batch: int) -> list:
     """Return the processors of each sequence, from one list for all or one list each."""
-    processors = spec.processors if processors is None else tuple(processors)
     if not all(isinstance(one, (list, tuple)) for one in processors) or not processors:
         return [processors] * batch
     if len(processors) != batch:
@@ -175,12 +185,14 @@ class DecodeFn(Protocol):
     Attributes:
         engine: drives single steps: ``prefill``, ``propose``, ``verify``, ``accept``, ``commit``, ``observe`` and
             ``decode_step``.
-        spec: the decode configuration.
+        program: what is compiled.
+        request: the default of the arguments after ``lengths``.
         jitted: the jitted program.
     """
 
     engine: Engine
-    spec: DecodeSpec
+    program: Program
+    request: Request
     jitted: Callable[..., DecodeResult]
 
     def __call__(
@@ -202,10 +214,10 @@ class DecodeFn(Protocol):
             lengths: int32 ``[B]`` prompt lengths; P by default.
             rng: a `jax.random.key`, or one per sequence ``[B]``; required by rules that sample. A sequence's draws
                 depend only on its key; a single key is folded with the sequence's number.
-            limits: int32 ``[B]`` maximum number of tokens; by default (and at most) the spec's ``max_new_tokens``.
-            rule: the spec's kind of rule with other numbers, or a list with one rule per sequence. Other numbers do
-                not recompile, unless one has an effect that had none before.
-            processors: replace the spec's; one list for all sequences or one list each.
+            limits: int32 ``[B]`` maximum number of tokens; by default (and at most) ``max_new_tokens``.
+            rule: the program's kind of rule with other parameters, or a list with one per sequence. Other values do not
+                recompile, unless one has an effect that had none before.
+            processors: replace the request's; one list for all sequences or one list each.
 
         Returns:
             The result, a `DecodeResult`.
@@ -216,27 +228,31 @@ class DecodeFn(Protocol):
         ...
 
 
-def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
+def make_decode_fn(model: BaseModel, program: Program, request: Request | None = None) -> DecodeFn:
     """Build a decode function, ``decode_fn(params, prompt, lengths=None, rng=None, ...)``: see `DecodeFn`.
 
     Args:
         model: The base model.
-        spec: How to decode.
+        program: What is compiled.
+        request: What a call wants that says nothing else, by default `Program.request`.
 
     Returns:
         The function.
 
     Raises:
-        HydrajaxError: If base and spec do not fit each other.
+        HydrajaxError: If base, program and request do not fit each other.
     """
-    refuse_grammar(spec)
-    engine, config = Engine.of(model, spec), model.config
+    request = request or program.request()
+    refuse_grammar(program.grammars or request.grammar)
+    program.check(model.config)
+    request.check(model.config.vocab_size)
+    engine, config = Engine(model, program), model.config
     outermost, inner = decode_programs(engine)
-    check = ParamsCheck(model, spec.drafter)
+    check = ParamsCheck(model, program.drafter)
 
     def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
         check(params)
-        given = settled_inputs(spec, config, prompt, lengths, rng, limits, rule, processors)
+        given = settled_inputs(program, config, prompt, lengths, rng, limits, rule, processors, request)
         called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
         if called_in_jit:
             return inner(params, *given)
@@ -244,13 +260,14 @@ def make_decode_fn(model: BaseModel, spec: DecodeSpec) -> DecodeFn:
             return outermost(params, *given)
 
     decode_fn.__qualname__, decode_fn.__doc__ = "decode_fn", DecodeFn.__call__.__doc__
-    decode_fn.engine, decode_fn.spec, decode_fn.jitted = engine, spec, outermost
+    decode_fn.engine, decode_fn.program, decode_fn.request = engine, program, request
+    decode_fn.jitted = outermost
     return cast(DecodeFn, decode_fn)
 
 
-def refuse_grammar(spec: DecodeSpec) -> None:
+def refuse_grammar(grammar: object) -> None:
     """Raise `HydrajaxError` for a grammar, which one program cannot follow: its parser runs on the host."""
-    if spec.grammar is not None:
+    if grammar:
         raise HydrajaxError("grammar: got one, expected none here: use m.generate(..., grammar=...) or SteppedExecutor")
 
 
@@ -265,8 +282,3 @@ def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callab
     options = ops.compiler_options()
     outermost = jax.jit(run, compiler_options=options)
     return outermost, jax.jit(run) if options else outermost  # JAX takes options of an outermost function only
-
-
-def make_autoregressive_fn(model: BaseModel, spec: DecodeSpec | None = None) -> DecodeFn:
-    """Build the autoregressive baseline: the same engine with a root-only tree. Call it with `Params(base, {})`."""
-    return make_decode_fn(model, (spec or DecodeSpec()).autoregressive())

@@ -14,12 +14,13 @@ from jaxtyping import Float, Int
 
 from hydrajax.decoding.acceptance import Acceptance, VerifyResult
 from hydrajax.decoding.logprobs import Logprobs
-from hydrajax.decoding.numbers import broadcast
+from hydrajax.decoding.parameters import broadcast
 from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.sampling import position_keys, row_keys
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, TargetState
-from hydrajax.drafters.drafter import Drafter, Outcome, Proposal
+from hydrajax.drafters.drafter import Outcome, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
@@ -27,7 +28,6 @@ from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, cut_caches, write_tokens
 from hydrajax.ops import best_token
 from hydrajax.ops.trace import Allowed, tracing
-from hydrajax.trees.dynamic import CandidateTree
 
 
 def true_float32(dtype: DType) -> AbstractContextManager:
@@ -52,46 +52,24 @@ def exact(method: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class Engine:
-    """The static half of decoding: what a base and a `DecodeSpec` contribute to the program.
+    """The static half of decoding: a base and a `Program`, which `Program.check` has found to fit.
 
-    Its methods are pure functions of arrays. Rule, processors and their numbers are part of the state (`OutputState`),
-    so the programs of one engine serve any of them. The fields are those of `DecodeSpec`.
+    Its methods are pure functions of arrays. Rule and processors are part of the state (`OutputState`), so one
+    engine serves any of them.
     """
 
     model: BaseModel
-    drafter: Drafter
-    tree: CandidateTree
-    max_new_tokens: int
-    eos_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    forced_nodes: int = 0
-
-    @classmethod
-    def of(cls, model: BaseModel, spec: DecodeSpec, room: int | None = None) -> Engine:
-        """Return the engine of a spec for this base.
-
-        Args:
-            model: The base model.
-            spec: How to decode.
-            room: Maximum number of new tokens; by default the spec's.
-
-        Raises:
-            HydrajaxError: If base and spec do not fit each other.
-        """
-        spec.check(model.config)
-        return cls(
-            model, spec.drafter, spec.tree, room or spec.max_new_tokens, spec.eos_ids, spec.logprobs, spec.forced_nodes
-        )
+    program: Program
 
     @property
     def depth(self) -> int:
         """K, the maximum number of accepted draft tokens per step."""
-        return self.drafter.spec.longest_path(self.tree) + self.forced_nodes
+        return self.program.longest_path
 
     @property
     def aux_hidden_layers(self) -> tuple[int, ...]:
         """The hidden states of the base that the drafter reads."""
-        return self.drafter.spec.aux_hidden_layers
+        return self.program.drafter.spec.aux_hidden_layers
 
     def bind(self, params: Params) -> BoundBase:
         return BoundBase(self.model, params.base)
@@ -108,9 +86,9 @@ class Engine:
             allowed: The tokens that may follow a path; None for all.
         """
         draw = state.output.rule.draw(self._keys_below(state))
-        given = params.draft, state.draft, state.target.root, self.tree, self.bind(params), draw
+        given = params.draft, state.draft, state.target.root, self.program.tree, self.bind(params), draw
         with tracing(allowed=allowed):
-            return self.drafter.propose(*given)
+            return self.program.drafter.propose(*given)
 
     @exact
     def verify(self, params: Params, cache: KVCache, proposal: Proposal) -> tuple[Forward, Float[Array, "B N V"]]:
@@ -151,8 +129,8 @@ class Engine:
         target, out = state.target, state.output
         tokens = jnp.take_along_axis(proposal.tokens, accepted.path, axis=1)
         counts = jnp.minimum(accepted.accept_length + 1, out.limits - out.lengths)
-        if self.eos_ids:
-            is_eos = jnp.isin(tokens, jnp.asarray(self.eos_ids))
+        if self.program.eos_ids:
+            is_eos = jnp.isin(tokens, jnp.asarray(self.program.eos_ids))
             if out.ignore_eos is not None:
                 is_eos &= ~out.ignore_eos[:, None]
             until_eos = jnp.where(is_eos.any(axis=1), jnp.argmax(is_eos, axis=1) + 1, tokens.shape[1] + 1)
@@ -198,9 +176,9 @@ class Engine:
         """
         given = params.draft, state.draft
         if as_text:
-            draft = self.drafter.begin(*given, *outcome.as_text(), self.bind(params))
+            draft = self.program.drafter.begin(*given, *outcome.as_text(), self.bind(params))
         else:
-            draft = self.drafter.observe(*given, proposal, outcome, self.bind(params))
+            draft = self.program.drafter.observe(*given, proposal, outcome, self.bind(params))
         return state._replace(draft=draft)
 
     # --- one step, and where it starts ------------------------------------------------------------------------
@@ -256,7 +234,7 @@ class Engine:
         )
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
-        draft = jax.lax.optimization_barrier(self.drafter.init_state(batch, slots))
+        draft = jax.lax.optimization_barrier(self.program.drafter.init_state(batch, slots))
         counts = None
         if count_tokens(sampling.processors):
             counts = TokenCounts.of_prompt(prompt, lengths, self.model.config.vocab_size)
@@ -315,7 +293,7 @@ class Engine:
 
         Args:
             batch: Number of sequences.
-            slots: Slots of the cache: at least `DecodeSpec.verified_nodes` more than the longest text, and at least as
+            slots: Slots of the cache: at least `Program.verified_nodes` more than the longest text, and at least as
                 many as a chunk with its padding.
             sampling: As for `prefill`.
         """
@@ -326,7 +304,7 @@ class Engine:
             counts = TokenCounts.of_prompt(nothing[:, None], nothing, self.model.config.vocab_size)
         target = TargetState(self.model.init_cache(batch, slots), nothing, self._no_logprobs(batch))
         sampling = sampling._replace(rng=row_keys(sampling.rng, batch), limits=nothing)
-        return DecodeState(target, self.drafter.init_state(batch, slots), self._output(sampling, counts))
+        return DecodeState(target, self.program.drafter.init_state(batch, slots), self._output(sampling, counts))
 
     @exact
     def feed(
@@ -351,7 +329,9 @@ class Engine:
         positions = cache.lengths[:, None] + jnp.arange(width)
         forward = base.forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
         cache = append(cache, forward.block, lengths, after=forward.hidden[:, -1, 0])
-        draft = self.drafter.begin(params.draft, state.draft, forward.aux_hidden_states, text, lengths, following, base)
+        draft = self.program.drafter.begin(
+            params.draft, state.draft, forward.aux_hidden_states, text, lengths, following, base
+        )
         counts = state.output.counts
         output = state.output._replace(counts=None if counts is None else counts.with_prompt(text, lengths))
         return DecodeState(state.target._replace(cache=cache), draft, output)
@@ -366,10 +346,10 @@ class Engine:
         """
         target = state.target._replace(cache=cut_caches(state.target.cache, lengths))
         output = state.output if counts is None else state.output._replace(counts=counts)
-        return DecodeState(target, self.drafter.rewind(state.draft, lengths), output)
+        return DecodeState(target, self.program.drafter.rewind(state.draft, lengths), output)
 
     def _of_rows(self, sampling: SamplingParams, batch: int) -> SamplingParams:
-        """Return the sampling parameters with one number per sequence."""
+        """Return the sampling parameters with one value per sequence."""
         return sampling._replace(rule=broadcast(sampling.rule, batch), processors=broadcast(sampling.processors, batch))
 
     def _first_root(
@@ -385,7 +365,7 @@ class Engine:
         logits = self.bind(params).logits(last_hidden)
         context = NodeContext(jnp.zeros(batch, jnp.int32), counts)
         root = sampling.rule.first_root(process((*sampling.processors, *extra), logits, context), first_place)
-        logprobs = None if self.logprobs is None else Logprobs.of(logits, root, self.logprobs)
+        logprobs = None if self.program.logprobs is None else Logprobs.of(logits, root, self.program.logprobs)
         return sampling._replace(rng=keys), root, logprobs
 
     def _ready(
@@ -393,22 +373,24 @@ class Engine:
     ) -> DecodeState:
         """Return the state after the first ``lengths`` of these tokens were prefilled."""
         base = self.bind(params)
-        draft = self.drafter.begin(params.draft, draft, forward.aux_hidden_states, tokens, lengths, target.root, base)
+        draft = self.program.drafter.begin(
+            params.draft, draft, forward.aux_hidden_states, tokens, lengths, target.root, base
+        )
         limits = sampling.limits
-        most = self.max_new_tokens if limits is None else jnp.clip(limits, 0, self.max_new_tokens)
+        most = self.program.max_new_tokens if limits is None else jnp.clip(limits, 0, self.program.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)
         return DecodeState(target, draft, self._output(sampling._replace(limits=limits), counts))
 
     def _output(self, sampling: SamplingParams, counts: TokenCounts | None) -> OutputState:
         """Return an empty output."""
         batch = len(sampling.limits)
-        room = (batch, self.max_new_tokens + self.depth + 1)
+        room = (batch, self.program.max_new_tokens + self.depth + 1)
         return OutputState(
             tokens=jnp.zeros(room, jnp.int32),
             lengths=jnp.zeros(batch, jnp.int32),
             limits=sampling.limits,
             done=sampling.limits <= 0,
-            accept_lengths=jnp.full((batch, self.max_new_tokens + 1), -1, jnp.int32),
+            accept_lengths=jnp.full((batch, self.program.max_new_tokens + 1), -1, jnp.int32),
             steps=jnp.zeros(batch, jnp.int32),
             keys=sampling.rng,
             rule=sampling.rule,
@@ -419,12 +401,12 @@ class Engine:
         )
 
     def _no_logprobs(self, *places: int) -> Logprobs | None:
-        return None if self.logprobs is None else Logprobs.nothing(places, self.logprobs)
+        return None if self.program.logprobs is None else Logprobs.nothing(places, self.program.logprobs)
 
     def cache_slots(self, prompt_width: int) -> int:
         """Return slots for the longest text plus the nodes of one step, so that no slice update is clamped."""
-        longest = min(prompt_width + self.max_new_tokens, max(self.model.config.max_positions, prompt_width))
-        return longest + self.drafter.spec.verified_nodes(self.tree) + self.forced_nodes
+        longest = min(prompt_width + self.program.max_new_tokens, max(self.model.config.max_positions, prompt_width))
+        return longest + self.program.verified_nodes
 
     def _keys_below(self, state: DecodeState) -> Array:
         """Return random keys ``[B, K+1]`` for the positions after a node of depth 0 .. K."""

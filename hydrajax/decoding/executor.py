@@ -1,4 +1,4 @@
-"""Executors carry out a `DecodeSpec`: prefill, extend, rewind and advance a batch of sequences.
+"""Executors carry out a `Program`: prefill, extend, rewind and advance a batch of sequences.
 
 Everything that generates, serves or measures takes an executor and does not depend on where arrays lie. `FusedExecutor`
 runs base and draft in one program. `hydrajax.decoding.stepped.SteppedExecutor` needs the host in every step.
@@ -25,8 +25,10 @@ from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, refu
 from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.processors import TokenCounts
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request, SamplingParams
 from hydrajax.decoding.state import DecodeState, OutputState, Params, ParamsCheck
+from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import into_huge_pages
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
@@ -38,7 +40,7 @@ State = Any  # a pytree of arrays whose first axis is the batch: `DecodeState`, 
 
 
 class Executor(abc.ABC):
-    """A base, its draft and a spec.
+    """A base, its draft and a program.
 
     Prompts and text are int32 ``[B, T]``, right-padded, with their lengths int32 ``[B]``. A verb that takes a state
     donates it. Every shape compiles once; other values of sampling parameters do not recompile.
@@ -46,13 +48,13 @@ class Executor(abc.ABC):
     Attributes:
         model: The base.
         params: Parameters of base and drafter.
-        spec: How to decode. Its numbers apply unless a call gives others.
+        program: What is compiled.
+        request: What a call wants that says nothing else.
         tokenizer: The base's (transformers); None if it has none.
         engine: The verbs as pure functions.
-        room: Maximum number of new tokens per sequence.
         mesh: The parameters' mesh, over whose ``data`` axis the sequences are divided; None for one device.
         one_tree: The states fit only this executor's own tree.
-        follows_grammars: Its spec may have a grammar.
+        follows_grammars: Requests may have grammars.
     """
 
     one_tree: ClassVar[bool] = False
@@ -62,10 +64,10 @@ class Executor(abc.ABC):
         self,
         model: BaseModel,
         params: Params,
-        spec: DecodeSpec,
+        program: Program,
+        request: Request | None = None,
         *,
         tokenizer: Any = None,
-        room: int | None = None,
         mesh: Mesh | None = None,
     ):
         """Build the executor; nothing is compiled yet.
@@ -73,21 +75,21 @@ class Executor(abc.ABC):
         Args:
             model: The base.
             params: Parameters of base and drafter.
-            spec: How to decode.
+            program: What is compiled.
+            request: What a call wants that says nothing else, by default `Program.request`.
             tokenizer: The base's.
-            room: Maximum number of new tokens per sequence; by default the spec's.
             mesh: The parameters' mesh. The sequences of a batch are divided over its ``data`` axis.
 
         Raises:
-            HydrajaxError: If base, parameters and spec do not fit each other.
+            HydrajaxError: If base, parameters, program and request do not fit each other.
         """
-        if not self.follows_grammars:
-            refuse_grammar(spec)
-        self.model, self.params, self.spec, self.tokenizer = model, params, spec, tokenizer
-        ParamsCheck(model, spec.drafter)(params)
-        self._wanted_room, self.mesh = room, mesh
+        self.model, self.params, self.program, self.tokenizer, self.mesh = model, params, program, tokenizer, mesh
+        self.request = request or program.request()
+        self.check(self.request)
+        program.check(model.config)
+        ParamsCheck(model, program.drafter)(params)
         into_huge_pages(jax.tree.leaves(params))
-        self.engine = self._programs = Engine.of(model, spec, room)
+        self.engine = Engine(model, program)
         self._compiled: set[Any] = set()
         self._result = self._jit(result_of)
         self._jit_verbs()
@@ -104,9 +106,13 @@ class Executor(abc.ABC):
         self._feed = self._jit(engine.feed, donate_argnums=1)
         self._stay = self._jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
 
-    @property
-    def room(self) -> int:
-        return self.engine.max_new_tokens
+    def check(self, request: Request) -> None:
+        """Raise `HydrajaxError` for a request that the program does not serve."""
+        if not self.follows_grammars:
+            refuse_grammar(self.program.grammars or request.grammar)
+        if type(request.rule) is not self.program.rule:
+            raise HydrajaxError(f"rule: got {request.rule}, expected {self.program.rule.__name__}")
+        request.check(self.model.config.vocab_size)
 
     # --- the four verbs -----------------------------------------------------------------------------------------------
 
@@ -172,20 +178,18 @@ class Executor(abc.ABC):
         """Rewind each sequence to its present length, which updates draft state that depends on the number of slots."""
         return self._stay(state)
 
-    def constraints(self, specs: Sequence[DecodeSpec]) -> tuple[Constraint | None, ...] | None:
-        """Return the constraints of sequences with these specs; None if this executor follows no grammars.
+    def constraints(self, requests: Sequence[Request]) -> tuple[Constraint | None, ...] | None:
+        """Return the constraints of sequences with these requests; None if this executor follows no grammars.
 
         Raises:
             HydrajaxError: For a grammar that the tokenizer or llguidance refuses, and for any that is not followed.
         """
         if not self.follows_grammars:
-            for spec in specs:
-                refuse_grammar(spec)
+            for request in requests:
+                refuse_grammar(request.grammar)
             return None
-        size, eos_ids = self.model.config.vocab_size, self.spec.eos_ids
-        return tuple(
-            None if spec.grammar is None else spec.grammar.start(self.tokenizer, size, eos_ids) for spec in specs
-        )
+        given = self.tokenizer, self.model.config.vocab_size, self.program.eos_ids
+        return tuple(None if one.grammar is None else one.grammar.start(*given) for one in requests)
 
     def _placed(self, of_rows: Any) -> Any:
         """Divide arrays whose first axis is the batch over the mesh's data axis, so that their state is divided too."""
@@ -220,11 +224,14 @@ class Executor(abc.ABC):
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None) -> DecodeResult:
         """Decode to the end. The arguments are those of a decode function (`hydrajax.decoding.decode.DecodeFn`)
-        without parameters; results have `room` columns.
+        without parameters; results have as many columns as the program has room.
         """
-        given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
-        state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.room)
+        given = self._settled(prompt, lengths, rng, limits, rule, processors)
+        state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.program.max_new_tokens)
         return self._result(self.output(state))
+
+    def _settled(self, *given: Any) -> Inputs:
+        return settled_inputs(self.program, self.model.config, *given, request=self.request)
 
     def is_compiled(self, given: Inputs) -> bool:
         """Return whether `compile` has compiled for inputs of these shapes."""
@@ -242,37 +249,55 @@ class Executor(abc.ABC):
 
     # --- derived executors ------------------------------------------------------------------------------------
 
-    def with_spec(self, spec: DecodeSpec | None = None, **changes: Any) -> Executor:
-        """Return an executor of another spec, or with fields of the spec replaced, for the same parameters.
+    def with_program(self, program: Program | None = None, request: Request | None = None, **changes: Any) -> Executor:
+        """Return an executor of another program, or of the present one with changes, for the same parameters.
 
-        It shares the compiled programs if they do not depend on the change, such as other numbers of a rule.
+        It shares the compiled programs if it is the same program.
+
+        Args:
+            program: By default the present one.
+            request: By default the present one.
+            changes: Fields of the program to replace; ``max_new_tokens`` is also the request's limit.
         """
-        spec = (spec or self.spec).replace(**changes)
-        if Engine.of(self.model, spec, self._wanted_room) == self._programs:
-            found = copy.copy(self)
-            found.spec = spec
-            return found
-        return self._remade(spec)
+        program = (program or self.program).replace(**changes)
+        if (request := request or self.request) is self.request and "max_new_tokens" in changes:
+            request = request.replace(max_new_tokens=program.max_new_tokens)
+        if program != self.program:
+            return self._remade(program, request)
+        self.check(request)
+        found = copy.copy(self)
+        found.request = request
+        return found
 
-    def _remade(self, spec: DecodeSpec) -> Executor:
-        return type(self)(self.model, self.params, spec, **self._settings)
+    def with_request(self, request: Request | None = None, **changes: Any) -> Executor:
+        """Return an executor with another request, or with fields of the present one replaced.
+
+        It shares the compiled programs, unless the kind of rule is another one.
+        """
+        request = (request or self.request).replace(**changes)
+        return self.with_program(request=request, rule=type(request.rule))
+
+    def _remade(self, program: Program, request: Request) -> Executor:
+        return type(self)(self.model, self.params, program, request, **self._settings)
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """Keyword arguments of executors of other specs."""
-        return {"tokenizer": self.tokenizer, "room": self._wanted_room, "mesh": self.mesh}
+        """Keyword arguments of executors of other programs."""
+        return {"tokenizer": self.tokenizer, "mesh": self.mesh}
 
     def autoregressive(self) -> Executor:
         """Return the autoregressive baseline: the base without a draft, and the rule of the same meaning.
 
-        It follows the grammar of the spec, one token at a time.
+        It follows the grammar of the request, one token at a time.
         """
-        kind = type(self) if self.follows_grammars else FusedExecutor
-        return self.of_kind(kind, self.spec.autoregressive(), Params(self.params.base, {}))
+        kind, program = type(self) if self.follows_grammars else FusedExecutor, self.program.autoregressive()
+        return self.of_kind(kind, program, Params(self.params.base, {}), self.request.fitting(program))
 
-    def of_kind(self, kind: type[OtherExecutor], spec: DecodeSpec, params: Params | None = None) -> OtherExecutor:
-        """Return an executor of another kind with the same devices, tokenizer and room."""
-        return kind(self.model, self.params if params is None else params, spec, **self._settings)
+    def of_kind(
+        self, kind: type[OtherExecutor], program: Program, params: Params | None = None, request: Request | None = None
+    ) -> OtherExecutor:
+        """Return an executor of another kind with the same devices and tokenizer."""
+        return kind(self.model, self.params if params is None else params, program, request, **self._settings)
 
 
 class FusedExecutor(Executor):
@@ -294,7 +319,7 @@ class FusedExecutor(Executor):
         return state, Snapshot.of(state.output)
 
     def decode(self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
-        given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
+        given = self._settled(prompt, lengths, rng, limits, rule, processors)
         with on_mesh(self.mesh):
             return self._decode(self.params, *self._placed(given))
 

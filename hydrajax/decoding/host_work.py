@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
 from hydrajax.decoding.constraints import ALL, Constraint, words
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.drafters.draft_lm_head import WORD
 
 Constraints = Sequence[Constraint | None]  # of each sequence, None for none
@@ -37,7 +37,7 @@ class HostWork:
         self,
         constraints: Constraints,
         stopped: Bool[np.ndarray, " B"],
-        spec: DecodeSpec,
+        program: Program,
         vocab_size: int,
         steps: int,
         held_tokens: int = 0,
@@ -48,19 +48,19 @@ class HostWork:
         Args:
             constraints: Of the sequences.
             stopped: Sequences that take no step.
-            spec: How to decode.
+            program: What is compiled.
             vocab_size: The base's.
             steps: Maximum number of steps.
-            held_tokens: Forced tokens that the drafter's tree holds without a branch (`DecodeSpec.held_tokens`).
+            held_tokens: Forced tokens that the drafter's tree holds without a branch (`Program.held_tokens`).
             until_one_ends: No step follows the one in which a sequence ends.
         """
         self._constraints, self._stopped, self._vocab_size, self._steps = constraints, stopped, vocab_size, steps
-        self._depth, self._forces = spec.longest_path - spec.forced_nodes, spec.forced_nodes > 0
+        self._depth, self._forces = program.longest_path - program.forced_nodes, program.forced_nodes > 0
         self._held, self._until_one_ends = held_tokens, until_one_ends
-        self._other = next(token for token in range(vocab_size - 1, -1, -1) if token not in spec.eos_ids)
+        self._other = next(token for token in range(vocab_size - 1, -1, -1) if token not in program.eos_ids)
         self._ended_before: Bool[np.ndarray, " B"] | None = None  # the first step
         self.ended, self.running, self.plan = np.array(stopped), False, Plan.TREE
-        self.forced = np.full((len(constraints), max(spec.longest_path, 1)), -1, np.int32)
+        self.forced = np.full((len(constraints), max(program.longest_path, 1)), -1, np.int32)
 
     def follow(
         self,

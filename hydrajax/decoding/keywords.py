@@ -1,4 +1,4 @@
-"""Specs from keywords: rules by name, and numbers of rules and logits processors, as calls and commands give them."""
+"""Rules by name, and rules and logits processors from keywords, as calls and commands give them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, 
 from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError, hint, not_allowed
 
 
-class Numbers(TypedDict, total=False):
-    """The numbers of all rules and processors as keywords of a call; a list gives one per prompt."""
+class SamplingKeywords(TypedDict, total=False):
+    """The sampling parameters of all rules and processors as keywords of a call; a list gives one per prompt."""
 
     temperature: float | Sequence[float]
     top_k: int | Sequence[int]
@@ -41,8 +41,8 @@ RULES: dict[str, type[AcceptanceRule]] = {
 }
 
 
-def numbers_of(name: str) -> tuple[str, ...]:
-    """Return the names of a rule's numbers: its fields."""
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Return the names of a rule's parameters: its fields."""
     return tuple(field.name for field in dataclasses.fields(RULES[name]))
 
 
@@ -63,75 +63,70 @@ OTHERS_WORDS = {
     **dict.fromkeys(("min_length", "min_new_tokens"), "no minimum length"),
     **dict.fromkeys(("no_repeat_ngram_size", "bad_words_ids"), "no bans of n-grams; logit_bias bans single tokens"),
 }  # fmt: skip
-# Nodes for the tokens that a grammar forces; measured, see docs/structured_output.md.
-FORCED_NODES = 8
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `HydrajaxError` with what to write for a keyword that is not in `Numbers`."""
-    known = [*Numbers.__annotations__, *ARGUMENTS]
+    """Raise `HydrajaxError` with what to write for a keyword that is not in `SamplingKeywords`."""
+    known = [*SamplingKeywords.__annotations__, *ARGUMENTS]
     for name in names:
-        if name not in Numbers.__annotations__:
+        if name not in SamplingKeywords.__annotations__:
             what = hint(name, known, OTHERS_WORDS) or f"; expected one of {', '.join(known)}"
             raise HydrajaxError(f"{name}: unknown argument{what}")
 
 
-def default_rule(numbers: Mapping[str, Any]) -> str:
-    """Return the rule for numbers without a rule's name: exact with a temperature, else greedy.
+def default_rule(parameters: Mapping[str, Any]) -> str:
+    """Return the rule for parameters without a rule's name: exact with a temperature, else greedy.
 
     Temperature 0 alone is greedy; a list with one temperature per prompt is exact if any of them is not 0.
 
     Args:
-        numbers: Keywords; only the numbers of rules count.
+        parameters: Keywords; only the parameters of rules count.
     """
-    numbers = {name: value for name, value in numbers.items() if name not in (*PROCESSOR_OF, "processors")}
-    temperature = numbers.get("temperature")
+    parameters = {name: value for name, value in parameters.items() if name not in (*PROCESSOR_OF, "processors")}
+    temperature = parameters.get("temperature")
     several = isinstance(temperature, (Sequence, np.ndarray)) and not isinstance(temperature, str)
     if all(value is None or value == 0 for value in (temperature if several else [temperature])):
-        others = any(value is not None for name, value in numbers.items() if name != "temperature")
+        others = any(value is not None for name, value in parameters.items() if name != "temperature")
         return "exact" if temperature is not None and others else "greedy"
     return "exact"
 
 
-def make_rule(name: str, **numbers: Any) -> AcceptanceRule:
-    """Return the rule of this name with these numbers; a number that is None keeps its default.
+def make_rule(name: str, **parameters: Any) -> AcceptanceRule:
+    """Return the rule of this name with these parameters; a parameter that is None keeps its default.
 
     Raises:
-        HydrajaxError: For an unknown name, and for a number that is out of range or that the rule does not have.
+        HydrajaxError: For an unknown name, and for a parameter that is out of range or that the rule does not have.
     """
     if name not in RULES:
         raise not_allowed("rule", name, RULES)
-    given = {number: value for number, value in numbers.items() if value is not None}
+    given = {parameter: value for parameter, value in parameters.items() if value is not None}
     if name == "greedy" and given.get("temperature") == 0:
         del given["temperature"]
-    for number in given:
-        if number not in numbers_of(name):
-            takers = ", ".join(other for other in RULES if number in numbers_of(other))
+    for parameter in given:
+        if parameter not in parameters_of(name):
+            takers = ", ".join(other for other in RULES if parameter in parameters_of(other))
             only = f", only with {takers}" if takers else ""
-            only += " or with a temperature" if name == "greedy" and number in ("top_k", "top_p", "min_p") else ""
-            raise HydrajaxError(f"{number}: got a value for the rule {name}, expected none{only}")
+            only += " or with a temperature" if name == "greedy" and parameter in ("top_k", "top_p", "min_p") else ""
+            raise HydrajaxError(f"{parameter}: got a value for the rule {name}, expected none{only}")
     return RULES[name](**given)
 
 
-def with_keywords(
-    spec: DecodeSpec,
-    rule: Rule | None = None,
-    processors: Sequence[Any] = (),
-    **numbers: Any,
-) -> DecodeSpec:
-    """Return the spec with a rule, by default `default_rule`, and with processors.
+def make_request(
+    rule: Rule | None = None, processors: Sequence[Any] = (), *, fields: Mapping[str, Any] = {}, **parameters: Any
+) -> Request:
+    """Return a request with a rule, by default `default_rule`, and with processors.
 
     Args:
-        spec: The other fields stay.
         rule: A rule, or the name of one.
-        processors: Applied after those that the numbers construct.
-        numbers: Numbers of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
+        processors: Applied after those that the parameters construct.
+        fields: The other fields of the request.
+        parameters: Of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
 
     Raises:
-        HydrajaxError: As `make_rule`, for an unknown keyword, and for a rule's number together with a rule object.
+        HydrajaxError: As `make_rule`, for an unknown keyword, and for a rule's parameter together with a rule object.
     """
-    check_names(numbers)
-    given = {name: value for name, value in numbers.items() if value is not None}
+    check_names(parameters)
+    given = {name: value for name, value in parameters.items() if value is not None}
     of_rule = {name: value for name, value in given.items() if name not in PROCESSOR_OF}
     of_processors = {name: value for name, value in given.items() if name in PROCESSOR_OF}
     if rule is None or isinstance(rule, str):
@@ -140,27 +135,21 @@ def with_keywords(
         raise HydrajaxError(
             f"{next(iter(of_rule))}: got a value next to a rule object, expected none: set it in the rule"
         )
-    return spec.replace(rule=rule, processors=(*make_processors(**of_processors), *processors))
+    return Request(rule, (*make_processors(**of_processors), *processors), **fields)
 
 
-def with_grammar(spec: DecodeSpec, grammar: GrammarLike | None) -> DecodeSpec:
-    """Return the spec with a grammar, and with nodes for the tokens that it forces; unchanged for None."""
-    return spec if grammar is None else spec.replace(grammar=grammar, forced_nodes=FORCED_NODES)
-
-
-def specs_of_prompts(
-    spec: DecodeSpec,
+def requests_of_prompts(
     count: int,
     *,
     rule: Rule | Sequence[AcceptanceRule] | None = None,
     max_new_tokens: int | Sequence[int] = 256,
     grammar: GrammarLike | Sequence[GrammarLike | None] | None = None,
     **keywords: Any,
-) -> list[DecodeSpec]:
-    """Return `with_keywords` for each of ``count`` prompts, from values for all or lists with one per prompt.
+) -> list[Request]:
+    """Return `make_request` for each of ``count`` prompts, from values for all or lists with one per prompt.
 
     Raises:
-        HydrajaxError: As `with_keywords`, and for lists of another length.
+        HydrajaxError: As `make_request`, and for lists of another length.
     """
     check_names(keywords.keys() - {"processors"})
     if rule is None:
@@ -175,9 +164,8 @@ def specs_of_prompts(
     for row in range(max(count, 1)):  # invalid values are refused without prompts, too
         own = {name: value for name, value in of_all.items() if name not in each}
         own |= {name: values[row] for name, values in each.items() if count}
-        limit = own.pop("max_new_tokens", spec.max_new_tokens)
-        one = with_grammar(spec.replace(max_new_tokens=limit), own.pop("grammar", None))
-        found.append(with_keywords(one, **own))
+        fields = {name: own.pop(name) for name in ("max_new_tokens", "grammar") if name in own}
+        found.append(make_request(fields=fields, **own))
     return found[:count]
 
 

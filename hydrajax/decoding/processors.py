@@ -3,9 +3,8 @@
 A processor is part of the base's distribution, so every rule applies it alike. Its effect at a node may depend on all
 tokens before: the prompt, the output, and the path from the root to the node.
 
-A processor is a frozen, hashable dataclass of numbers (`DecodeSpec.processors`). `batched` combines those of several
-sequences into one with arrays, which lies in the decode state. A program without processors contains nothing of this
-module.
+A processor is a frozen, hashable dataclass of sampling parameters. `batched` combines those of several sequences into
+one with arrays, which lies in the decode state. A program without processors contains nothing of this module.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
-from hydrajax.decoding import numbers
-from hydrajax.decoding.numbers import LARGEST_NUMBER, bound, effective, numbers_as_arrays
+from hydrajax.decoding import parameters
+from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, effective, parameters_as_arrays
 from hydrajax.drafters.draft_lm_head import is_allowed
 from hydrajax.errors import HydrajaxError, integer_in
 from hydrajax.models.arrays import Array
@@ -94,7 +93,7 @@ class LogitsProcessor(Protocol):
     counts_tokens: ClassVar[bool]
 
     def __call__(self, logits: Float[Array, "B V"], context: NodeContext) -> Float[Array, "B V"]:
-        """Return the processed logits. The processor's numbers are arrays ``[B]`` here."""
+        """Return the processed logits. The processor's parameters are arrays ``[B]`` here."""
 
     def reference(
         self, logits: Float[np.ndarray, " V"], prompt: Sequence[int], output: Sequence[int]
@@ -121,7 +120,7 @@ class LogitsProcessor(Protocol):
         """
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
     """Penalise (or favour) tokens that the text already contains.
@@ -197,7 +196,7 @@ class Penalties:
 
     @classmethod
     def batched(cls, rows, vocab_size, like=()):
-        return numbers.batched(rows, like)
+        return parameters.batched(rows, like)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -333,7 +332,7 @@ class AllowedTokens(NamedTuple):
 
     Attributes:
         allowed: uint32 ``[B, N, W]``: token t is bit t % 32 of word t // 32. The host computes it for the nodes of one
-            proposal (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a spec.
+            proposal (`hydrajax.decoding.stepped.SteppedExecutor`), so it is not part of a request.
     """
 
     allowed: UInt32[Array, "B N W"]
@@ -353,9 +352,9 @@ PROCESSOR_OF = {each.name: cls for cls in PROCESSORS for each in fields(cls)}
 
 
 def make_processors(**given: Any) -> tuple[Any, ...]:
-    """Return the processors of these numbers, named as the fields of `PROCESSORS`, without those that have no effect.
+    """Return the processors of these parameters (fields of `PROCESSORS`), without those that have no effect.
 
-    A number that is None keeps its default. Raises `HydrajaxError` for a number out of range.
+    A parameter that is None keeps its default. Raises `HydrajaxError` for a parameter out of range.
     """
     made = []
     for cls in PROCESSORS:

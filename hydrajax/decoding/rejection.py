@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from hydrajax.decoding.acceptance import ExactSampling, walk
-from hydrajax.decoding.numbers import is_mixed, numbers_as_arrays
+from hydrajax.decoding.parameters import is_mixed, parameters_as_arrays
 from hydrajax.decoding.sampling import Sampling, check_temperature, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
@@ -23,7 +23,7 @@ from hydrajax.trees.topology import at_rows
 DRAFT, BASE, CHILDREN = 0, 1, 2
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class RejectionSampling(Sampling):
     """Rejection sampling of candidates drawn from q (Leviathan et al. 2023, Chen et al. 2023).

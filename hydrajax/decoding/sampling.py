@@ -1,7 +1,7 @@
 """The distribution that sampling draws from: the base's, at a temperature, truncated to its most likely tokens.
 
-All rules and the autoregressive baseline share this code and agree to the bit. The numbers of a rule may be Python
-numbers, which apply to all sequences, or arrays with one number per sequence (`hydrajax.decoding.numbers`).
+All rules and the autoregressive baseline share this code and agree to the bit. The parameters of a rule may be Python
+numbers, which apply to all sequences, or arrays with one number per sequence (`hydrajax.decoding.parameters`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.numbers import (
+from hydrajax.decoding.parameters import (
     LARGEST,
     LARGEST_NUMBER,
     LEAST_SHARE,
@@ -29,49 +29,49 @@ from hydrajax.ops import best_token, over_rows
 NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 
 
-def check_temperature(numbers: Any, name: str = "temperature") -> None:
+def check_temperature(parameters: Any, name: str = "temperature") -> None:
     """Check and bound a temperature that cannot be 0; raises `HydrajaxError`."""
-    value = getattr(numbers, name)
+    value = getattr(parameters, name)
     if not 0 < value < float("inf"):
         raise HydrajaxError(f"{name}: got {value}, expected a positive number")
-    bound(numbers, **{name: (LEAST_TEMPERATURE, LARGEST_NUMBER)})
+    bound(parameters, **{name: (LEAST_TEMPERATURE, LARGEST_NUMBER)})
 
 
-def check_cuts(numbers: Any) -> None:
+def check_cuts(parameters: Any) -> None:
     """Check and bound ``top_k``, ``top_p`` and ``min_p``; raises `HydrajaxError`."""
-    if numbers.top_k is not None and (type(numbers.top_k) is not int or numbers.top_k < 1):
-        raise HydrajaxError(f"top_k: got {numbers.top_k}, expected an integer from 1 up")
-    if not 0 < numbers.top_p <= 1:
-        raise HydrajaxError(f"top_p: got {numbers.top_p}, expected above 0 and at most 1")
-    if not 0 <= numbers.min_p <= 1:
-        raise HydrajaxError(f"min_p: got {numbers.min_p}, expected a number from 0 to 1")
-    bound(numbers, top_k=(1, int(LARGEST)), top_p=(LEAST_SHARE, 1))
+    if parameters.top_k is not None and (type(parameters.top_k) is not int or parameters.top_k < 1):
+        raise HydrajaxError(f"top_k: got {parameters.top_k}, expected an integer from 1 up")
+    if not 0 < parameters.top_p <= 1:
+        raise HydrajaxError(f"top_p: got {parameters.top_p}, expected above 0 and at most 1")
+    if not 0 <= parameters.min_p <= 1:
+        raise HydrajaxError(f"min_p: got {parameters.min_p}, expected a number from 0 to 1")
+    bound(parameters, top_k=(1, int(LARGEST)), top_p=(LEAST_SHARE, 1))
 
 
-def shaped(numbers: Any, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+def shaped(parameters: Any, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
     """Return the logits of the sampled distribution; -inf for truncated tokens.
 
     Temperature, then top-k, top-p and min-p, in the order of transformers' warpers. Sequences at temperature 0 are
     shaped at temperature 1.
 
     Args:
-        numbers: An object with these four. If they are arrays ``[B]``, the first axis of the logits is B.
+        parameters: An object with these four. If they are arrays ``[B]``, the first axis of the logits is B.
         logits: Float logits.
     """
-    temperature = numbers.temperature
-    if is_mixed(numbers):
+    temperature = parameters.temperature
+    if is_mixed(parameters):
         temperature = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)
     logits = logits / over_rows(temperature, logits)
-    if (top_k := effective(numbers, "top_k")) is not None:
+    if (top_k := effective(parameters, "top_k")) is not None:
         kept = _among_largest(logits, jnp.ones_like(logits), over_rows(top_k, logits))
         logits = jnp.where(kept, logits, -jnp.inf)
-    if (top_p := effective(numbers, "top_p")) is not None:
-        if is_mixed(numbers):
+    if (top_p := effective(parameters, "top_p")) is not None:
+        if is_mixed(parameters):
             # Rounded probabilities may sum to 1 before the last of them; they never sum to 2.
             top_p = jnp.where(jnp.asarray(top_p) < 1, top_p, 2.0)
         probs = jax.nn.softmax(logits, axis=-1)
         logits = jnp.where(_among_largest(probs, probs, over_rows(top_p, logits)), logits, -jnp.inf)
-    if (min_p := effective(numbers, "min_p")) is not None:
+    if (min_p := effective(parameters, "min_p")) is not None:
         # A ratio of probabilities is a difference of logits.
         least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(over_rows(min_p, logits))
         logits = jnp.where(logits >= least, logits, -jnp.inf)
@@ -80,10 +80,10 @@ def shaped(numbers: Any, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows
 
 @dataclass(frozen=True)
 class Sampling:
-    """The numbers of rules that draw from the base's distribution.
+    """The sampling parameters of rules that draw from the base's distribution.
 
-    A number without effect leaves a sequence's tokens unchanged to the bit, also if it is part of arrays because other
-    sequences use it. Equally likely tokens are kept or truncated together.
+    A parameter without effect leaves a sequence's tokens unchanged to the bit, also in arrays that other sequences
+    use. Equally likely tokens are kept or truncated together.
 
     Attributes:
         temperature: 0 for the most likely token (greedy), else positive. Less than `LEAST_TEMPERATURE` is 0.

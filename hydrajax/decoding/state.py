@@ -122,10 +122,10 @@ class OutputState(NamedTuple):
             that a sequence did not take.
         steps: int32 ``[B]`` steps taken.
         keys: ``[B]`` random keys. A draw depends on the key and on the position in the output.
-        rule: The acceptance rule, its numbers arrays ``[B]``.
+        rule: The acceptance rule, its parameters arrays ``[B]``.
         counts: Token counts of prompt and output; None if no processor reads them.
         logprobs: Log-probabilities of ``tokens``, of the same shape; None if not requested.
-        processors: The logits processors, their numbers arrays with the batch first.
+        processors: The logits processors, their parameters arrays with the batch first.
         ignore_eos: bool ``[B]`` EOS does not end the sequence; None for no sequence.
     """
 

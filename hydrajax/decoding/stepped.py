@@ -28,7 +28,7 @@ from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.host_work import AnyText, Constraints, HostWork, Plan
 from hydrajax.decoding.processors import AllowedTokens
-from hydrajax.decoding.spec import SamplingParams
+from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.state import DecodeState
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.drafter import Proposal
@@ -45,7 +45,8 @@ class SteppedState(NamedTuple):
 class SteppedExecutor(FusedExecutor):
     """Decode under grammars; programs are compiled once per shape, of three programs per step once per `Plan`.
 
-    Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of the spec. A batch
+    Each sequence follows its constraint in `SamplingParams.constraints`, by default the
+    grammar of the executor's request. A batch
     without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
     nodes for forced tokens.
 
@@ -64,9 +65,11 @@ class SteppedExecutor(FusedExecutor):
         def candidates(params, state, forced, plan, allowed):
             if plan is Plan.FORCED:
                 root = state.target.root
-                return with_branch(Proposal(root[:, None], presets.root().topology), forced, engine.forced_nodes)
+                return with_branch(
+                    Proposal(root[:, None], presets.root().topology), forced, engine.program.forced_nodes
+                )
             proposal = engine.propose(params, state, allowed)
-            return proposal if plan is Plan.TREE else with_branch(proposal, forced, engine.forced_nodes)
+            return proposal if plan is Plan.TREE else with_branch(proposal, forced, engine.program.forced_nodes)
 
         # A static tree stays a constant of each program and is not passed between them.
         def propose(params, state, forced, first, plan):
@@ -77,7 +80,7 @@ class SteppedExecutor(FusedExecutor):
             return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
 
         def with_tree(proposal):
-            return proposal if proposal.tree is not None else proposal._replace(tree=engine.tree.topology)
+            return proposal if proposal.tree is not None else proposal._replace(tree=engine.program.tree.topology)
 
         def verify(params, cache, proposal):
             return engine.verify(params, cache, with_tree(proposal))
@@ -134,18 +137,18 @@ class SteppedExecutor(FusedExecutor):
         """Return constraints to compile with: any, or for steps of three programs those with every `Plan`, which are
         without forced tokens, with one, and with more than the draft's tree is deep.
         """
-        if self.host_calls or not self.spec.forced_nodes:
+        if self.host_calls or not self.program.forced_nodes:
             return (AnyText([]),)
-        return AnyText([]), AnyText([0]), AnyText([0] * self.spec.longest_path)
+        return AnyText([]), AnyText([0]), AnyText([0] * self.program.longest_path)
 
     def _plans(self, batch: int) -> tuple[Plan, ...]:
         """Return the plans that steps of a batch in one program can have."""
-        spec = self.spec
-        depth = spec.longest_path - spec.forced_nodes
-        if not spec.forced_nodes:
+        program = self.program
+        depth = program.longest_path - program.forced_nodes
+        if not program.forced_nodes:
             return (Plan.TREE,)
         # A single sequence needs a branch for more tokens than the tree holds and fewer than it is deep.
-        joined = depth > 0 and (batch > 1 or spec.held_tokens + 1 < depth)
+        joined = depth > 0 and (batch > 1 or program.held_tokens + 1 < depth)
         return (Plan.TREE, Plan.FORCED, Plan.JOINED) if joined else (Plan.TREE, Plan.FORCED)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
@@ -181,7 +184,7 @@ class SteppedExecutor(FusedExecutor):
         """Step while the host works during the base's passes."""
         while work.running:
             ended, forced, plan = *self._placed((work.ended, work.forced)), work.plan
-            masks = self.spec.drafter.spec.fills_levels and plan is not Plan.FORCED
+            masks = self.program.drafter.spec.fills_levels and plan is not Plan.FORCED
             first = self._placed(work.next_masks()) if masks else None
             proposal = self._propose(self.params, decode, forced, first, plan=plan)
             forward, logits = self._verify(self.params, decode.target.cache, proposal)
@@ -222,16 +225,16 @@ class SteppedExecutor(FusedExecutor):
         """Return a new constraint of each sequence, and the sampling parameters without constraints."""
         given = sampling.constraints
         if given is None:
-            given = self.constraints([self.spec] * batch)
+            given = self.constraints([self.request] * batch)
         return tuple(None if one is None else one.copy() for one in given), sampling._replace(constraints=None)
 
     def _host_work(self, constraints: Constraints, stopped, steps: int, until_one_ends: bool = False) -> HostWork:
-        held = self.spec.held_tokens if self.host_calls else 0  # three programs mask the first level only
-        return HostWork(constraints, stopped, self.spec, self.model.config.vocab_size, steps, held, until_one_ends)
+        held = self.program.held_tokens if self.host_calls else 0  # three programs mask the first level only
+        return HostWork(constraints, stopped, self.program, self.model.config.vocab_size, steps, held, until_one_ends)
 
     def _on_host(self, proposal: Proposal) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"]]:
         """Fetch tokens and parents of the nodes; the base's pass continues meanwhile."""
-        parents = self.engine.tree.topology.parents if proposal.tree is None else proposal.tree.parents
+        parents = self.engine.program.tree.topology.parents if proposal.tree is None else proposal.tree.parents
         tokens, parents = jax.device_get((proposal.tokens, parents))
         return tokens, np.broadcast_to(parents, tokens.shape)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix, PrefixCache
-from hydrajax.serve.requests import Request
+from hydrajax.serve.requests import Submission
 
 
 class GroupUsage(NamedTuple):
@@ -42,11 +42,11 @@ class CacheBudget:
         if (least := self._alone(1, 1)) > self.limit:
             raise HydrajaxError(f"cache_memory: got {self.limit} bytes, expected at least {least} for one sequence")
 
-    def max_length(self, request: Request) -> int:
+    def max_length(self, request: Submission) -> int:
         """Return the tokens that prompt and answer can reach."""
-        return min(len(request.ids) + request.spec.max_new_tokens, self._pool.context)
+        return min(len(request.ids) + request.wanted.max_new_tokens, self._pool.context)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Submission) -> None:
         """Raise `HydrajaxError` for a request that would not fit alone."""
         if (needed := self._alone(self.max_length(request), len(request.ids))) > self.limit:
             raise HydrajaxError(
@@ -54,7 +54,7 @@ class CacheBudget:
                 "ask for fewer tokens"
             )
 
-    def find_group(self, usages: Sequence[GroupUsage], request: Request) -> int | None:
+    def find_group(self, usages: Sequence[GroupUsage], request: Submission) -> int | None:
         """Return the index of the group that the request can join, or None if it must wait.
 
         The index after the last one is a new group. It costs one more pass through the model per step, and so it is the
@@ -72,7 +72,7 @@ class CacheBudget:
                 return index
         return None
 
-    def find_prefix(self, request: Request, running_nbytes: int) -> tuple[CachedPrefix | None, int]:
+    def find_prefix(self, request: Submission, running_nbytes: int) -> tuple[CachedPrefix | None, int]:
         """Return a cached prefix of the prompt and its length, or (None, 0).
 
         ``running_nbytes``: of all groups in their present shapes. The entry and its copy must fit together.
@@ -84,7 +84,7 @@ class CacheBudget:
             return None, 0
         return entry, shared
 
-    def shrink_prefix_cache(self, usages: Sequence[GroupUsage], prefilling: Request | None) -> None:
+    def shrink_prefix_cache(self, usages: Sequence[GroupUsage], prefilling: Submission | None) -> None:
         """Leave the prefix cache the memory that running sequences cannot come to need."""
         self.prefix_cache.shrink(max(self.limit - self._peak(usages, prefilling), 0) if self._caches_prefixes else 0)
 
@@ -98,7 +98,7 @@ class CacheBudget:
     def _alone(self, max_length: int, prompt_length: int) -> int:
         return self._pool.nbytes(1, max_length) + self._pool.prefill_nbytes(prompt_length)
 
-    def _peak(self, usages: Sequence[GroupUsage], prefilling: Request | None) -> int:
+    def _peak(self, usages: Sequence[GroupUsage], prefilling: Submission | None) -> int:
         """Bytes of the groups at their maximum lengths, and of the prompt in prefill."""
         final = [self._pool.nbytes(len(each), max(each)) if each else 0 for each, _ in usages]
         groups = sum(max(usage.nbytes, needed) for usage, needed in zip(usages, final, strict=True))

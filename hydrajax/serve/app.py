@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
 from hydrajax.serve.batcher import Batcher
@@ -43,8 +44,7 @@ from hydrajax.serve.protocol import (
 )
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.requests import Closed, QueueFull
-from hydrajax.serve.requests import Request as BatcherRequest
+from hydrajax.serve.requests import Closed, QueueFull, Submission
 from hydrajax.serve.served_models import ServedModel, check_unique, total
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
@@ -250,11 +250,10 @@ class Api:
     ) -> Response:
         model = self._served(body.model)
         batcher, form = model.batcher, ReplyFormat(model.name, chat)
-        n, sampling, seed = body.n or 1, body.sampling(), body.seed
-        if sampling["temperature"] is None:
+        n, sampling = body.n or 1, body.sampling()
+        if sampling["temperature"] is None and self._settings.temperature:
             sampling["temperature"] = self._settings.temperature
-        if sampling["temperature"] and seed is None:
-            seed = secrets.randbits(32)  # one for all choices, which are numbered
+        seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed  # one for all choices
         if len(prompts) * n > MOST_CHOICES:
             raise HydrajaxError(f"n: got {len(prompts)} prompts x {n} choices, expected at most {MOST_CHOICES} in all")
         if (top := body.top_logprobs_count()) > batcher.top_logprobs:
@@ -266,9 +265,9 @@ class Api:
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
         common["remembered"] = body.corpus is not False
 
-        def made() -> list[BatcherRequest]:
+        def made() -> list[Submission]:
             firsts = [batcher.request(ids, **common, **sampling) for ids in prompts]
-            return [replace(first, number=number) for first in firsts for number in range(n)]
+            return [first.numbered(number) for first in firsts for number in range(n)]
 
         if (grammar := structure.grammar) is None:
             requests = made()

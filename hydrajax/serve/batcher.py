@@ -24,7 +24,7 @@ from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.new_request import new_request
 from hydrajax.serve.prefix_cache import CachedPrefix, shared_length
 from hydrajax.serve.prompt_prefill import PromptPrefill
-from hydrajax.serve.requests import Closed, QueueFull, Request, RequestHandle
+from hydrajax.serve.requests import Closed, QueueFull, RequestHandle, Submission
 from hydrajax.serve.slot_group import Extent, RunningBatch, RunningSequence, SlotGroup
 from hydrajax.serve.speculation_policy import IdleTimes
 from hydrajax.serve.stats import N_COUNTS, Stats
@@ -82,7 +82,7 @@ class Batcher:
         self._thread.start()
         return self
 
-    def request(self, ids: np.ndarray, **fields: Any) -> Request:
+    def request(self, ids: np.ndarray, **fields: Any) -> Submission:
         """Return a request for this model; the fields are those of `hydrajax.serve.new_request.new_request`.
 
         Raises:
@@ -92,7 +92,9 @@ class Batcher:
         self._budget.check(found)
         return found
 
-    def submit(self, requests: Sequence[Request], on_change: Callable[[], None] | None = None) -> list[RequestHandle]:
+    def submit(
+        self, requests: Sequence[Submission], on_change: Callable[[], None] | None = None
+    ) -> list[RequestHandle]:
         """Queue requests, all or none.
 
         Raises:
@@ -318,9 +320,7 @@ class Batcher:
         sequence.output = emitted
         done |= sequence.text.stopped
         seconds = time.perf_counter() - handle.arrived
-        result = row_result(
-            self._executor, request.spec, request.ids, snapshot, slot, sequence.text, seconds, request.seed
-        )
+        result = row_result(self._executor, request.wanted, request.ids, snapshot, slot, sequence.text, seconds)
         before = handle.result
         with self._lock:
             self._counts["tokens"] += result.new_tokens - (0 if before is None else before.new_tokens)

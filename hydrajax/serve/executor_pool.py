@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-import jax
 import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
@@ -17,15 +15,16 @@ from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor, State
 from hydrajax.decoding.host_work import AnyText
-from hydrajax.decoding.keywords import FORCED_NODES
 from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
+from hydrajax.decoding.program import FORCED_NODES, Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
+from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
+from hydrajax.generation import keys_of
 from hydrajax.ops import trace
-from hydrajax.serve.programs import Kind, Program, Programs
+from hydrajax.serve.programs import Kind, Programs, ProgramShape
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -59,7 +58,8 @@ class ExecutorPool:
     """The executors of one served model, one per batch size.
 
     Attributes:
-        spec: the decode spec of a request, to be changed in rule, processors and limits: greedy, full context.
+        program: what a sequence alone is decoded with.
+        neutral: a request that all others have the structure of: greedy, full context.
         programs: which of them are compiled.
     """
 
@@ -74,7 +74,7 @@ class ExecutorPool:
         """Build the executors.
 
         Args:
-            executor: base and draft; the rule, processors and limits of its spec are ignored.
+            executor: base and draft; the rule and the room of its program, and its request, are ignored.
             sizes: limits.
             tree_for: the tree for a batch size; the executor's own tree by default.
             drops_draft: also build executors for plain steps and for prompts that the draft does not read.
@@ -92,51 +92,50 @@ class ExecutorPool:
         smallest, growth = LAST_CHUNKS_ON_CPU if trace.on_cpu() else LAST_CHUNKS
         self.last_chunks = _geometric(min(smallest, self.chunk), self.chunk, growth)  # padded lengths
         self._caught_up = max(width for width in self.last_chunks if width <= max(MISSED_TOKENS, self.last_chunks[0]))
-        own = executor.spec.tree
+        own = executor.program.tree
         trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
         if executor.one_tree:
             trees, drops_draft = dict.fromkeys(trees, trees[1]), False
-        self.spec = executor.spec.replace(
-            tree=trees[1],
-            rule=ExactSampling(temperature=0.0),
-            processors=(),
-            max_new_tokens=self.context,
-            logprobs=sizes.logprobs,
-        )
-        made = {tree: executor.with_spec(self.spec.replace(tree=tree)) for tree in dict.fromkeys(trees.values())}
+        self.neutral = neutral = Request(ExactSampling(temperature=0.0), max_new_tokens=self.context)
+        self.program: Program = executor.program.serving(neutral).replace(tree=trees[1], logprobs=sizes.logprobs)
+        made = {tree: executor.with_program(self.program, neutral, tree=tree) for tree in dict.fromkeys(trees.values())}
         self._speculative = {batch: made[tree] for batch, tree in trees.items()}
         self._plain = None
         if drops_draft and any(each.engine.depth for each in made.values()):
-            drafter = LeftOut(self.spec.drafter)
-            self._plain = executor.with_spec(self.spec.replace(drafter=drafter, tree=presets.root()))
+            drafter = LeftOut(self.program.drafter)
+            self._plain = executor.with_program(self.program, neutral, drafter=drafter, tree=presets.root())
         # Prefilled states have room for the paths of every tree, and of forced tokens.
         self._prefill = max(made.values(), key=lambda each: each.engine.depth)
         self._constrained: dict[int, SteppedExecutor] = {}
         if isinstance(executor, FusedExecutor):
-            self._prefill = self._prefill.with_spec(forced_nodes=FORCED_NODES)
+            self._prefill = self._prefill.with_program(forced_nodes=FORCED_NODES)
             for batch, each in self._speculative.items():
-                spec = each.spec.replace(forced_nodes=FORCED_NODES)
-                self._constrained[batch] = executor.of_kind(SteppedExecutor, spec)
+                program = each.program.replace(forced_nodes=FORCED_NODES)
+                self._constrained[batch] = executor.of_kind(SteppedExecutor, program, request=neutral)
         unread = self._prefill
         if self._plain is not None:
-            unread = self._prefill.with_spec(drafter=Unread(self.spec.drafter))
+            unread = self._prefill.with_program(drafter=Unread(self.program.drafter))
         self._prefills = {True: self._prefill, False: unread}  # by whether the draft reads the text
         # A mask of the first token, which without a grammar allows all, costs less than a second program per shape.
         self._masked = {
-            read: executor.of_kind(SteppedExecutor, each.spec) if self._constrained else each
+            read: executor.of_kind(SteppedExecutor, each.program, request=neutral) if self._constrained else each
             for read, each in self._prefills.items()
         }
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
         penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
-        if self.spec.eos_ids:
-            penalties.append(MinTokens(1, self.spec.eos_ids))
+        if self.program.eos_ids:
+            penalties.append(MinTokens(1, self.program.eos_ids))
         rule = ExactSampling(1.0, top_k=1, top_p=0.5, min_p=0.5)
         self._like = [
-            self.spec,
-            self.spec.replace(rule=rule, processors=[LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])]),
+            neutral,
+            Request(
+                rule,
+                [LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])],
+                ignore_eos=bool(self.program.eos_ids),
+            ),
         ]
-        self._neutral = self.sampling(self.spec, jax.random.key(0))
-        self.headroom = max(each.spec.verified_nodes for each in (*made.values(), *self._constrained.values()))
+        self._neutral = self.sampling(neutral)
+        self.headroom = max(each.program.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
         self.shapes = StateShapes(self._prefill, self._neutral, (sizes.slots, self.cache_lens[-1]))
@@ -161,29 +160,29 @@ class ExecutorPool:
     @property
     def nodes(self) -> int:
         """Tokens per sequence that a step feeds to the base, root included."""
-        return self.executor.spec.verified_nodes
+        return self.program.verified_nodes
 
-    def step_programs(self, batch: int, cache_len: int, constrained: bool) -> list[Program]:
+    def step_programs(self, batch: int, cache_len: int, constrained: bool) -> list[ProgramShape]:
         """Return the programs that a batch of this shape needs, with constraints or without."""
         kinds = (Kind.SPECULATIVE, Kind.CONSTRAINED) if constrained else (Kind.SPECULATIVE,)
-        return [Program(kind, cache_len, batch) for kind in kinds]
+        return [ProgramShape(kind, cache_len, batch) for kind in kinds]
 
-    def prefill_programs(self, start: int, length: int, read: bool = True) -> list[Program]:
+    def prefill_programs(self, start: int, length: int, read: bool = True) -> list[ProgramShape]:
         """Return the programs that prefill a prompt from token ``start`` on; read: by the draft too."""
         last, feed = (Kind.PREFILL, Kind.FEED) if read else (Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
         cache_len, rest = self.prefill_cache_len(start, length), length - start
-        found = [Program(last, cache_len, self._padded((rest - 1) % self.chunk + 1))]
-        return found if rest <= self.chunk else [*found, Program(feed, cache_len, self.chunk)]
+        found = [ProgramShape(last, cache_len, self._padded((rest - 1) % self.chunk + 1))]
+        return found if rest <= self.chunk else [*found, ProgramShape(feed, cache_len, self.chunk)]
 
     def can_be_plain(self, batch: int, cache_len: int) -> bool:
         """Return whether steps of this shape may be plain."""
-        return self.drops_draft and self._spares([Program(Kind.PLAIN, cache_len, batch)])
+        return self.drops_draft and self._spares([ProgramShape(Kind.PLAIN, cache_len, batch)])
 
     def can_be_unread(self, start: int, length: int) -> bool:
         """Return whether the draft may miss a prompt from token ``start`` on."""
         return self.drops_draft and self._spares(self.prefill_programs(start, length, read=False))
 
-    def _spares(self, programs: Sequence[Program]) -> bool:
+    def _spares(self, programs: Sequence[ProgramShape]) -> bool:
         """Return whether programs that others can replace are compiled. A warm-up compiles them in its own order."""
         return all(program in self.programs for program in programs) or (
             not self._warms_up and self.programs.ready(programs)
@@ -215,13 +214,9 @@ class ExecutorPool:
         executor = self._speculative[batch] if speculative or self._plain is None else self._plain
         return executor.advance(state, stopped, steps, until_one_ends=True)
 
-    def sampling(self, spec: DecodeSpec, keys) -> SamplingParams:
-        """Return the sampling arrays of one sequence, which EOS does not end if the spec has no EOS ids.
-
-        Raises `HydrajaxError` for a token id outside the vocabulary.
-        """
-        found = sampling_params([spec], keys, self._vocab_size, self._like)
-        return found._replace(ignore_eos=np.array([not spec.eos_ids])) if self.spec.eos_ids else found
+    def sampling(self, request: Request) -> SamplingParams:
+        """Return the sampling arrays of one sequence; raises `HydrajaxError` for a token id outside the vocabulary."""
+        return sampling_params([request], keys_of([request]), self._vocab_size, self._like)
 
     def batch_for(self, sequences: int) -> int:
         """Return the smallest batch size that holds ``sequences``."""
@@ -266,8 +261,7 @@ class ExecutorPool:
         self,
         state: State,
         ids: np.ndarray,
-        key,
-        spec: DecodeSpec,
+        request: Request,
         constraint: Constraint | None = None,
         read: bool = True,
     ) -> State:
@@ -276,7 +270,7 @@ class ExecutorPool:
         read: by the draft too, as always with a constraint.
         """
         text, lengths = right_padded([ids], self._padded(len(ids)))
-        sampling = self.sampling(spec, key)
+        sampling = self.sampling(request)
         if not self._constrained:
             return self._masked[read].extend(state, text, lengths, sampling)
         sampling = sampling._replace(constraints=(constraint or AnyText([]),))
@@ -293,21 +287,12 @@ class ExecutorPool:
         """
         start = self.read_from(read, len(ids))
         one = self.take(state, slot, self.prefill_cache_len(start, len(ids)))
-        one = self.finish(self.rewind(one, start, ids), ids[start:], self.key(0, 0), self.spec)
+        one = self.finish(self.rewind(one, start, ids), ids[start:], self.neutral)
         return self._with_draft(state, slot, one, cache_len)
 
     def _with_draft(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Replace the draft's state of a slot; ``state`` is donated."""
         return state._replace(draft=put_sequence(state.draft, slot, self._fitted(sequence, cache_len).draft))
-
-    @staticmethod
-    @functools.cache
-    def _key_program():
-        return jax.jit(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number)[None])
-
-    def key(self, seed: int, number: int):
-        """Return the key ``[1]`` that `hydrajax.generate` gives prompt ``number`` under this seed."""
-        return self._key_program()(np.uint32(seed), np.int32(number))
 
     # --- moves between states ---------------------------------------------------------------------------------
 
@@ -335,7 +320,7 @@ class ExecutorPool:
 
     # --- compilation ------------------------------------------------------------------------------------------
 
-    def all_programs(self) -> list[Program]:
+    def all_programs(self) -> list[ProgramShape]:
         """Return every program, the most wanted first, for a warm-up.
 
         From now on, steps are plain and prompts unread only in shapes that are compiled.
@@ -343,30 +328,30 @@ class ExecutorPool:
         Small batches of short sequences come first. Plain steps and unread prompts, in whose place others are taken
         until then, follow, then steps under grammars.
         """
-        found: list[Program] = []
+        found: list[ProgramShape] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
         for batch, cache_len in shapes:
             prefills = [] if batch > 1 else self._prefills_of(cache_len, Kind.PREFILL, Kind.FEED)
-            found += [*prefills[:1], Program(Kind.SPECULATIVE, cache_len, batch), *prefills[1:]]
+            found += [*prefills[:1], ProgramShape(Kind.SPECULATIVE, cache_len, batch), *prefills[1:]]
         self._warms_up = True
         if self.drops_draft:
-            found += [Program(Kind.PLAIN, cache_len, batch) for batch, cache_len in shapes]
+            found += [ProgramShape(Kind.PLAIN, cache_len, batch) for batch, cache_len in shapes]
             for cache_len in self.cache_lens:
                 found += self._prefills_of(cache_len, Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
         if self._constrained and find_spec("llguidance"):
-            found += [Program(Kind.CONSTRAINED, cache_len, batch) for batch, cache_len in shapes]
+            found += [ProgramShape(Kind.CONSTRAINED, cache_len, batch) for batch, cache_len in shapes]
         return found
 
-    def _prefills_of(self, cache_len: int, last: Kind, feed: Kind) -> list[Program]:
-        found = [Program(last, cache_len, width) for width in self.last_chunks if width <= cache_len]
-        return [*found, Program(feed, cache_len, self.chunk)] if cache_len > self.chunk else found
+    def _prefills_of(self, cache_len: int, last: Kind, feed: Kind) -> list[ProgramShape]:
+        found = [ProgramShape(last, cache_len, width) for width in self.last_chunks if width <= cache_len]
+        return [*found, ProgramShape(feed, cache_len, self.chunk)] if cache_len > self.chunk else found
 
     def warm_up(self) -> None:
         """Compile every program."""
         for program in self.all_programs():
             self.programs.compile(program)
 
-    def _compile(self, program: Program) -> None:
+    def _compile(self, program: ProgramShape) -> None:
         """Compile a program by running it on an empty state."""
         kind, cache_len, size = program
         if cache_len not in self._moved:
@@ -377,7 +362,7 @@ class ExecutorPool:
         match kind:
             case Kind.PREFILL | Kind.UNREAD_PREFILL:
                 ids, read = np.zeros(size, np.int32), kind is Kind.PREFILL
-                self.finish(self._blank(cache_len), ids, self.key(0, 0), self.spec, read=read)
+                self.finish(self._blank(cache_len), ids, self.neutral, read=read)
             case Kind.FEED | Kind.UNREAD_FEED:
                 empty = self.rewind(self.empty(cache_len), 0, np.zeros(0, np.int32))
                 self.feed(empty, np.zeros(self.chunk, np.int32), 0, kind is Kind.FEED)
@@ -401,14 +386,14 @@ class ExecutorPool:
         """Compile steps in which every sequence has a constraint, by one step of every plan."""
         ids = np.zeros(self.last_chunks[0], np.int32)
         for constraint in self._constrained[batch].stand_ins():
-            state = self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec, constraint)
+            state = self.finish(self.empty(cache_len), ids, self.neutral, constraint)
             state = self.tile(state, batch, cache_len)
             self.advance(state, cache_len, np.zeros(batch, bool), 1, True, (constraint,) * batch)
 
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
         ids = np.zeros(self.last_chunks[0], np.int32)
-        return self.rewind(self.finish(self.empty(cache_len), ids, self.key(0, 0), self.spec), 0, ids)
+        return self.rewind(self.finish(self.empty(cache_len), ids, self.neutral), 0, ids)
 
 
 def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

@@ -24,13 +24,13 @@ PROMPT = 64  # tokens at most
 def idle_times(pool: ExecutorPool) -> IdleTimes:
     """Measure the programs of a short cache. They should be compiled; the first run of each does not count."""
     width = max(width for width in pool.last_chunks if width <= max(PROMPT, pool.last_chunks[0]))
-    ids, endless = np.zeros(width, np.int32), pool.spec.replace(eos_ids=())
+    ids, endless = np.zeros(width, np.int32), pool.neutral.replace(ignore_eos=True)
     cache_len = pool.prefill_cache_len(0, width)
     room = (min(cache_len - pool.headroom, pool.context) - width) // pool.longest_path()
     steps = max(min(STEPS, room // (ROUNDS + 1)), 1)
 
     def prefilled(read: bool) -> State:
-        return pool.finish(pool.empty(cache_len), ids, pool.key(0, 0), endless, read=read)
+        return pool.finish(pool.empty(cache_len), ids, endless, read=read)
 
     def stepping(batch: int, speculative: bool) -> Callable[[], Any]:
         state = pool.tile(prefilled(True), batch, cache_len)

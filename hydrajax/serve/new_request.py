@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.keywords import with_keywords
+from hydrajax.decoding.keywords import make_request
 from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import growing_text, seed_for
+from hydrajax.generation import growing_text
 from hydrajax.serve.executor_pool import ExecutorPool
-from hydrajax.serve.requests import Request
+from hydrajax.serve.requests import Submission
 from hydrajax.text.jsonl import shown
 
 
@@ -30,7 +30,7 @@ def new_request(
     remembered: bool = True,
     grammar: GrammarLike | None = None,
     **sampling: Any,
-) -> Request:
+) -> Submission:
     """Return a request for the model of a pool.
 
     Args:
@@ -50,16 +50,18 @@ def new_request(
     Raises:
         HydrajaxError: for a field that no answer can follow.
     """
-    spec = pool.spec.replace(max_new_tokens=min(max_new_tokens, pool.context))
     if len(ids) >= pool.context:
         raise HydrajaxError(f"prompt: got {len(ids)} tokens, expected fewer than the model's context of {pool.context}")
     sampling["temperature"] = sampling.get("temperature") or 0.0
-    spec = with_keywords(spec, "exact", **sampling)
+    limit = min(max_new_tokens, pool.context)
+    fields = {"max_new_tokens": limit, "stop": stop, "seed": seed, "number": number, "ignore_eos": ignore_eos}
+    request = make_request("exact", fields=fields, **sampling)
     if min_tokens > max_new_tokens:
         raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
-    if min_tokens and spec.eos_ids:
-        spec = spec.replace(processors=(*spec.processors, MinTokens(min_tokens, spec.eos_ids)))
-    if not pool.sizes.penalties and any(processor.counts_tokens for processor in spec.processors):
+    eos_ids = pool.program.eos_ids
+    if min_tokens and eos_ids:
+        request = request.replace(processors=(*request.processors, MinTokens(min_tokens, eos_ids)))
+    if not pool.sizes.penalties and any(processor.counts_tokens for processor in request.processors):
         given = {name: value for name, value in sampling.items() if name.endswith("penalty")}
         name = next((name for name, value in given.items() if value is not None), "min_tokens")
         raise HydrajaxError(f"{name}: this server has no penalties; start it without --no-penalties")
@@ -70,10 +72,8 @@ def new_request(
                 raise HydrajaxError(f"{name}: got {shown(value)} with a grammar, which decides where the answer ends")
         if not pool.follows_grammars:
             raise HydrajaxError("grammar: got one, expected none: this server's draft has devices of its own")
-        constraint = grammar.start(tokenizer, model.config.vocab_size, spec.eos_ids)
-    if ignore_eos:
-        spec = spec.replace(eos_ids=())
-    spec.check(model.config)
-    seed = None if spec.rule.temperature == 0 else seed_for(spec.rule, seed)
+        constraint = grammar.start(tokenizer, model.config.vocab_size, eos_ids)
+    request.check(model.config.vocab_size)
     growing_text(tokenizer, stop)  # refuses unusable stop strings
-    return Request(np.asarray(ids, np.int32), spec, seed, number, tuple(stop), constraint, remembered)
+    request = request.replace(seed=None) if request.rule.temperature == 0 else request.with_seed()
+    return Submission(np.asarray(ids, np.int32), request, constraint, remembered)

@@ -26,7 +26,7 @@ class Kind(enum.Enum):
     CONSTRAINED = "speculative steps under grammars"
 
 
-class Program(NamedTuple):
+class ProgramShape(NamedTuple):
     """A program, with the small ones that move sequences into and out of its batch.
 
     Attributes:
@@ -43,18 +43,18 @@ class Program(NamedTuple):
 class Programs:
     """The compiled programs of a model. Methods are thread-safe."""
 
-    def __init__(self, compile_program: Callable[[Program], None]):
+    def __init__(self, compile_program: Callable[[ProgramShape], None]):
         """``compile_program`` compiles a program by running it; nothing is compiled yet."""
         self._compile = compile_program
-        self._compiled: set[Program] = set()
-        self._locks: dict[Program, threading.Lock] = {}
-        self._wanted: dict[Program, Future] = {}
+        self._compiled: set[ProgramShape] = set()
+        self._locks: dict[ProgramShape, threading.Lock] = {}
+        self._wanted: dict[ProgramShape, Future] = {}
         self._worker = ThreadPoolExecutor(1, "hydrajax compiler")
 
-    def __contains__(self, program: Program) -> bool:
+    def __contains__(self, program: ProgramShape) -> bool:
         return program in self._compiled
 
-    def ready(self, programs: Iterable[Program]) -> bool:
+    def ready(self, programs: Iterable[ProgramShape]) -> bool:
         """Return whether all programs are compiled; if not, the thread compiles the missing ones next.
 
         Raises the error of a compilation that has failed.
@@ -67,7 +67,7 @@ class Programs:
                 self._wanted[program].result()
         return not missing
 
-    def compile(self, program: Program) -> None:
+    def compile(self, program: ProgramShape) -> None:
         """Compile a program if no other thread does or has."""
         with self._locks.setdefault(program, threading.Lock()):
             if program not in self._compiled:

@@ -66,8 +66,7 @@ class PromptPrefill:
             chunk, following = ids[self._position : until], int(ids[until])
             self._state, self._position = pool.feed(self._state, chunk, following, self._drafted), until
             return None
-        key, last = pool.key(request.seed or 0, request.number), ids[self._position :]
-        return pool.finish(self._state, last, key, request.spec, request.constraint, self._drafted)
+        return pool.finish(self._state, ids[self._position :], request.wanted, request.constraint, self._drafted)
 
     def _first_state(self) -> State:
         """Copy the cached prefix, or start empty."""

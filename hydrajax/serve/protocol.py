@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
 
+from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import SEED_BITS
 from hydrajax.text.jsonl import shown
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20

@@ -199,6 +199,6 @@ def extensions(choices: Sequence[ReplyChoice]) -> dict[str, Any]:
     """Return the fields beyond OpenAI's: each choice's seed (None if greedy) and decode steps."""
     results = [choice.handle.result for choice in choices]
     return {
-        "seeds": [choice.handle.request.seed for choice in choices],
+        "seeds": [choice.handle.request.wanted.seed for choice in choices],
         "steps": [0 if result is None else result.steps for result in results],
     }

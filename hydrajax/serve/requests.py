@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hydrajax.decoding.constraints import Constraint
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 
@@ -24,26 +24,24 @@ class Closed(HydrajaxError):
 
 
 @dataclass(frozen=True)
-class Request:
+class Submission:
     """One sequence to continue.
 
     Attributes:
         ids: int32 ``[P]`` prompt tokens.
-        spec: rule (`ExactSampling`, greedy at temperature 0), logits processors and ``max_new_tokens``.
-        seed: sampling seed, None for a greedy rule.
-        number: index of the prompt among those with this seed, as in `hydrajax.generate`.
-        stop: stop strings.
+        wanted: how; without a grammar, whose constraint is compiled.
         constraint: of an empty text, if the request has a grammar; copied for the answer.
         remembered: the answer is added to the draft's corpus, if it has one.
     """
 
     ids: np.ndarray
-    spec: DecodeSpec
-    seed: int | None = None
-    number: int = 0
-    stop: tuple[str, ...] = ()
+    wanted: Request
     constraint: Constraint | None = None
     remembered: bool = True
+
+    def numbered(self, number: int) -> Submission:
+        """Return the submission as another of the sequences with the same seed."""
+        return replace(self, wanted=self.wanted.replace(number=number))
 
 
 class RequestHandle:
@@ -58,7 +56,7 @@ class RequestHandle:
         first_tokens: tokens in the first result.
     """
 
-    def __init__(self, request: Request, on_change: Callable[[], None] | None = None):
+    def __init__(self, request: Submission, on_change: Callable[[], None] | None = None):
         """``on_change`` is called on the batcher's thread after each new result and at the end."""
         self.request = request
         self.result: Generation | None = None

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.executor import Executor, State
-from hydrajax.decoding.spec import SamplingParams
+from hydrajax.decoding.request import SamplingParams
 
 MOVED_TOGETHER = 128 << 20  # bytes that exist twice while a batch changes its shape, unless one array is larger
 

@@ -18,7 +18,7 @@ from hydrajax.decoding.executor import State
 from hydrajax.generation import growing_text
 from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
-from hydrajax.serve.programs import Program
+from hydrajax.serve.programs import ProgramShape
 from hydrajax.serve.requests import RequestHandle
 
 FEW_TOKENS = 8  # such as those of a burst of plain steps that is only measured
@@ -50,7 +50,7 @@ class RunningSequence:
 
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
         self.handle, self.max_length = handle, max_length
-        self.text = growing_text(tokenizer, handle.request.stop, handle.request.ids)
+        self.text = growing_text(tokenizer, handle.request.wanted.stop, handle.request.ids)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.output, self.steps = np.zeros(0, np.int32), 0
         self.read, self.missed = self.length, 0
@@ -135,7 +135,7 @@ class SlotGroup:
         """Bytes of the present shape."""
         return self._pool.shapes.nbytes(len(self.slots), self.cache_len) if self.slots else 0
 
-    def programs_with(self, extent: Extent) -> list[Program]:
+    def programs_with(self, extent: Extent) -> list[ProgramShape]:
         """Return the programs of the batch in which a sequence that joins would step."""
         batch, cache_len = self._needed_with(extent)
         shape = max(batch, len(self.slots)), max(cache_len, self.cache_len)

@@ -5,7 +5,6 @@ The host dispatches programs and transfers asynchronously, and waits only for th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,11 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax import ops
-from hydrajax.decoding.decode import DecodeResult, settled_inputs
+from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request, SamplingParams
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.drafters.draft_model import DraftState
 from hydrajax.drafters.drafter import Proposal
@@ -52,7 +52,7 @@ class SplitExecutor(Executor):
     """Decode with a base and a draft model on separate devices (docs/ssd.md).
 
     While the base verifies, the draft model fills a speculation cache for the outcomes of ``fan_out``. The tokens equal
-    those of the fused executor with the same spec and key.
+    those of the fused executor with the same program, request and key.
 
     Attributes:
         placement: devices of base and draft.
@@ -65,17 +65,17 @@ class SplitExecutor(Executor):
         self,
         model: BaseModel,
         params: Params,
-        spec: DecodeSpec,
+        program: Program,
+        request: Request | None = None,
         *,
         placement: Placement,
         fan_out: FanOut | Sequence[int] | int | None = None,
         tokenizer: Any = None,
-        room: int | None = None,
     ):
         """Build the executor; nothing is compiled.
 
         Args:
-            model, params, spec, tokenizer, room: see `Executor`. The tree must be a chain and the drafter a
+            model, params, program, request, tokenizer: see `Executor`. The tree must be a chain and the drafter a
                 `DraftModel` without ``confidence``: heads read the base's hidden states, so they cannot run ahead.
             placement: devices of the parameters, with separate devices for the draft.
             fan_out: a `FanOut`, its counts for accept lengths 0 .. K, or a total number of outcomes; None for
@@ -84,14 +84,14 @@ class SplitExecutor(Executor):
         Raises:
             HydrajaxError: for another drafter, tree or placement.
         """
-        _check(spec, placement)
-        self.placement, self.fan_out = placement, _as_fan_out(fan_out, spec.tree.depth)
-        super().__init__(model, params, spec, tokenizer=tokenizer, room=room)
+        _check(program, placement)
+        self.placement, self.fan_out = placement, _as_fan_out(fan_out, program.tree.depth)
+        super().__init__(model, params, program, request, tokenizer=tokenizer)
 
     def _jit_verbs(self):
-        # `Engine.of` has checked base and drafter together; the base devices run the base alone.
-        self.engine = engine = dataclasses.replace(self.engine, drafter=NoDrafter())
-        self._speculator = side = Speculator(self.spec.drafter, self.fan_out, engine.max_new_tokens)
+        # The base devices run the base alone.
+        self.engine = engine = Engine(self.model, self.program.replace(drafter=NoDrafter()))
+        self._speculator = side = Speculator(self.program.drafter, self.fan_out, self.program.max_new_tokens)
         self._base, self._draft = Params(self.params.base, {}), self.params.draft
         self._base_home, self._draft_home = homes = self.placement.homes()
         on_base, on_draft = (functools.partial(_program, len(home.device_set)) for home in homes)
@@ -188,10 +188,10 @@ class SplitExecutor(Executor):
         watch: Watch = lambda *_: None,
     ) -> tuple[DecodeResult, SpeculationRecord]:
         """Like `decode`; also return the hits and misses of the speculation cache. ``watch``: see `advance`."""
-        given = settled_inputs(self.spec, self.model.config, prompt, lengths, rng, limits, rule, processors)
-        state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), self.room, watch)
+        given, room = self._settled(prompt, lengths, rng, limits, rule, processors), self.program.max_new_tokens
+        state, _ = self.advance(self.prefill(*given), np.zeros(len(given.prompt), bool), room, watch)
         result = self._result(state.base.output)
-        numbers = np.asarray(state.draft.record)[:, : self.room]
+        numbers = np.asarray(state.draft.record)[:, :room]
         return result, SpeculationRecord(numbers, np.asarray(result.accept_lengths), self.fan_out)
 
     # --- parts --------------------------------------------------------------------------------------------------------
@@ -227,16 +227,14 @@ class SplitExecutor(Executor):
 
     def with_fan_out(self, fan_out: FanOut | Sequence[int] | int | None) -> SplitExecutor:
         """Return the same executor with another fan-out."""
-        return self._with(self.spec, fan_out)
+        return self._with(self.program, self.request, fan_out)
 
-    def _remade(self, spec):
-        return self._with(spec, self.fan_out if spec.tree.depth == self.fan_out.depth else None)
+    def _remade(self, program, request):
+        return self._with(program, request, self.fan_out if program.tree.depth == self.fan_out.depth else None)
 
-    def _with(self, spec: DecodeSpec, fan_out) -> SplitExecutor:
-        return SplitExecutor(
-            self.model, self.params, spec, placement=self.placement, fan_out=fan_out, tokenizer=self.tokenizer,
-            room=self._wanted_room,
-        )  # fmt: skip
+    def _with(self, program: Program, request: Request, fan_out) -> SplitExecutor:
+        given = self.model, self.params, program, request
+        return SplitExecutor(*given, placement=self.placement, fan_out=fan_out, tokenizer=self.tokenizer)
 
 
 def verify_round(
@@ -249,7 +247,7 @@ def verify_round(
 ) -> tuple[DecodeState, VerificationOutcome]:
     """Verify, accept and commit a chain, unless all sequences have finished."""
     state = state._replace(output=state.output._replace(done=state.output.done | stopped))
-    proposal = Proposal(tokens, engine.tree.topology, log_q)
+    proposal = Proposal(tokens, engine.program.tree.topology, log_q)
 
     def continues(carried):
         state, _, fresh = carried
@@ -279,9 +277,9 @@ def _program(n_devices: int, function: Callable, **settings: Any) -> Callable:
     return jax.jit(traced, compiler_options=ops.compiler_options(), **settings)
 
 
-def _check(spec: DecodeSpec, placement: Placement) -> None:
+def _check(program: Program, placement: Placement) -> None:
     """Refuse drafters, trees and placements that cannot be split."""
-    drafter, tree = spec.drafter, spec.tree
+    drafter, tree = program.drafter, program.tree
     if not placement.split:
         raise HydrajaxError("placement: got no devices for the draft alone; give it a draft mesh")
     if not drafter.spec.independent:

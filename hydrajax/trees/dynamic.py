@@ -122,7 +122,7 @@ class BestFirstTree(DynamicTree):
     @property
     def depth(self) -> int:
         if self.expansions < 0:
-            raise HydrajaxError(f"tree: got {self.name} without a drafter, expected it in a DecodeSpec")
+            raise HydrajaxError(f"tree: got {self.name} without a drafter, expected it in a Program")
         return super().depth
 
     def check(self, draft_depth: int, vocab_size: int) -> None:

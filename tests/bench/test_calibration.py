@@ -12,7 +12,7 @@ from hydrajax.bench.calibration import calibrate
 from hydrajax.bench.contests.contest import measure_trees
 from hydrajax.bench.trees.search import simulated
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base_model import BoundBase
@@ -26,7 +26,7 @@ def test_a_calibration_predicts_the_tokens_per_step_of_a_contest(tiny_model):
     model, base = tiny_model
     drafter = dataclasses.replace(MedusaHeads.for_base(model.config, model.dtype), num_draft_heads=2)
     params = Params(base, jax.jit(lambda: drafter.init(jax.random.key(0), BoundBase(model, base)))())
-    executor = FusedExecutor(model, params, DecodeSpec(drafter, presets.chain(2), max_new_tokens=12))
+    executor = FusedExecutor(model, params, Program(drafter, presets.chain(2), max_new_tokens=12))
     found = calibrate(executor, PROMPTS, batch_size=2)
     assert [(row, start) for row, start, _ in found.spans] == [(0, 4), (1, 6), (2, 5)]
     assert all(end - start == 12 for _, start, end in found.spans)

@@ -14,8 +14,9 @@ from hydrajax.bench.trees.speculation import estimate
 from hydrajax.bench.uncached_forward import all_logits
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.base_model import init_base
@@ -31,8 +32,8 @@ def executor(tiny_model) -> FusedExecutor:
     model, base = tiny_model
     small = Llama(model.config.replace(vocab_size=50, n_layers=1))
     params = noise(jax.eval_shape(lambda: init_base(small, jax.random.key(0))), 3)
-    spec = DecodeSpec(DraftModel(small, 61), presets.chain(2), max_new_tokens=12)
-    return FusedExecutor(model, Params(base, params), spec)
+    program = Program(DraftModel(small, 61), presets.chain(2), max_new_tokens=12)
+    return FusedExecutor(model, Params(base, params), program)
 
 
 def softmax(logits, temperature):
@@ -43,7 +44,7 @@ def softmax(logits, temperature):
 @pytest.mark.slow
 def test_overlaps_are_acceptance_probabilities(executor):
     """The mean over x drawn from q of min(1, p(x) / q(x)), token by token."""
-    executor = executor.with_spec(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
+    executor = executor.with_request(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
     found = calibrate(executor, PROMPTS, batch_size=2, seed=4)
     chances = []
     for row, start, end in found.spans:
@@ -53,7 +54,7 @@ def test_overlaps_are_acceptance_probabilities(executor):
         p_logits = all_logits(executor.model, executor.params.base, text).astype(np.float64)
         kept = np.sort(p_logits, axis=-1)[:, -7:-6]
         p = softmax(np.where(p_logits >= kept, p_logits, -np.inf), 0.9)
-        q = softmax(all_logits(executor.spec.drafter.model, executor.params.draft, text).astype(np.float64), 1.3)
+        q = softmax(all_logits(executor.program.drafter.model, executor.params.draft, text).astype(np.float64), 1.3)
         for place in range(start, len(text) - 1):
             chances.append(sum(q[place, x] * min(1, p[place, x] / q[place, x]) for x in range(50)))
     assert found.acceptance == pytest.approx(np.mean(chances), abs=1e-5)
@@ -83,7 +84,7 @@ def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
     found = calibrate(executor, PROMPTS, batch_size=2)
     same = []
     for text, start in texts_of(executor, found, 0):
-        guesses = np.argmax(all_logits(executor.spec.drafter.model, executor.params.draft, text), axis=-1)
+        guesses = np.argmax(all_logits(executor.program.drafter.model, executor.params.draft, text), axis=-1)
         same += (guesses[start:-1] == text[start + 1 :]).tolist()
     assert found.overlaps is None
     assert found.acceptance == pytest.approx(np.mean(same))
@@ -93,8 +94,9 @@ def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
 @pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
 def test_a_draft_that_is_the_base_is_always_accepted(executor, rule):
     model, base = executor.model, executor.params.base
-    spec = DecodeSpec(DraftModel(model, 61), presets.chain(2), rule, max_new_tokens=12)
-    own = FusedExecutor(model, Params(base, base), spec)
+    request = Request(rule, max_new_tokens=12)
+    program = Program(DraftModel(model, 61), presets.chain(2)).serving(request)
+    own = FusedExecutor(model, Params(base, base), program, request)
     assert calibrate(own, PROMPTS[:2], batch_size=2).acceptance == pytest.approx(1, abs=1e-5)
 
 

@@ -36,8 +36,8 @@ def test_a_draft_has_its_own_tree_by_default(m, monkeypatch):
     monkeypatch.setattr("hydrajax.bench.draft_contest.contest", lambda executors, *args, **keywords: executors)
     found = measure_drafts(m, ["lookup", "lookahead-4-3-4"], ["abc"], max_new_tokens=5)
     assert list(found) == ["autoregressive", "lookup", "lookahead-4-3-4"]
-    assert found["lookup"].spec.tree == m.with_draft("lookup").default_tree()
-    assert {executor.spec.max_new_tokens for executor in found.values()} == {5}
+    assert found["lookup"].program.tree == m.with_draft("lookup").default_tree()
+    assert {executor.request.max_new_tokens for executor in found.values()} == {5}
 
 
 @pytest.mark.parametrize(

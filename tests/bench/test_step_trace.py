@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.noise import noise
-from hydrajax import DecodeSpec, Params, Typical
+from hydrajax import Params, Program, Typical
 from hydrajax.api import make_autoregressive_fn
 from hydrajax.bench.step_trace import TracedStep, path_probabilities, trace_steps, tree_of
 from hydrajax.decoding.executor import FusedExecutor
@@ -35,13 +35,13 @@ def executor(request, tiny_model):
     if request.param == "hydra++":
         drafter = HydraHeads(3, config.width, config.vocab_size).with_prefix(config)
     shapes = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    return FusedExecutor(model, Params(base, noise(shapes, 1)), DecodeSpec(drafter, SMALL))
+    return FusedExecutor(model, Params(base, noise(shapes, 1)), Program(drafter, SMALL))
 
 
 @pytest.fixture(scope="module")
 def steps(executor) -> dict:
     """The first nine steps with each tree."""
-    return {tree: list(trace_steps(executor.with_spec(tree=tree), PROMPT, most=9)) for tree in (SMALL, LARGE)}
+    return {tree: list(trace_steps(executor.with_program(tree=tree), PROMPT, most=9)) for tree in (SMALL, LARGE)}
 
 
 def test_a_tree_of_any_parents_and_its_node_order():
@@ -100,8 +100,8 @@ def test_traced_steps_give_the_decoded_tokens(steps, wanted):
 def test_the_lookahead_window_is_not_in_the_tree(tiny_model, wanted):
     """Candidates that share a prefix share nodes; the window's nodes are left out."""
     model, base = tiny_model
-    spec = DecodeSpec(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, {}), spec), PROMPT, most=12))
+    program = Program(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, {}), program), PROMPT, most=12))
     last = steps[-1]
     text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
     assert text == wanted[: len(text)]
@@ -117,8 +117,9 @@ def test_the_lookup_branch_is_in_the_tree(tiny_model):
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    spec = DecodeSpec(WithLookup(heads, 4), presets.cartesian([3, 1]), Typical(epsilon=0.0))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, params), spec), PROMPT, most=12))
+    program = Program(WithLookup(heads, 4), presets.cartesian([3, 1]), Typical)
+    request = program.request(rule=Typical(epsilon=0.0))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, params), program, request), PROMPT, most=12))
     assert max(len(step.path) for step in steps) > 3  # deeper than the tree
     for step, later in itertools.pairwise(steps):
         assert later.before == (*step.before, *(step.tokens[node] for node in step.path))
@@ -133,8 +134,8 @@ def test_chains_replace_nodes_of_a_static_tree(tiny_model, wanted):
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    spec = DecodeSpec(Several(heads, (PromptLookup(),), 0), presets.cartesian([3, 1]))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, {"draft": params}), spec), PROMPT, most=12))
+    program = Program(Several(heads, (PromptLookup(),), 0), presets.cartesian([3, 1]))
+    steps = list(trace_steps(FusedExecutor(model, Params(base, {"draft": params}), program), PROMPT, most=12))
     assert len({step.tree for step in steps}) > 1
     for step in steps:
         text = [*step.before, *(step.tokens[node] for node in step.path), step.bonus_token]
@@ -145,7 +146,7 @@ def test_chains_replace_nodes_of_a_static_tree(tiny_model, wanted):
 def test_the_end_of_the_context(tiny_model):
     """Tracing stops there; lookup candidates have no probabilities."""
     model, base = tiny_model
-    executor = FusedExecutor(model, Params(base, {}), DecodeSpec(PromptLookup(), presets.chain(3)))
+    executor = FusedExecutor(model, Params(base, {}), Program(PromptLookup(), presets.chain(3)))
     steps = list(trace_steps(executor, PROMPT, most=100))
     assert len(steps[-1].before) + len(steps[-1].path) == model.config.max_positions
     assert steps[-1].bonus_token is None

@@ -15,7 +15,7 @@ from hydrajax import assets
 from hydrajax.certify.certificate import pooled
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.keywords import RULES
-from hydrajax.decoding.numbers import numbers_as_arrays
+from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.processors import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import sample
@@ -162,7 +162,7 @@ def test_drafts_of_one_pass(certify, parallel, draft, tree, rule):
     check_promises(out, rule)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class WrongRoot(Greedy):
     def accept(self, verified, keys):
@@ -171,7 +171,7 @@ class WrongRoot(Greedy):
         return accepted._replace(bonus_token=jnp.where(unlucky, accepted.bonus_token + 1, accepted.bonus_token))
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class FavoursDrafts(ExactSampling):
     def accept(self, verified, keys):
@@ -181,7 +181,7 @@ class FavoursDrafts(ExactSampling):
         return super().accept(verified._replace(logits=logits), keys)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class ForgetsTheTree(Greedy):
     """Counts prompt and output but not the tokens on the path to a node."""
@@ -201,25 +201,25 @@ class Unprocessed:
         return super().accept(verified._replace(processors=(), counts=None), keys)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class UnprocessedExact(Unprocessed, ExactSampling):
     pass
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class UnprocessedRejection(Unprocessed, RejectionSampling):
     pass
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class UnprocessedTypical(Unprocessed, Typical):
     pass
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class NoResidual(RejectionSampling):
     def accept(self, verified, keys):
@@ -228,7 +228,7 @@ class NoResidual(RejectionSampling):
         return accepted._replace(bonus_token=sample(keys[:, 0], shaped))
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class Lenient(Typical):
     def accept(self, verified, keys):

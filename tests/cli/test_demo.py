@@ -140,7 +140,7 @@ def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
 def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
     def tampered(executors, *given, **settings):
         return [
-            measured(name, one.spec.verified_nodes, 2.0, 10.0, 1.0, equal=not name.startswith("Medusa"))
+            measured(name, one.program.verified_nodes, 2.0, 10.0, 1.0, equal=not name.startswith("Medusa"))
             for name, one in executors.items()
         ]
 
@@ -175,7 +175,7 @@ def test_a_searched_tree_is_measured_too(shipped):
     finally:
         path.unlink()
     assert [name for name in executors if name.endswith(demo.SEARCHED)] == ["Hydra searched tree"]
-    assert executors["Hydra searched tree"].spec.tree.choices == ((0,), (1,))
+    assert executors["Hydra searched tree"].program.tree.choices == ((0,), (1,))
 
 
 def test_whole_functions_without_repeated_lines_are_shown_first(shipped, monkeypatch, capsys):

@@ -21,9 +21,9 @@ from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.cli import COMMANDS, evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.keywords import RULES
-from hydrajax.decoding.numbers import numbers_as_arrays
+from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.locking import in_use
 from hydrajax.trees import presets
@@ -87,7 +87,7 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
         history += [{"role": "user", "content": TURNS[1]}]
         for turn, messages in enumerate((history[:1], history)):
             ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            (expected,) = hydrajax.generate(loaded.executor(loaded.spec(max_new_tokens=8)), [ids])
+            (expected,) = hydrajax.generate(loaded.executor(loaded.program(max_new_tokens=8)), [ids])
             assert first["output_ids"][turn] == expected.output_ids
             assert first["turns"][turn] == expected.text.strip()
             assert first["prompt_tokens"][turn] == len(ids)
@@ -105,7 +105,7 @@ def test_several_trees_in_one_run(program, arguments, base, heads, tokenizer, tm
     assert all(len(line) <= 120 for line in result.out.splitlines())
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class Careless(Greedy):
     """Takes the second-best token where a tree was judged."""
@@ -209,17 +209,17 @@ def test_mistakes(program, arguments, flags, message, tmp_path):
 def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     loaded = hydrajax.load(base)
     trees = [("", presets.chain(1)), ("my tree", presets.chain(2)), ("my tree", presets.cartesian([3]))]
-    drafts, spec = [str(heads), str(heads)], DecodeSpec(rule=RejectionSampling(0.7, top_k=5), max_new_tokens=8)
-    ways = contenders(loaded, "org/tiny@main", drafts, trees, spec)
+    drafts, request = [str(heads), str(heads)], Request(RejectionSampling(0.7, top_k=5), max_new_tokens=8)
+    ways = contenders(loaded, "org/tiny@main", drafts, trees, request)
     one = f"tiny_main-{heads.name}"
     names = [one, f"{one}-my_tree", f"{one}-my_tree-2", f"{one}-2", f"{one}-my_tree-3", f"{one}-my_tree-4"]
     assert [way.model_id for way in ways] == ["tiny_main-autoregressive", *names]
-    assert ways[0].executor.spec.rule == ExactSampling(0.7, top_k=5)
+    assert ways[0].executor.request.rule == ExactSampling(0.7, top_k=5)
     assert all(way.executor.params.base is loaded.params.base for way in ways)
     assert ways[1].identity() == ways[4].identity() == ways[1].identity() | {"tree": "0"}
     assert ways[1].identity()["heads"] != ways[0].identity()["heads"]
-    lookup = contenders(loaded, "tiny", ["lookup"], [], spec.replace(rule=Greedy()))[1]
-    assert (lookup.model_id, lookup.executor.spec.tree) == (
+    lookup = contenders(loaded, "tiny", ["lookup"], [], request.replace(rule=Greedy()))[1]
+    assert (lookup.model_id, lookup.executor.program.tree) == (
         "tiny-lookup",
         presets.by_name(PromptLookup().spec.default_tree),
     )

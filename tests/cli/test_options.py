@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from hydrajax.cli import bench, build_parser, options
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.ops.trace import Platform, tracing
@@ -64,7 +64,7 @@ def test_random_weights_are_float32_unless_told_otherwise(monkeypatch, flags, dt
     monkeypatch.setattr(bench, "_with_own_tree", lambda *arguments: None)
     args = parsed("bench", "--random", "tiny", *flags)
     with tracing(platform=Platform("gpu", 1)):
-        bench._executor(args, DecodeSpec())
+        bench._executor(args, Request())
     assert [jnp.dtype(arguments[2]) for arguments in found] == [dtype]
     assert options.recorded(args)["dtype"] == dtype
 

@@ -124,7 +124,7 @@ def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompt
         rows = really(executors, prompts, **settings)
         return [
             dataclasses.replace(row, tokens_per_second=1e6 + row.nodes, speedup=1.2)
-            if isinstance(executors[row.name].spec.tree, DynamicTree)
+            if isinstance(executors[row.name].program.tree, DynamicTree)
             else row
             for row in rows
         ]

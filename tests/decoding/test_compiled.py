@@ -23,6 +23,7 @@ from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.block import BlockSettings
@@ -91,7 +92,9 @@ def make_engine(name: str, kind=Engine) -> Engine:
 def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
     """Return the shapes of the parameters and of a state."""
     base = jax.eval_shape(lambda: init_base(engine.model, jax.random.key(0)))
-    draft = jax.eval_shape(lambda base: engine.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base)
+    draft = jax.eval_shape(
+        lambda base: engine.program.drafter.init(jax.random.key(0), BoundBase(engine.model, base)), base
+    )
     params = Params(base, draft)
     prompt, lengths = jax.ShapeDtypeStruct((batch, BUCKET), jnp.int32), jax.ShapeDtypeStruct((batch,), jnp.int32)
     return params, jax.eval_shape(engine.prefill, params, prompt, lengths, sampling(rule, batch, CONFIG.vocab_size))
@@ -363,7 +366,7 @@ def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatc
     """Layers after the first one are one function of the program, which XLA inlines."""
     config = CONFIG.replace(n_layers=4)
     drafter, tree = DRAFTERS[name] if name == "medusa" else (DraftModel(Llama(config), 17), TREE)
-    engine, calls = Engine(Llama(config), drafter, tree, 16), []
+    engine, calls = Engine(Llama(config), Program(drafter, tree, max_new_tokens=16)), []
     layer = DecoderLayer.__call__
     monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *inputs: (calls.append(1), layer(self, *inputs))[1])
     once, n_once = optimised_hlo(engine, 2), len(calls)
@@ -379,7 +382,7 @@ def test_the_program_of_a_drafted_block_does_not_grow_with_the_block():
 
     def proposals(size: int) -> int:
         drafter = DFlash.for_base(CONFIG, jnp.float32, BlockSettings(2, size, (0, 1)))
-        engine = Engine(Llama(CONFIG), drafter, presets.chain(3), MAX_NEW)
+        engine = Engine(Llama(CONFIG), Program(drafter, presets.chain(3), max_new_tokens=MAX_NEW))
         params, state = shapes(engine, 1, Greedy())
         compiled = jax.jit(engine.propose).lower(params, state).compile({"xla_backend_optimization_level": 0})
         return len(instructions(compiled.as_text()))

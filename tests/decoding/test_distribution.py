@@ -23,7 +23,7 @@ from helpers.lab import Scripted
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
-from hydrajax.decoding.numbers import numbers_as_arrays
+from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import sample
@@ -306,7 +306,7 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class TwoChances(ExactSampling):
     """Wrong rule: samples again if no child has the sample."""
@@ -324,7 +324,7 @@ class TwoChances(ExactSampling):
         return walk(proposal, choose)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class Uncut(ExactSampling):
     """Wrong rule: ignores top-k and top-p after the first token."""
@@ -333,7 +333,7 @@ class Uncut(ExactSampling):
         return per_row(ExactSampling(1.0), len(verify_result.logits)).accept(verify_result, keys)
 
 
-@numbers_as_arrays
+@parameters_as_arrays
 @dataclass(frozen=True)
 class NoResidual(RejectionSampling):
     """Wrong rule: samples from p after a rejection, not from norm(max(0, p - q))."""

@@ -104,7 +104,7 @@ def runs(lab):
 
 
 def processed(rule) -> list:
-    """Return a spec with different processors for each prompt."""
+    """Return a request with different processors for each prompt."""
     numbers = [(1.4, 0.5, 0.3), (0.6, -0.4, 1.1), (1.1, 1.5, -0.2)]
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     penalties = [Penalties(**dict(zip(names, row, strict=True))) for row in numbers]

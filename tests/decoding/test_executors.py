@@ -22,11 +22,11 @@ from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.processors import Penalties
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
-from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
@@ -39,11 +39,12 @@ SMALL = TreeTopology.from_choices([[0], [1], [0, 0], [0, 1], [1, 0]])
 
 
 def executor_of(kind, lab, name: str, tree: str, rule=None, params=None, **fields):
-    """Return an executor for a drafter and a tree of the lab. fields: of the spec."""
-    spec = DecodeSpec(
-        lab.drafters[name], lab.trees.get(tree, SMALL), rule or Greedy(), **{"max_new_tokens": NEW} | fields
-    )
-    return kind(lab.model, Params(lab.base(0), lab.draft(name, 0) if params is None else params), spec)
+    """Return an executor for a drafter and a tree of the lab. fields: of the request or the program."""
+    own = {field: fields.pop(field) for field in ("processors", "grammar") if field in fields}
+    request = Request(rule or Greedy(), max_new_tokens=NEW, **own)
+    program = Program(lab.drafters[name], lab.trees.get(tree, SMALL)).serving(request)
+    program = program.replace(**{"forced_nodes": 0} | fields)
+    return kind(lab.model, Params(lab.base(0), lab.draft(name, 0) if params is None else params), program, request)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,8 @@ def stepped(lab):
         key = (name, tree, fields.get("eos_ids", ()), fields.get("forced_nodes", 0))
         if key not in made:
             made[key] = executor_of(SteppedExecutor, lab, name, tree, rule, **fields)
-        return made[key].with_spec(rule=rule or Greedy(), **fields)
+        own = {name: value for name, value in fields.items() if name in ("processors", "grammar")}
+        return made[key].with_request(rule=rule or Greedy(), **own)
 
     return make
 
@@ -70,9 +72,9 @@ def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
 
 def decoded(executor, prompts, grammars, limits=None):
     """Decode prompts under a grammar each, None for none."""
-    given = settled_inputs(executor.spec, executor.model.config, *padded(prompts), jax.random.key(2), limits)
-    specs = [executor.spec.replace(grammar=grammar) for grammar in grammars]
-    sampled = given.sampling._replace(constraints=executor.constraints(specs))
+    given = settled_inputs(executor.program, executor.model.config, *padded(prompts), jax.random.key(2), limits)
+    requests = [executor.request.replace(grammar=grammar) for grammar in grammars]
+    sampled = given.sampling._replace(constraints=executor.constraints(requests))
     *_, last = executor.run(given._replace(sampling=sampled), np.zeros(len(prompts), bool), NEW)
     return [tokens[:length].tolist() for tokens, length in zip(last.tokens, last.lengths, strict=True)]
 
@@ -106,9 +108,11 @@ def test_stepped_decoding_equals_fused_decoding(lab, name, tree, rule, choices):
 def test_a_burst_can_end_with_a_sequence(lab, kind):
     grammar = TABLE if kind is SteppedExecutor else None
     executor = executor_of(kind, lab, "none", "root", grammar=grammar)
-    given = settled_inputs(executor.spec, executor.model.config, *padded(PROMPTS), None, np.array([NEW, 3, 5]))
+    given = settled_inputs(executor.program, executor.model.config, *padded(PROMPTS), None, np.array([NEW, 3, 5]))
     if grammar:
-        given = given._replace(sampling=given.sampling._replace(constraints=executor.constraints([executor.spec] * 3)))
+        given = given._replace(
+            sampling=given.sampling._replace(constraints=executor.constraints([executor.request] * 3))
+        )
     state, lengths = executor.prefill(*given), []
     for _ in range(3):
         state, now = executor.advance(state, np.zeros(3, bool), NEW, until_one_ends=True)
@@ -118,7 +122,7 @@ def test_a_burst_can_end_with_a_sequence(lab, kind):
 
 def conversation(executor) -> list[list[int]]:
     """Return the output after ten tokens, a rewind by one, a message and six more tokens."""
-    numbers = sampling(executor.spec.replace(grammar=None), 2, VOCAB, limits=[6, 6])
+    numbers = sampling(executor.request.replace(grammar=None), 2, VOCAB, limits=[6, 6])
     running = np.zeros(2, bool)
     state = executor.prefill(*padded(PROMPTS[:2]), numbers, slots=CONTEXT)
     state, _ = executor.advance(state, running, NEW)
@@ -139,7 +143,7 @@ def test_stepped_rewind_and_extend(lab):
     assert conversation(stepped) == expected
     texts = [[*p, *constrained(lab, p, TABLE, 6)][:n] for p, n in zip(PROMPTS[:2], (7, 3), strict=True)]
     expected = [constrained(lab, [*text, *new], TABLE, 6) for text, new in zip(texts, ([4, 4], [8, 1, 2]), strict=True)]
-    assert conversation(stepped.with_spec(grammar=TABLE)) == expected
+    assert conversation(stepped.with_request(grammar=TABLE)) == expected
 
 
 # --- grammars ---------------------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def test_a_grammar_allows_tokens_at_every_node(lab, stepped, monkeypatch, name, 
     out = executor.decode(*padded(PROMPTS))
     assert out.ids() == [constrained(lab, prompt) for prompt in PROMPTS]
     # Per step of a sequence that runs: every level, from the program (three programs: the root), and the tree.
-    levels = len(guesses_of(executor.spec.tree)) if executor.host_calls else 1
+    levels = len(guesses_of(executor.program.tree)) if executor.host_calls else 1
     assert len(calls) == (levels + 1) * out.steps.sum() + len(PROMPTS)
     assert accepted(out) > 0  # drafts were accepted under the grammar
     if executor.host_calls:
@@ -263,9 +267,9 @@ def test_the_baseline_follows_the_grammar_one_token_at_a_time(lab, stepped):
     baseline = executor.autoregressive()
     rule, seen = ExactSampling(1.3), set()
     for seed in range(4):
-        plain = baseline.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
+        plain = baseline.with_request(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
         assert plain.steps.tolist() == plain.lengths.tolist()
-        tree = executor.with_spec(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
+        tree = executor.with_request(rule=rule).decode(*padded(PROMPTS), jax.random.key(seed))
         assert tree.ids() == plain.ids()
         seen |= set(map(tuple, plain.ids()))
     assert len(seen) > 8
@@ -335,7 +339,7 @@ def probabilities(grammar, rule) -> dict[tuple[int, ...], float]:
 
 def p_value(executor, grammar) -> float:
     """Return the p-value of the chi-square test of `ROWS` texts. Rare texts are pooled; others must not occur."""
-    expected = probabilities(grammar, executor.spec.rule)
+    expected = probabilities(grammar, executor.request.rule)
     prompts = padded([PROMPTS[0]] * ROWS)
     out = executor.decode(*prompts, jax.random.key(5), np.full(ROWS, LENGTH, np.int32))
     found = [tuple(text) for text in np.asarray(out.tokens)[:, :LENGTH].tolist()]
@@ -398,23 +402,23 @@ def test_the_test_of_distributions_fails_for_masks_of_the_wrong_nodes(lab, stepp
 # --- shared programs --------------------------------------------------------------------------------------------------
 
 
-def test_specs_with_other_numbers_share_programs(lab):
+def test_requests_with_other_parameters_share_programs(lab):
     executor = executor_of(FusedExecutor, lab, "medusa", "chain", ExactSampling(0.7))
-    cooler = executor.with_spec(rule=ExactSampling(0.2))
-    assert (cooler.spec.rule.temperature, executor.spec.rule.temperature) == (0.2, 0.7)
+    cooler = executor.with_request(rule=ExactSampling(0.2))
+    assert (cooler.request.rule.temperature, executor.request.rule.temperature) == (0.2, 0.7)
     assert cooler._advance is executor._advance
-    other = executor.with_spec(tree=presets.chain(2))
+    other = executor.with_program(tree=presets.chain(2))
     assert other._advance is not executor._advance
-    assert other.room == executor.room
+    assert other.request == executor.request
     with pytest.raises(HydrajaxError, match="got a depth of 5, expected at most"):
-        executor.with_spec(tree=presets.chain(5))
+        executor.with_program(tree=presets.chain(5))
 
 
-def test_a_stepped_executor_keeps_its_grammar_under_another_spec(lab):
+def test_a_stepped_executor_keeps_its_grammar_under_another_program(lab):
     executor = executor_of(SteppedExecutor, lab, "medusa", "chain", eos_ids=(END,), grammar=Brackets())
-    other = executor.with_spec(tree=presets.chain(2))
+    other = executor.with_program(tree=presets.chain(2))
     assert other.decode(*padded(PROMPTS[:1])).ids() == [constrained(lab, PROMPTS[0])]
-    assert other.with_spec(grammar=TABLE)._steps is other._steps  # grammars are not part of a program
+    assert other.with_request(grammar=TABLE)._steps is other._steps  # grammars are not part of a program
 
 
 @pytest.mark.parametrize(
@@ -430,5 +434,6 @@ def test_the_autoregressive_executor_gives_the_same_tokens(lab, rule, plain, sam
     processors = [Penalties(presence_penalty=0.5)]
     executor = executor_of(FusedExecutor, lab, "hydra++", "chain", rule, processors=processors).autoregressive()
     assert executor.params.draft == {}
-    assert executor.spec == DecodeSpec(NoDrafter(), presets.root(), plain, processors, max_new_tokens=NEW)
+    assert executor.program == Program(rule=type(plain), max_new_tokens=NEW)
+    assert executor.request == Request(plain, processors, max_new_tokens=NEW)
     assert rule.same_output is same

@@ -117,7 +117,7 @@ def test_parameters_of_another_model_are_rejected(lab, message, changed):
         lab.decode_fn("hydra", "random", 24)(wrong, np.ones((1, 4), int))
     model = LanguageModel(lab.model, lab.drafters["hydra"], wrong)
     with pytest.raises(HydrajaxError, match=f"^params{message}"):
-        model.executor(model.spec(tree="chain-1"))
+        model.executor(model.program(tree="chain-1"))
 
 
 @pytest.mark.parametrize("given", [{"a": 1}, None, ({}, {})])

@@ -19,7 +19,7 @@ from hydrajax.api import make_decode_fn
 from hydrajax.bench.uncached_forward import last_logits
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import result_of
-from hydrajax.decoding.keywords import with_keywords
+from hydrajax.decoding.keywords import make_request
 from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, TokenCounts, batched_processors, process
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.state import Params
@@ -223,12 +223,12 @@ def test_processors_without_effect_are_not_in_the_program(lab, engine, rule):
     assert not any(processor.has_effect for processor in neutral)
     arguments = Params(lab.base(0), {}), *padded([[3]], 16)
     prefill = jax.make_jaxpr(engine.prefill)(*arguments, sampling(rule, 1, lab.vocab))
-    without = with_keywords(how(), rule, repetition_penalty=1.0, presence_penalty=0.0, logit_bias={})
+    without = make_request(rule, repetition_penalty=1.0, presence_penalty=0.0, logit_bias={})
     assert without.processors == ()
     assert str(jax.make_jaxpr(engine.prefill)(*arguments, sampling(without, 1, lab.vocab))) == str(prefill)
     assert jax.eval_shape(engine.prefill, *arguments, sampling(without, 1, lab.vocab)).output.counts is None
     for numbers, counted in (({"presence_penalty": 0.5}, True), ({"logit_bias": {3: 1.0}}, False)):
-        spec = with_keywords(how(), rule, **numbers)
+        spec = make_request(rule, **numbers)
         state = jax.eval_shape(engine.prefill, *arguments, sampling(spec, 1, lab.vocab))
         assert (state.output.counts is not None) == counted
         assert len(state.output.processors) == 1
@@ -293,7 +293,7 @@ PLAIN = [how(spec.rule) for spec in MIXED]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("specs", [PLAIN, MIXED], ids=["plain", "processors"])
-def test_mixed_batches_give_the_tokens_of_each_spec(lab, specs):
+def test_mixed_batches_give_the_tokens_of_each_request(lab, specs):
     """Greedy and sampled sequences in one batch, each with its own numbers and processors, equal separate batches."""
     prompts = [[3, 1, 4], [5, 9], [2, 6, 5, 3], [8]]
     tree = presets.cartesian([3, 2])

@@ -10,7 +10,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from helpers.how import per_row
 from hydrajax.decoding.acceptance import ExactSampling, Typical
-from hydrajax.decoding.numbers import is_mixed
+from hydrajax.decoding.parameters import is_mixed
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import Sampling, position_keys, row_keys
 from hydrajax.errors import HydrajaxError

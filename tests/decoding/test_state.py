@@ -15,6 +15,7 @@ from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
@@ -159,12 +160,13 @@ def test_executors_share_programs_across_numbers(lab):
     model = LanguageModel(lab.model, lab.drafters["hydra"], params)
 
     def executor(rule, tree="chain-2", **fields):
-        return model.executor(model.spec(tree=tree, rule=rule, **{"max_new_tokens": 30} | fields))
+        request = Request(rule, max_new_tokens=fields.pop("max_new_tokens", 30))
+        return model.executor(model.program(request, tree=tree, **fields), request)
 
-    first, second = executor(ExactSampling(0.7)), executor(Typical(), max_new_tokens=17)
+    first, second = executor(Typical(0.2)), executor(Typical(), max_new_tokens=17)
     assert first._advance is second._advance
-    assert (first.spec.rule, second.spec.rule) == (ExactSampling(0.7), Typical())
-    assert (first.room, second.spec.max_new_tokens) == (32, 17)
+    assert (first.request.rule, second.request.rule) == (Typical(0.2), Typical())
+    assert (first.program.max_new_tokens, second.request.max_new_tokens) == (32, 17)
     for other in (executor(Typical(), "chain-1"), executor(Typical(), logprobs=0), executor(Typical(), eos_ids=(1,))):
         assert other._advance is not first._advance
 
@@ -172,7 +174,8 @@ def test_executors_share_programs_across_numbers(lab):
 def test_a_model_of_other_parameters_has_its_own_executors(lab):
     """An executor of the first model would decode with the first parameters."""
     model = LanguageModel(lab.model, lab.drafters["hydra"], Params(lab.base(0), lab.draft("hydra", 0)))
-    first, spec = model.executor(model.spec(tree="chain-1")), model.spec(tree="chain-1")
+    program = model.program(tree="chain-1")
+    first = model.executor(program)
     other = dataclasses.replace(model, params=Params(lab.base(1), lab.draft("hydra", 0)))
-    assert other.executor(spec).params is other.params
-    assert model.executor(spec).params is first.params is model.params
+    assert other.executor(program).params is other.params
+    assert model.executor(program).params is first.params is model.params

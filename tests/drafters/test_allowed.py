@@ -10,7 +10,7 @@ import pytest
 from helpers.host_grammars import Table, mask_after
 from hydrajax.decoding.constraints import words
 from hydrajax.decoding.host_work import AnyText, HostWork, Plan
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.filling import fill
@@ -90,10 +90,10 @@ def test_nodes_hold_allowed_tokens(tree, vocabulary, draws):
 
 
 def test_masks_after_paths_are_those_of_a_tree():
-    spec = DecodeSpec(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2)
+    program = Program(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2)
     texts = [(3,), (4, 7)]
     places = [TABLE.start(None, VOCAB, ()) for _ in texts]
-    work = HostWork([*places, None], np.zeros(3, bool), spec, VOCAB, 5)
+    work = HostWork([*places, None], np.zeros(3, bool), program, VOCAB, 5)
     tokens = np.zeros((3, 4), np.int32)
     tokens[1, 0] = 4
     work.follow(np.zeros(3, bool), np.array([0, 1, 0], np.int32), np.array([3, 7, 1], np.int32), tokens)
@@ -120,8 +120,8 @@ def test_masks_after_paths_are_those_of_a_tree():
     ],
 )
 def test_forced_tokens_that_a_tree_holds_need_no_branch(counts, held, plan):
-    spec = DecodeSpec(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2)
-    work = HostWork([AnyText([7] * count) for count in counts], np.zeros(2, bool), spec, VOCAB, 5, held)
+    program = Program(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2)
+    work = HostWork([AnyText([7] * count) for count in counts], np.zeros(2, bool), program, VOCAB, 5, held)
     nothing = np.zeros(2, np.int32)
     work.follow(np.zeros(2, bool), nothing, nothing, np.zeros((2, 4), np.int32))
     assert work.plan is plan
@@ -138,4 +138,4 @@ def test_the_tokens_that_a_tree_holds():
         (heads, presets.root(), 0),
         (PromptLookup(), presets.chain(3), 0),
     ):
-        assert DecodeSpec(drafter, tree).held_tokens == held
+        assert Program(drafter, tree).held_tokens == held

@@ -13,10 +13,9 @@ import pytest
 from helpers.draft_heads import random_params
 from helpers.lab import quick_jit
 from helpers.numpy_block import block_hidden
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.decode import make_autoregressive_fn
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import block
 from hydrajax.drafters.block import BlockSettings, default_target_layers
@@ -107,7 +106,7 @@ def test_output_is_unchanged_and_rows_are_independent(made, kind, tree):
 
 @functools.cache
 def without_draft(model):
-    return make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))
+    return make_autoregressive_fn(model, max_new_tokens=20)
 
 
 @pytest.mark.slow
@@ -116,7 +115,7 @@ def test_a_branch_of_lookup(made):
     model, base, drafter, params = made("jetspec")
     tokens = np.tile(text(2, 4), (1, 3))
     decode = make_decode_fn(model, WithLookup(drafter), presets.by_name("fanout-7-2"), max_new_tokens=20)
-    expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens)
+    expected = make_autoregressive_fn(model, max_new_tokens=20)(Params(base, {}), tokens)
     np.testing.assert_array_equal(decode(Params(base, params), tokens).tokens, expected.tokens)
 
 
@@ -213,8 +212,8 @@ def test_errors(tiny_model, make, message):
 def test_fanout_trees_need_independent_guesses(made):
     model, _, drafter, _ = made("jetspec")
     tree = presets.by_name("fanout-8-2")
-    DecodeSpec(drafter, tree).check(model.config)
+    Program(drafter, tree).check(model.config)
     with pytest.raises(HydrajaxError, match="expected best-8 because RejectionSampling draws the candidates"):
-        DecodeSpec(drafter, tree, RejectionSampling(1.0)).check(model.config)
+        Program(drafter, tree, RejectionSampling).check(model.config)
     with pytest.raises(HydrajaxError, match="expected best-8 because Eagle drafts by levels"):
-        DecodeSpec(Eagle.for_base(model.config, jnp.float32), tree).check(model.config)
+        Program(Eagle.for_base(model.config, jnp.float32), tree).check(model.config)

@@ -178,7 +178,7 @@ def test_the_cache_contains_exactly_the_accepted_tokens_of_two_turns(lab, name, 
 
     prompts, more = [[3, 1, 4], [2, 6], [9, 2, 6, 5]], [[5, 5], [1], [8, 0, 2]]
     prefill = lab.quick_jit(engine.prefill, static_argnames="slots")
-    state = prefill(params, *padded(prompts), drawn, slots=lab.context + engine.tree.size)
+    state = prefill(params, *padded(prompts), drawn, slots=lab.context + engine.program.tree.size)
     state, emitted, waited = finish(state, prompts)
     assert waited == ({False} if tree == "root" else {True, False})
     whole = [[*prompt, *ids, *text] for prompt, ids, text in zip(prompts, emitted, more, strict=True)]

@@ -17,9 +17,7 @@ from helpers.draft_heads import identical
 from helpers.lab import quick_jit
 from helpers.released import refusal
 from helpers.torch_eagle import Layer, WideLayer
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.decode import make_autoregressive_fn
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
 from hydrajax.drafters import peagle
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
@@ -130,7 +128,7 @@ def test_output_is_unchanged(drafted, tree):
     _, _, drafter, params, model, base = drafted
     tokens, lengths = np.random.default_rng(5).integers(0, 61, (3, 9), dtype=np.int32), np.array([9, 4, 7], np.int32)
     decode = make_decode_fn(model, drafter, presets.by_name(tree), max_new_tokens=20)
-    expected = make_autoregressive_fn(model, DecodeSpec(max_new_tokens=20))(Params(base, {}), tokens, lengths)
+    expected = make_autoregressive_fn(model, max_new_tokens=20)(Params(base, {}), tokens, lengths)
     np.testing.assert_array_equal(decode(Params(base, params), tokens, lengths).tokens, expected.tokens)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers.forced import forced_logits
 from helpers.how import sampling
 from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
@@ -136,7 +137,7 @@ def test_decode_steps_give_the_state_of_the_accepted_tokens(prefixed, base, orac
     """After several engine steps with rejections the output equals that of one pass over the tokens."""
     drafter, params, _, _, _ = prefixed
     tree = presets.cartesian([20, 2])  # wide enough that untrained heads are sometimes right
-    engine = Engine(base.model, drafter, tree, max_new_tokens=30)
+    engine = Engine(base.model, Program(drafter, tree, max_new_tokens=30))
     both = Params(base.params, params)
     lengths = np.array([5, 2], np.int32)
     prompt = np.random.default_rng(0).integers(VOCAB, size=(2, 6), dtype=np.int32)

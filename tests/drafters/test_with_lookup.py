@@ -72,7 +72,9 @@ def steps_of(name: str, tree: str):
     def step(params, state):
         proposal = engine.propose(params, state)
         base, drafted = engine.bind(params), state.draft.drafter
-        alone = engine.drafter.drafter.propose(params.draft, drafted, state.target.root, engine.tree, base)
+        alone = engine.program.drafter.drafter.propose(
+            params.draft, drafted, state.target.root, engine.program.tree, base
+        )
         parents = jnp.broadcast_to(alone.tree.parents, alone.tokens.shape)
         forward, logits = engine.verify(params, state.target.cache, proposal)
         accepted = engine.accept(state, logits, proposal)

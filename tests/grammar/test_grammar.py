@@ -17,7 +17,8 @@ from helpers import small_tokenizer
 from hydrajax.cli import main
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.errors import HydrajaxError
@@ -264,17 +265,18 @@ def test_bad_grammars_are_refused_before_decoding(m):
 
 
 def test_decode_functions_and_other_executors_refuse_a_grammar(m):
-    spec = DecodeSpec(grammar=Grammar.regex("a"), eos_ids=(EOS,))
+    request = Request(grammar=Grammar.regex("a"))
+    program = Program(eos_ids=(EOS,)).serving(request)
     placement = Placement()
     object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
     refused = pytest.raises(HydrajaxError, match=r"^grammar: got one, expected none here: use m\.generate")
     with refused:
-        make_decode_fn(m.model, spec)
+        make_decode_fn(m.model, program)
     with refused:
-        FusedExecutor(m.model, m.params, spec)
+        FusedExecutor(m.model, m.params, Program(), request)
     with refused:
-        spec = spec.replace(drafter=DraftModel(m.model, VOCAB), tree=presets.chain(2))
-        SplitExecutor(m.model, Params(m.params.base, m.params.base), spec, placement=placement)
+        program = program.replace(drafter=DraftModel(m.model, VOCAB), tree=presets.chain(2))
+        SplitExecutor(m.model, Params(m.params.base, m.params.base), program, placement=placement)
 
 
 # --- command line -----------------------------------------------------------------------------------------------------
@@ -342,11 +344,11 @@ def test_every_answer_of_a_conversation_follows_the_grammar(m):
 
 def test_bad_grammars_are_refused_before_anything_is_measured_or_decoded(m, monkeypatch):
     bad = Grammar.json_schema({"not": {}})
-    good = m.spec(tree="chain-3", max_new_tokens=40, grammar=Grammar.choices(["a"]), forced_nodes=8)
-    executor = m.executor(good)
+    good = Request(max_new_tokens=40, grammar=Grammar.choices(["a"]))
+    executor = m.executor(m.program(good, tree="chain-3"))
     monkeypatch.setattr(executor, "run", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HydrajaxError, match='json_schema: Unimplemented keys: \\["not"\\]'):
-        hydrajax.generate(executor, ["the tree", "the root"], specs=[good, good.replace(grammar=bad)])
+        hydrajax.generate(executor, ["the tree", "the root"], requests=[good, good.replace(grammar=bad)])
     monkeypatch.setattr("hydrajax.language_model.choose", lambda *_: pytest.fail("measured"))
     with pytest.raises(HydrajaxError, match="json_schema: Unimplemented keys"):
         m.generate("the tree", grammar=bad)

@@ -13,10 +13,9 @@ import pytest
 
 from helpers import small_tokenizer
 from helpers.random_grammars import can_continue, is_complete, random_pattern
-from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.constraints import words
 from hydrajax.decoding.decode import settled_inputs
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.lookup import PromptLookup
@@ -279,8 +278,8 @@ def executor():
 
     @functools.cache
     def make(tree: str) -> SteppedExecutor:
-        spec = DecodeSpec(PromptLookup(), TREES[tree], Greedy(), eos_ids=(EOS,), max_new_tokens=NEW, forced_nodes=4)
-        return SteppedExecutor(model, Params(base, {}), spec, tokenizer=tokenizer())
+        program = Program(PromptLookup(), TREES[tree], eos_ids=(EOS,), max_new_tokens=NEW, forced_nodes=4)
+        return SteppedExecutor(model, Params(base, {}), program, tokenizer=tokenizer())
 
     return make
 
@@ -302,9 +301,9 @@ def test_no_forbidden_token_is_emitted(executor, batches):
             filler = [rng.randrange(3, 300) for _ in range(32)]
             prompt[:] = (known + filler[:4] + known + filler)[:32]
         now = executor(("cartesian", "chain")[number // 2 % 2])
-        given = settled_inputs(now.spec, CONFIG, prompts)
-        specs = [now.spec.replace(grammar=Grammar.regex(pattern)) for pattern in patterns]
-        sampling = given.sampling._replace(constraints=now.constraints(specs))
+        given = settled_inputs(now.program, CONFIG, prompts)
+        requests = [now.request.replace(grammar=Grammar.regex(pattern)) for pattern in patterns]
+        sampling = given.sampling._replace(constraints=now.constraints(requests))
         *_, last = now.run(given._replace(sampling=sampling), np.zeros(BATCH, bool), NEW)
         for pattern, tokens, length in zip(patterns, last.tokens, last.lengths, strict=True):
             output = tokens[:length].tolist()

@@ -11,7 +11,7 @@ import pytest
 
 import hydrajax
 from helpers.random_schemas import random_schema
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.schema_faults import JsonCheck
 
@@ -39,14 +39,15 @@ def models():
 
 
 def executor_of(m, grammar, limit: int, forced_nodes: int):
-    spec = DecodeSpec(max_new_tokens=limit, grammar=grammar, forced_nodes=forced_nodes)
-    return m.executor(m.spec(spec, tree=TREE if m.drafter.spec.depth else "root"))
+    request = Request(max_new_tokens=limit, grammar=grammar)
+    tree = TREE if m.drafter.spec.depth else "root"
+    return m.executor(m.program(request, tree=tree, forced_nodes=forced_nodes), request)
 
 
 def decoded(executor, grammars) -> list:
-    specs = [executor.spec.replace(grammar=grammar) for grammar in grammars]
+    requests = [executor.request.replace(grammar=grammar) for grammar in grammars]
     prompts = [PROMPTS[number % BATCH] for number in range(len(grammars))]
-    return list(hydrajax.generate(executor, prompts, specs=specs, batch_size=BATCH))
+    return list(hydrajax.generate(executor, prompts, requests=requests, batch_size=BATCH))
 
 
 def is_valid(value, schema) -> bool:

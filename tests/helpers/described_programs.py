@@ -22,6 +22,7 @@ from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BoundBase, abstract_base
@@ -53,7 +54,7 @@ def _step_for(platform: trace.Platform, target: str, dtype: str, kind: str, tree
     model = Llama(CONFIG, jnp.dtype(dtype))
     base, drafter = nn.unbox(abstract_base(model)), KINDS[kind].build(CONFIG, model.dtype)
     draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    engine, params = Engine(model, drafter, presets.by_name(tree), 16), Params(base, draft)
+    engine, params = Engine(model, Program(drafter, presets.by_name(tree), max_new_tokens=16)), Params(base, draft)
     # jax 0.11 needs the device of a Pallas kernel.
     device = AbstractDevice(*DEVICES[target])
     if platform.devices == 1:

@@ -217,7 +217,7 @@ class Lab:
     def plainly(self, prompts: list[list[int]], rule=None, seed: int = 0, base_seed: int = 0):
         """Decode `NEW` tokens of each prompt without a draft, with one program per kind of rule.
 
-        rule: a rule or a spec, for all prompts or as a list with one per prompt.
+        rule: a rule or a request, for all prompts or as a list with one per prompt.
         """
         some = how(rule[0] if isinstance(rule, list) else rule)
         kind = jax.tree.structure(some.rule), some.processors != ()

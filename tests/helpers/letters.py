@@ -7,6 +7,7 @@ import numpy as np
 
 from helpers.lab import CONFIG, VOCAB, WIDTH, shared_lab
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate
@@ -48,7 +49,7 @@ def model(heads: str = "medusa") -> LanguageModel:
 
 def pool(served: LanguageModel, sizes: PoolSizes, *arguments, **settings) -> ExecutorPool:
     """Return the executors of a server for this model."""
-    return ExecutorPool(make_executor(served, served.spec(tree=TREE)), sizes, *arguments, **settings)
+    return ExecutorPool(make_executor(served, served.program(tree=TREE)), sizes, *arguments, **settings)
 
 
 def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) -> list[Generation]:
@@ -58,7 +59,7 @@ def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) ->
     with a long prompt whose numbers all have an effect, and mixes greedy and sampled sequences, so that all tests
     share one program. tests/decoding compares mixed batches with separate ones.
     """
-    found, spec = [], served.spec(tree=TREE, logprobs=0)
+    found, program = [], served.program(tree=TREE, rule=ExactSampling, logprobs=0, max_new_tokens=CONTEXT)
     filler = np.zeros(70, np.int32), ExactSampling(0.0, top_k=1, top_p=0.5, min_p=0.5), 60
     for start in range(0, len(prompts), ROWS - 1):
         batch = range(start, min(start + ROWS - 1, len(prompts)))
@@ -68,10 +69,10 @@ def answers(served: LanguageModel, prompts, rules, limits, seeds, **settings) ->
             for values, of in zip((prompts, rules, limits), filler, strict=True)
         )
         own = seeds if isinstance(seeds, int) else [seeds[at] for at in batch] + [0] * empty
-        specs = [
-            spec.replace(rule=ExactSampling(0.0) if isinstance(rule, Greedy) else rule, max_new_tokens=limit)
+        requests = [
+            Request(ExactSampling(0.0) if isinstance(rule, Greedy) else rule, max_new_tokens=limit)
             for rule, limit in zip(kinds, most, strict=True)
         ]
-        executor = served.executor(spec.replace(max_new_tokens=CONTEXT))
-        found += list(generate(executor, texts, specs=specs, batch_size=ROWS, seed=own, **settings))[: len(batch)]
+        given = {"requests": requests, "batch_size": ROWS, "seed": own} | settings
+        found += list(generate(served.executor(program), texts, **given))[: len(batch)]
     return found

@@ -44,8 +44,8 @@ def main(folder: Path, base: str) -> None:
         m = hydrajax.load(base, folder, placement=mesh)
         plain = plain or m
         gathered = jax.tree.map(lambda a, b: bool(np.array_equal(np.asarray(a), np.asarray(b))), m.params, plain.params)
-        executor = m.executor(m.spec(tree=tree, max_new_tokens=settings["max_new"]))
-        given = settled_inputs(m.spec(), m.config, prompt, lengths)
+        executor = m.executor(m.program(tree=tree, max_new_tokens=settings["max_new"]))
+        given = settled_inputs(m.program(), m.config, prompt, lengths)
         state = executor.prefill(*given)
         empty = executor.empty(len(prompts), state.target.cache.layers[0][0].shape[2], given.sampling)
         answers = list(hydrajax.generate(executor, prompts, batch_size=len(prompts)))

@@ -45,11 +45,9 @@ def answer_of(case: str, settings: dict, m) -> dict:
     arguments, key = (prompt, lengths), jax.random.key(3)
     logprobs = 3 if settings["compare"] else None
     processors = [hydrajax.Penalties(presence_penalty=0.3)] if settings["compare"] else []
-    spec = m.spec(
-        tree=tree, rule=RULES[rule], processors=processors, max_new_tokens=settings["new"],
-        eos_ids=(settings["eos"],), logprobs=logprobs,
-    )  # fmt: skip
-    executor = hydrajax.make_executor(m, spec, fan_out=fan_out)
+    request = hydrajax.Request(RULES[rule], processors, max_new_tokens=settings["new"])
+    program = m.program(request, tree=tree, eos_ids=(settings["eos"],), logprobs=logprobs)
+    executor = hydrajax.make_executor(m, program, request, fan_out=fan_out)
     out, record = executor.recorded(*arguments, key, limits[: int(rows)])
     answer = {
         "log-probabilities": [x.tolist() for x in jax.tree.leaves((out.logprobs, out.top))],
@@ -62,7 +60,7 @@ def answer_of(case: str, settings: dict, m) -> dict:
     if settings["compare"]:
         plain = hydrajax.make_decode_fn(
             m.model, m.drafter, tree, RULES[rule], processors=processors, max_new_tokens=settings["new"],
-            eos_ids=spec.eos_ids, logprobs=logprobs,
+            eos_ids=program.eos_ids, logprobs=logprobs,
         )  # fmt: skip
         on_base = Params(m.params.base, jax.device_put(m.params.draft, base_home))
         out = plain(on_base, *arguments, rng=key, limits=limits[: int(rows)])

@@ -19,7 +19,7 @@ from hydrajax import ops
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
@@ -174,9 +174,9 @@ def compiled_steps(mesh, kinds) -> dict[str, dict]:
             homes = tree_shardings(mesh, abstract_draft(drafter, model))
             params = Params(placed, jax.device_put(random.draft, homes))
         tree = presets.root() if kind == "none" else presets.by_name("chain-3")
-        executor = FusedExecutor(model, params, DecodeSpec(drafter, tree, max_new_tokens=8), mesh=mesh)
+        executor = FusedExecutor(model, params, Program(drafter, tree, max_new_tokens=8), mesh=mesh)
         prompt = RANDOM.integers(0, 64, (1, 6), dtype=np.int32)
-        state = executor.empty(1, 32, settled_inputs(executor.spec, config, prompt).sampling)
+        state = executor.empty(1, 32, settled_inputs(executor.program, config, prompt).sampling)
         text = (
             executor._advance.lower(params, state, np.zeros(1, bool), np.int32(4), np.bool_(False)).compile().as_text()
         )

@@ -29,10 +29,10 @@ def executors(m, of_one):
     for kind in KINDS:
         drafter, params = random_draft(of_one.model, of_one.params.base, kind)
         params = params._replace(base=m.params.base, draft=jax.device_get(params.draft))
-        yield kind, FusedExecutor(m.model, params, m.spec(**choices(drafter)), mesh=m.placement.base)
+        yield kind, FusedExecutor(m.model, params, m.program(**choices(drafter)), mesh=m.placement.base)
     for name in without_weights():
         drafting = m.with_draft(name)
-        yield name, drafting.executor(drafting.spec(**choices(drafting.drafter)))
+        yield name, drafting.executor(drafting.program(**choices(drafting.drafter)))
 
 
 def choices(drafter: Drafter) -> dict:
@@ -44,8 +44,8 @@ def by_rule(name: str, executor):
     """Yield the executor under every rule that it supports, for two kinds of draft; under the greedy one for others."""
     yield "greedy", executor
     for rule, kind in RULES.items() if name in ("hydra++", "draft-model") else ():
-        other = executor.with_spec(rule=kind())
-        if rule != "greedy" and (other.spec.drafter.spec.supports_sampling or not other.spec.rule.needs_draws):
+        other = executor.with_request(rule=kind())
+        if rule != "greedy" and (other.program.drafter.spec.supports_sampling or not kind.needs_draws):
             yield rule, other
 
 
@@ -55,7 +55,7 @@ def decoded(executor, rows: int) -> list:
 
 def fed_in_chunks(executor) -> list:
     """Prefill as the server does: all but the last token of every prompt first."""
-    given = settled_inputs(executor.spec, executor.model.config, PROMPTS, LENGTHS, jax.random.key(3))
+    given = settled_inputs(executor.program, executor.model.config, PROMPTS, LENGTHS, jax.random.key(3))
     state = executor.empty(len(PROMPTS), 64, given.sampling)
     following = PROMPTS[np.arange(len(PROMPTS)), LENGTHS - 1]
     state = executor.feed(state, PROMPTS, LENGTHS - 1, following)

@@ -29,8 +29,8 @@ def main(folder: Path, *bases: str) -> None:
             tokens = []
             for m in (one, several):
                 own = params._replace(base=m.params.base, draft=jax.device_get(params.draft))
-                spec = m.spec(drafter=drafter, tree=tree, max_new_tokens=12, eos_ids=())
-                out = FusedExecutor(m.model, own, spec, mesh=m.placement.base).decode(PROMPTS, LENGTHS)
+                program = m.program(drafter=drafter, tree=tree, max_new_tokens=12, eos_ids=())
+                out = FusedExecutor(m.model, own, program, mesh=m.placement.base).decode(PROMPTS, LENGTHS)
                 tokens.append(out.tokens[:, :12].tolist())
             found[f"{Path(base).name}, {kind}"] = tokens
     (folder / "answer.json").write_text(json.dumps(found))

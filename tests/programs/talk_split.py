@@ -15,6 +15,7 @@ from helpers.lab import shared_lab
 from hydrajax import make_executor
 from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.language_model import LanguageModel
@@ -37,8 +38,8 @@ def model(placement: Placement) -> LanguageModel:
 
 def turns(m: LanguageModel) -> list:
     """Return the answers of a conversation, the reused prompt tokens of each and the longest accept length."""
-    spec = m.spec(tree="chain-2", rule=ExactSampling(0.6), max_new_tokens=12)
-    chat, found = Chat(m.executor(spec), seed=3), []
+    request = Request(ExactSampling(0.6), max_new_tokens=12)
+    chat, found = Chat(m.executor(m.program(request, tree="chain-2"), request), seed=3), []
     for message in MESSAGES:
         found.append(["".join(chat.send(message)), chat.turn.reused, chat.turn.steps])
     return found
@@ -46,7 +47,7 @@ def turns(m: LanguageModel) -> list:
 
 def answers(m: LanguageModel) -> list:
     """Return the answers of a server with two slots to prompts with common prefixes, greedy and sampled."""
-    pool = ExecutorPool(make_executor(m, m.spec(tree="chain-2")), PoolSizes(slots=2, chunk=16, cache_len=64))
+    pool = ExecutorPool(make_executor(m, m.program(tree="chain-2")), PoolSizes(slots=2, chunk=16, cache_len=64))
     batcher = Batcher(pool).start()
     random, found = np.random.default_rng(0), []
     try:
@@ -67,7 +68,7 @@ def main(folder: Path) -> None:
     split, one = model(Placement(draft=last_devices(1))), model(Placement())
     found = {"devices": jax.device_count(), "kinds": []}
     for name, m in (("split", split), ("one device", one)):
-        found["kinds"].append(type(m.executor(m.spec(tree="chain-2"))).__name__)
+        found["kinds"].append(type(m.executor(m.program(tree="chain-2"))).__name__)
         found[name] = {"turns": turns(m), "answers": answers(m)}
     (folder / "answer.json").write_text(json.dumps(found))
 

@@ -7,11 +7,11 @@ import pytest
 
 from helpers import letters
 from helpers.letters import CONTEXT
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.admission import CacheBudget, GroupUsage
 from hydrajax.serve.executor_pool import PoolSizes
-from hydrajax.serve.requests import Request
+from hydrajax.serve.requests import Submission
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +20,8 @@ def pool(served):
     return letters.pool(served, PoolSizes(slots=5, chunk=32, cache_len=32))
 
 
-def request(length: int, limit: int) -> Request:
-    return Request(np.zeros(length, np.int32), DecodeSpec(max_new_tokens=limit))
+def request(length: int, limit: int) -> Submission:
+    return Submission(np.zeros(length, np.int32), Request(max_new_tokens=limit))
 
 
 def test_a_request_that_is_not_refused_is_admitted_when_nothing_runs(pool):

@@ -42,8 +42,8 @@ def steps_taken(executors, state, count: int, speculative: bool):
 
 def begun(executors, ids, read: bool):
     """Prefill a text into a batch of one."""
-    rest = executors.spec.replace(max_new_tokens=30)
-    state = executors.finish(executors.empty(128), ids, executors.key(0, 0), rest, read=read)
+    rest = executors.neutral.replace(max_new_tokens=30)
+    state = executors.finish(executors.empty(128), ids, rest, read=read)
     return executors.tile(state, 1, 128)
 
 

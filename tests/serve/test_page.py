@@ -92,5 +92,5 @@ def test_counts_are_added_up(small):
 
 @pytest.mark.slow
 def test_a_plain_step_takes_time(served):
-    executor = make_executor(served, served.spec(tree="root", max_new_tokens=16))
+    executor = make_executor(served, served.program(tree="root", max_new_tokens=16))
     assert 1e-6 < plain_step_seconds(executor) < 1

@@ -12,11 +12,11 @@ import pytest
 from helpers.host_grammars import Table
 from helpers.lab import VOCAB
 from helpers.letters import TREE, pool
-from hydrajax.decoding.keywords import with_grammar
+from hydrajax.decoding.request import Request
 from hydrajax.generation import generate
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
-from hydrajax.serve.programs import Kind, Program, Programs
+from hydrajax.serve.programs import Kind, Programs, ProgramShape
 
 SECONDS = 300
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -64,8 +64,9 @@ def batcher_with(served, monkeypatch):
 
 
 def answer(served, limit: int, grammar=None) -> tuple[int, ...]:
-    spec = with_grammar(served.spec(tree=TREE, max_new_tokens=limit), grammar)
-    return next(generate(served.executor(spec), [PROMPT])).output_ids
+    request = Request(max_new_tokens=limit, grammar=grammar)
+    executor = served.executor(served.program(request, tree=TREE), request)
+    return next(generate(executor, [PROMPT])).output_ids
 
 
 def test_requests_overtake_one_that_waits_for_the_programs_of_its_grammar(served, batcher_with):
@@ -109,7 +110,7 @@ def test_a_program_is_compiled_once_by_threads_that_want_it_at_the_same_time():
         assert go_on.wait(SECONDS)
         compiled.append(program)
 
-    programs, program = Programs(compiles), Program(Kind.PLAIN, 64, 1)
+    programs, program = Programs(compiles), ProgramShape(Kind.PLAIN, 64, 1)
     assert not programs.ready([program])
     assert begun.wait(SECONDS)
     other = threading.Thread(target=programs.compile, args=[program])
@@ -125,7 +126,7 @@ def test_a_failed_compilation_is_raised_where_the_program_is_needed():
     def fails(program):
         raise MemoryError("too large")
 
-    programs, wanted = Programs(fails), [Program(Kind.PLAIN, 64, 1)]
+    programs, wanted = Programs(fails), [ProgramShape(Kind.PLAIN, 64, 1)]
     programs.ready(wanted)
     programs.wait_for_wanted()
     with pytest.raises(MemoryError, match="too large"):

@@ -15,9 +15,7 @@ def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(sm
     sizes = [x.nbytes for x in jax.tree.leaves(small.empty(small.cache_lens[0]))]
     monkeypatch.setattr(small.shapes, "_parts", shapes._parts(sizes))
     (cache_len,) = small.cache_lens
-    first, second = (
-        small.finish(small.empty(cache_len), ids, small.key(0, 0), small.spec) for ids in (np.arange(9), np.arange(5))
-    )
+    first, second = (small.finish(small.empty(cache_len), ids, small.neutral) for ids in (np.arange(9), np.arange(5)))
     state = small.put(small.tile(first, 2, cache_len), 1, second, cache_len)
     wanted = small.shapes.gather(state, [1, 0], cache_len)
     found = small.reshape(state, [1, 0], cache_len)

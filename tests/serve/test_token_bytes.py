@@ -26,7 +26,7 @@ READ = [" tre", *4 * "\ufffd", " {", "</s>"]  # by `hydrajax certify`
 def ask():
     model = scripted.model()
     sizes = PoolSizes(slots=1, chunk=16, cache_len=40, logprobs=3)
-    with running(ExecutorPool(make_executor(model, model.spec(tree="root")), sizes)) as (address, _):
+    with running(ExecutorPool(make_executor(model, model.program(tree="root")), sizes)) as (address, _):
         yield lambda path, **body: httpx.post(f"{address}/v1/{path}", json={"max_tokens": 9} | body, timeout=SECONDS)
 
 

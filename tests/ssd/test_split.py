@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hydrajax.cli import main
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.medusa import MedusaHeads
@@ -175,20 +175,20 @@ def test_unsupported_drafters_trees_and_fan_outs(changes, message, tiny_model):
     drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
     if "drafter" in changes:
         drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
-    spec = DecodeSpec(drafter, presets.by_name(changes.get("tree", "chain-3")))
+    program = Program(drafter, presets.by_name(changes.get("tree", "chain-3")))
     placement = Placement()
     object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
     with pytest.raises(HydrajaxError, match=message):
-        SplitExecutor(model, Params(params, params), spec, placement=placement, fan_out=changes.get("fan_out"))
+        SplitExecutor(model, Params(params, params), program, placement=placement, fan_out=changes.get("fan_out"))
 
 
 def test_base_and_draft_on_one_device(tiny_model):
     model, params = tiny_model
     with pytest.raises(HydrajaxError, match="draft_devices: base and draft share"):
         Placement(draft=make_mesh())
-    spec = DecodeSpec(DraftModel(model, model.config.vocab_size), presets.chain(2))
+    program = Program(DraftModel(model, model.config.vocab_size), presets.chain(2))
     with pytest.raises(HydrajaxError, match="placement: got no devices for the draft alone"):
-        SplitExecutor(model, Params(params, params), spec, placement=Placement())
+        SplitExecutor(model, Params(params, params), program, placement=Placement())
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "certify", "chat", "serve"])

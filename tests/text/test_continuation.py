@@ -73,6 +73,6 @@ def test_stop_strings_and_grammars_have_the_first_space(model):
 @pytest.mark.parametrize("template", [scripted.SPACED, "{% for m in messages %}{{ m.content }}{% endfor %}"])
 def test_a_message_begins_with_the_space_unless_the_template_writes_it(template):
     model = scripted.model(template)
-    chat = Chat(model.executor(model.spec(tree="root", max_new_tokens=10)))
+    chat = Chat(model.executor(model.program(tree="root", max_new_tokens=10)))
     assert "".join(chat.send("the")) == scripted.TEXT
     assert chat.messages[-1]["content"] == scripted.TEXT.removeprefix(" " * (template == scripted.SPACED))

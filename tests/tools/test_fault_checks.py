@@ -8,7 +8,7 @@ import pytest
 
 from helpers.scripts import ROOT
 from hydrajax.decoding import acceptance
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.trees import presets
 
 pytestmark = pytest.mark.slow
@@ -36,8 +36,9 @@ def greedy_case():
     from tools.faults.drafts import Case, with_oracle
 
     case = Case.drawn(random.Random(2), "hydra")
-    drafter = case.spec.drafter if case.has_oracle else with_oracle(case.spec.drafter)
-    return case._replace(spec=DecodeSpec(drafter, presets.chain(3), max_new_tokens=20), batch=3)
+    drafter = case.program.drafter if case.has_oracle else with_oracle(case.program.drafter)
+    program = Program(drafter, presets.chain(3), max_new_tokens=20)
+    return case._replace(program=program, request=program.request(), batch=3)
 
 
 def test_every_kind_of_draft_is_covered():

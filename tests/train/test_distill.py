@@ -18,6 +18,7 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import distill as command
+from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
@@ -65,7 +66,7 @@ def drafted(loaded):
 
 def executor(loaded):
     tree = "root" if isinstance(loaded.drafter, NoDrafter) else "chain-2"
-    return loaded.executor(loaded.spec(tree=tree, max_new_tokens=NEW))
+    return loaded.executor(loaded.program(tree=tree, rule=ExactSampling, max_new_tokens=NEW))
 
 
 def distilled(loaded, path, seeds=SEEDS, **changes) -> list[dict]:

@@ -16,7 +16,7 @@ def wrong(m: LanguageModel) -> None:
     m.generate("a", max_new_tokens="many")  # refused: arg-type
     print(hydrajax.stream(m.executor(), "a").result.text)  # refused: union-attr
     print(hydrajax.generate(m.executor(), ["a"]).text)  # refused: attr-defined
-    hydrajax.DecodeSpec(max_new_tokens="9")  # refused: arg-type
+    hydrajax.Request(max_new_tokens="9")  # refused: arg-type
     m.default_tree(batch_size="4")  # refused: arg-type
     Greedy(temperature=0.5)  # refused: call-arg
     m.generate("a", rule="exact", temperature="hot")  # refused: arg-type

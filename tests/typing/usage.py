@@ -12,7 +12,6 @@ import hydrajax
 from hydrajax import (
     Chat,
     DecodeResult,
-    DecodeSpec,
     ExactSampling,
     Generation,
     Greedy,
@@ -21,7 +20,9 @@ from hydrajax import (
     LogitBias,
     Params,
     Penalties,
+    Program,
     RejectionSampling,
+    Request,
     Stream,
     TreeTopology,
     Typical,
@@ -61,9 +62,10 @@ def decoding(m: LanguageModel, prompt: np.ndarray) -> np.ndarray:
 
 def texts(m: LanguageModel) -> list[str | None]:
     processors = [Penalties(presence_penalty=0.5), LogitBias({13: -2.0})]
-    spec = m.spec(tree=trees(), rule=Typical(epsilon=0.1), processors=processors, logprobs=3)
-    assert_type(spec, DecodeSpec)
-    answers = hydrajax.generate(m.executor(spec), ["Once", [1, 2, 3]], stop=["\n"])
+    request = Request(Typical(epsilon=0.1), processors)
+    program = m.program(request, tree=trees(), logprobs=3)
+    assert_type(program, Program)
+    answers = hydrajax.generate(m.executor(program, request), ["Once", [1, 2, 3]], stop=["\n"])
     assert_type(answers, Iterator[Generation])
     first = next(answers)
     assert_type(first.output_ids, list[int])
@@ -75,7 +77,8 @@ def texts(m: LanguageModel) -> list[str | None]:
     assert_type(m.stream("Once", rule="exact", top_p=0.9), Stream)
     assert_type(m.chat(template="plain"), Chat)
     assert_type(m.decode(hydrajax.make_decode_fn(m, tree="chain-2")(m.params, *m.encode(["a"]))), list[str])
-    pieces = hydrajax.stream(m.executor(m.spec(rule=RejectionSampling(1.0), max_new_tokens=9)), "Once")
+    request = Request(RejectionSampling(1.0), max_new_tokens=9)
+    pieces = hydrajax.stream(m.executor(m.program(request)), "Once", request)
     assert_type(pieces, Stream)
     for piece in pieces:
         assert_type(piece, str)

@@ -30,13 +30,13 @@ def cached(trial: Trial) -> int:
     while not case.has_reference:
         case = Case.drawn(random)
     config, rows = case.reference.config, np.arange(case.batch)
-    case = case.with_spec(max_new_tokens=config.max_positions)
+    case = case.with_program(max_new_tokens=config.max_positions)
     params = case.params(random)
-    executor = FusedExecutor(case.reference.model, params, case.spec)
+    executor = FusedExecutor(case.reference.model, params, case.program)
     texts, state = case.prompts(random, random.choice((16, config.max_positions))), None
     for turn in range(TURNS):
         limits = np.array([random.choice((0, 1, 5, 999)) for _ in rows], np.int32)
-        sampling = case.sampling(case.specs(random), random)._replace(limits=limits)
+        sampling = case.sampling(case.requests(random), random)._replace(limits=limits)
         if state is not None:
             texts, state, more, counts = extend(case, executor, texts, state, params, random)
         whole, clear = case.expected(params, texts, sampling)

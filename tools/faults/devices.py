@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, abstract_base
@@ -68,15 +69,16 @@ def split(random: random.Random) -> int:
     """Base and draft model on separate devices (`hydrajax.ssd`)."""
     case = Case.drawn(random, "model")
     drafter = KINDS["model"].build(case.reference.config, np.float32)
-    case = case.with_spec(drafter=drafter, tree=presets.chain(random.randint(1, 5)), rule=Greedy())
+    case = case.with_program(drafter=drafter, tree=presets.chain(random.randint(1, 5)), rule=Greedy)
+    case = case._replace(request=case.request.replace(rule=Greedy()))
     placement = Placement(make_mesh(1, random.choice((1, 2, 4))), last_devices(random.choice((1, 2, 4))))
     print("split", placement.base.shape, placement.draft.shape, case.description(), file=sys.stderr)
     return check_case(case, random, CALLS, partial(on_mesh, case.reference, placement), partial(split_fn, placement))
 
 
-def split_fn(placement: Placement, model: BaseModel, spec: DecodeSpec) -> Callable:
+def split_fn(placement: Placement, model: BaseModel, program: Program, request: Request) -> Callable:
     """A decode function that makes a `SplitExecutor` for its parameters."""
-    return lambda params, *given: SplitExecutor(model, params, spec, placement=placement).decode(*given)
+    return lambda params, *given: SplitExecutor(model, params, program, request, placement=placement).decode(*given)
 
 
 def on_mesh(reference: Reference, placement: Placement, params: Params, prompt: np.ndarray):

@@ -13,9 +13,10 @@ import numpy as np
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.processors import LogitBias, Penalties
+from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec, SamplingParams, sampling_params
+from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.with_lookup import WithLookup
@@ -130,7 +131,8 @@ class Case(NamedTuple):
 
     reference: Reference
     name: str
-    spec: DecodeSpec
+    program: Program
+    request: Request
     batch: int
 
     @classmethod
@@ -148,41 +150,42 @@ class Case(NamedTuple):
         ends = random.sample(range(config.vocab_size), random.choice((0, 0, 1, config.vocab_size // 3)))
         limit = random.choice((1, 2, 7, config.max_positions, config.max_positions + 9))
         drafter = with_oracle(drafter) if random.random() < 0.5 else drafter
-        return cls(reference, name, DecodeSpec(drafter, tree, **row, max_new_tokens=limit, eos_ids=ends), batch)
+        request = Request(**row, max_new_tokens=limit)
+        return cls(reference, name, Program(drafter, tree, eos_ids=ends).serving(request), request, batch)
 
-    def with_spec(self, **changes) -> Case:
-        return self._replace(spec=self.spec.replace(**changes))
+    def with_program(self, **changes) -> Case:
+        return self._replace(program=self.program.replace(**changes))
 
     def description(self) -> str:
-        tree = getattr(self.spec.tree, "name", None) or [list(path) for path in self.spec.tree.choices]
+        tree = getattr(self.program.tree, "name", None) or [list(path) for path in self.program.tree.choices]
         name = f"{self.name} with oracle" if self.has_oracle else self.name
-        return f"{name}, {self.spec.shown_rule()}, tree {tree}, batch {self.batch}"
+        return f"{name}, {self.request.shown_rule()}, tree {tree}, batch {self.batch}"
 
     @property
     def has_oracle(self) -> bool:
-        return type(self.spec.drafter).__name__ == "Oracle"
+        return type(self.program.drafter).__name__ == "Oracle"
 
     @property
     def has_reference(self) -> bool:
         """True for rules whose output does not depend on the draft (not typical acceptance or rejection sampling)."""
-        return isinstance(self.spec.rule, (Greedy, ExactSampling))
+        return isinstance(self.request.rule, (Greedy, ExactSampling))
 
-    def specs(self, random: random.Random) -> list[DecodeSpec]:
-        """The spec with different numbers of rule and processors for each sequence."""
-        vocab_size, draws = self.reference.config.vocab_size, self.spec.drafter.spec.supports_sampling
+    def requests(self, random: random.Random) -> list[Request]:
+        """The request with different parameters of rule and processors for each sequence."""
+        vocab_size, draws = self.reference.config.vocab_size, self.program.drafter.spec.supports_sampling
 
-        def kind(spec: DecodeSpec):
-            return jax.tree.structure(spec.rule), [type(one) for one in spec.processors]
+        def kind(request: Request):
+            return jax.tree.structure(request.rule), [type(one) for one in request.processors]
 
         while True:
-            found = [self.spec.replace(**row) for row in rules_of(random, vocab_size, draws, self.batch)]
-            if kind(found[0]) == kind(self.spec):
+            found = [self.request.replace(**row) for row in rules_of(random, vocab_size, draws, self.batch)]
+            if kind(found[0]) == kind(self.request):
                 return found
 
-    def sampling(self, specs: list[DecodeSpec], random: random.Random) -> SamplingParams:
-        """These numbers, with one key per sequence."""
+    def sampling(self, requests: list[Request], random: random.Random) -> SamplingParams:
+        """These parameters, with one key per sequence."""
         keys = jax.random.split(jax.random.key(random.randrange(2**31)), self.batch)
-        return sampling_params(specs, keys, self.reference.config.vocab_size)
+        return sampling_params(requests, keys, self.reference.config.vocab_size)
 
     def expected(self, params: Params, texts: list[list[int]], sampling: SamplingParams):
         """`Reference.decode`, greedily where the rule has no reference: an oracle needs some text."""
@@ -195,7 +198,7 @@ class Case(NamedTuple):
         seed = random.randrange(2**31)
         base = noise(self.reference.shapes, seed)
         own = jax.eval_shape(
-            lambda base: self.spec.drafter.init(jax.random.key(0), BoundBase(self.reference.model, base)), base
+            lambda base: self.program.drafter.init(jax.random.key(0), BoundBase(self.reference.model, base)), base
         )
         draft = noise(own["inner"] if self.has_oracle else own, seed + 1)
         if jax.tree.structure(draft) == jax.tree.structure(base) and random.random() < 0.5:
@@ -223,8 +226,8 @@ def check_sequence(
 ) -> None:
     """Compare the output of a sequence with the reference up to its first tie, ``clear``."""
     start = len(prompt)
-    wanted = text[start : min(start + min(limit, case.spec.max_new_tokens), len(text))].tolist() if limit > 0 else []
-    ends = [at for at, token in enumerate(wanted) if token in case.spec.eos_ids]
+    wanted = text[start : min(start + min(limit, case.program.max_new_tokens), len(text))].tolist() if limit > 0 else []
+    ends = [at for at, token in enumerate(wanted) if token in case.program.eos_ids]
     wanted = wanted[: ends[0] + 1] if ends else wanted
     if clear < start + len(wanted):
         found, wanted = found[: clear - start], wanted[: clear - start]
@@ -242,11 +245,11 @@ def check_bookkeeping(case: Case, out: DecodeResult, prompts: list[list[int]], l
     for row, prompt in enumerate(prompts):
         length, steps = int(out.lengths[row]), int(out.steps[row])
         tokens = out.tokens[row, :length].tolist()
-        room = max(min(int(limits[row]), case.spec.max_new_tokens, context - len(prompt)), 0)
-        ended = bool(tokens) and tokens[-1] in case.spec.eos_ids
+        room = max(min(int(limits[row]), case.program.max_new_tokens, context - len(prompt)), 0)
+        ended = bool(tokens) and tokens[-1] in case.program.eos_ids
         whole = length == room or (ended and length < room)
         kept = all(0 <= token < case.reference.config.vocab_size for token in tokens)
-        kept &= not any(token in case.spec.eos_ids for token in tokens[:-1])
+        kept &= not any(token in case.program.eos_ids for token in tokens[:-1])
         rest = (out.tokens[row, length:] == -1).all() and (out.accept_lengths[row, steps:] == -1).all()
         sums = (out.accept_lengths[row, :steps] + 1).sum() == length and (out.accept_lengths[row, :steps] >= 0).all()
         if not (whole and kept and rest and sums):
@@ -273,21 +276,21 @@ def check_case(
         placed: Puts parameters and prompts on devices.
         make: Makes the decode function.
     """
-    config, case = case.reference.config, case.with_spec(logprobs=random.choice((None, None, None, None, 0)))
-    decode_fn = make(case.reference.model, case.spec)
-    biased = any(isinstance(one, LogitBias) for one in case.spec.processors)  # its token ids cannot be traced
+    config, case = case.reference.config, case.with_program(logprobs=random.choice((None, None, None, None, 0)))
+    decode_fn = make(case.reference.model, case.program, case.request)
+    biased = any(isinstance(one, LogitBias) for one in case.request.processors)  # its token ids cannot be traced
     if random.random() < 0.2 and make is make_decode_fn and not biased:
         decode_fn = jax.jit(decode_fn)
     width = random.choice((SMALLEST_BUCKET, config.max_positions, config.max_positions))  # one bucket, one program
     for _ in range(calls):
-        params, prompts, specs = case.params(random), case.prompts(random, width), case.specs(random)
-        sampling = case.sampling(specs, random)
+        params, prompts, requests = case.params(random), case.prompts(random, width), case.requests(random)
+        sampling = case.sampling(requests, random)
         texts, clear = case.expected(params, prompts, sampling)
-        limits = np.array([random.choice((0, 1, 2, 3, case.spec.max_new_tokens, 999)) for _ in prompts], np.int32)
+        limits = np.array([random.choice((0, 1, 2, 3, case.program.max_new_tokens, 999)) for _ in prompts], np.int32)
         padded, lengths = right_padded(prompts, width)
         padded[np.arange(width) >= lengths[:, None]] = random.randrange(config.vocab_size)
         given, prompt = placed(case.with_truth(params, texts, random), padded)
-        rules, processors = [spec.rule for spec in specs], [spec.processors for spec in specs]
+        rules, processors = zip(*((request.rule, request.processors) for request in requests), strict=True)
         out = jax.device_get(decode_fn(given, prompt, lengths, sampling.rng, limits, rules, processors))
         check_bookkeeping(case, out, prompts, limits)
         for row, ids in enumerate(out.ids() if case.has_reference else ()):

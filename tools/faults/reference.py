@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
+from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.sampling import position_keys
-from hydrajax.decoding.spec import SamplingParams
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama

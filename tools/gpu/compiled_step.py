@@ -30,7 +30,8 @@ from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
-from hydrajax.decoding.spec import SamplingParams
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
@@ -142,7 +143,7 @@ def _compile(case: Case, place: Callable) -> Compiled:
     model = Llama(config, jnp.dtype(case.dtype), case.quantize)
     drafter, tree = _drafter_and_tree(case, model)
     boxed = Params(abstract_base(model), _weights_of(drafter, model))
-    engine, params = Engine(model, drafter, tree, MAX_NEW), nn.unbox(boxed)
+    engine, params = Engine(model, Program(drafter, tree, max_new_tokens=MAX_NEW)), nn.unbox(boxed)
     alone = case.what == "prefill"
     prompt = jax.ShapeDtypeStruct((case.batch, case.context - (0 if alone else MAX_NEW)), jnp.int32)
     inputs = [prompt, jax.ShapeDtypeStruct((case.batch,), jnp.int32)]
@@ -165,7 +166,7 @@ def _compile(case: Case, place: Callable) -> Compiled:
             carry = jax.eval_shape(lambda *given: carry_of(prefill(*given)), params, *inputs)
         lowered = _jitted(case, call, donate_argnums=1).lower(*place(boxed, carry))
     program = lowered.compile(compiler_options=ops.compiler_options())
-    tokens = prompt.shape[1] if alone else engine.tree.size  # of a sequence
+    tokens = prompt.shape[1] if alone else engine.program.tree.size  # of a sequence
     floor = autoregressive_bytes(model, params.base, case.batch, 0 if alone else case.context, tokens)
     floor += 0 if case.what == "verify" else nbytes(params.draft)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(params.base))
@@ -206,7 +207,7 @@ def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
 
     def carry_of(state):
         return state.target.cache, jnp.broadcast_to(
-            state.target.root[:, None], (len(state.target.root), engine.tree.size)
+            state.target.root[:, None], (len(state.target.root), engine.program.tree.size)
         )
 
     return turns, carry_of

@@ -39,7 +39,7 @@ from hydrajax.bench.device_memory import copy_bandwidth, peak_memory
 from hydrajax.bench.random_models import random_base, with_random_params
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.program import Program
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.lowbit.types import QUANTIZED
@@ -95,7 +95,7 @@ def main() -> int:
                 raise not_allowed("drafts", kind, TRAINED)
             drafter = drafter_for(Llama(config, jnp.dtype(args.dtype)), kind, args.lm_head)
             for tree in (full, *([grown] if grown else [])):
-                DecodeSpec(drafter, tree).check(config)
+                Program(drafter, tree).check(config)
     except HydrajaxError as error:
         parser.error(error.as_flag(["--drafts", "--lm-head"]))
     if args.trace and ops.compiler_options():
@@ -109,7 +109,7 @@ def main() -> int:
     executors = {}
     for kind in args.drafts:
         drafter, params = with_random_params(model, base, drafter_for(model, kind, args.lm_head))
-        executors[kind] = FusedExecutor(model, params, DecodeSpec(drafter, full))
+        executors[kind] = FusedExecutor(model, params, Program(drafter, full))
     header = {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -138,22 +138,22 @@ def main() -> int:
         largest = sweep[max(args.nodes)]
         yield "autoregressive", 1, timer(first.autoregressive()).step
         for nodes in sorted(sweep, key=lambda size: size != largest.size):
-            yield "verify", nodes, timer(first.with_spec(tree=sweep[nodes])).verify
+            yield "verify", nodes, timer(first.with_program(tree=sweep[nodes])).verify
             for kind, executor in executors.items():
                 if nodes > 1:
-                    yield f"step {kind}", nodes, timer(executor.with_spec(tree=sweep[nodes])).step
+                    yield f"step {kind}", nodes, timer(executor.with_program(tree=sweep[nodes])).step
         if grown:
             for kind, executor in executors.items():
-                timed = timer(executor.with_spec(tree=grown))
+                timed = timer(executor.with_program(tree=grown))
                 yield f"step {kind} {args.dynamic}", grown.size, timed.step
                 yield f"propose {kind} {args.dynamic}", grown.size, timed.propose
         if args.steps_only:
             return
         for kind, executor in executors.items():
-            timed = timer(executor.with_spec(tree=largest))
+            timed = timer(executor.with_program(tree=largest))
             yield f"propose {kind}", largest.size, timed.propose
             yield f"observe {kind}", largest.size, timed.observe
-        yield "accept+commit", largest.size, timer(first.with_spec(tree=largest)).accept_commit
+        yield "accept+commit", largest.size, timer(first.with_program(tree=largest)).accept_commit
 
     def times(context: int, batch: int):
         """Time all measurements of a context and batch, until the time limit."""

@@ -125,12 +125,12 @@ def contest(
     return [
         Measured(
             name=name,
-            nodes=executor.spec.verified_nodes,
+            nodes=executor.program.verified_nodes,
             tokens_per_step=tokens_per_step[name],
             tokens_per_second=statistics.median(rates[name]),
             **chances(name),
             speedup=statistics.median(rates[name]) / plain,
-            equal=same_tokens(outputs[name], outputs[baseline]) if executor.spec.rule.same_output else None,
+            equal=same_tokens(outputs[name], outputs[baseline]) if executor.program.rule.same_output else None,
         )
         for name, executor in executors.items()
     ]
@@ -140,7 +140,7 @@ def measure_trees(
     executor: Executor, trees: Mapping[str, CandidateTree], prompts: Sequence[np.ndarray], **arguments: Any
 ) -> list[Measured]:
     """Run a `contest` of one executor with several trees. The baseline has no draft and is left out of the result."""
-    entrants = {name: executor.with_spec(tree=tree) for name, tree in trees.items()}
+    entrants = {name: executor.with_program(tree=tree) for name, tree in trees.items()}
     return contest({AUTOREGRESSIVE: executor.autoregressive()} | entrants, prompts, **arguments)[1:]
 
 

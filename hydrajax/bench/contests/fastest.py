@@ -69,12 +69,12 @@ def _fastest(
 
     Typical acceptance gives other text without a draft, so there a tree is chosen even if it is slower.
     """
-    plain = executor.with_spec(max_new_tokens=NEW_TOKENS).autoregressive()
+    plain = executor.with_program(max_new_tokens=NEW_TOKENS).autoregressive()
     if not (texts := list(islice(prompts, ROUNDS * batch_size))):
         return None
     rows = contest(
         {AUTOREGRESSIVE: plain}
-        | {name: executor.with_spec(tree=tree, max_new_tokens=NEW_TOKENS) for name, tree in trees.items()},
+        | {name: executor.with_program(tree=tree, max_new_tokens=NEW_TOKENS) for name, tree in trees.items()},
         list(islice(cycle(texts), ROUNDS * batch_size)),
         batch_size=batch_size,
         repeats=ROUNDS,
@@ -82,8 +82,8 @@ def _fastest(
         on_status=lambda text: on_status(f"finding the fastest tree: {text}"),
     )
     best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    rule = executor.spec.rule
-    remembers = executor.spec.drafter.spec.remembers  # the corpus was empty
+    rule = executor.request.rule
+    remembers = executor.program.drafter.spec.remembers  # the corpus was empty
     taken = best.speedup >= 1 or remembers or type(rule.baseline()) is not type(rule)
     low, high = best.speedup_low or 0.0, best.speedup_high or 0.0
     if (rows[0].high or 0.0) > AGREEMENT[0] * (rows[0].low or 0.0) or high > AGREEMENT[1] * low:
@@ -97,7 +97,7 @@ def _candidates(executor: Executor, searched: CandidateTree | None) -> dict[str,
 
     Raises `HydrajaxError` if none can be used.
     """
-    can = executor.spec.drafter.spec
+    can = executor.program.drafter.spec
     default = presets.by_name(can.default_tree)
     trees = {} if searched is None else {searched_name(searched): searched}
     trees |= {name: presets.by_name(name) for name in CANDIDATES}
@@ -113,5 +113,5 @@ def _candidates(executor: Executor, searched: CandidateTree | None) -> dict[str,
         if tree not in found.values() and fits(executor, tree):
             found[name] = tree
     if not found:
-        executor.spec.replace(tree=default).check(executor.model.config)  # raises
+        executor.program.replace(tree=default).check(executor.model.config)  # raises
     return found

@@ -74,7 +74,7 @@ class Race:
         """
         for tree in trees:
             if tree not in self._with_tree:
-                self._with_tree[tree] = self._executor.with_spec(tree=tree)
+                self._with_tree[tree] = self._executor.with_program(tree=tree)
         entrants = {name_of(tree): self._with_tree[tree] for tree in trees}
         return contest(
             {AUTOREGRESSIVE: self._plain} | entrants,

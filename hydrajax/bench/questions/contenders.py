@@ -15,7 +15,7 @@ import numpy as np
 
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
@@ -37,7 +37,7 @@ class Answerer:
 
     def identity(self) -> dict[str, str]:
         """Return a hash of the draft's parameters and the tree, which differ between contenders of one name."""
-        tree = self.executor.spec.tree
+        tree = self.executor.program.tree
         grown = isinstance(tree, DynamicTree)
         name = tree.name if grown else " ".join(".".join(map(str, path)) for path in tree.choices)
         return {"heads": digest(self.executor.params.draft), "tree": name}
@@ -48,7 +48,7 @@ def contenders(
     base: str,
     drafts: Sequence[str],
     trees: Sequence[tuple[str, CandidateTree]],
-    wanted: DecodeSpec,
+    request: Request,
     *,
     base_directory: Path | None = None,
 ) -> list[Answerer]:
@@ -58,7 +58,7 @@ def contenders(
         model: the base; all contenders share its parameters.
         base, drafts: directories or names, as the user gave them.
         trees: names and trees.
-        wanted: decoding configuration; its drafter and tree are replaced.
+        request: what each decodes.
         base_directory: refuse draft heads that record another base; None to accept them.
     """
     names: set[str] = set()
@@ -73,12 +73,14 @@ def contenders(
         return name
 
     base = folder_name(base)
-    plain = model.executor(model.spec(wanted).autoregressive())
+    program = model.program(request).autoregressive()
+    plain = model.executor(program, request.fitting(program))
     found = [Answerer(unique(base, AUTOREGRESSIVE), plain)]
     for draft in drafts:
         drafted = model.with_draft(draft, base_directory=base_directory)
         for name, tree in trees or [("", drafted.default_tree())]:
-            executor = drafted.executor(drafted.spec(wanted, tree=tree))  # raises for a tree that does not fit
+            program = drafted.program(request, tree=tree)
+            executor = drafted.executor(program, request)  # raises for a tree that does not fit
             found.append(Answerer(unique(base, folder_name(draft), name), executor))
     return found
 

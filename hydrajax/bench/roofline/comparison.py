@@ -51,8 +51,8 @@ def compare(
     """
     found, meter = Comparison(), None
     first, most = next(iter(executors.values())), max(contexts)
-    config, drafter = first.model.config, first.spec.drafter
-    trees = {name: executor.spec.tree for name, executor in executors.items()}
+    config, drafter = first.model.config, first.program.drafter
+    trees = {name: executor.program.tree for name, executor in executors.items()}
     plain_step = Workload(config, drafter, 1, most, itemsize).autoregressive_step()
     weight_bytes = sum(operator.count * operator.bytes for operator in plain_step if operator.kind == "weights")
     for context in contexts:

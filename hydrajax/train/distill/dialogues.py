@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.bench.questions.dialogue import Dialogue
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import bucket
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate
 from hydrajax.text.answers import Generation
@@ -187,13 +188,10 @@ def next_batch(dialogues: Sequence[SeedDialogue], size: int) -> list[SeedDialogu
 def decode(executor: Executor, batch: Sequence[SeedDialogue], spec: DistillSpec, size: int) -> list[Generation]:
     """Return the answers to a batch; repeated sequences fill it up to ``size``, so that one compilation serves all."""
     filled = [batch[at % len(batch)] for at in range(size)]
-    specs = [
-        executor.spec.replace(
-            rule=ExactSampling(one.temperature) if one.temperature else Greedy(),
-            max_new_tokens=spec.new_tokens if at < len(batch) else 1,
-        )
+    requests = [
+        Request(ExactSampling(one.temperature), max_new_tokens=spec.new_tokens if at < len(batch) else 1)
         for at, one in enumerate(filled)
     ]
     seeds = [one.turn_seed for one in filled]
-    found = generate(executor, [one.ids for one in filled], specs=specs, batch_size=size, seed=seeds)
+    found = generate(executor, [one.ids for one in filled], requests=requests, batch_size=size, seed=seeds)
     return list(found)[: len(batch)]

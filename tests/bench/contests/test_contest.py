@@ -38,7 +38,7 @@ class Stub:
     """Replaces an `Executor`: emits 8 tokens per sequence in ``steps`` steps.
 
     seconds: a number, or one for every call, the first of which is not timed. change: added to the tokens. rule, nodes:
-    of the spec.
+    of the program.
     """
 
     clock: Clock
@@ -51,8 +51,8 @@ class Stub:
     seen: list = field(default_factory=list)
 
     @property
-    def spec(self):
-        return SimpleNamespace(verified_nodes=self.nodes, rule=self.rule)
+    def program(self):
+        return SimpleNamespace(verified_nodes=self.nodes, rule=type(self.rule))
 
     def decode(self, prompt, lengths, key):
         rows = len(prompt)

@@ -18,7 +18,7 @@ from hydrajax.bench.contests import fastest
 from hydrajax.bench.contests.contest import Measured
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.spec import DecodeSpec
+from hydrajax.decoding.request import Request
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
@@ -46,7 +46,7 @@ def loaded():
 
 @pytest.fixture
 def executor(loaded):
-    return make_executor(loaded, loaded.spec(tree="root"))
+    return make_executor(loaded, loaded.program(tree="root"))
 
 
 @pytest.fixture
@@ -95,10 +95,10 @@ def test_other_settings_are_measured_anew(loaded, executor, speeds, other):
     if other == "base":
         base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
         changed = dataclasses.replace(loaded, params=loaded.params._replace(base=base))
-        choose(make_executor(changed, executor.spec), PROMPTS, 1)
+        choose(make_executor(changed, executor.program), PROMPTS, 1)
     else:
-        rule = ExactSampling(0.5) if other == "rule" else executor.spec.rule
-        choose(executor.with_spec(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
+        rule = ExactSampling(0.5) if other == "rule" else executor.request.rule
+        choose(executor.with_request(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
     assert len(speeds.names) == 2
     choose(executor, PROMPTS, 1)
     assert len(speeds.names) == 2
@@ -111,7 +111,7 @@ def test_no_tree_if_none_is_faster(executor, speeds):
     assert "tree: none, decoding without the draft: the fastest tree, chain-4, has 0.75x the speed" in str(choice)
     assert choose(executor, PROMPTS, 1).tree is None  # remembered too
     # Typical acceptance without a draft would be another text.
-    assert choose(executor.with_spec(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
+    assert choose(executor.with_request(rule=Typical()), PROMPTS, 1).tree == presets.chain(4)
 
 
 def test_nothing_is_measured_without_a_draft_or_if_switched_off(executor, speeds, monkeypatch):
@@ -164,8 +164,8 @@ def test_texts_are_repeated_only_if_there_are_too_few(executor, speeds):
 
 
 def test_built_in_prompts_follow_the_users_own(loaded, speeds):
-    spec = loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS)
-    assert spec.tree == presets.chain(4)
+    program = loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS)
+    assert program.tree == presets.chain(4)
     built_in = [len(next(loaded.ids_of_prompts([text]))) for text in BEGINNINGS.values()]
     assert speeds.prompts == [8, *built_in, 8]
 
@@ -174,11 +174,11 @@ def test_built_in_prompts_follow_the_users_own(loaded, speeds):
 def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, speeds, capsys, lowest):
     """The draft's own tree remains, and the next call measures again."""
     speeds.lowest = lowest
-    assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
+    assert loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
     assert "tree: the draft's own, as timings disagree (chain-4: " in capsys.readouterr().err
     assert not stored_trees.cache_folder().exists()
     speeds.lowest = 0.8, 95.0
-    assert loaded.with_tree(DecodeSpec(), "auto", prompts=PROMPTS).tree == presets.chain(4)
+    assert loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS).tree == presets.chain(4)
     assert len(speeds.names) == 2
 
 
@@ -203,7 +203,7 @@ def test_autotune_stores_what_generate_uses(loaded, speeds, capsys):
 def test_generate_without_a_tree_measures_nothing(loaded, speeds, capsys):
     """In a fresh home directory nothing is compiled that a given tree does not need."""
     m = loaded.with_draft("lookup")
-    assert m.with_tree(DecodeSpec()).tree == m.default_tree()
+    assert m.with_tree(m.program(), Request()).tree == m.default_tree()
     m.generate("x", tree=m.default_tree(), max_new_tokens=6)
     with no_compilation():
         m.generate("x", max_new_tokens=6)
@@ -227,7 +227,7 @@ def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds,
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     eagle = dataclasses.replace(eagle, draft_directory=tmp_path)
     assert eagle.default_tree() == DynamicTree(8, 2, 4)
-    executor = make_executor(eagle, eagle.spec(tree="root"))
+    executor = make_executor(eagle, eagle.program(tree="root"))
     choice = choose(executor, PROMPTS, 1, tmp_path)
     assert (choice.tree, choice.speedup, choice.name) == (DynamicTree(8, 2, 4), 1.6, "the searched dynamic-8-2-4")
     assert not speeds.names
@@ -238,15 +238,15 @@ def test_a_searched_dynamic_tree_is_taken_if_the_rule_supports_it(eagle, speeds,
 
     monkeypatch.setattr(ExactSampling, "check", refuse)
     speeds["eagle_26"] = 1.3
-    assert choose(executor.with_spec(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
+    assert choose(executor.with_request(rule=ExactSampling(0.8)), PROMPTS, 1, tmp_path).name == "chain-4"
 
 
 def test_a_dynamic_tree_is_tried_and_cached_if_the_drafter_supports_it(eagle, speeds):
     speeds |= {"dynamic-8-2-4": 1.9, "eagle_26": 1.3}
-    executor = make_executor(eagle, eagle.spec(tree="root"))
+    executor = make_executor(eagle, eagle.program(tree="root"))
     now = choose(executor, PROMPTS, 1)
     assert now.tree == DynamicTree(8, 2, 4)
     later = choose(executor, PROMPTS, 1)
     assert later == dataclasses.replace(now, date=datetime.date.today().isoformat())
     assert len(speeds.names) == 1
-    assert choose(executor.with_spec(rule=RejectionSampling(0.8)), PROMPTS, 1).name == "dynamic-8-2-4"
+    assert choose(executor.with_request(rule=RejectionSampling(0.8)), PROMPTS, 1).name == "dynamic-8-2-4"

@@ -1,7 +1,7 @@
-"""Rules and logits processors as pytrees of their numbers, one number per sequence of a batch.
+"""Rules and logits processors as pytrees of their sampling parameters, one value per sequence of a batch.
 
 They are therefore part of the decode state, and another temperature is another argument of the same compiled program. A
-number without effect (`effective`) is not a leaf, so a program contains only what is in use.
+parameter without effect (`effective`) is not a leaf, so a program contains only what is in use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
 LEAST_TEMPERATURE, LEAST_SHARE, LARGEST_NUMBER = 1e-5, 1e-30, 1e9
 
 
-def numbers_as_arrays(cls: type[T]) -> type[T]:
-    """Register a frozen dataclass of numbers as a pytree of these numbers.
+def parameters_as_arrays(cls: type[T]) -> type[T]:
+    """Register a frozen dataclass of sampling parameters as a pytree of these parameters.
 
     ``NEUTRAL`` of the class gives the values without effect. An instance is ``mixed`` if the arrays of some sequences
     may hold such values (`batched`); this is part of the tree's structure. Leaves may be arrays or anything that JAX
@@ -50,32 +50,32 @@ def numbers_as_arrays(cls: type[T]) -> type[T]:
 
 
 def _shown(item: Any) -> str:
-    """Return a dataclass's repr without keyword-only numbers that have no effect.
+    """Return a dataclass's repr without keyword-only parameters that have no effect.
 
-    Result files name rules by it, and the name must not change when rules gain numbers.
+    Result files name rules by it, and the name must not change when rules gain parameters.
     """
-    numbers = [
+    shown = [
         f"{each.name}={getattr(item, each.name)!r}"
         for each in dataclasses.fields(item)
         if not each.kw_only or effective(item, each.name) is not None
     ]
-    return f"{type(item).__name__}({', '.join(numbers)})"
+    return f"{type(item).__name__}({', '.join(shown)})"
 
 
 def effective(item: Any, name: str) -> Any:
-    """Return a number, or None if it has the value without effect."""
+    """Return a parameter, or None if it has the value without effect."""
     value = getattr(item, name)
     is_number = isinstance(value, (int, float))
     return None if is_number and value == getattr(item, "NEUTRAL", {}).get(name) else value
 
 
 def is_mixed(item: Any) -> bool:
-    """Return whether the sequences of a batch may differ in which numbers have an effect; see `numbers_as_arrays`."""
+    """Return whether the sequences of a batch may differ in which parameters have an effect."""
     return getattr(item, "mixed", False)
 
 
 def bound(item: Any, **bounds: tuple[float, float]) -> None:
-    """Set numbers of a frozen dataclass that lie outside ``(least, most)`` to the nearer of the two."""
+    """Set parameters of a frozen dataclass that lie outside ``(least, most)`` to the nearer of the two."""
     for name, (least, most) in bounds.items():
         value = getattr(item, name)
         if value is not None and not least <= value <= most:
@@ -83,9 +83,9 @@ def bound(item: Any, **bounds: tuple[float, float]) -> None:
 
 
 def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
-    """Stack the numbers of several sequences into arrays ``[B]``: float32, int32 for integers.
+    """Stack the parameters of several sequences into arrays ``[B]``: float32, int32 for integers.
 
-    A number with an effect in some sequences is written out in the others, and the result is ``mixed``.
+    A parameter with an effect in some sequences is written out in the others, and the result is ``mixed``.
 
     Args:
         rows: The rules or processors of the sequences.
@@ -93,11 +93,11 @@ def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
             program.
 
     Raises:
-        HydrajaxError: For sequences of several kinds, and for a number that some omit and that has no neutral value.
+        HydrajaxError: For sequences of several kinds, and for a parameter that some omit and that has no neutral value.
     """
     every, first = (*rows, *like), rows[0]
     if any(type(row) is not type(first) for row in every):
-        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same numbers")
+        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same parameters")
     neutral = getattr(first, "NEUTRAL", {})
     used = [name for name in neutral if any(effective(row, name) is not None for row in every)]
     lacking = any(effective(row, name) is None for row in every for name in used)
@@ -113,12 +113,12 @@ def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
 
     rows = [written_out(row) for row in rows]
     if len({jax.tree.structure(row) for row in rows}) > 1:
-        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same numbers")
+        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same parameters")
     return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_as_array(x) for x in xs]), *rows)
 
 
 def broadcast(item: T, batch: int) -> T:
-    """Repeat numbers for every sequence of a batch; arrays ``[B]`` stay as they are."""
+    """Repeat parameters for every sequence of a batch; arrays ``[B]`` stay as they are."""
     return jax.tree.map(lambda x: _xp(x).broadcast_to(_as_array(x), (batch, *np.shape(x)[1:])), item)
 
 
