@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import jax
 import numpy as np
 
 from hydrajax.decoding.acceptance import ExactSampling
@@ -134,7 +135,7 @@ class ExecutorPool:
                 ignore_eos=bool(self.program.eos_ids),
             ),
         ]
-        self._neutral = self.sampling(neutral)
+        self._neutral = self.sampling(neutral)._replace(rng=jax.random.key(0))
         self.headroom = max(each.program.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
