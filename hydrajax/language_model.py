@@ -389,7 +389,7 @@ class LanguageModel:
             return []
         on_status = on_status or _at_terminal
         executor = self._executor_for(several, draft, tree, requests, logprobs, batch_size, on_status)
-        requests = [request.fitting(executor.program) for request in requests]
+        requests = [executor.program.fitting(request) for request in requests]
         results = generate(
             executor, several, requests=requests, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status
         )
@@ -429,7 +429,7 @@ class LanguageModel:
         request = make_request(rule, processors, fields=fields, **parameters)
         on_status = on_status or _at_terminal
         executor = self._executor_for([prompt], draft, tree, [request], logprobs, 1, on_status)
-        return stream(executor, prompt, request.fitting(executor.program), on_status=on_status)
+        return stream(executor, prompt, executor.program.fitting(request), on_status=on_status)
 
     def chat(
         self,
@@ -460,7 +460,7 @@ class LanguageModel:
         m, fields = self._drafting(draft), {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar)}
         request = make_request(rule, processors, fields=fields, **parameters)
         program = m.with_tree(m.program(request), request, tree)
-        return Chat(m.executor(program, request.fitting(program)), template=template, seed=seed)
+        return Chat(m.executor(program, program.fitting(request)), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
         """Return token ids, int32 ``[B, P]``, right-padded, and lengths, int32 ``[B]``, for a decode function.

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     model = options.load_from(args)
     with console.status("choosing the tree") as line:
         program = model.with_tree(model.program(request), request, tree, on_status=line.update)
-    chat = Chat(model.executor(program, request.fitting(program)), template=args.template, seed=args.seed)
+    chat = Chat(model.executor(program, program.fitting(request)), template=args.template, seed=args.seed)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     chat.messages = list(system)
     if isinstance(sys.stdin, io.TextIOWrapper):  # so that a line of invalid text does not end the program

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         ids = model.ids_of_prompts(prompts)
         program = model.with_tree(program, request, tree, args.batch_size, ids, progress.status)
         progress.hide()
-        executor = model.executor(program, request.fitting(program))
+        executor = model.executor(program, program.fitting(request))
         if args.stream:
             results = print_streams(executor, prompts, args, progress)
         else:

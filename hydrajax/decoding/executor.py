@@ -291,7 +291,7 @@ class Executor(abc.ABC):
         It follows the grammar of the request, one token at a time.
         """
         kind, program = type(self) if self.follows_grammars else FusedExecutor, self.program.autoregressive()
-        return self.of_kind(kind, program, Params(self.params.base, {}), self.request.fitting(program))
+        return self.of_kind(kind, program, Params(self.params.base, {}), program.fitting(self.request))
 
     def of_kind(
         self, kind: type[OtherExecutor], program: Program, params: Params | None = None, request: Request | None = None

@@ -102,6 +102,10 @@ class Program:
         """Return a request that has by default the parameters of the rule's class and the program's room as limit."""
         return Request(**{"rule": self.rule(), "max_new_tokens": self.max_new_tokens} | fields)
 
+    def fitting(self, request: Request) -> Request:
+        """Return the request, with the baseline of its rule if this program decodes without a draft by that."""
+        return request if type(request.rule) is self.rule else request.replace(rule=request.rule.baseline())
+
     def autoregressive(self) -> Program:
         """Return the autoregressive baseline: no draft, and the kind of rule of the same meaning."""
         baseline = type(self.rule().baseline())

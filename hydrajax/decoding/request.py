@@ -7,7 +7,7 @@ import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -18,9 +18,6 @@ from hydrajax.decoding.parameters import batched
 from hydrajax.decoding.processors import batched_processors
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
-
-if TYPE_CHECKING:
-    from hydrajax.decoding.program import Program
 
 SEED_BITS = 32  # of a JAX key without 64-bit mode
 
@@ -78,10 +75,6 @@ class Request:
 
     def replace(self, **changes: Any) -> Request:
         return dataclasses.replace(self, **changes)
-
-    def fitting(self, program: Program) -> Request:
-        """Return the request, with the baseline of its rule if the program decodes without a draft by that."""
-        return self if type(self.rule) is program.rule else self.replace(rule=self.rule.baseline())
 
     def with_seed(self) -> Request:
         """Return the request with a seed: a new one for None, None for a rule without randomness."""

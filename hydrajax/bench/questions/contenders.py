@@ -74,7 +74,7 @@ def contenders(
 
     base = folder_name(base)
     program = model.program(request).autoregressive()
-    plain = model.executor(program, request.fitting(program))
+    plain = model.executor(program, program.fitting(request))
     found = [Answerer(unique(base, AUTOREGRESSIVE), plain)]
     for draft in drafts:
         drafted = model.with_draft(draft, base_directory=base_directory)
