@@ -529,9 +529,7 @@ class LanguageModel:
         return m.executor(m.program(*requests, tree=tree, logprobs=logprobs))
 
 
-def make_executor(
-    m: LanguageModel, program: Program, request: Request | None = None, **options: Any
-) -> Executor:
+def make_executor(m: LanguageModel, program: Program, request: Request | None = None, **options: Any) -> Executor:
     """Return an executor of a program, on the model's devices.
 
     Args:
