@@ -145,7 +145,7 @@ def test_limits_per_sequence(lab):
 def test_a_rule_of_another_kind_is_rejected(lab):
     decode_fn = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), ExactSampling(0.7, top_p=0.9))
     params, prompt = Params(lab.base(0), {}), np.array([[1, 2], [3, 4]])
-    with pytest.raises(HydrajaxError, match=r"rule: got .*, expected the kind of ExactSampling\(temperature=0.7"):
+    with pytest.raises(HydrajaxError, match=r"rule: got .*, expected ExactSampling"):
         decode_fn(params, prompt, rule=Typical())
     with pytest.raises(HydrajaxError, match="rule: got 3 rules for 2 prompts, expected one or one per prompt"):
         decode_fn(params, prompt, rule=[ExactSampling(0.7, top_p=0.9)] * 3)
