@@ -189,8 +189,8 @@ def draft_cost(executor: Executor, batch_size: int, context: int) -> float:
 
     Both run after ``context`` tokens, or as near to it as the timed steps and the model allow.
     """
-    one = executor.with_spec(tree=presets.chain(1))
-    room = room_for([one.spec.longest_path])
+    one = executor.with_program(tree=presets.chain(1))
+    room = room_for([one.program.longest_path])
     context = max(room + 1, min(context, executor.model.config.max_positions))
     timed = {"draft": step_timer(one, batch_size, context, room).propose()}
     timed["base"] = step_timer(executor.autoregressive(), batch_size, context, room).step()
