@@ -288,13 +288,13 @@ def attend(
         The heads side by side, ``[B, T, n_heads * H]``.
     """
     rows, heads = axis_over(DATA, queries.shape[0]), axis_over(MODEL, segments[0].keys.shape[1])
-    specs = P(rows, heads), [_division(segment, rows, heads) for segment in segments]
+    specs = P(rows, heads), [_sharding(segment, rows, heads) for segment in segments]
     work = _attend if softcap is None else functools.partial(_attend, softcap=softcap)
     return on_each_device(work, specs, P(rows, None, heads), queries, list(segments))
 
 
-def _division(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegment:
-    """Return how the arrays of a segment are divided: sequences over ``rows``, key-value heads over ``heads``."""
+def _sharding(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegment:
+    """Return the sharding of a segment: sequences over ``rows``, key-value heads over ``heads``."""
     visible = segment.visible
     of_rows = isinstance(visible, Filled) or (getattr(visible, "ndim", 0) == 5 and visible.shape[0] > 1)
     return KVSegment(P(rows, heads), P(rows, heads), P(rows) if of_rows else P())

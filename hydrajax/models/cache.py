@@ -67,7 +67,7 @@ class PendingKVCache(NamedTuple):
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str | None = None) -> KVCache:
     """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention.
 
-    The devices of a mesh divide its sequences and its key-value heads, as attention does. ``kv_cache`` names a type of
+    On a mesh its sequences and key-value heads are sharded, as in attention. ``kv_cache`` names a type of
     fewer bits (`hydrajax.models.attention.KV_CACHES`).
     """
     shape = (batch, config.n_kv_heads, ops.here().padded_slots(slots), config.head_dim)

@@ -136,7 +136,7 @@ def expert_sum(
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of each token's experts.
 
-    On a mesh whose model axis divides the experts evenly, each device has some of them, and one sum joins the devices.
+    Experts are sharded over the model axis of a mesh if it divides them evenly; one sum then joins the devices.
 
     Args:
         x: The tokens.

@@ -20,14 +20,12 @@ ARGMAX_CHUNK, ARGMAX_SMALLEST = 128, 1024
 
 
 class Xla:
-    """The operations of `hydrajax.ops`, whose functions document them, and the settings of a platform."""
+    """The operations of `hydrajax.ops`, whose functions document them, and the kernels and settings of a platform."""
 
     def contract(self, spec: str, a: Array, b: Array, dtype) -> Array:
-        """Return ``einsum(spec, a, b)``, accumulated and returned in ``dtype``."""
         return jnp.einsum(spec, a, b, preferred_element_type=dtype)
 
     def matmul(self, x, kernel, dtype, stored: bool):
-        """Return ``x @ kernel``; see `hydrajax.ops.matmul`."""
         if dtype == x.dtype and shards_tokens(x):  # the axis of tokens stays one, to be sharded
             return self.contract("btd,df->btf", x, kernel, dtype)
         flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -37,11 +35,9 @@ class Xla:
         return self._contract_rows("rd,df->rf", x, kernel, dtype, stored)
 
     def matmul_transposed(self, x, weight, dtype):
-        """Return ``x @ weight.T`` of rows."""
         return self._contract_rows("rd,fd->rf", x, weight, dtype, stored=True)
 
     def matmul_float32(self, x, kernel):
-        """Return ``x @ kernel`` of float32 rows."""
         return jnp.matmul(x, kernel.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     def _contract_rows(self, spec: str, x: Num[Array, "rows D"], weight: Array, dtype, stored: bool) -> Array:
@@ -56,7 +52,6 @@ class Xla:
         return False
 
     def matmul_parts(self, x, kernel, dtype, stored: bool, trained: int | None):
-        """Return the product with a fused kernel; see `hydrajax.ops.matmul_parts`."""
         if shards_tokens(x) and jnp.issubdtype(x.dtype, jnp.floating):
             multiply = functools.partial(self._parts, dtype=dtype, stored=stored)
             return self._with_joint_gradient(multiply, x, kernel, trained)
@@ -96,15 +91,12 @@ class Xla:
         return product(x, kernel)
 
     def split_heads(self, qkv, places):
-        """Split the heads of a fused product at these places."""
         return jnp.split(qkv.transpose(2, 0, 1, 3, 4), places, axis=2)
 
     def stored_order(self, shape: tuple[int, ...], dtype) -> tuple[int, ...] | None:
-        """Return the order of a weight's axes in memory; see `hydrajax.ops.stored_order`."""
         return None
 
     def trained_order(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the order of a trained kernel's axes in memory."""
         return None
 
     def tree_kernel(self, queries: Float[Array, "B n_heads T H"], n_kv: int) -> ModuleType | None:
@@ -122,18 +114,14 @@ class Xla:
         return None
 
     def rotate_halves(self, x, cos, sin):
-        """Rotate; see `hydrajax.ops.rotate_halves`. The halves are an axis, whose reversal joins its neighbours'
-        kernel.
-        """
+        # The halves are an axis, whose reversal joins the kernel of its neighbours.
         halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
         return (halves * cos + jnp.flip(halves, axis=-2) * sin).reshape(x.shape)
 
     def add_norm(self, x, added, scale, eps: float):
-        """Return the sum and its norm; see `hydrajax.ops.add_norm`."""
         return plain_norm(eps, x, scale, *(() if added is None else (added,)))
 
     def take_rows(self, table, index):
-        """Return rows of a table; indices outside it are clipped."""
         return jnp.take(table, index, axis=0, mode="clip")
 
     def summed_dtype(self, dtype):
@@ -171,7 +159,6 @@ class Xla:
         return (chunk * ARGMAX_CHUNK + places % ARGMAX_CHUNK).astype(jnp.int32)
 
     def append_rows(self, caches: Sequence, blocks: Sequence, index, starts) -> Sequence:
-        """Write tokens of blocks into caches; see `hydrajax.ops.append_rows`."""
         if index is not None:  # by a gather: see openxla/xla#49176
             blocks = [self._tokens(block, index) for block in blocks]
         return [_write_slots(cache, block, starts) for cache, block in zip(caches, blocks, strict=True)]
@@ -198,7 +185,6 @@ class Xla:
         return False
 
     def step_rows(self) -> int:
-        """Return the rows that a step of several sequences should have; see `hydrajax.ops.step_rows`."""
         return 256
 
     def padded_slots(self, slots: int) -> int:
@@ -213,11 +199,9 @@ class Xla:
         return 1
 
     def host_calls(self) -> ModuleType | None:
-        """Return the module whose ``call_host`` calls Python within a program; None: programs return to Python."""
         return None
 
     def compiler_options(self) -> dict[str, str | bool] | None:
-        """Return the compiler options of a decode loop for `jax.jit`."""
         return None
 
 
