@@ -21,18 +21,22 @@ import jax
 from common import Parts, held_out_chunks, prompts_of
 
 import hydrajax
+from hydrajax import plugins
 from hydrajax.api import DTYPES
 from hydrajax.bench.quantization import logit_effect
 from hydrajax.cli import options, run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel
-from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.machine import machine
 from hydrajax.text.answers import Generation
 
 REFERENCE = "float32"
-TYPES = (REFERENCE, "bfloat16", *(name for name in QUANTIZED if name != FP8))  # fp8 products require a GPU
+TYPES = (
+    REFERENCE,
+    "bfloat16",
+    *(name for name in plugins.Group("weights") if name != "fp8"),
+)  # fp8 products require a GPU
 SHIPPED = ("medusa", "hydra", "hydra++", "draft-model", "lookup")
 SETTINGS = ("base", "draft", "texts", "text_tokens", "prompts", "count", "prompt_tokens", "new_tokens")
 BATCH = 4  # nodes of a step stay below the 64 rows whose products do not depend on each other

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from hydrajax import plugins
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding import decode
 from hydrajax.decoding.decode import DecodeFn
@@ -24,9 +25,9 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
 from hydrajax.formats.load import find_own_heads
 from hydrajax.language_model import LanguageModel, Tree
-from hydrajax.lowbit.types import AS_STORED, QUANTIZED, WIDENED
 from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
+from hydrajax.models.weights import AS_STORED, WIDENED
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
@@ -181,8 +182,9 @@ def load(
     name = _dtype_name(dtype)
     if name not in (AUTO, *DTYPES):
         raise not_allowed("dtype", name, (AUTO, *DTYPES))
-    if quantize not in (None, WIDENED, *QUANTIZED):
-        raise not_allowed("quantize", quantize, (WIDENED, *QUANTIZED))
+    allowed = (WIDENED, *plugins.Group("weights"))
+    if quantize not in (None, *allowed):
+        raise not_allowed("quantize", quantize, allowed)
     if kv_cache not in (None, *KV_CACHES):
         raise not_allowed("kv_cache", kv_cache, KV_CACHES)
     if merge and adapter is None:

@@ -15,8 +15,8 @@ from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads, stored_in_int8
-from hydrajax.lowbit.types import quantized_draft
 from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.weights import quantized_draft
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement
 

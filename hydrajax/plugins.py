@@ -50,7 +50,21 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "dspark": "hydrajax.formats.block_format:DSPARK_FILES",
         "p-eagle": "hydrajax.formats.peagle_format:FILES",
     },
-    "weights": {},
+    "weights": {
+        "int8": "hydrajax.lowbit.quantized:Int8",
+        "int8-64": "hydrajax.lowbit.quantized:Int8By64",
+        "int8-128": "hydrajax.lowbit.quantized:Int8By128",
+        "int4": "hydrajax.lowbit.quantized:Int4",
+        "int4-64": "hydrajax.lowbit.quantized:Int4By64",
+        "int4-128": "hydrajax.lowbit.quantized:Int4By128",
+        "fp8": "hydrajax.lowbit.quantized:Fp8",
+    },
+    "device_checks": {"low_bits": "hydrajax.lowbit.kernels.check:CHECKS"},
+    "base_files": {
+        "low_bits": "hydrajax.lowbit.files.low_bit_tensors",
+        "gguf": "hydrajax.lowbit.gguf",
+        "gguf_tensors": "hydrajax.lowbit.gguf_tensors:open_gguf",
+    },
     "families": {
         "llama": "hydrajax.families.llama_families:LLAMA",
         "mistral": "hydrajax.families.llama_families:MISTRAL",

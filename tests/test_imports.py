@@ -69,35 +69,7 @@ SATELLITES = {
     "train.distill.__main__": ("train", "cli"),
 }
 PARTS = (*CORE, *SATELLITES)
-KNOWN = {
-    "hydrajax.api": ["hydrajax.lowbit.types"],
-    "hydrajax.drafters.draft_lm_head": ["hydrajax.lowbit.quantized"],
-    "hydrajax.formats.fingerprint": ["hydrajax.lowbit.files.low_bit_tensors"],
-    "hydrajax.formats.hub": ["hydrajax.lowbit.gguf"],
-    "hydrajax.formats.huggingface": [
-        "hydrajax.lowbit.files.four_bits",
-        "hydrajax.lowbit.files.fp8_kernels",
-        "hydrajax.lowbit.files.low_bit_tensors",
-        "hydrajax.lowbit.quantized",
-        "hydrajax.lowbit.tiles",
-        "hydrajax.lowbit.types",
-    ],
-    "hydrajax.formats.load": ["hydrajax.lowbit.files.low_bit_tensors"],
-    "hydrajax.formats.native": ["hydrajax.lowbit.quantized"],
-    "hydrajax.language_model": [
-        "hydrajax.lowbit.quantized",
-        "hydrajax.lowbit.types",
-    ],
-    "hydrajax.loading": ["hydrajax.lowbit.types"],
-    "hydrajax.models.experts": [
-        "hydrajax.lowbit.kernels.few_bits",
-        "hydrajax.lowbit.quantized",
-        "hydrajax.lowbit.tiles",
-    ],
-    "hydrajax.ops.check": ["hydrajax.lowbit.kernels.few_bits_gpu", "hydrajax.lowbit.kernels.few_bits_tpu"],
-    "hydrajax.models.llama": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.tiles", "hydrajax.lowbit.types"],
-    "hydrajax.models.weights": ["hydrajax.lowbit.quantized", "hydrajax.lowbit.types"],
-}
+KNOWN: dict[str, list[str]] = {}
 
 
 def part_of(module: str) -> str:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.lowbit.types import quantized_draft
 from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.weights import quantized_draft
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):
@@ -28,7 +28,7 @@ def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize:
                 leaves[i] = jax.random.randint(key, leaf.shape, -most, most + 1).astype(leaf.dtype)
             elif leaf.dtype == jnp.float8_e4m3fn:
                 leaves[i] = (64 * jax.random.normal(key, leaf.shape, jnp.bfloat16)).astype(leaf.dtype)
-            elif jax.tree_util.keystr(path[-1:], simple=True).endswith(("_scale", "_offset")):
+            elif isinstance(path[-1], jax.tree_util.GetAttrKey):  # scales and offsets
                 leaves[i] = (1e-3 * leaf).astype(leaf.dtype)
         return jax.tree.unflatten(treedef, leaves)
 

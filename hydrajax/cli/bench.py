@@ -25,10 +25,10 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.language_model import LanguageModel, make_executor
-from hydrajax.lowbit.types import WIDENED, described
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.llama_config import PRESETS
+from hydrajax.models.weights import WIDENED, described
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS
 from hydrajax.trees import presets

@@ -9,8 +9,8 @@ from hydrajax.certify.certificate import Check, certify
 from hydrajax.cli import certify_server, options
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
-from hydrajax.lowbit.types import described
 from hydrajax.machine import machine
+from hydrajax.models.weights import described
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from hydrajax import plugins
 from hydrajax.bench.quantization import LogitEffect, logit_effect
 from hydrajax.cli import options
 from hydrajax.errors import HydrajaxError
@@ -22,12 +23,13 @@ from hydrajax.formats.hub import push, resolve
 from hydrajax.formats.huggingface import export_merged, read_config
 from hydrajax.formats.load import RECORD, load_draft, load_own_heads
 from hydrajax.formats.tensors import read_json
-from hydrajax.lowbit.types import QUANTIZED, WIDENED
 from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
+from hydrajax.models.weights import WIDENED
 from hydrajax.text.prompt import PROMPT_FORMATS
 
 KV_CACHE = "kv-cache"
+QUANTIZED = tuple(plugins.Group("weights"))
 STORED = options.api.DTYPES | {"int8": jnp.int8}  # dtypes of exported heads
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from hydrajax import api, assets
+from hydrajax import api, assets, plugins
 from hydrajax.decoding.keywords import RULES, make_request
 from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.program import Program
@@ -27,8 +27,8 @@ from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import AUTO, LanguageModel
-from hydrajax.lowbit.types import QUANTIZED, WIDENED
 from hydrajax.models.attention import KV_CACHES
+from hydrajax.models.weights import WIDENED
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
@@ -122,7 +122,7 @@ def add_model_arguments(
     if base:
         add_dtype_argument(group)
         group.add_argument(
-            "--quantize", choices=(WIDENED, *QUANTIZED),
+            "--quantize", choices=(WIDENED, *plugins.Group("weights")),
             help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
             "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
             "--dtype is given; else none)",

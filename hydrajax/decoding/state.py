@@ -21,6 +21,9 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import KVCache
+from hydrajax.models.weights import Quantized
+
+QUANTIZED = "quantized"
 
 
 class Params(NamedTuple):
@@ -55,7 +58,7 @@ class ParamsCheck:
             draft = jax.eval_shape(lambda base: self._drafter.init(jax.random.key(0), BoundBase(model, base)), base)
             if (corpus := corpus_of(params.draft)) is not None:
                 draft |= {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
-            _compare(_by_path(params), _by_path(Params(base, draft)), getattr(model, "quantize", None) is not None)
+            _compare(_by_path(params), _by_path(Params(base, draft)))
             self._passed = given
 
 
@@ -63,25 +66,27 @@ def _by_path(params: Params) -> dict[str, str]:
     """Return the dtype and shape of each leaf."""
 
     def shown(leaf: Any) -> str:
+        if isinstance(leaf, Quantized):
+            return f"{QUANTIZED} {list(leaf.shape)}"
         array = hasattr(leaf, "dtype")
         return f"{jax.dtypes.canonicalize_dtype(leaf.dtype)} {list(leaf.shape)}" if array else repr(leaf)
 
-    return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, Quantized))
+    return {jax.tree_util.keystr(path): shown(leaf) for path, leaf in leaves}
 
 
-def _compare(found: dict[str, str], expected: dict[str, str], quantized: bool) -> None:
+def _compare(found: dict[str, str], expected: dict[str, str]) -> None:
     """Raise `HydrajaxError` for the first leaf that differs.
 
-    A draft may have quantised kernels and copies of the base's. The kernels of a quantised base may be those of a file.
+    A quantised kernel may be that of a file or of another device. A draft may have quantised kernels in place of floats
+    and copies of the base's.
     """
     for path in [*expected, *found]:
         got, wanted = found.get(path, "nothing"), expected.get(path, "nothing")
+        fits = got == wanted
         if path.startswith(".draft"):
-            fits = wanted == "nothing" or (got == "nothing" and any(other.startswith(path) for other in found))
-        else:
-            stored = all(one.startswith(("int8 ", "uint8 ")) for one in (got, wanted))
-            fits = quantized and (stored or path.endswith(("_scale']", "_offset']", "_order']")))
-        if got != wanted and not fits:
+            fits |= wanted == "nothing" or got == f"{QUANTIZED} {wanted.partition(' ')[2]}"
+        if not fits:
             todo = "pass the parameters that were loaded with this model and draft, in their own dtype"
             raise HydrajaxError(f"params{path}: got {one_line(got, 60)}, expected {wanted}; {todo}")
 

@@ -17,9 +17,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.lowbit.quantized import Quantized
 from hydrajax.models.arrays import Array
-from hydrajax.models.weights import declare, project
+from hydrajax.models.weights import Quantized, declare, project
 from hydrajax.ops import log_probabilities, sampled_tokens, top_tokens, trace
 
 WORD = 32  # tokens per word of a mask

@@ -13,8 +13,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
 from hydrajax.formats.huggingface import MERGED, read_config
 from hydrajax.formats.peft import load_adapter
-from hydrajax.formats.tensors import expect_tensors, read_json
-from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
+from hydrajax.formats.tensors import expect_tensors, open_base_tensors, read_json
 from hydrajax.models.llama_config import LlamaConfig
 
 ROWS = 64  # of the embedding; these and the norms distinguish fine-tunes of one model

@@ -12,12 +12,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydrajax import assets
+from hydrajax import assets, plugins
 from hydrajax.errors import HydrajaxError, nearest_first, one_line
 from hydrajax.formats.fingerprint import shapes_of
 from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
-from hydrajax.formats.tensors import GGUF_INDEX
-from hydrajax.lowbit import gguf
+from hydrajax.formats.tensors import GGUF_INDEX, GGUF_SUFFIX
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.plugins import outdated
 
@@ -72,14 +71,15 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     text = str(name)
     if os.path.isdir(text):
         return Path(name)
-    if text.endswith(gguf.SUFFIX):
+    if text.endswith(GGUF_SUFFIX):
         if not os.path.isfile(text):
             raise HydrajaxError(f"{flag}: no such file: {text}")
-        return gguf.described(text, flag)
+        return plugins.find("base_files", "gguf").described(text, flag)
     if flag not in ("draft", "adapter"):
         if text in assets.SHIPPED_BASE:
             return assets.path(assets.SHIPPED_BASE[text])
         if text in KNOWN_BASES:
+            gguf = plugins.find("base_files", "gguf")
             gguf.check_installed(flag)  # before the file is downloaded
             return gguf.described(known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
@@ -114,7 +114,7 @@ def _known_names(text: str, flag: str) -> str:
 
 def without_hub(name: str | Path, flag: str) -> Path:
     """Return the directory of a base without asking the Hub: of a GGUF file, a known or bundled base, else ``name``."""
-    named = str(name).endswith(gguf.SUFFIX) or str(name) in (*KNOWN_BASES, *assets.SHIPPED_BASE)
+    named = str(name).endswith(GGUF_SUFFIX) or str(name) in (*KNOWN_BASES, *assets.SHIPPED_BASE)
     return downloaded(name, flag, ()) if named else Path(name)
 
 

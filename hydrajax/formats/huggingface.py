@@ -28,20 +28,21 @@ from hydrajax.files import check_directory
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
 from hydrajax.formats.peft import load_adapter
-from hydrajax.formats.tensors import TensorFiles, expect_tensors, read_json, save_safetensors
-from hydrajax.lowbit.files.four_bits import four_bit_kernel
-from hydrajax.lowbit.files.fp8_kernels import fp8_kernel
-from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles, open_base_tensors, read_method
-from hydrajax.lowbit.quantized import Fp8, Quantized
-from hydrajax.lowbit.tiles import Int4Tiles, Tiles
-from hydrajax.lowbit.types import AS_STORED, quantized_type, quantizes_embedding
+from hydrajax.formats.tensors import (
+    TensorFiles,
+    check_method,
+    expect_tensors,
+    open_base_tensors,
+    read_json,
+    save_safetensors,
+)
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import low_rank
+from hydrajax.models.weights import AS_STORED, Quantized, low_rank
 from hydrajax.ops import trace
 from hydrajax.text.tokenizer import load_tokenizer
 
@@ -51,10 +52,6 @@ WHAT = "base"
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
 MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
-# Weights of matrix products, which are quantised.
-KERNELS = ("qkv", "out", "gate_up", "down", "shared_gate_up", "shared_down", "lm_head")
-FLOAT32 = ("choice_bias",)  # parameters that keep more bits than the model's dtype
-COLUMNS_AT_ONCE = 8192  # whole tiles
 Progress = Callable[[int, int], None]  # called with the numbers of parameters loaded and in total
 
 
@@ -63,7 +60,7 @@ def read_config(directory: str | Path, what: str = WHAT) -> LlamaConfig:
     file = Path(directory) / "config.json"
     raw, where = read_json(file, what), f"{what}: {file}"
     config = to_llama_config(raw, where)
-    read_method(raw, where)  # refuses methods that are not implemented
+    check_method(raw, where)
     return config
 
 
@@ -141,7 +138,7 @@ def load_llama(
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
-        quantize: one of `hydrajax.lowbit.types.QUANTIZED`; quantises the weights of matrix products. On a CPU
+        quantize: a weight type (`hydrajax.plugins`); quantises the weights of matrix products. On a CPU
             layers that a file has in 4 bits keep its numbers with every name of 4 bits. "auto": `stored_quantize`.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
@@ -162,15 +159,15 @@ def load_llama(
     layout = _layout_of(config, files)
     ignored = IGNORED + r"|lm_head\.weight" * config.tied_lm_head  # some files of tied models have a copy
     ignored = "|".join([ignored, *_modules_after(directory, config.n_layers, what)])
-    if isinstance(files, LowBitFiles):
-        ignored = "|".join([ignored, *map(re.escape, files.zero_biases(shapes(layout)))])
+    ignored = "|".join([ignored, *map(re.escape, files.zero_biases(shapes(layout)))])
     expect_tensors(files, shapes(layout), f"{what}: {directory}", ignored)
 
     dtype = default_dtype(_main_dtype(files, layout)) if dtype is None else jnp.dtype(dtype)
     if quantize == AS_STORED:
         quantize = None if lora and merge else stored_quantize(files, what)
     model = Llama(config, dtype, quantize, lora.adapter if lora and not merge else None)
-    axes = nn.get_partition_spec(abstract_base(model))
+    expected = abstract_base(model)
+    expected, axes = nn.unbox(expected), nn.get_partition_spec(expected)
     place = place or (lambda array, _: jax.device_put(np.asarray(array)))
     done, total = 0, sum(math.prod(shape) for shape in shapes(layout).values())
 
@@ -181,10 +178,15 @@ def load_llama(
         array = np.asarray(parameter)
         return Parameter((array.astype(np.float32) + low_rank(name, array, added, lora.adapter).delta(),))
 
-    def placed(path, parts, size):
+    def placed(path, weight, size):
         nonlocal done
-        names = leaf(axes, path[:-1])  # a model without weights has no orders of inputs
-        found = {part: place(x, names.get(part, (None,))) for part, x in parts.items()}
+        names = leaf(axes, path)
+        if isinstance(weight, Quantized):
+            names = names.arrays()  # without the order of inputs, which only files have
+            arrays = {part: place(x, names.get(part, (None,))) for part, x in weight.arrays().items()}
+            found = dataclasses.replace(weight, **arrays)
+        else:
+            found = place(weight, names)
         jax.block_until_ready(found)
         jax.device_put(0)  # JAX frees copies of the host's arrays not before its next call
         done += size
@@ -192,35 +194,28 @@ def load_llama(
         return found
 
     def take(entry):
-        """Return a kernel of the file's own numbers of 4 bits or fp8."""
-        name = entry.ours[0][-1]
-        takes = name in KERNELS and "experts" not in entry.ours[0]
-        kind = quantized_type(quantize, name) if takes else Quantized
-        if issubclass(kind, Int4Tiles):
-            kernel = four_bit_kernel(files, entry, unlike)
-        else:
-            kernel = fp8_kernel(files, entry) if kind is Fp8 else None
-        return kernel and placed(entry.ours[0], kernel.stored(name), math.prod(kernel.shape))
+        """Return a kernel of the file's own numbers."""
+        path = entry.ours[0]
+        wanted = leaf(expected, path)
+        takes = isinstance(wanted, Quantized) and "experts" not in path
+        kernel = files.kernel(type(wanted), entry, unlike) if takes else None
+        return kernel and placed(path, kernel, math.prod(kernel.shape))
 
     def put(path, parameter):
         *parents, name = path
         if lora and merge:
             parameter = merged(parameter, tuple(parents), name)
-        if quantize and name in KERNELS:
-            kind = quantized_type(quantize, name)
-            parts = (
-                _quantised_each(kind, parameter, name)
-                if isinstance(parameter, Stack)
-                else (_quantised(kind, parameter).stored(name))
-            )
-        elif name == "embedding" and config.tied_lm_head and quantizes_embedding(quantize):
-            transposed = dataclasses.replace(parameter, order=(1, 0))
-            parts = _quantised(quantized_type(quantize, name), transposed).stored(name)
+        wanted = leaf(expected, path)
+        if not isinstance(wanted, Quantized):
+            weight = parameter.astype(wanted.dtype)
+        elif isinstance(parameter, Stack):
+            weight = _quantised_each(type(wanted), parameter)
         else:
-            parts = {name: parameter.astype(jnp.float32 if name in FLOAT32 else dtype)}
-        return placed(path, parts, parameter.size)
+            kernel = dataclasses.replace(parameter, order=(1, 0)) if name == "embedding" else parameter
+            weight = type(wanted).of(kernel)
+        return placed(path, weight, parameter.size)
 
-    keeps = quantize and isinstance(files, LowBitFiles) and not (lora and merge)
+    keeps = quantize and not (lora and merge)
     # The largest first: their copies on the host are then no peak in addition to nearly the whole model.
     largest_first = sorted(layout, key=lambda entry: -sum(map(math.prod, entry.theirs.values())))
     unlike: list[Entry] = []
@@ -240,24 +235,14 @@ def load_llama(
     return model, params
 
 
-def _quantised(kind: type[Quantized], parameter: Parameter) -> Quantized:
-    """Quantise a parameter. Tiles are made of some columns at a time: copies of a whole lm head would be the peak."""
-    if not issubclass(kind, Tiles) or len(parameter.shape) > 2:
-        return kind.of(np.asarray(parameter))
-    width = parameter.shape[1]
-    parts = [kind.of(parameter[:, at : at + COLUMNS_AT_ONCE]) for at in range(0, width, COLUMNS_AT_ONCE)]
-    arrays = {name: np.concatenate([part.arrays()[name] for part in parts]) for name in parts[0].arrays()}
-    return dataclasses.replace(parts[0], **arrays, shape_=parameter.shape)
-
-
-def _quantised_each(kind: type[Quantized], stack: Stack, name: str) -> dict[str, np.ndarray]:
+def _quantised_each(kind: type[Quantized], stack: Stack) -> Quantized:
     """Quantise the kernels of experts one by one, into arrays with a leading axis for experts."""
     found: dict[str, np.ndarray] = {}
     for i, parameter in enumerate(stack.parts):
-        for part, array in _quantised(kind, parameter).stored(name).items():
-            array = np.asarray(array)
-            found.setdefault(part, np.empty((len(stack.parts), *array.shape), array.dtype))[i] = array
-    return found
+        kernel = kind.of(parameter)
+        for name, array in kernel.arrays().items():
+            found.setdefault(name, np.empty((len(stack.parts), *array.shape), array.dtype))[i] = array
+    return dataclasses.replace(kernel, **found)
 
 
 def eos_ids(directory: str | Path) -> tuple[int, ...]:

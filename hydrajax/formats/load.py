@@ -24,8 +24,7 @@ from hydrajax.formats.draft_ref import OWN
 from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import HeadFormat
-from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors, read_json
-from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
+from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_base_tensors, open_tensors, read_json
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
 from hydrajax.models.llama import Llama
@@ -141,7 +140,7 @@ def load_released(
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None
     layout, put = format.layout(drafter, config), _head_placer(drafter, base, mesh)
-    return drafter, read(layout, files, lambda path, parameter: {path[-1]: put(path, parameter.astype(dtype))})
+    return drafter, read(layout, files, lambda path, parameter: put(path, parameter.astype(dtype)))
 
 
 def _head_placer(

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax import plugins
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.errors import HydrajaxError, one_line
@@ -26,10 +27,10 @@ from hydrajax.files import checksums
 from hydrajax.formats.draft_registry import FILES, heads, kind_of
 from hydrajax.formats.interface import integer
 from hydrajax.formats.tensors import FLOATS
-from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import DRAFTS
 from hydrajax.plugins import outdated
 
 WHAT = "draft"
@@ -51,7 +52,8 @@ def save_native(folder: Path, drafter, params: Any, *, int8: bool = False) -> di
     values["dtype"] = jnp.dtype(drafter.dtype).name
     arrays = jax.tree.map(np.asarray, params)
     if int8:
-        arrays = jax.tree.map(lambda x: vars(Int8.of(x)) if _is_matrix(x) else x, arrays)
+        kind = plugins.find("weights", DRAFTS)
+        arrays = jax.tree.map(lambda x: kind.of(x).arrays() if _is_matrix(x) else x, arrays)
     ocp.save(folder / PARAMS, arrays)
     # Not needed to load, and it contains a path of this machine.
     (folder / PARAMS / COMMITTED).unlink(missing_ok=True)
@@ -107,7 +109,7 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {one_line(error)}") from None
     if version == INT8:
-        params = jax.tree.map(lambda x: Int8(**x).dequantized() if isinstance(x, dict) else x, params, is_leaf=_is_int8)
+        params = jax.tree.map(_dequantized, params, is_leaf=_is_int8)
     dtype = jnp.dtype(saved if dtype is None else dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in other formats
         return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: np.asarray(x, dtype), params)
@@ -115,6 +117,10 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
 
 def _is_matrix(x: Any) -> bool:
     return len(x.shape) > 1 and x.shape[0] >= FEWEST_INPUTS
+
+
+def _dequantized(x: Any) -> np.ndarray:
+    return x["values"].astype(np.float32) * x["scale"] if _is_int8(x) else x
 
 
 def _is_int8(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors, PyTorch and GGUF files.
+"""Tensors by name in safetensors and PyTorch files, and in files of other kinds that `hydrajax.plugins` names.
 
 Nothing is executed, and files must hold exactly what is expected. Tensors are read one at a time and the file is closed
 after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``). Of a safetensors
@@ -7,7 +7,6 @@ file, a slice of a tensor can be read alone (`TensorFiles.view`).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,18 +19,19 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from hydrajax import plugins
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.files import check_file, user_cache
-from hydrajax.models.layout import ADAPTER, MODEL, Shape
+from hydrajax.files import check_file
+from hydrajax.models.layout import ADAPTER, MODEL, Entry, Shape
+from hydrajax.models.weights import Quantized
 from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 FP8 = "F8_E4M3"  # safetensors' name
 LONGEST_HEADER = 16 << 20  # bytes of a safetensors header, enough for 100,000 tensors
+GGUF_SUFFIX = ".gguf"
 GGUF_INDEX = "model.gguf.json"  # in a directory of `hydrajax.lowbit.gguf`: the file and its tensors
-GGUF_VERSION = 2  # of these directories
-GGUF_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}  # llama.cpp's types that are not quantised
-GGUF_ROWS = 1024  # dequantised at once
+METHOD = ("quantization_config", "compression_config")  # fields of config.json of a base in few bits, the first newer
 TORCH_FILES = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}  # names of transformers and PEFT
 
 
@@ -75,6 +75,17 @@ class TensorFiles:
 
     def shape(self, key: str) -> Shape:
         return self._found[key][1]
+
+    def zero_biases(self, wanted: Collection[str]) -> list[str]:
+        """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
+        return []
+
+    def kernel(self, kind: type[Quantized], entry: Entry, unlike: list[Entry]) -> Quantized | None:
+        """Return the kernel of an entry in the file's own numbers; None if this class cannot hold them.
+
+        An entry whose layers differ in the order of their inputs is added to ``unlike``.
+        """
+        return None
 
     def dtype(self, key: str) -> str:
         """Return NumPy's name of the dtype, or the file's own name if NumPy has no such dtype."""
@@ -225,98 +236,6 @@ class TorchFiles(TensorFiles):
         return tensor.numpy()
 
 
-class GgufFiles(TensorFiles):
-    """The tensors of one GGUF file of llama.cpp, dequantised to float32 when they are read.
-
-    Quantised tensors have the dtype float16, that of their scales.
-
-    Args:
-        path: the file.
-        tensors: by transformers' name: ``type`` (llama.cpp's name), ``shape`` (row-major), ``offset`` and ``bytes`` in
-            the file, ``head_dim`` if the rows of each head are interleaved, and ``offset_norm`` if 1 was added.
-        what: begins error messages.
-    """
-
-    def __init__(self, path: Path, tensors: dict[str, dict[str, Any]], what: str):
-        self._tensors = tensors
-        layers = (x["type"] for name, x in tensors.items() if name.startswith("model.layers."))
-        self.integer_bits = {int(kind[1]) for kind in layers if kind.startswith("Q")}
-        super().__init__([path], what)
-
-    def _opened(self, path):
-        """Nothing stays open or mapped between tensors."""
-        return path
-
-    def _describe(self, path):
-        return {
-            name: (tuple(x["shape"]), np.dtype(GGUF_FLOATS.get(x["type"], np.float16)).name)
-            for name, x in self._tensors.items()
-        }
-
-    def _read(self, path, key, rows):
-        tensor, shape = self._tensors[key], self.shape(key)
-        n_rows = shape[0] if len(shape) > 1 else 1
-        wanted = n_rows if rows is None or len(shape) == 1 else min(rows, n_rows)
-        if head_dim := tensor.get("head_dim"):
-            wanted = -(-wanted // head_dim) * head_dim  # whole heads
-        size = tensor["bytes"] // n_rows * wanted
-        try:
-            with path.open("rb") as file:
-                file.seek(tensor["offset"])
-                content = np.frombuffer(file.read(size), np.uint8)
-        except OSError as error:
-            raise HydrajaxError(f"{self._what}: cannot read {path}: {error.strerror}") from None
-        if content.size < size:
-            raise HydrajaxError(f"{self._what}: {path} ends within tensor '{key}'")
-        array = self._dequantise(content.reshape(wanted, -1), tensor["type"])
-        if tensor.get("offset_norm"):
-            array = array.astype(np.float32) - np.float32(1)
-        if head_dim:
-            array = array.reshape(-1, head_dim // 2, 2, array.shape[-1]).swapaxes(1, 2)
-        return array.reshape(-1, *shape[1:])[:rows]
-
-    def _dequantise(self, blocks: np.ndarray, kind: str) -> np.ndarray:
-        if kind in GGUF_FLOATS:
-            return blocks.view(GGUF_FLOATS[kind])
-        try:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-        except ImportError:
-            raise HydrajaxError(f"{self._what}: {needs('gguf')}") from None
-        kind = GGMLQuantizationType[kind]
-        block_size, block_bytes = GGML_QUANT_SIZES[kind]
-        array = np.empty((len(blocks), blocks.shape[1] // block_bytes * block_size), np.float32)
-        for at in range(0, len(blocks), GGUF_ROWS):  # gguf makes a second copy of what it returns
-            array[at : at + GGUF_ROWS] = quants.dequantize(blocks[at : at + GGUF_ROWS], kind)
-        return array
-
-
-def gguf_directory(file: str | Path) -> Path:
-    """Return the directory in the user's cache that describes a GGUF file as it is now; it may not exist yet.
-
-    Raises:
-        OSError: the file cannot be read.
-        RuntimeError: for a user without a home.
-    """
-    path = os.path.realpath(file)
-    found = os.stat(path)
-    key = hashlib.sha256(f"{GGUF_VERSION} {found.st_size} {found.st_mtime_ns} {path}".encode(errors="surrogateescape"))
-    return user_cache("gguf") / key.hexdigest()[:32]
-
-
-def _open_gguf(directory: Path, what: str) -> GgufFiles:
-    """Open the GGUF file of a directory in the user's cache."""
-    index = read_json(directory / GGUF_INDEX, what)
-    try:
-        current = gguf_directory(index["file"])
-        tensors, path = dict(index["tensors"]), Path(index["file"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        current = None
-    # An index from elsewhere could name any file of this machine.
-    if current is None or not current.is_dir() or not os.path.samefile(current, directory):
-        raise HydrajaxError(f"{what}: {directory} describes no present GGUF file: give the .gguf file itself")
-    return GgufFiles(path, tensors, what)
-
-
 def torch_module():
     """Return torch, imported only to read or write its files; None if it is not installed."""
     try:
@@ -362,9 +281,35 @@ def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
         if path.suffix != ".json" and path.is_file():
             return kind([path], what)
     if _is_gguf(directory, stem):
-        return _open_gguf(directory, what)
+        return plugins.find("base_files", "gguf_tensors")(directory, what)
     names = " nor ".join(path.name for path, _ in candidates if path.suffix != ".json")
     raise HydrajaxError(f"{what}: {directory} has neither {names}" + ", nor their .index.json" * (stem == MODEL))
+
+
+def check_method(config: dict, where: str) -> None:
+    """Refuse a base whose ``config.json`` has it quantised in a way that is not implemented.
+
+    Args:
+        config: the parsed file.
+        where: begins error messages.
+
+    Raises:
+        HydrajaxError: names the field that is missing, invalid or not implemented.
+    """
+    if any(config.get(field) for field in METHOD):
+        plugins.find("base_files", "low_bits").read_method(config, where)
+
+
+def open_base_tensors(directory: Path, what: str) -> TensorFiles:
+    """Open the weights of a base, see `open_tensors`; quantised layers appear as float ones.
+
+    Raises:
+        HydrajaxError: begins with ``what``; the files are missing or damaged, or the method is not implemented.
+    """
+    config = read_json(directory / "config.json", what)
+    if any(config.get(field) for field in METHOD):
+        return plugins.find("base_files", "low_bits").open_low_bits(directory, config, what)
+    return open_tensors(directory, MODEL, what)
 
 
 def _shards(directory: Path, index: Path, what: str) -> list[Path]:

@@ -20,15 +20,15 @@ from hydrajax.families.config_fields import rope_fields, unsupported
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.files import check_file, whole_directory
-from hydrajax.formats.tensors import GGUF_FLOATS, GGUF_INDEX, GgufFiles, expect_tensors, gguf_directory
+from hydrajax.formats.tensors import GGUF_INDEX, expect_tensors
 from hydrajax.locking import one_at_a_time
+from hydrajax.lowbit.gguf_tensors import GGUF_FLOATS, GgufFiles, gguf_directory
 from hydrajax.lowbit.gguf_tokenizer import KNOWN_SPLITS, gguf_tokenizer
 from hydrajax.models.layout import shapes
 from hydrajax.models.llama_config import LlamaConfig, RopeScaling
 from hydrajax.optional_deps import needs
 from hydrajax.text.tokenizer import run_tokenizer, without_panic_text
 
-SUFFIX = ".gguf"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 K_QUANTS = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 TYPES = (*GGUF_FLOATS, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_QUANTS)

@@ -1,17 +1,12 @@
-"""Kernels of products in 8 and 4 bits that keep the kernel's shape: XLA widens them within the product.
+"""Kernels in 8 and 4 bits that keep the kernel's shape: XLA widens them within the product.
 
-On one CPU device they lie in tiles (`hydrajax.lowbit.tiles`).
+On one CPU device they lie in tiles (`hydrajax.lowbit.tiles`). The lm head, and an embedding that is one, take 8 bits.
 """
 
 from __future__ import annotations
 
-import abc
-import dataclasses
-from functools import partial
 from typing import Any
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -19,60 +14,17 @@ from jaxtyping import Float
 from hydrajax import ops
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit import products as low_bit_products
+from hydrajax.lowbit import tiles
 from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.rounding import ROWS, four_bits, in_groups
-from hydrajax.models.arrays import Array, DType
-from hydrajax.models.declaring import Declaring
+from hydrajax.models.arrays import Array
+from hydrajax.models.weights import Quantized
+from hydrajax.ops import trace
 from hydrajax.ops.cpu.few_rows import with_gradient_of
 
-
-class Quantized(abc.ABC):
-    """A kernel ``[D, *features]`` of few-bit numbers.
-
-    A subclass is a dataclass of arrays, registered as a pytree. Each field is a parameter of its own (`stored`), so a
-    kernel is sharded, loaded and counted by its arrays.
-    """
-
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The kernel's shape, ``(D, *features)``."""
-
-    @classmethod
-    @abc.abstractmethod
-    def declare(cls, module: Declaring, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Quantized:
-        """Declare the parameters of a kernel of this shape and these logical axes, with arbitrary initial values."""
-
-    @classmethod
-    @abc.abstractmethod
-    def of(cls, kernel: np.ndarray) -> Quantized:
-        """Quantise a kernel on the host; raises `HydrajaxError` for non-finite numbers."""
-
-    @abc.abstractmethod
-    def dequantized(self) -> Float[Array, " D *features"]:
-        """Return the dequantised float32 kernel."""
-
-    @abc.abstractmethod
-    def project(self, x: Float[Array, "*rows D"], dtype) -> Float[Array, "*rows F"]:
-        """Return ``x @ kernel`` in this dtype, as `project` does."""
-
-    def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
-        """Return ``x @ kernel`` with the parts of a fused kernel as leading axes."""
-        return ops.parts_first(self.project(x, x.dtype), self.shape[1:])
-
-    def stored(self, name: str) -> dict[str, Array]:
-        """Return the arrays by parameter name; the first has the kernel's own name."""
-        first, *others = arrays = self.arrays()
-        return {name: arrays[first]} | {f"{name}_{other}": arrays[other] for other in others}
-
-    def arrays(self) -> dict[str, Array]:
-        """Return the arrays by field, in order."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "shape_"}
-        return {name: array for name, array in found.items() if array is not None}
+LM_HEADS = ("lm_head", "embedding")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Int8(Quantized):
     """``values * scale``: symmetric, one byte per number and a scale per output feature.
 
@@ -82,23 +34,30 @@ class Int8(Quantized):
     """
 
     dtype, largest = jnp.int8, 127  # of a number
+    in_tiles = tiles.Int8Tiles  # the class on one CPU device
+    scaled_outputs = True
 
-    values: Array
-    scale: Float[Array, "*features"]
+    values: Any  # leaves of a pytree, which transformations replace by other things than arrays
+    scale: Any
+
+    @classmethod
+    def stores(cls, name):
+        if trace.has_few_bits():
+            return cls.in_tiles
+        return super().stores(name)
 
     @property
     def shape(self):
         return self.values.shape
 
     @classmethod
-    def declare(cls, module, name, shape, axes):
-        zeros = nn.with_logical_partitioning(lambda rng, shape: jnp.zeros(shape, cls.dtype), axes)
-        ones = nn.with_logical_partitioning(lambda rng, shape: jnp.ones(shape, jnp.float32), axes[1:])
-        return cls(module.param(name, zeros, shape), module.param(f"{name}_scale", ones, shape[1:]))
+    def arrays_of(cls, shape, axes):
+        return {"values": (shape, cls.dtype, axes), "scale": (shape[1:], jnp.float32, axes[1:])}
 
     @classmethod
     def of(cls, kernel):
         """Return the nearest kernel; each output feature's largest weight becomes the largest number."""
+        kernel = np.asarray(kernel)
         # In blocks of rows: float32 copies of a whole lm head would be the peak of the host's memory.
         blocks = [slice(i, i + ROWS) for i in range(0, len(kernel), ROWS)]
         largest = np.zeros(kernel.shape[1:], np.float32)
@@ -130,20 +89,25 @@ class Int8(Quantized):
         return product.reshape(*self.shape[1:-1], *x.shape[:-1], self.shape[-1])
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class Fp8(Int8):
-    """``values * scale`` with values in float8_e4m3fn, for GPUs whose products read them (`platforms.has_fp8`)."""
+    """``values * scale`` with values in float8_e4m3fn, for GPUs whose products read them (`trace.has_fp8`)."""
 
     dtype, largest = jnp.float8_e4m3fn, 448
+
+    @classmethod
+    def stores(cls, name):
+        if not trace.has_fp8():
+            raise HydrajaxError(
+                "quantize: got fp8, expected an NVIDIA GPU of compute capability 8.9 or higher; without --quantize, "
+                "files in fp8 are widened"
+            )
+        return Int8.stores(name) if name in LM_HEADS else cls
 
     @staticmethod
     def _rounded(steps):
         return steps.astype(jnp.float8_e4m3fn)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset"), meta_fields=("shape_",))
-@dataclasses.dataclass(frozen=True)
 class Int4(Quantized):
     """The numbers of `Int4Tiles` away from a CPU, in the kernel's own order, so that its axes can be sharded.
 
@@ -154,35 +118,32 @@ class Int4(Quantized):
     """
 
     group = few_bits.GROUP  # inputs that share a scale
+    in_tiles = tiles.Int4Tiles
 
     values: Any
     scale: Any
     offset: Any
     shape_: tuple[int, ...]
 
-    @property
-    def shape(self):
-        return self.shape_
+    @classmethod
+    def stores(cls, name):
+        if name in LM_HEADS:
+            return Int8.stores(name)
+        return cls.in_tiles if trace.has_few_bits() else cls
 
     @classmethod
-    def declare(cls, module, name, shape, axes):
-        depth, *features = shape
-        groups, (first, *others) = -(-depth // few_bits.GROUP), axes
-
-        def declared(part: str, size: tuple[int, ...], axes: tuple[str | None, ...], dtype: DType):
-            ones = nn.with_logical_partitioning(lambda rng, size: jnp.ones(size, dtype), axes)
-            return module.param(part, ones, size)
-
-        half = few_bits.GROUP // 2
-        values = declared(name, (groups, half, *features), (first, None, *others), jnp.uint8)
-        numbers = (declared(f"{name}_{part}", (groups, *features), axes, jnp.float16) for part in ("scale", "offset"))
-        return cls(values, *numbers, shape)
+    def arrays_of(cls, shape, axes):
+        (depth, *features), (first, *others) = shape, axes
+        groups = -(-depth // few_bits.GROUP)
+        numbers = ((groups, *features), jnp.float16, axes)
+        pairs = ((groups, few_bits.GROUP // 2, *features), jnp.uint8, (first, None, *others))
+        return {"values": pairs, "scale": numbers, "offset": numbers}
 
     @classmethod
     def of(cls, kernel):
         """Return the kernel of `Int4Tiles.of`."""
         depth, *features = kernel.shape
-        values, *numbers = in_groups(kernel, four_bits, cls.group)
+        values, *numbers = in_groups(np.asarray(kernel), four_bits, cls.group)
         values = np.pad(values, [(0, -depth % few_bits.GROUP), (0, 0)])
         low, high = np.split(values.reshape(-1, few_bits.GROUP, values.shape[1]), 2, axis=1)
         pairs = (low | high << 4).reshape(*low.shape[:2], *features)
@@ -218,3 +179,30 @@ class Int4(Quantized):
             return kernel(padded, *arrays, dtype)
 
         return product(rows, *self.arrays().values())
+
+
+# Of larger groups of inputs with a scale. In 8 bits only tiles have groups.
+
+
+class Int8By64(Int8):
+    """`Int8`, in tiles with groups of 64 inputs."""
+
+    in_tiles = tiles.Int8TilesBy64
+
+
+class Int8By128(Int8):
+    """`Int8`, in tiles with groups of 128 inputs."""
+
+    in_tiles = tiles.Int8TilesBy128
+
+
+class Int4By64(Int4):
+    """`Int4` with groups of 64 inputs."""
+
+    group, in_tiles = 64, tiles.Int4TilesBy64
+
+
+class Int4By128(Int4):
+    """`Int4` with groups of 128 inputs."""
+
+    group, in_tiles = 128, tiles.Int4TilesBy128

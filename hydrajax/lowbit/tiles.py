@@ -8,39 +8,29 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from functools import partial
 from typing import Any
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from hydrajax.lowbit.kernels import few_bits
-from hydrajax.lowbit.quantized import Quantized
 from hydrajax.lowbit.rounding import eight_bits, four_bits, in_groups
-from hydrajax.models.arrays import Array, DType
+from hydrajax.models.arrays import Array
+from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
 from hydrajax.ops.cpu.few_rows import with_gradient_of
 
+COLUMNS_AT_ONCE = 8192  # of a matrix that is quantised, whole tiles
+
 
 class Tiles(Quantized):
-    """A kernel whose features are the columns of `few_bits.to_tiles`. It is not sharded.
-
-    ``shape_`` is the kernel's shape, a constant of programs.
-    """
-
-    shape_: tuple[int, ...]
-
-    @property
-    def shape(self):
-        return self.shape_
+    """A kernel whose features are the columns of `few_bits.to_tiles`. It is not sharded."""
 
     @classmethod
     @abc.abstractmethod
-    def parameters(cls, depth: int, width: int) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """Return shape and dtype of each array."""
+    def of_columns(cls, kernel: np.ndarray) -> Tiles:
+        """Quantise a kernel, or some columns of a matrix."""
 
     @staticmethod
     @abc.abstractmethod
@@ -48,20 +38,14 @@ class Tiles(Quantized):
         """Return the kernel of these arrays in float32."""
 
     @classmethod
-    def declare(cls, module, name, shape, axes):
-        """Declare the parameters; stored ones may have groups and dtypes of their own, as a file had them."""
-        del axes
-
-        def declared(field: str, size: tuple[int, ...], dtype: DType):
-            ones = nn.with_logical_partitioning(lambda rng, size: jnp.ones(size, dtype), (None,) * len(size))
-            key = name if field == "values" else f"{name}_{field}"
-            stored = module.get_variable("params", key)
-            return module.param(key, ones, size if stored is None else stored.shape)
-
-        parameters = cls.parameters(shape[0], math.prod(shape[1:]))
-        if module.get_variable("params", f"{name}_order") is not None:
-            parameters["order"] = (shape[:1], jnp.int32)
-        return cls(**{field: declared(field, *what) for field, what in parameters.items()}, shape_=shape)
+    def of(cls, kernel):
+        if len(kernel.shape) > 2 or kernel.shape[1] <= COLUMNS_AT_ONCE:
+            return cls.of_columns(np.asarray(kernel))
+        # Some columns at a time: copies of a whole lm head would be the peak of the host's memory.
+        width = kernel.shape[1]
+        parts = [cls.of_columns(kernel[:, at : at + COLUMNS_AT_ONCE]) for at in range(0, width, COLUMNS_AT_ONCE)]
+        arrays = {name: np.concatenate([part.arrays()[name] for part in parts]) for name in parts[0].arrays()}
+        return dataclasses.replace(parts[0], **arrays, shape_=kernel.shape)
 
     order = None  # the kernel's rows in the order of its groups, int32 [D]; None: their own
 
@@ -89,9 +73,13 @@ class Tiles(Quantized):
         rows = rows if self.order is None else jnp.take(rows, self.order, axis=1, mode="clip")
         return product(rows, *self.numbers()).reshape(*x.shape[:-1], -1).astype(dtype)
 
+    def project_pairs(self, x, experts, dtype):
+        if not trace.has_few_bits():
+            return None
+        rows, width = x.astype(jnp.float32), math.prod(self.shape_[1:])
+        return few_bits.matmul_experts(rows, experts, width, *self.arrays().values()).astype(dtype)
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale"), meta_fields=("shape_",))
-@dataclasses.dataclass(frozen=True)
+
 class Int8Tiles(Tiles):
     """``values * scale`` with a scale for each 32 inputs of an output, like GGUF's Q8_0.
 
@@ -102,17 +90,20 @@ class Int8Tiles(Tiles):
 
     group = few_bits.GROUP  # inputs that share a scale
 
-    values: Any  # leaves of a pytree, which transformations replace by other things than arrays
+    values: Any
     scale: Any
     shape_: tuple[int, ...]
 
     @classmethod
-    def parameters(cls, depth, width):
-        tiles = few_bits.tile_shape(depth, width)
-        return {"values": (tiles, jnp.int8), "scale": (few_bits.scale_shape(depth, width, cls.group), jnp.float16)}
+    def arrays_of(cls, shape, axes):
+        size = shape[0], math.prod(shape[1:])
+        return {
+            "values": (few_bits.tile_shape(*size), jnp.int8, (None,) * 5),
+            "scale": (few_bits.scale_shape(*size, cls.group), jnp.float16, (None,) * 3),
+        }
 
     @classmethod
-    def of(cls, kernel):
+    def of_columns(cls, kernel):
         """Return the nearest kernel; the largest number of each group becomes 127."""
         values, scale = in_groups(kernel, eight_bits, cls.group)
         return cls(few_bits.to_tiles(values), few_bits.per_group(scale), kernel.shape)
@@ -122,22 +113,18 @@ class Int8Tiles(Tiles):
         scale = few_bits.for_tiles(scale.astype(jnp.float32), values.shape[1], axis=1)[:, :, None, :, None]
         return few_bits.from_tiles(values.astype(jnp.float32) * scale, depth, width)
 
-    def columns(self, at: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return some columns in float32: rows of an embedding that is also the lm head."""
+    def columns(self, at):
         tile, place = at // few_bits.COLUMNS, at % few_bits.COLUMNS
         scale = self.scale[tile, :, place].astype(jnp.float32)  # [*rows, scales]
         scale = few_bits.for_tiles(scale, self.values.shape[1], axis=-1)[..., None, None]
         rows = self.values[tile, :, :, place].astype(jnp.float32) * scale  # [*rows, groups, 8, 4]
         return rows.reshape(*at.shape, math.prod(rows.shape[at.ndim :]))[..., : self.shape_[0]]
 
-    def select(self, columns: Int[np.ndarray, " n"]) -> Int8Tiles:
-        """Return the kernel of some columns, which are constants of the program."""
+    def select(self, columns, dtype):
         values, scale = few_bits.select(self.values, self.scale, columns)
         return type(self)(values, scale, (self.shape_[0], len(columns)))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("values", "scale", "offset", "order"), meta_fields=("shape_",))
-@dataclasses.dataclass(frozen=True)
 class Int4Tiles(Tiles):
     """``values * scale + offset`` with a scale and an offset for each 32 inputs of an output, like GGUF's Q4_1.
 
@@ -161,13 +148,14 @@ class Int4Tiles(Tiles):
     order: Any = None
 
     @classmethod
-    def parameters(cls, depth, width):
-        tiles = few_bits.tile_shape(depth, width, per_byte=2)
-        numbers = (few_bits.scale_shape(depth, width, cls.group), jnp.float16)
-        return {"values": (tiles, jnp.uint8), "scale": numbers, "offset": numbers}
+    def arrays_of(cls, shape, axes):
+        size = shape[0], math.prod(shape[1:])
+        numbers = (few_bits.scale_shape(*size, cls.group), jnp.float16, (None,) * 3)
+        values = (few_bits.tile_shape(*size, per_byte=2), jnp.uint8, (None,) * 5)
+        return {"values": values, "scale": numbers, "offset": numbers}
 
     @classmethod
-    def of(cls, kernel):
+    def of_columns(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
         values, scale, offset = in_groups(kernel, four_bits, cls.group)
         return cls(_in_pairs(values), few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
@@ -205,6 +193,30 @@ class Int4Tiles(Tiles):
         )
         wide = (tiles - offset) * scale if has_zeros else tiles * scale + offset
         return few_bits.from_tiles(wide, depth, width)
+
+
+class Int8TilesBy64(Int8Tiles):
+    """`Int8Tiles` with groups of 64 inputs."""
+
+    group = 64
+
+
+class Int8TilesBy128(Int8Tiles):
+    """`Int8Tiles` with groups of 128 inputs."""
+
+    group = 128
+
+
+class Int4TilesBy64(Int4Tiles):
+    """`Int4Tiles` with groups of 64 inputs."""
+
+    group = 64
+
+
+class Int4TilesBy128(Int4Tiles):
+    """`Int4Tiles` with groups of 128 inputs."""
+
+    group = 128
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:

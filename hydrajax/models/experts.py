@@ -19,12 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from hydrajax import ops
-from hydrajax.lowbit.kernels import few_bits
-from hydrajax.lowbit.quantized import Int8, Quantized
-from hydrajax.lowbit.tiles import Tiles
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import Experts
-from hydrajax.models.weights import declare, declare_experts, declare_kernel, project, project_parts
+from hydrajax.models.weights import Quantized, declare, declare_experts, declare_kernel, project, project_parts
 from hydrajax.ops.cpu import few_rows
 from hydrajax.ops.cpu.few_rows import with_gradient_of
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
@@ -181,8 +178,9 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
 
     @with_gradient_of(plain)
     def chosen(x, ids, weights, gate_up, down):
-        if ops.here().multiplies_pairs(x.dtype, *jax.tree.leaves(gate_up)[:1]):
-            gate, up = jnp.split(_of_pairs(x, ids, gate_up, x.dtype), 2, axis=-1)
+        pairs = _of_pairs(x, ids, gate_up, x.dtype)
+        if pairs is not None:
+            gate, up = jnp.split(pairs, 2, axis=-1)
             outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
         elif kernel := ops.here().expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
             outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
@@ -199,18 +197,20 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
     return chosen(x, ids, weights, gate_up, down)
 
 
-def _of_pairs(x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType) -> Array:
-    """Return the product of every pair of a token and an expert by our CPU kernels, ``[pairs, F]``."""
-    if isinstance(kernels, Tiles):
-        width = math.prod(kernels.shape[1:])
-        rows = x.astype(jnp.float32)
-        return few_bits.matmul_experts(rows, ids, width, *kernels.arrays().values()).astype(dtype)
+def _of_pairs(
+    x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType
+) -> Float[Array, "pairs F"] | None:
+    """Return the product of every pair of a token and an expert by our CPU kernels; None without a kernel for it."""
+    if isinstance(kernels, Quantized):
+        return kernels.project_pairs(x, ids, dtype)
+    if not ops.here().multiplies_pairs(x.dtype, kernels.dtype):
+        return None
     return few_rows.matmul_experts(x, ids, kernels.reshape(*kernels.shape[:2], -1), dtype)
 
 
 def _stored(kernels: Kernels) -> jax.ShapeDtypeStruct | None:
-    """Return shape and dtype of float or `Int8` kernels as ``[E, D, F]``; None for others."""
-    if isinstance(kernels, Quantized) and not isinstance(kernels, Int8):
+    """Return shape and dtype of kernels as ``[E, D, F]``; None if they have more than a scale of each output."""
+    if isinstance(kernels, Quantized) and not kernels.scaled_outputs:
         return None
     numbers = jax.tree.leaves(kernels)[0]
     return jax.ShapeDtypeStruct((*numbers.shape[:2], math.prod(numbers.shape[2:])), numbers.dtype)

@@ -175,30 +175,30 @@ def shapes(layout: Layout) -> dict[str, Shape]:
 def read(
     layout: Layout,
     files: Readable,
-    put: Callable[[Path, Parameter | Stack], dict] | None = None,
-    take: Callable[[Entry], dict | None] = lambda entry: None,
+    put: Callable[[Path, Parameter | Stack], Any] = lambda path, parameter: np.asarray(parameter),
+    take: Callable[[Entry], Any] = lambda entry: None,
 ) -> dict:
     """Read our nested parameters.
 
     Each is passed to ``put(path, parameter)`` in turn, which reads what it needs of it, so the host need not hold them
-    all. ``put`` returns the values to keep by name; by default the whole array under the last name of its path.
-    ``take(entry)`` may return the values of an entry of one parameter itself; its tensors are then not viewed.
+    all. ``put`` returns what to keep, by default the whole array. ``take(entry)`` may return the value of an entry of
+    one parameter itself; its tensors are then not viewed.
     """
     tree: dict = {}
 
-    def parent(path: Path) -> dict:
+    def keep(path: Path, value: Any) -> None:
         at = tree
         for name in path[:-1]:
             at = at.setdefault(name, {})
-        return at
+        at[path[-1]] = value
 
     for entry in layout:
         taken = take(entry)
         if taken is not None:
-            parent(entry.ours[0]).update(taken)
+            keep(entry.ours[0], taken)
             continue
         for path, parameter in zip(entry.ours, entry.join(*map(files.view, entry.theirs)), strict=True):
-            parent(path).update(put(path, parameter) if put else {path[-1]: np.asarray(parameter)})
+            keep(path, put(path, parameter))
         del parameter  # before the next one is read
     return tree
 

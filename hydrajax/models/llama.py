@@ -13,9 +13,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax import ops
-from hydrajax.lowbit.quantized import Quantized
-from hydrajax.lowbit.tiles import Int8Tiles
-from hydrajax.lowbit.types import quantizes_embedding
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
@@ -23,7 +20,7 @@ from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.weights import LowRank, declare, declare_kernel, project
+from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel, project, quantized_type
 from hydrajax.ops.sharded import by_token
 
 
@@ -35,8 +32,8 @@ class Llama(nn.Module):
     Attributes:
         config: Shapes and constants.
         dtype: Of parameters and computation.
-        quantize: How the products' weights are stored (`hydrajax.lowbit.types`); also the embedding's if it is
-            the lm head too and `quantizes_embedding`.
+        quantize: How the products' weights are stored (`hydrajax.models.weights.Quantized`); also the embedding's if it
+            is the lm head too and the type stores it.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
         kv_cache: The type of keys and values (`hydrajax.models.attention.KV_CACHES`); None is ``dtype``.
@@ -51,7 +48,9 @@ class Llama(nn.Module):
 
     def setup(self):
         c = self.config
-        if c.tied_lm_head and quantizes_embedding(self.quantize, self.get_variable("params", "embedding")):
+        stored = self.get_variable("params", "embedding")
+        kind = quantized_type(self.quantize, "embedding") if stored is None else type(stored)
+        if c.tied_lm_head and kind is not None and issubclass(kind, Quantized):
             self.embedding = declare_kernel(self, "embedding", (c.width, c.vocab_size), ("width", "vocab"))
         else:
             normal = nn.initializers.normal(0.02)
@@ -90,7 +89,7 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them."""
-        if isinstance(self.embedding, Int8Tiles):
+        if isinstance(self.embedding, Quantized):
             rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
         else:
             rows = ops.take_rows(self.embedding, tokens)
@@ -109,8 +108,8 @@ class Llama(nn.Module):
     def _products(self, hidden: Array, tokens: np.ndarray | None) -> Array:
         """Return the products with the lm head, float32."""
         head = self.embedding if self.config.tied_lm_head else self.lm_head
-        if isinstance(head, Int8Tiles):
-            return project(hidden, head if tokens is None else head.select(tokens), jnp.float32)
+        if isinstance(head, Quantized):
+            return project(hidden, head if tokens is None else head.select(tokens, self.dtype), jnp.float32)
         if self.config.tied_lm_head:
             rows = self.embedding if tokens is None else self.embedding[tokens]
             return ops.matmul_transposed(hidden, rows, jnp.float32)
@@ -125,8 +124,8 @@ class Llama(nn.Module):
     @nn.nowrap
     def _head_kernel(self) -> Array:
         if self.config.tied_lm_head:
-            tiles = isinstance(self.embedding, Int8Tiles)
-            return self.embedding.dequantized().astype(self.dtype) if tiles else self.embedding.T
+            quantized = isinstance(self.embedding, Quantized)
+            return self.embedding.dequantized().astype(self.dtype) if quantized else self.embedding.T
         kernel, added = self.lm_head, None
         if isinstance(kernel, LowRank):
             kernel, added = kernel.kernel, kernel.delta()

@@ -1,27 +1,152 @@
 """Weights: declaration in modules, and multiplication.
 
-A weight is an array, a `hydrajax.lowbit.quantized.Quantized` kernel of fewer bits, or `LowRank`, one of these two with
-an adapter.
-Every product goes through `project`.
+A weight is an array, a `Quantized` kernel, or `LowRank`, one of these two with an adapter. Parameters hold a quantised
+kernel as one node, wherever it stands: its class says how it is stored and multiplied. Every product goes through
+`project`.
 """
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, dataclass_transform
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+import numpy as np
+from jaxtyping import Float, Int
 
-from hydrajax import ops
-from hydrajax.lowbit.quantized import Quantized
-from hydrajax.lowbit.types import quantized_type
+from hydrajax import ops, plugins
 from hydrajax.models.adapter import KERNELS, Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.declaring import Declaring, OfEach
-from hydrajax.ops import drop
+from hydrajax.models.layout import Parameter
+from hydrajax.ops import drop, trace
+
+Axes = tuple[str | None, ...]  # logical names (`hydrajax.sharding`)
+SHAPE = "shape_"  # the field of a quantised kernel that is no array
+AS_STORED, WIDENED = "auto", "none"  # as a file stores the weights (`hydrajax.formats.huggingface`), and float ones
+DRAFTS = "int8"  # the type of drafts' kernels beside a quantised base
+# Kernels of drafts that only products read.
+DRAFT_KERNELS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_up", "down")
+DRAFT_KERNELS += ("lm_head", "lm_kernel", "lm_down", "lm_up", "copied_lm_head")
+
+
+@dataclass_transform(frozen_default=True)
+class Quantized(abc.ABC):
+    """A kernel ``[D, *features]`` that is stored in other numbers than the model's.
+
+    A subclass becomes a frozen dataclass and a pytree. Its annotated fields are arrays, which are sharded, loaded and
+    counted one by one; a field ``shape_`` is the kernel's shape, a constant of programs. Its name among the parts
+    "weights" (`hydrajax.plugins`) is what ``quantize`` takes (docs/low_bits.md).
+
+    Attributes:
+        scaled_outputs: Its arrays are numbers of the kernel's shape and a scale of each output feature.
+    """
+
+    scaled_outputs = False
+
+    def __init_subclass__(cls, **settings: Any):
+        super().__init_subclass__(**settings)
+        names = [field.name for field in dataclasses.fields(dataclasses.dataclass(frozen=True)(cls))]
+        jax.tree_util.register_dataclass(cls, [name for name in names if name != SHAPE], [SHAPE] * (SHAPE in names))
+
+    @classmethod
+    def stores(cls, name: str) -> type[Quantized] | None:
+        """Return the class that stores a base's kernel of this name on this device; None leaves it in floats.
+
+        An "embedding" is asked for if it is also the lm head. It is then stored as a kernel ``[D, V]``.
+
+        Raises:
+            HydrajaxError: The device has no such numbers.
+        """
+        return None if name == "embedding" else cls
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's shape, ``(D, *features)``."""
+        return getattr(self, SHAPE)
+
+    @classmethod
+    @abc.abstractmethod
+    def arrays_of(cls, shape: tuple[int, ...], axes: Axes) -> dict[str, tuple[tuple[int, ...], DType, Axes]]:
+        """Return shape, dtype and logical axes of each array of a kernel with this shape and these axes."""
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, kernel: np.ndarray | Parameter) -> Quantized:
+        """Quantise a kernel on the host; raises `HydrajaxError` for non-finite numbers."""
+
+    @abc.abstractmethod
+    def dequantized(self) -> Float[Array, " D *features"]:
+        """Return the dequantised float32 kernel."""
+
+    def project(self, x: Float[Array, "*rows D"], dtype: DType) -> Float[Array, "*rows F"]:
+        """Return ``x @ kernel`` in this dtype, as `project` does."""
+        kernel = self.dequantized().astype(x.dtype).reshape(x.shape[-1], -1)
+        return ops.matmul(x, kernel, dtype, stored=False)
+
+    def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
+        """Return ``x @ kernel`` with the parts of a fused kernel as leading axes."""
+        return ops.parts_first(self.project(x, x.dtype), self.shape[1:])
+
+    def project_pairs(self, x: Float[Array, "R_or_pairs D"], experts: Int[Array, "R k"], dtype: DType) -> Array | None:
+        """Return the product ``[pairs, F]`` of every row with each of its experts, where the arrays have a leading axis
+        for experts; None without a kernel for it.
+        """
+        return None
+
+    def columns(self, at: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
+        """Return some columns in float32: rows of an embedding that is also the lm head."""
+        return jnp.moveaxis(self.dequantized()[:, at], 0, -1)
+
+    def select(self, columns: Int[np.ndarray, " n"], dtype: DType) -> Array | Quantized:
+        """Return the kernel of some columns, which are constants of the program; a float one in this dtype."""
+        return self.dequantized().astype(dtype)[:, columns]
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays by field, in order, or what stands in their places."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != SHAPE}
+        return {name: array for name, array in found.items() if array is not None}
+
+    @classmethod
+    def boxed(cls, shape: tuple[int, ...], axes: Axes) -> Quantized:
+        """Return a kernel of arbitrary numbers with its logical axes."""
+        arrays = {
+            name: nn.LogicallyPartitioned(jnp.ones(size, dtype), names)
+            for name, (size, dtype, names) in cls.arrays_of(shape, axes).items()
+        }
+        return cls(**arrays, **({SHAPE: shape} if SHAPE in cls.__dataclass_fields__ else {}))
+
+
+def quantized_type(quantize: str | None, name: str) -> type[Quantized] | None:
+    """Return the class that stores a base's kernel of this name, for a weight type by its name; None for floats."""
+    return None if quantize is None else plugins.find("weights", quantize).stores(name)
+
+
+def described(dtype: str, quantize: str | None) -> str:
+    """Describe the numbers of a base for messages."""
+    return dtype if quantize in (None, WIDENED) else f"{dtype} with {quantize} weights"
+
+
+def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[str, Any]:
+    """Return a draft's parameters with the kernels of products in int8, if ``quantize`` names a type.
+
+    They stay as they are where there are no CPU kernels for them.
+    """
+    if quantize is None or not trace.has_few_bits():
+        return params
+    kind = plugins.find("weights", DRAFTS)
+    return {
+        name: quantized_draft(value, quantize)
+        if isinstance(value, Mapping)
+        else jax.device_put(kind.stores(name).of(np.asarray(value)))
+        if name in DRAFT_KERNELS
+        else value
+        for name, value in params.items()
+    }
 
 
 class LowRank(NamedTuple):
@@ -128,31 +253,28 @@ def _added(x: Float[Array, "*rows D"], kernel: LowRank, dtype) -> Float[Array, "
 
 
 def declare(
-    module: Declaring, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], init
+    module: nn.Module, name: str, shape: tuple[int, ...], axes: Axes, init, quantize: str | None = None
 ) -> Array | Quantized:
-    """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser.
+    """Declare a parameter with its shape, logical axes (`hydrajax.sharding`) and initialiser; or, if ``quantize`` names
+    a weight type that stores it, a quantised kernel.
 
-    A kernel that was quantised after loading (`hydrajax.lowbit.types.quantized_draft`) is returned as it is.
+    A kernel that is stored already keeps its class, which may be that of another device.
     """
     stored = module.get_variable("params", name)
     if isinstance(stored, Quantized):
         return stored
+    if stored is None and (kind := quantized_type(quantize, name)):
+        return module.param(name, lambda rng: kind.boxed(shape, axes))
     return module.param(name, nn.with_logical_partitioning(init, axes), shape, module.dtype)
 
 
-def declare_kernel(
-    module: nn.Module, name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]
-) -> Array | Quantized | LowRank:
+def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: Axes) -> Array | Quantized | LowRank:
     """Declare a product's weight, contracted over its first axis: normal with std 0.02, or quantised if
     ``module.quantize`` names a type.
 
     With ``module.adapter`` the weight is `LowRank`, which has no effect as initialised.
     """
-    if module.quantize is None:
-        kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02))
-    else:
-        stored = module.get_variable("params", name)
-        kernel = quantized_type(module.quantize, name, stored).declare(module, name, shape, axes)
+    kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02), module.quantize)
     adapter: Adapter | None = module.adapter
     if adapter is None or not adapter.of(name):
         return kernel
@@ -160,15 +282,27 @@ def declare_kernel(
 
 
 def declare_experts(module: nn.Module, name: str, count: int, shape: tuple[int, ...]) -> Array | Quantized:
-    """Declare the kernels of all experts, of this shape each. Every array has a leading axis for experts."""
-    of_each, axes = OfEach(module, count), (None,) * len(shape)
-    if module.quantize is None:
-        return declare(of_each, name, shape, axes, nn.initializers.normal(0.02))
-    stored = of_each.get_variable("params", name)
-    return quantized_type(module.quantize, name, stored).declare(of_each, name, shape, axes)
+    """Declare the kernels of all experts, of this shape each. Every array has a leading axis for experts, and only this
+    is sharded.
+    """
+    if isinstance(stored := module.get_variable("params", name), Quantized):
+        return stored
+
+    def each(key: Array) -> Array | Quantized:
+        if kind := quantized_type(module.quantize, name):
+            return nn.unbox(kind.boxed(shape, (None,) * len(shape)))
+        return nn.initializers.normal(0.02)(key, shape, module.dtype)
+
+    def of_all(rng: Array):
+        def boxed(x: Array):
+            return nn.LogicallyPartitioned(x, ("experts", *[None] * (x.ndim - 1)))
+
+        return jax.tree.map(boxed, jax.vmap(each)(jax.random.split(rng, count)))
+
+    return module.param(name, of_all)
 
 
-def _declare_low_rank(module: nn.Module, name: str, kernel: Array | Quantized, axes, adapter: Adapter) -> LowRank:
+def _declare_low_rank(module: nn.Module, name: str, kernel: Array | Quantized, axes: Axes, adapter: Adapter) -> LowRank:
     """Declare an adapter's weights: A as in PEFT, uniform up to 1 / sqrt(D) (kaiming with a = sqrt(5)), B zero."""
     shape, targets = kernel.shape, adapter.of(name)
     limit = 1 / math.sqrt(shape[0])

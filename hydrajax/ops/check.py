@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
+from hydrajax import plugins
 from hydrajax.ops.gpu import experts as experts_gpu
 from hydrajax.ops.gpu import tree_attention
 from hydrajax.ops.gpu.add_norm import add_norm
@@ -39,9 +39,11 @@ def _disagreement(device: str, interpret: bool) -> str | None:
     kernels = tree_attention_tpu if device == "TPU" else tree_attention
     checks = {"attention": functools.partial(_attention, kernels.attend)}
     if device == "GPU":
-        checks |= {"appending to caches": _appending, "a row's norm": _norm, "int4 weights": _int4, "experts": _experts}
+        checks |= {"appending to caches": _appending, "a row's norm": _norm, "experts": _experts}
     else:
-        checks |= {"a prompt's attention": _text, "int8 weights": _int8_tpu, "int4 weights": _int4_tpu}
+        checks |= {"a prompt's attention": _text}
+    for name in plugins.Group("device_checks"):
+        checks |= plugins.find("device_checks", name)[device]
     for name, check in checks.items():
         try:
             difference = float(check(interpret))
@@ -101,42 +103,6 @@ def _appending(interpret: bool):
         for row, (places, start) in enumerate(zip(index, starts, strict=True)):
             want[row, :, start : start + 3] = block[row][:, places]
     return max(jnp.max(jnp.abs(one - other.astype(np.float32))) for one, other in zip(got, caches, strict=True))
-
-
-def _widened(values: np.ndarray, scale: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return int4 weights ``[groups, 16, F]`` as ``[groups * 32, F]``."""
-    numbers = np.concatenate([values & 15, values >> 4], axis=1).astype(np.float32)
-    scaled = (numbers * scale[:, None].astype(np.float32)).astype(jnp.bfloat16).astype(np.float32)
-    return (scaled + offset[:, None].astype(np.float32)).reshape(-1, values.shape[2])
-
-
-def _int4_weights() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows and weights of 4 bits whose products are near 1."""
-    random = np.random.default_rng(0)
-    values = random.integers(0, 256, (4, 16, 128), np.uint8)
-    scale = random.uniform(0.001, 0.02, (4, 128)).astype(np.float16)
-    return _normal(5, 128), values, scale, (-7.5 * scale).astype(np.float16)
-
-
-def _int4(interpret: bool):
-    x, *weights = _int4_weights()
-    got = jax.jit(functools.partial(few_bits_gpu.matmul, interpret=interpret))(x, *weights)
-    return np.max(np.abs(got - x.astype(np.float32) @ _widened(*weights)))
-
-
-def _int4_tpu(interpret: bool):
-    x, values, scale, offset = _int4_weights()
-    call = functools.partial(few_bits_tpu.matmul_int4, dtype=jnp.float32, interpret=interpret)
-    got = jax.jit(call)(x, values.swapaxes(0, 1)[None], scale[None], offset[None])
-    return np.max(np.abs(got[0] - x.astype(np.float32) @ _widened(values, scale, offset)))
-
-
-def _int8_tpu(interpret: bool):
-    random, x = np.random.default_rng(0), _normal(5, 256)
-    values, scale = random.integers(-127, 128, (2, 256, 128), np.int8), np.float32([[0.001], [0.0005]]) * np.ones(128)
-    call = functools.partial(few_bits_tpu.matmul_int8, dtype=jnp.float32, interpret=interpret)
-    got = jax.jit(call)(x, values, scale.astype(np.float32))
-    return np.max(np.abs(got - x.astype(np.float32) @ (values * scale[:, None])))
 
 
 def _experts(interpret: bool):

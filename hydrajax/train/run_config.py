@@ -17,7 +17,6 @@ from hydrajax import plugins
 from hydrajax.drafters.settings import Settings, at_least, below, one_of
 from hydrajax.errors import HydrajaxError, hint, nearest_first, one_line
 from hydrajax.formats import draft_registry
-from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.data.conversations import FORMATS as CONVERSATION_FORMATS
@@ -217,7 +216,7 @@ class TrainConfig:
         teacher: with task ``base``, a model whose distribution is learned in place of the text's tokens, as a draft
             model learns from its target model.
         dtype: of the computation and of the frozen base. Trained parameters are float32.
-        quantize: one of `hydrajax.lowbit.types.QUANTIZED`, such as ``int4``, stores the frozen base's matmul weights
+        quantize: a weight type (`hydrajax.plugins`), such as ``int4``, stores the frozen base's matmul weights
             in fewer bits (medusa 2.2.1: 4 bits).
         matmul_precision: ``bfloat16`` rounds the operands of float32 matmuls to bfloat16 and accumulates in float32;
             everything else stays float32. The fastest on a CPU with AMX.
@@ -261,7 +260,7 @@ class TrainConfig:
         one_of("dtype", self.dtype, ("float32", "bfloat16"))
         one_of("matmul_precision", self.matmul_precision, ("default", "bfloat16"))
         if self.quantize is not None:
-            one_of("quantize", self.quantize, tuple(QUANTIZED))
+            one_of("quantize", self.quantize, tuple(plugins.Group("weights")))
         for name in ("batch_size", "accumulation", "log_every", "eval_every", "eval_rows", "checkpoint_every",
                      "keep_checkpoints", "max_bad_steps", "steps"):  # fmt: skip
             at_least(name, getattr(self, name), 1)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.special import rel_entr, softmax
 
+from helpers.few_bits import in_few_bits
 from hydrajax.bench.quantization import logit_effect
-from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.llama import Llama
 
@@ -31,24 +31,11 @@ def logits(model: Llama, params) -> list[np.ndarray]:
     return [np.asarray(row[: len(text)], np.float64) for row, text in zip(run(params), TEXTS, strict=True)]
 
 
-def int8_params(params: dict) -> dict:
-    """Quantise the kernels in nested dicts."""
-    found = {}
-    for name, leaf in params.items():
-        if isinstance(leaf, dict):
-            found[name] = int8_params(leaf)
-        elif name in ("qkv", "out", "gate_up", "down", "lm_head"):
-            found |= Int8.of(np.asarray(leaf)).stored(name)
-        else:
-            found[name] = leaf
-    return found
-
-
 @pytest.mark.parametrize("change", ["int8", pytest.param("noise", marks=pytest.mark.slow)])
 def test_figures_match_the_logits_of_both_models(tiny_model, change):
     model, params = tiny_model
     if change == "int8":
-        other = Llama(model.config, quantize="int8"), int8_params(params)
+        other = (quantised := Llama(model.config, quantize="int8")), in_few_bits(quantised, params)
     else:  # so much that likeliest tokens differ
         random = np.random.default_rng(0)
         noise = jax.tree.map(lambda leaf: jnp.asarray(0.03 * random.standard_normal(leaf.shape), leaf.dtype), params)

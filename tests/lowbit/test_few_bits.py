@@ -13,18 +13,22 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.kernels import few_bits
-from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
-from hydrajax.lowbit.types import EIGHT_BITS, FOUR_BITS
+from hydrajax.lowbit.tiles import (
+    Int4Tiles,
+    Int4TilesBy64,
+    Int4TilesBy128,
+    Int8Tiles,
+    Int8TilesBy64,
+    Int8TilesBy128,
+)
 from hydrajax.ops import trace
 from hydrajax.ops.cpu import few_rows
 
 pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
-Int4Tiles64, Int4Tiles128 = FOUR_BITS["int4-64"][0], FOUR_BITS["int4-128"][0]
-Int8Tiles64, Int8Tiles128 = EIGHT_BITS["int8-64"][0], EIGHT_BITS["int8-128"][0]
-KINDS = [Int8Tiles, Int8Tiles128, Int4Tiles, Int4Tiles64, Int4Tiles128]
-GROUPS = {Int8Tiles: 32, Int8Tiles64: 64, Int8Tiles128: 128, Int4Tiles: 32, Int4Tiles64: 64, Int4Tiles128: 128}
+KINDS = [Int8Tiles, Int8TilesBy128, Int4Tiles, Int4TilesBy64, Int4TilesBy128]
+GROUPS = {Int8Tiles: 32, Int8TilesBy64: 64, Int8TilesBy128: 128, Int4Tiles: 32, Int4TilesBy64: 64, Int4TilesBy128: 128}
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -203,13 +207,13 @@ def test_bits_of_a_weight(kind):
 
 
 def test_scales_that_do_not_fit_the_weight_are_refused():
-    weight, x = Int4Tiles128.of(np.ones((256, 64), np.float32)), np.ones((1, 256), np.float32)
+    weight, x = Int4TilesBy128.of(np.ones((256, 64), np.float32)), np.ones((1, 256), np.float32)
     for bad in (weight.scale[:, :1], np.ones((1, 5, 64), np.float16), np.ones((1, 16, 64), np.float16)):
         with pytest.raises(jax.errors.JaxRuntimeError, match="the weight and its scales do not fit"):
             few_bits.matmul(x, 64, weight.values, bad, bad)
 
 
-@pytest.mark.parametrize("kind", [Int8Tiles, Int8Tiles64])
+@pytest.mark.parametrize("kind", [Int8Tiles, Int8TilesBy64])
 def test_columns_of_an_embedding(kind):
     table = np.random.default_rng(4).standard_normal((150, 48)).astype(np.float32)  # [tokens, D]
     kernel = jax.tree.map(jnp.asarray, kind.of(table.T))

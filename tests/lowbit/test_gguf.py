@@ -25,13 +25,13 @@ from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
 from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import tensors as tensors_module
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
-from hydrajax.formats.tensors import GGUF_INDEX, GgufFiles, open_tensors
+from hydrajax.formats.tensors import GGUF_INDEX, open_tensors
 from hydrajax.lowbit import gguf as module
-from hydrajax.lowbit.tiles import Int4Tiles
+from hydrajax.lowbit import gguf_tensors
+from hydrajax.lowbit.gguf_tensors import GgufFiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
@@ -138,7 +138,7 @@ def test_every_tensor_is_dequantised_exactly(write, kind):
 @pytest.mark.parametrize("kind", module.K_QUANTS)
 def test_k_quants_are_dequantised_exactly(tmp_path, monkeypatch, kind):
     """`gguf` cannot write them, so the blocks are random bytes."""
-    monkeypatch.setattr(tensors_module, "GGUF_ROWS", 4)  # of 6
+    monkeypatch.setattr(gguf_tensors, "GGUF_ROWS", 4)  # of 6
     _, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     blocks = np.random.default_rng(0).integers(0, 256, (6, 2 * size), np.uint8)
     blocks &= 0b10111111  # no scale is infinite
@@ -192,9 +192,8 @@ def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
     if stored is None:
         return
     (tensor,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down.weight")
-    layer = [m.params.base["layers_0"][f"down{part}"] for part in ("", "_scale", "_offset")]
     expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).T
-    np.testing.assert_array_equal(Int4Tiles(*layer, expected.shape).dequantized(), expected)
+    np.testing.assert_array_equal(m.params.base["layers_0"]["down"].dequantized(), expected)
     count = sum(leaf.size for leaf in jax.tree.leaves(hydrajax.load(file, quantize="none").params.base))
     assert f" with {count / 1e6:.1f}M parameters, float32 with int4 weights" in repr(m)
     drafted, alone = (m.generate(TEXTS[:2], draft=draft, max_new_tokens=24) for draft in (None, "none"))

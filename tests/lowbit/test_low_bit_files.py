@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -21,13 +22,10 @@ import hydrajax
 from helpers.lora_files import apply_lora, write_lora
 from helpers.low_bit_layers import CASES, UP, change, compressed, read_all
 from helpers.released import refusal
-from hydrajax.formats import huggingface
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import export_merged, load_llama, stored_dtype
-from hydrajax.formats.tensors import save_safetensors
-from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
-from hydrajax.lowbit.quantized import Fp8
-from hydrajax.lowbit.tiles import Int4Tiles
+from hydrajax.formats.tensors import open_base_tensors, save_safetensors
+from hydrajax.lowbit.files import low_bit_tensors
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.ops import trace
@@ -138,13 +136,13 @@ def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
     directory, _ = quantised(case, ("lm_head", UP))
     (_, plain), (_, low) = load_llama(directory), load_llama(directory, quantize=quantize)
     for layer, name in itertools.product(("layers_0", "layers_1"), ("qkv", "out", "gate_up", "down")):
-        arrays = [low[layer][f"{name}{end}"] for end in ("", "_scale", "_offset")]
-        found, expected = Int4Tiles(*arrays, plain[layer][name].shape).dequantized(), plain[layer][name]
+        kernel, expected = low[layer][name], plain[layer][name]
+        found = kernel.dequantized()
         if (layer, name) == ("layers_0", "gate_up"):
-            assert arrays[2].dtype == jnp.float16
+            assert kernel.offset.dtype == jnp.float16
             assert 0 < np.abs(found - expected).max() < 0.1
         else:
-            assert arrays[2].dtype == jnp.uint8
+            assert kernel.offset.dtype == jnp.uint8
             identical(np.asarray(found), np.asarray(expected))
 
 
@@ -161,14 +159,11 @@ def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
     """The down projections have three groups, the other layers one."""
     directory, _ = quantised("gptq_act_order")
     (model, plain), (low_model, low) = load_llama(directory), load_llama(directory, quantize="int4")
-    down = low["layers_1"]
-    arrays = [down[f"down{end}"] for end in ("", "_scale", "_offset")]
-    found = Int4Tiles(*arrays, (96, 32), down["down_order"]).dequantized()
-    identical(np.asarray(found), np.asarray(plain["layers_1"]["down"]))
+    identical(np.asarray(low["layers_1"]["down"].dequantized()), np.asarray(plain["layers_1"]["down"]))
     expected = logits_of(model, plain)
     errors = [np.abs(logits_of(low_model, low) - expected).mean()]
     for layer in ("layers_0", "layers_1"):
-        low[layer] = {name: array for name, array in low[layer].items() if name != "down_order"}
+        low[layer] |= {"down": dataclasses.replace(low[layer]["down"], order=None)}
     errors += [np.abs(logits_of(low_model, low) - expected).mean()]
     assert errors[0] < 0.3 * errors[1]
 
@@ -176,7 +171,7 @@ def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
 @pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 def test_layers_of_one_kernel_with_different_groups_are_named(quantised, monkeypatch):
     directory, _ = quantised("gptq_act_order")
-    monkeypatch.setattr(huggingface, "four_bit_kernel", lambda files, entry, unlike: unlike.append(entry))
+    monkeypatch.setattr(low_bit_tensors, "four_bit_kernel", lambda files, entry, unlike: unlike.append(entry))
     names = "model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"
     expected = (
         f"hydrajax: base: {directory}: g_idx differs in {names} and in 7 more kernels, whose products share x: they "
@@ -193,9 +188,9 @@ def test_fp8_keeps_the_numbers_of_the_file(quantised, case, same):
     _, plain = load_llama(directory)
     with trace.tracing(platform=trace.Platform("gpu", 1, 8.9)):
         _, low = load_llama(directory, quantize="fp8")
-    assert low["lm_head"].dtype == jnp.int8
+    assert low["lm_head"].values.dtype == jnp.int8
     for name in ("qkv", "out", "gate_up", "down"):
-        kernel = Fp8(low["layers_1"][name], low["layers_1"][f"{name}_scale"])
+        kernel = low["layers_1"][name]
         assert kernel.values.dtype == jnp.float8_e4m3fn
         found, expected = (np.asarray(x) for x in (kernel.dequantized(), plain["layers_1"][name]))
         assert np.array_equal(found, expected) is same

@@ -15,8 +15,7 @@ from helpers.low_bit_layers import AWQ, CASES, FP8, GPTQ, UP, change
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.huggingface import load_llama, read_config
-from hydrajax.formats.tensors import save_safetensors
-from hydrajax.lowbit.files.low_bit_tensors import open_base_tensors
+from hydrajax.formats.tensors import open_base_tensors, save_safetensors
 
 INT_8 = CASES["int_8"][0]
 STATE = "weight.quant_state.bitsandbytes__nf4"

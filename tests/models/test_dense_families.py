@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from helpers.dense_models import EXAMPLES, FAMILIES, N_TOKENS, QUICK, VOCAB, random_pair, random_pairs
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
+from hydrajax import plugins
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.huggingface import export_llama, load_llama
-from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 
@@ -109,7 +109,7 @@ def test_every_kind_of_draft(pairs, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", sorted(set(QUANTIZED) - {FP8}))  # which no CPU has
+@pytest.mark.parametrize("quantize", sorted(set(plugins.Group("weights")) - {"fp8"}))  # which no CPU has
 @pytest.mark.parametrize("family", EXAMPLES)
 def test_few_bits(pairs, family, quantize):
     """Quantised weights give nearly the logits, and the bound is not that of other weights."""

@@ -20,10 +20,10 @@ from helpers.dense_models import N_TOKENS, QUICK, VOCAB, random_pair, random_pai
 from helpers.expert_models import EXPERT_EXAMPLES, EXPERT_FAMILIES
 from helpers.released import refusal
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
+from hydrajax import plugins
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.formats.peft import linear_layers
-from hydrajax.lowbit.types import FP8, QUANTIZED
 from hydrajax.models.adapter import Adapter, check_adapter
 from hydrajax.models.packed_forward import run_base
 
@@ -135,7 +135,7 @@ def test_eight_bits(pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", sorted(set(QUANTIZED) - {FP8}))  # which no CPU has
+@pytest.mark.parametrize("quantize", sorted(set(plugins.Group("weights")) - {"fp8"}))  # which no CPU has
 @pytest.mark.parametrize("family", EXPERT_EXAMPLES)
 def test_few_bits(pairs, family, quantize):
     assert (0.98 if quantize == "int8" else 0.5) < likeness_of(pairs(family), quantize) < 1 - 1e-9

@@ -48,8 +48,8 @@ def summed(*args):
 def way(request, monkeypatch):
     """Choose how to multiply: by our CPU kernels, if they are built, or by XLA, a block of rows at a time."""
     if request.param == "blocks":
-        monkeypatch.setattr(Cpu, "multiplies_pairs", lambda *_: False)
         monkeypatch.setattr(experts, "ROWS_OF_BLOCK", 8)
+        monkeypatch.setattr(Cpu, "multiplies_pairs", lambda *_: False)
 
 
 @pytest.mark.parametrize(("n_tokens", "dtype"), [(1, np.float32), (40, np.float32), (7, jnp.bfloat16)])

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.formats.huggingface import KERNELS
-from hydrajax.lowbit.types import quantized_type
+from helpers.few_bits import in_few_bits
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
@@ -28,17 +27,6 @@ PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 
-def quantise(layer: dict, quantize: str) -> None:
-    """Replace the kernels of products in a nested dict."""
-    for name, value in list(layer.items()):
-        if name == "experts":
-            quantise(value, quantize)
-        elif name in KERNELS:
-            kind, of_each = quantized_type(quantize, name), name in ("gate_up", "down") and "router" in layer
-            kernels = [kind.of(kernel * 4).stored(name) for kernel in np.asarray(value)[None if not of_each else ...]]
-            layer |= jax.tree.map(lambda *parts: np.stack(parts), *kernels) if of_each else kernels[0]
-
-
 def base_of(
     quantize: str | None,
     dtype,
@@ -50,9 +38,7 @@ def base_of(
     params = jax.jit(lambda: init_base(Llama(config, dtype), jax.random.key(0)))()
     params["embedding"] = params["embedding"] * 20
     if quantize:
-        params |= quantized_type(quantize, "embedding").of(np.asarray(params["embedding"]).T).stored("embedding")
-        for layer in (value for name, value in params.items() if name.startswith("layers_")):
-            quantise(layer, quantize)
+        params = in_few_bits(Llama(config, dtype, quantize), params, factor=4)
     return BoundBase(Llama(config, dtype, quantize=quantize, kv_cache=kv_cache), jax.tree.map(jnp.asarray, params))
 
 

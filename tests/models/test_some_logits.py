@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.lowbit.types import quantized_type, quantizes_embedding
+from helpers.few_bits import in_few_bits
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
@@ -21,11 +21,8 @@ TOKENS = np.array([40, 3, 7, 96])  # in this order, not sorted
 def test_columns_of_all_logits(rows, tied, quantize):
     config = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, tied_lm_head=tied)
     params = jax.jit(lambda: init_base(Llama(config, jnp.float32), jax.random.key(0)))()
-    if quantize and not tied:
-        params |= quantized_type(quantize, "lm_head").of(np.asarray(params.pop("lm_head"))).stored("lm_head")
-    elif quantizes_embedding(quantize):
-        params |= quantized_type(quantize, "embedding").of(np.asarray(params.pop("embedding")).T).stored("embedding")
-    base = BoundBase(Llama(config, jnp.float32, quantize), params)
+    model = Llama(config, jnp.float32, quantize)
+    base = BoundBase(model, in_few_bits(model, params))
     hidden = np.random.default_rng(1).standard_normal((rows, 32), np.float32)
     some, whole = jax.jit(lambda x: (base.logits(x, TOKENS), base.logits(x)))(hidden)
     assert some.dtype == jnp.float32

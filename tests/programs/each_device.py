@@ -139,11 +139,11 @@ def multiplied(mesh) -> dict[str, bool]:
             kernel = kind.of(_normal(*shape).astype(np.float32))
             declared = Declared(kind, shape, axes)
             homes = tree_shardings(mesh, jax.eval_shape(declared.init, jax.random.key(0), x)["params"])
-            placed = jax.device_put(kernel.stored("kernel"), homes)
+            placed = jax.device_put({"kernel": kernel}, homes)
             with on_mesh(mesh):
                 got = jax.jit(lambda stored, x, module=declared: module.apply({"params": stored}, x))(placed, x)
             want = np.moveaxis(np.tensordot(x, np.asarray(kernel.dequantized()), 1), [0, 1], [-3, -2])
-            parts = {str(shard.index) for shard in placed["kernel"].addressable_shards}
+            parts = {str(shard.index) for shard in placed["kernel"].values.addressable_shards}
             close = np.allclose(got, want, atol=1e-4 * np.abs(want).max())
             found[f"{kind.__name__} {axes}"] = bool(close and len(parts) == 4)
     return found
@@ -158,7 +158,8 @@ class Declared(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return self.kind.declare(self, "kernel", self.kernel_shape, self.axes).project_parts(x)
+        kernel = self.param("kernel", lambda rng: self.kind.boxed(self.kernel_shape, self.axes))
+        return kernel.project_parts(x)
 
 
 def compiled_steps(mesh, kinds) -> dict[str, dict]:

@@ -180,7 +180,7 @@ def in_few_bits(frozen, type_of):
         elif name in KERNELS:
             kernel = type_of(name).of(np.asarray(value))
             floats[name] = jnp.asarray(kernel.dequantized())
-            bits |= {stored: jnp.asarray(x) for stored, x in kernel.stored(name).items()}
+            bits[name] = jax.tree.map(jnp.asarray, kernel)
         else:
             floats[name] = bits[name] = value
     return floats, bits

@@ -21,7 +21,7 @@ from compiled_program import CompiledProgram, Instruction, Kernel, array_bytes
 from draft_lm_heads import drafter_for
 from expert_blocks import moved_by_experts
 
-from hydrajax import ops
+from hydrajax import ops, plugins
 from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.shapes import SHAPES
@@ -37,7 +37,6 @@ from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.ops import trace
@@ -57,7 +56,7 @@ class Case:
     """One program.
 
     Attributes:
-        weights: Of the base: "float" or a name of `hydrajax.lowbit.types.QUANTIZED`.
+        weights: Of the base: "float" or a name of the weight types of `hydrajax.plugins`.
         lm_head: A name of `draft_lm_heads.LM_HEADS`, for the draft heads.
         layers: Layers of the base (None: the shape's).
         devices: One, or several that share the weights. The program of several begins with the prompt, as XLA finds
@@ -80,7 +79,7 @@ class Case:
 
     def __post_init__(self):
         known = {"--shape": (self.shape, SHAPES), "--what": (self.what, (*BASE_ALONE, *KINDS, *self.more))}
-        known["--weights"] = (self.weights, ("float", *QUANTIZED))
+        known["--weights"] = (self.weights, ("float", *plugins.Group("weights")))
         for flag, (found, names) in known.items():
             if found not in names:
                 raise HydrajaxError(f"{flag}: got {found}, expected one of {', '.join(names)}")

@@ -33,7 +33,7 @@ from draft_lm_heads import LM_HEADS, drafter_for
 from json_lines import write_lines
 from kernel_times import kernels_per_step
 
-from hydrajax import ops
+from hydrajax import ops, plugins
 from hydrajax.bench.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.bench.device_memory import copy_bandwidth, peak_memory
 from hydrajax.bench.random_models import random_base, with_random_params
@@ -42,7 +42,6 @@ from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.lowbit.types import QUANTIZED
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS
 from hydrajax.ops import trace
@@ -61,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="7b", choices=sorted(PRESETS))
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--quantize", choices=QUANTIZED, help="low-bit weights of the base")
+    parser.add_argument("--quantize", choices=tuple(plugins.Group("weights")), help="low-bit weights of the base")
     parser.add_argument("--lm-head", choices=list(LM_HEADS), default="full", help="lm heads of the draft heads")
     parser.add_argument(
         "--drafts", type=lambda text: text.split(","), default=list(DRAFTS), help=f"any of {', '.join(TRAINED)}"

@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a bare machine h
 
 from json_lines import write_lines
 
+from hydrajax import plugins
 from hydrajax.bench.device_memory import copy_bandwidth, nbytes
 from hydrajax.bench.rounds import median_ms
 from hydrajax.lowbit.kernels import few_bits_gpu
-from hydrajax.lowbit.types import QUANTIZED, quantized_type
+from hydrajax.models.weights import quantized_type
 from hydrajax.ops import matmul
 
 SHAPES = {"qkv": (4096, 12288), "out": (4096, 4096), "gate_up": (4096, 22016), "down": (11008, 4096)}  # of a 7B
@@ -103,7 +104,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=20, help="of a program's loop (default %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("product_bench.jsonl"))
     args = parser.parse_args()
-    if unknown := {*args.types} - {"bfloat16", *QUANTIZED} or {*args.products} - {*SHAPES}:
+    if unknown := {*args.types} - {"bfloat16", *plugins.Group("weights")} or {*args.products} - {*SHAPES}:
         parser.error(f"got {', '.join(sorted(unknown))}, expected types and products of the help")
 
     bandwidth, began = copy_bandwidth(), time.perf_counter()

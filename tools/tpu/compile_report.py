@@ -41,7 +41,7 @@ from expert_blocks import blocks_of  # noqa: E402
 
 from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.lowbit.kernels import few_bits_tpu  # noqa: E402
-from hydrajax.models import expert_products  # noqa: E402
+from hydrajax.models import experts  # noqa: E402
 from hydrajax.ops.tpu import tree_attention as tree_attention_tpu  # noqa: E402
 
 VECTOR_OPERATIONS = 4 * 8 * 128  # of a cycle
@@ -189,7 +189,7 @@ def expert_cycles(program: CompiledProgram, step: list[Instruction], case: Case)
     """Return the cycles of the loops over blocks of tokens of one expert: one turn's, for each expected block."""
     loops = (one for one in step if one.opcode == "while" and "/experts/" in one.source)
     turn = sum(cycles_of(one) for loop in loops for one in program.loop_body(loop))
-    return turn * blocks_of(case, min(case.tokens, expert_products.ROWS_OF_BLOCK))
+    return turn * blocks_of(case, min(case.tokens, experts.ROWS_OF_BLOCK))
 
 
 def line_of(row: dict) -> str:

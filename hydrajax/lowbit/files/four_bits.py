@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 
-from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles
-from hydrajax.lowbit.files.stored_linear import Integers
+from hydrajax.lowbit.files.stored_linear import HasIntegers, Integers
 from hydrajax.lowbit.kernels.few_bits import GROUPS
 from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models.layout import Entry
@@ -15,7 +14,7 @@ from hydrajax.models.layout import Entry
 BITS = 4
 
 
-def four_bit_kernel(files: LowBitFiles, entry: Entry, unlike: list[Entry] | None = None) -> Int4Tiles | None:
+def four_bit_kernel(files: HasIntegers, entry: Entry, unlike: list[Entry] | None = None) -> Int4Tiles | None:
     """Return a kernel that equals the widened layers of an entry bit by bit.
 
     None if a layer is no 4-bit integers with groups of a multiple of 32 inputs, or has zeros beyond a byte. A kernel of

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from hydrajax.lowbit.files.four_bits import features_of
-from hydrajax.lowbit.files.low_bit_tensors import LowBitFiles
-from hydrajax.lowbit.files.stored_linear import FP8
+from hydrajax.lowbit.files.stored_linear import FP8, HasIntegers
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.models.layout import Entry
 
 
-def fp8_kernel(files: LowBitFiles, entry: Entry) -> Fp8 | None:
+def fp8_kernel(files: HasIntegers, entry: Entry) -> Fp8 | None:
     """Return a kernel that equals the widened layers of an entry bit by bit.
 
     None if a layer is not in float8_e4m3fn, or has scales of groups or blocks of inputs.

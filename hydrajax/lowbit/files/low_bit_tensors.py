@@ -7,51 +7,44 @@ A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
-from hydrajax.formats.tensors import TensorFiles, open_tensors, read_json
+from hydrajax.formats.tensors import METHOD, TensorFiles, open_tensors
 from hydrajax.lowbit.files.awq import Awq
 from hydrajax.lowbit.files.bits_and_bytes import BitsAndBytes
 from hydrajax.lowbit.files.compressed import Compressed
-from hydrajax.lowbit.files.fp8 import Fp8
+from hydrajax.lowbit.files.four_bits import four_bit_kernel
+from hydrajax.lowbit.files.fp8 import Fp8 as Fp8Method
+from hydrajax.lowbit.files.fp8_kernels import fp8_kernel
 from hydrajax.lowbit.files.gptq import Gptq
 from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
+from hydrajax.lowbit.quantized import Fp8
+from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models.layout import MODEL, Shape
 
-FIELD = "quantization_config"
-OLD_FIELD = "compression_config"  # of old files of compressed-tensors
 METHODS: dict[str, Callable[[Settings], Method]] = {
     "awq": Awq.of,
     "bitsandbytes": BitsAndBytes.of,
     "compressed-tensors": Compressed.of,
-    "fbgemm_fp8": Fp8.of_fbgemm,
-    "fp8": Fp8.of,
+    "fbgemm_fp8": Fp8Method.of_fbgemm,
+    "fp8": Fp8Method.of,
     "gptq": Gptq.of,
 }
 
 
-def read_method(config: dict, where: str) -> Method | None:
-    """Return the method of a ``config.json`` with its settings; None for float weights.
-
-    Args:
-        config: the parsed file.
-        where: begins error messages.
-
-    Raises:
-        HydrajaxError: names the field that is missing, invalid or not implemented.
-    """
-    field = FIELD if config.get(FIELD) else OLD_FIELD
-    if not config.get(field):
-        return None
+def read_method(config: dict, where: str) -> Method:
+    """Return the method of a ``config.json`` with its settings, see `hydrajax.formats.tensors.check_method`."""
+    new, old = METHOD
+    field = new if config.get(new) else old
     try:
         settings = Settings(config[field], field)
         old = "bitsandbytes" if settings.get("load_in_8bit") or settings.get("load_in_4bit") else None
-        name = settings.get("quant_method", "compressed-tensors" if field == OLD_FIELD else old)
+        name = settings.get("quant_method", "compressed-tensors" if field == METHOD[1] else old)
         if not isinstance(name, str) or name not in METHODS:
             raise unsupported(f"{field}.quant_method", name, f"one of {', '.join(map(repr, METHODS))}")
         return METHODS[name](settings)
@@ -59,19 +52,11 @@ def read_method(config: dict, where: str) -> Method | None:
         raise HydrajaxError(f"{where}: {error}") from None
 
 
-def open_base_tensors(directory: Path, what: str) -> TensorFiles:
-    """Open the weights of a base, see `hydrajax.formats.tensors.open_tensors`; quantised layers appear as float ones.
-
-    Raises:
-        HydrajaxError: begins with ``what``; the files are missing or damaged, or the method is not implemented.
-    """
-    file = directory / "config.json"
-    config = read_json(file, what)
-    method = read_method(config, f"{what}: {file}")
-    files = open_tensors(directory, MODEL, what)
-    if method is None:
-        return files
+def open_low_bits(directory: Path, config: dict, what: str) -> LowBitFiles:
+    """Open the weights of a base with this ``config.json``, see `hydrajax.formats.tensors.open_base_tensors`."""
+    method = read_method(config, f"{what}: {directory / 'config.json'}")
     stored = config.get("dtype") or config.get("torch_dtype")
+    files = open_tensors(directory, MODEL, what)
     return LowBitFiles(files, method, stored if stored in FLOAT_TYPES else "bfloat16", f"{what}: {directory}")
 
 
@@ -145,8 +130,12 @@ class LowBitFiles(TensorFiles):
     def view(self, key):
         return self.read(key) if key in self._linears else self._files.view(key)
 
-    def zero_biases(self, wanted: Collection[str]) -> list[str]:
-        """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
+    def kernel(self, kind, entry, unlike):
+        if issubclass(kind, Int4Tiles):
+            return four_bit_kernel(self, entry, unlike)
+        return fp8_kernel(self, entry) if kind is Fp8 else None
+
+    def zero_biases(self, wanted):
         if not self._method.pads_biases:
             return []
         biases = (f"{name.removesuffix('.weight')}.bias" for name in self._linears)

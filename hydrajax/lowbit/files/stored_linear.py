@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -69,6 +69,14 @@ class Integers(NamedTuple):
     def widened(self) -> np.ndarray:
         """Return the float32 weights ``[outputs, inputs]``."""
         return widen(self.numbers, self.scales, self.zeros, self.groups).T
+
+
+@runtime_checkable
+class HasIntegers(Protocol):
+    """A base whose layers are stored in integers."""
+
+    def integers(self, key: str) -> Integers | None:
+        """Return a layer's numbers and scales; None for float tensors and for layers of other numbers."""
 
 
 class StoredLinear:

@@ -101,9 +101,7 @@ class Cpu(Xla):
         """Return whether our kernels multiply pairs: XLA's `ragged_dot` computes all experts on a CPU, and a loop over
         the chosen ones copies their matrices.
         """
-        in_tiles = trace.has_few_bits() and kernel.dtype in (jnp.int8, jnp.uint8)
-        floats = dtype in few_rows.DTYPES and kernel.dtype in few_rows.DTYPES
-        return trace.has_cpu_kernels() and (in_tiles or floats)
+        return trace.has_cpu_kernels() and dtype in few_rows.DTYPES and kernel in few_rows.DTYPES
 
     def step_rows(self):
         return 10

@@ -12,9 +12,9 @@ from rich.console import Console
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import load_llama, read_config
-from hydrajax.lowbit.types import described
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import described
 from hydrajax.sharding import placer
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.data import dataset
