@@ -181,28 +181,8 @@ class Int4(Quantized):
         return product(rows, *self.arrays().values())
 
 
-# Of larger groups of inputs with a scale. In 8 bits only tiles have groups.
-
-
-class Int8By64(Int8):
-    """`Int8`, in tiles with groups of 64 inputs."""
-
-    in_tiles = tiles.Int8TilesBy64
-
-
-class Int8By128(Int8):
-    """`Int8`, in tiles with groups of 128 inputs."""
-
-    in_tiles = tiles.Int8TilesBy128
-
-
-class Int4By64(Int4):
-    """`Int4` with groups of 64 inputs."""
-
-    group, in_tiles = 64, tiles.Int4TilesBy64
-
-
-class Int4By128(Int4):
-    """`Int4` with groups of 128 inputs."""
-
-    group, in_tiles = 128, tiles.Int4TilesBy128
+# In 8 bits only tiles have groups.
+Int8By64 = tiles.with_groups(Int8, 64, in_tiles=tiles.Int8TilesBy64)
+Int8By128 = tiles.with_groups(Int8, 128, in_tiles=tiles.Int8TilesBy128)
+Int4By64 = tiles.with_groups(Int4, 64, in_tiles=tiles.Int4TilesBy64)
+Int4By128 = tiles.with_groups(Int4, 128, in_tiles=tiles.Int4TilesBy128)

@@ -195,28 +195,14 @@ class Int4Tiles(Tiles):
         return few_bits.from_tiles(wide, depth, width)
 
 
-class Int8TilesBy64(Int8Tiles):
-    """`Int8Tiles` with groups of 64 inputs."""
-
-    group = 64
-
-
-class Int8TilesBy128(Int8Tiles):
-    """`Int8Tiles` with groups of 128 inputs."""
-
-    group = 128
+def with_groups(kind: type[Quantized], size: int, **others: Any) -> Any:
+    """Return a type like this one with a scale, and an offset if it has some, for each ``size`` inputs."""
+    described = {"group": size, "__module__": kind.__module__, "__doc__": f"Groups of {size} inputs."}
+    return type(f"{kind.__name__}By{size}", (kind,), described | others)
 
 
-class Int4TilesBy64(Int4Tiles):
-    """`Int4Tiles` with groups of 64 inputs."""
-
-    group = 64
-
-
-class Int4TilesBy128(Int4Tiles):
-    """`Int4Tiles` with groups of 128 inputs."""
-
-    group = 128
+Int8TilesBy64, Int8TilesBy128 = (with_groups(Int8Tiles, size) for size in (64, 128))
+Int4TilesBy64, Int4TilesBy128 = (with_groups(Int4Tiles, size) for size in (64, 128))
 
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:

@@ -13,7 +13,7 @@ import pytest
 from helpers.low_bit_layers import AWQ, CASES, GPTQ, Layer, awq, compressed, compressed_int, gptq
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.tensors import open_base_tensors, save_safetensors
-from hydrajax.lowbit.files.four_bits import four_bit_kernel
+from hydrajax.lowbit.files.kernels import four_bit_kernel
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 

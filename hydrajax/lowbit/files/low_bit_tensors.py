@@ -1,7 +1,7 @@
 """Bases quantised by other programs: the method of ``config.json``, and its tensors as float ones.
 
 A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is read. Everything else passes through.
-`hydrajax.lowbit.files.four_bits` takes a layer's integers instead.
+`hydrajax.lowbit.files.kernels` takes a layer's integers instead.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from hydrajax.formats.tensors import METHOD, TensorFiles, open_tensors
 from hydrajax.lowbit.files.awq import Awq
 from hydrajax.lowbit.files.bits_and_bytes import BitsAndBytes
 from hydrajax.lowbit.files.compressed import Compressed
-from hydrajax.lowbit.files.four_bits import four_bit_kernel
 from hydrajax.lowbit.files.fp8 import Fp8 as Fp8Method
-from hydrajax.lowbit.files.fp8_kernels import fp8_kernel
 from hydrajax.lowbit.files.gptq import Gptq
+from hydrajax.lowbit.files.kernels import four_bit_kernel, fp8_kernel
 from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.lowbit.tiles import Int4Tiles
