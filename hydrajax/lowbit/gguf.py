@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp as bases: translate a file's metadata, once, into a Hugging Face directory in the cache.
 
 The directory holds ``config.json``, the tokenizer and an index of the tensors. Weights are not copied: they are read
-from the file and dequantised one at a time (`hydrajax.formats.tensors.GgufFiles`).
+from the file and dequantised one at a time (`hydrajax.lowbit.gguf_tensors.GgufFiles`).
 """
 
 from __future__ import annotations
@@ -158,31 +158,11 @@ class _GgufFile:
             raise unsupported("attention.causal", False, "true")
         if "token_embd.weight" not in self._found:
             raise HydrajaxError("missing tensor 'token_embd.weight'")
-        theta = self._own("rope.freq_base", float, 1e6 if self._architecture == "gemma3" else 10_000.0)
-        if self._architecture == "gemma3":
-            return self._gemma3(width, n_heads, head_dim, theta)
-        return LlamaConfig(
-            vocab_size=int(self._found["token_embd.weight"].shape[-1]),
-            width=width,
-            mlp_width=self._own("feed_forward_length", int),
-            n_layers=self._own("block_count", int),
-            n_heads=n_heads,
-            n_kv_heads=self._own("attention.head_count_kv", int, n_heads),
-            head_dim=head_dim,
-            max_positions=self._own("context_length", int),
-            norm_eps=self._own("attention.layer_norm_rms_epsilon", float),
-            rope_theta=theta,
-            rope_scaling=self._rope_scaling(head_dim, theta),
-            tied_lm_head="output.weight" not in self._found,
-            qkv_bias=self._architecture == "qwen2",
-            qk_norm=self._architecture == "qwen3",
-        )
-
-    def _gemma3(self, width: int, n_heads: int, head_dim: int, theta: float) -> LlamaConfig:
-        """Translate the fields of Gemma 3; llama.cpp has constants for those that the file lacks."""
+        is_gemma = self._architecture == "gemma3"
+        theta = self._own("rope.freq_base", float, 1e6 if is_gemma else 10_000.0)
         n_layers = self._own("block_count", int)
         fields = {
-            "model_type": "gemma3_text",
+            "model_type": "gemma3_text" if is_gemma else self._architecture,
             "vocab_size": int(self._found["token_embd.weight"].shape[-1]),
             "hidden_size": width,
             "intermediate_size": self._own("feed_forward_length", int),
@@ -194,10 +174,12 @@ class _GgufFile:
             "rms_norm_eps": self._own("attention.layer_norm_rms_epsilon", float),
             "rope_theta": theta,
             "rope_scaling": rope_fields(self._rope_scaling(head_dim, theta)),
-            "sliding_window": self._own("attention.sliding_window", int),
             "tie_word_embeddings": "output.weight" not in self._found,
-            "query_pre_attn_scalar": width // n_heads if n_layers == GEMMA_27B_LAYERS else head_dim,
         }
+        if is_gemma:  # llama.cpp has a constant for the scale of scores, which the file lacks
+            scalar = width // n_heads if n_layers == GEMMA_27B_LAYERS else head_dim
+            window = self._own("attention.sliding_window", int)
+            fields |= {"sliding_window": window, "query_pre_attn_scalar": scalar}
         return to_llama_config(fields, "the file")
 
     def tensors(self, head_dim: int) -> dict[str, dict[str, Any]]:

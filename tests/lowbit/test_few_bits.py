@@ -221,5 +221,5 @@ def test_columns_of_an_embedding(kind):
     tokens = np.array([[149, 0], [64, 63]])
     np.testing.assert_array_equal(jax.jit(lambda kernel: kernel.columns(tokens))(kernel), whole[tokens])
     assert kernel.columns(jnp.zeros((2, 3, 0), jnp.int32)).shape == (2, 3, 0, 48)
-    some = kernel.select(np.array([140, 3, 77]))
+    some = kernel.select(np.array([140, 3, 77]), jnp.float32)
     np.testing.assert_array_equal(some.dequantized().T, whole[[140, 3, 77]])
