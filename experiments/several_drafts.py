@@ -19,8 +19,7 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.several import Several
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import Several, with_lookup
 from hydrajax.generation import generate
 from hydrajax.trees import presets
 
@@ -48,8 +47,8 @@ def in_one_tree(args, m, tree: str, prompts: list[np.ndarray]) -> list[dict]:
     merging = Several(alone, sources=Several(alone).sources[:1], branch_nodes=args.added)
     ways = {
         "heads": (alone, draft),
-        "branch": (WithLookup(alone, args.added), draft),
-        "merged": (merging, {"draft": draft}),
+        "branch": (with_lookup(alone, args.added), draft),
+        "merged": (merging, draft),
     }
     rows, texts = [], {}
     for name, (drafter, params) in ways.items():

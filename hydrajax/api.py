@@ -134,7 +134,7 @@ def load(
               the shipped base: ``"medusa"``, ``"hydra"``, ``"hydra++"``, ``"draft-model"``; of smollm2: ``"medusa"``,
               ``"hydra++"``, ``"dspark"``; ``"mtp"`` for the multi-token prediction module in the base's own files;
             - either of these after ``"lookup+"``, or ``"lookup-8+"`` for 8 nodes: lookup's chain becomes one more
-              branch of the trees (`hydrajax.drafters.with_lookup`);
+              branch of the trees (`hydrajax.drafters.several`);
             - the same after ``"corpus+"`` or ``"lookup+corpus+"``: one tree of the most likely nodes of the draft, of
               lookup and of past outputs (`hydrajax.drafters.several`); ``"lookup+corpus"`` and ``"corpus"`` alone need
               no weights;

@@ -66,8 +66,6 @@ def find_draft(
     if draft.name is not None or not draft.sources:
         inner = _one_draft(draft, m, base_directory, confidence)
     drafter, params = draft.wrap(inner.drafter), inner.params
-    if hasattr(drafter, "text"):  # `hydrajax.drafters.several.Several`
-        params = {"draft": params}
     if drafter.spec.remembers:
         tokens = TOKENS if corpus is None else corpus
         params = {**params, NAME: Corpus(tokens, lambda x: m.placement.place_base(x, None))}

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.trees.static_tree import TreeTopology
+from hydrajax.trees.topology import at_rows
 
 NO_TOKEN = -1  # no match continues here
 
@@ -35,6 +36,12 @@ class Chains(NamedTuple):
     def expected(self) -> Float[Array, "B M"]:
         """Return the expected number of accepted tokens of each chain."""
         return jnp.sum(jnp.exp(self.log_p), axis=2)
+
+    def best(self) -> Int[Array, "B K"]:
+        """Return the tokens of the chain with the most expected tokens."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
+        return at_rows(self.tokens, jnp.argmax(self.expected(), axis=1))
 
 
 @runtime_checkable

@@ -2,7 +2,9 @@
 
 Each proposes nodes with an estimate of their acceptance, and a step verifies the most likely ones of all
 (`hydrajax.drafters.merging`). Where a text repeats, most nodes are one long chain; where it is new, they are the
-drafter's.
+drafter's. `with_lookup` keeps the drafter's tree whole and adds lookup's chain as one more branch
+(`hydrajax.drafters.branch`): a step accepts at least as much as the drafter alone, and as lookup alone with a chain of
+as many nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from jaxtyping import Int
 
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.chains import Chains, Source, by_rank, joined
+from hydrajax.drafters.corpus import NAME
 from hydrajax.drafters.corpus_search import CorpusSearch
 from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.kind import DrafterKind
@@ -26,9 +29,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree, with_estimates
-from hydrajax.trees.topology import at_rows
 
-MOST_NODES = 999
+MOST_NODES, LOOKUP_NODES = 999, 5
 DEPTH = 32  # tokens that past text proposes at most
 DEFAULT_TREE = "best-9"
 
@@ -102,14 +104,18 @@ class Several:
     numbers in the result. For heads this makes no difference; a draft model runs the accepted tokens once more.
 
     If the drafter draws its candidates, none of them may be left out for being unlikely, because rejection sampling
-    relies on q (`hydrajax.drafters.growing`). Then its tree stays whole, and the chain with the most expected tokens is
-    one branch of L given nodes, as in `hydrajax.drafters.with_lookup.WithLookup`. L = 0 means no branch.
+    relies on q (`hydrajax.drafters.growing`). Then, and with ``keeps_tree``, its tree stays whole, and the chain with
+    the most expected tokens is one branch of L nodes; L = 0 means no branch. The branch's own nodes are given, last
+    among their siblings (`RejectionSampling`). Whether such a node exists depends on the text and on earlier draws, all
+    of which have been judged by then, so the output keeps the base's distribution.
 
     Attributes:
         drafter: The drafter of the tree.
         sources: Where chains come from.
         branch_nodes: L, the number of nodes in addition to those of the requested tree. With 0 the chains compete for
-            the tree's own nodes, at the cost of a step with the drafter alone.
+            the tree's own nodes, at the cost of a step with the drafter alone. A branch holds the L tokens after the
+            last node that it shares with the tree.
+        keeps_tree: Never replace nodes of the drafter's tree.
 
     Raises:
         HydrajaxError: For a number of nodes out of range.
@@ -118,6 +124,7 @@ class Several:
     drafter: Drafter
     sources: tuple[Source, ...] = (PromptLookup(), CorpusSearch())
     branch_nodes: int = 8
+    keeps_tree: bool = False
 
     def __post_init__(self):
         if not 0 <= self.branch_nodes <= MOST_NODES:
@@ -137,7 +144,7 @@ class Several:
         """
         return replace(
             self.drafter.spec, branch_nodes=self.branch_nodes, independent=False, has_distribution=False,
-            num_draft_heads=0, remembers=remember(self.sources), chooses_nodes=True,
+            num_draft_heads=0, remembers=remember(self.sources), chooses_nodes=not self.keeps_tree,
         )  # fmt: skip
 
     def title(self, of: Callable[[Drafter], str]) -> str:
@@ -145,30 +152,29 @@ class Several:
         return f"{of(self.drafter)} with {names_of(self.sources)}"
 
     def init(self, rng, base):
-        return {"draft": self.drafter.init(rng, base)}
+        return self.drafter.init(rng, base)
 
     def init_state(self, batch, slots):
         return States(self.drafter.init_state(batch, slots), self.text.init_state(batch, slots))
 
     def begin(self, params, state, *text):
         return States(
-            self.drafter.begin(params["draft"], state.drafter, *text), self.text.advance(params, state.sources, *text)
+            self.drafter.begin(_own(params), state.drafter, *text), self.text.advance(params, state.sources, *text)
         )
 
     def rewind(self, state, lengths):
         return States(self.drafter.rewind(state.drafter, lengths), self.text.rewind(state.sources, lengths))
 
     def propose(self, params, state, root, tree, base, draw=None):
-        depth = tree.depth + self.branch_nodes
-        if (draw is not None and not self.branch_nodes) or not depth:
-            return self.drafter.propose(params["draft"], state.drafter, root, tree, base, draw)
+        depth, keeps_tree = tree.depth + self.branch_nodes, self.keeps_tree or draw is not None
+        alone = not depth or (keeps_tree and not self.branch_nodes)
+        asked = tree if keeps_tree or alone else with_estimates(tree, self.branch_nodes)
+        proposal = self.drafter.propose(_own(params), state.drafter, root, asked, base, draw)
+        if alone:
+            return proposal
         chains = self.text.chains(params, state.sources, root, depth)
-        if draw is not None:
-            proposal = self.drafter.propose(params["draft"], state.drafter, root, tree, base, draw)
-            best = jnp.argmax(chains.expected(), axis=1)
-            return with_branch(proposal, at_rows(chains.tokens, best), self.branch_nodes)
-        asked = with_estimates(tree, self.branch_nodes)
-        proposal = self.drafter.propose(params["draft"], state.drafter, root, asked, base)
+        if keeps_tree:
+            return with_branch(proposal, chains.best(), self.branch_nodes)
         return merged(proposal, chains, tree.size + self.branch_nodes, depth)
 
     def observe(self, params, state, proposal, outcome, base):
@@ -176,15 +182,25 @@ class Several:
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Return the drafter's ranks: other nodes need none of its tree."""
-        return self.drafter.ranks(params["draft"], aux_hidden_states, batch, base, chunk_tokens, depth)
+        return self.drafter.ranks(_own(params), aux_hidden_states, batch, base, chunk_tokens, depth)
 
 
 SOURCES: dict[str, Source] = {"lookup": PromptLookup(), "corpus": CorpusSearch()}
 
 
+def with_lookup(drafter: Drafter, nodes: int = LOOKUP_NODES) -> Several:
+    """Return the drafter with lookup's chain as one more branch of ``nodes`` nodes; its tree stays as it is."""
+    return Several(drafter, (PromptLookup(matches=1),), nodes, keeps_tree=True)
+
+
+def _own(params: Any) -> Any:
+    """Return a draft's parameters without the corpus."""
+    return {name: value for name, value in params.items() if name != NAME}
+
+
 def names_of(sources: Iterable[Source]) -> str:
     """Return the names of sources, joined by "and"."""
-    return " and ".join(name for name, source in SOURCES.items() if source in sources)
+    return " and ".join(name for name, source in SOURCES.items() if type(source) in map(type, sources))
 
 
 def remember(sources: Iterable[Source]) -> bool:

@@ -86,14 +86,13 @@ class DraftRef:
         """Return the drafter of all, from the loaded one; `hydrajax.drafters.none.NoDrafter` if there is no other."""
         if not self.sources:
             return drafter
-        from hydrajax.drafters.several import SOURCES, FromText, Several
-        from hydrajax.drafters.with_lookup import WithLookup
+        from hydrajax.drafters.several import SOURCES, FromText, Several, with_lookup
 
         sources = tuple(SOURCES[name] for name in self.sources)
         if self.name is None:
             return FromText(sources)
         if self.sources == (LOOKUP,) and self.nodes:
-            return WithLookup(drafter, self.nodes)
+            return with_lookup(drafter, self.nodes)
         return Several(drafter, sources, self.nodes)
 
 

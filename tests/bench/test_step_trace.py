@@ -17,8 +17,7 @@ from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookup import PromptLookup
-from hydrajax.drafters.several import Several
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import Several, with_lookup
 from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import DynamicTree, TreeTopology, presets
@@ -117,7 +116,7 @@ def test_the_lookup_branch_is_in_the_tree(tiny_model):
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    program = Program(WithLookup(heads, 4), presets.cartesian([3, 1]), Typical)
+    program = Program(with_lookup(heads, 4), presets.cartesian([3, 1]), Typical)
     request = program.request(rule=Typical(epsilon=0.0))
     steps = list(trace_steps(FusedExecutor(model, Params(base, params), program, request), PROMPT, most=12))
     assert max(len(step.path) for step in steps) > 3  # deeper than the tree

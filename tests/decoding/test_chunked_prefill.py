@@ -11,7 +11,7 @@ from hydrajax.decoding.processors import Penalties, TokenCounts
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.trees import presets
 
@@ -42,7 +42,7 @@ def test_chunks_and_reused_prefixes_give_the_tokens_of_a_full_prefill(lab, name)
     made = {"lookup": PromptLookup(depth=4), "lookahead": Lookahead(4, 3, 4)}
     inner = COMBINED.get(name, name)
     drafter = made[name] if name in made else lab.drafters[inner]
-    drafter = WithLookup(drafter, 3) if name in COMBINED else drafter
+    drafter = with_lookup(drafter, 3) if name in COMBINED else drafter
     draft = {} if name in made else lab.draft(inner, 0)
     tree = presets.root() if name == "none" else presets.chain(2)
     params = Params(lab.base(0), draft)

@@ -37,7 +37,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
@@ -62,7 +62,7 @@ DRAFTERS = {
     "dflash": (DFlash.for_base(CONFIG, jnp.float32, BLOCK), BestFirstTree(8).reaching(4)),
     "dspark": (DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=3)), TREE),
     "peagle": (PEagle.for_base(CONFIG, jnp.float32, PEagleSettings(2, 5, (0, 1))), TREE),
-    "lookup+hydra++": (WithLookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
+    "lookup+hydra++": (with_lookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
     "model": (DraftModel(Llama(CONFIG), 17), TREE),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
 }

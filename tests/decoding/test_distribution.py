@@ -39,8 +39,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.several import Several
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import Several, with_lookup
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.llama import Llama
@@ -122,8 +121,8 @@ DRAFTERS = {
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
-    "lookup with near": WithLookup(Bigram(0.0), 2),
-    "lookup with far": WithLookup(Bigram(4.0), 2),
+    "lookup with near": with_lookup(Bigram(0.0), 2),
+    "lookup with far": with_lookup(Bigram(4.0), 2),
     "corpus with far": Several(Bigram(4.0), branch_nodes=2),
 }
 
@@ -132,7 +131,7 @@ def draft_params(name: str):
     if name == "corpus with far":
         corpus = Corpus(400)
         corpus.remember(np.random.default_rng(0).integers(0, VOCAB, 300))
-        return {"draft": {}, NAME: corpus}
+        return {NAME: corpus}
     if name == "none" or name.endswith(("near", "far")):
         return {}
     drafter = DRAFTERS[name]

@@ -24,7 +24,7 @@ from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -114,7 +114,7 @@ def test_a_branch_of_lookup(made):
     """Text that repeats itself, so that lookup finds branches, also next to nodes without a guess."""
     model, base, drafter, params = made("jetspec")
     tokens = np.tile(text(2, 4), (1, 3))
-    decode = make_decode_fn(model, WithLookup(drafter), presets.by_name("fanout-7-2"), max_new_tokens=20)
+    decode = make_decode_fn(model, with_lookup(drafter), presets.by_name("fanout-7-2"), max_new_tokens=20)
     expected = make_autoregressive_fn(model, max_new_tokens=20)(Params(base, {}), tokens)
     np.testing.assert_array_equal(decode(Params(base, params), tokens).tokens, expected.tokens)
 

@@ -137,7 +137,7 @@ def drafts(lab, name: str, texts=()) -> dict:
     corpus = Corpus(512)
     for ids, prompt in texts:
         corpus.remember(ids, prompt)
-    return {NAME: corpus} if name == "text" else {"draft": lab.draft(name, 0), NAME: corpus}
+    return {NAME: corpus} if name == "text" else {**lab.draft(name, 0), NAME: corpus}
 
 
 CASES = [
@@ -190,7 +190,7 @@ def test_a_draft_that_draws_keeps_its_own_tree(lab):
     def run(root, keys):
         state, draw = drafter.init_state(2, 20), Draw(keys, jnp.array([0.8, 1.3]))
         found = drafter.propose(params, state, root, tree, base, draw)
-        return found, own.propose(params["draft"], state.drafter, root, tree, base, draw)
+        return found, own.propose(lab.draft("hydra", 0), state.drafter, root, tree, base, draw)
 
     found, expected = run(np.array([4, 9]), jax.random.split(jax.random.key(0), (2, tree.depth + 1)))
     np.testing.assert_array_equal(found.tokens, expected.tokens)

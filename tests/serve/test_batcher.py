@@ -17,7 +17,7 @@ from helpers.letters import END, TREE, answers, model, pool
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.lookup import PromptLookup
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve import batcher as batcher_module
 from hydrajax.serve.batcher import Batcher
@@ -173,7 +173,7 @@ def test_random_arrivals_with_several_shapes_trees_and_a_cache_of_the_draft(star
 def test_random_arrivals_with_lookup(start, draft):
     """Its tables are rebuilt when a sequence moves to another cache length or starts from a cached prefix."""
     inner = model()
-    drafter = PromptLookup(depth=4) if draft == "lookup" else WithLookup(inner.drafter, 3)
+    drafter = PromptLookup(depth=4) if draft == "lookup" else with_lookup(inner.drafter, 3)
     params = inner.params._replace(draft={}) if draft == "lookup" else inner.params
     served = replace(inner, drafter=drafter, params=params)
     executors = pool(served, PoolSizes(slots=2, chunk=32, cache_len=32), drops_draft=True)

@@ -19,7 +19,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import KINDS
@@ -96,7 +96,7 @@ def drafter_of(name: str, reference: Reference, random: random.Random) -> Drafte
     if kind.numbers and random.random() < 0.7:
         kind = DraftRef.parse("-".join([name, *(str(random.randint(2, 4)) for _ in kind.numbers)])).kind
     drafter = kind.build(reference.config, jnp.float32)
-    return WithLookup(drafter, random.randint(1, 6)) if name.startswith("lookup+") else drafter
+    return with_lookup(drafter, random.randint(1, 6)) if name.startswith("lookup+") else drafter
 
 
 def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) -> list[dict]:

@@ -11,7 +11,7 @@ from hydrajax.bench.roofline import passes
 from hydrajax.bench.roofline.operators import Operator
 from hydrajax.bench.roofline.passes import begin, forward, observe, propose
 from hydrajax.bench.roofline.traced import trace
-from hydrajax.drafters.with_lookup import WithLookup
+from hydrajax.drafters.several import with_lookup
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.llama import Llama
@@ -104,7 +104,7 @@ def test_a_drafter_without_weights_multiplies_nothing(kind):
 def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
     """Four layers from one and two, also if a pass omits most of the last layer."""
     config = BASE.config.replace(n_layers=6)
-    drafters = [KINDS["model"].build(config, jnp.float32), WithLookup(KINDS["model"].build(config, jnp.float32), 3)]
+    drafters = [KINDS["model"].build(config, jnp.float32), with_lookup(KINDS["model"].build(config, jnp.float32), 3)]
     given = [(drafter, BASE, presets.chain(3)) for drafter in drafters]
 
     def everything():
@@ -122,4 +122,4 @@ def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
 def test_a_draft_model_with_lookup_runs_the_accepted_tokens_again():
     model, tree = KINDS["model"].build(BASE.config, jnp.float32), presets.chain(2)
     assert not observe(model, BASE, tree, 2, 64)
-    assert flops(observe(WithLookup(model, 3), BASE, tree, 2, 64)) > flops(propose(model, BASE, tree, 2, 64))
+    assert flops(observe(with_lookup(model, 3), BASE, tree, 2, 64)) > flops(propose(model, BASE, tree, 2, 64))
