@@ -8,14 +8,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
 from hydrajax import plugins, processes
-from hydrajax.conversation import Chat
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.decode import DecodeResult
@@ -49,6 +48,9 @@ from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.smaller import with_size
+
+if TYPE_CHECKING:
+    from hydrajax.conversation import Chat
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 AUTO = "auto"  # the tree that is measured to be the fastest
@@ -459,6 +461,8 @@ class LanguageModel:
         m, fields = self._drafting(draft), {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar)}
         request = make_request(rule, processors, fields=fields, **parameters)
         program = m.with_tree(m.program(request), request, tree)
+        from hydrajax.conversation import Chat
+
         return Chat(m.executor(program, program.fitting(request)), template=template, seed=seed)
 
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:

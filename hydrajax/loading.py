@@ -10,11 +10,10 @@ from hydrajax.drafters.corpus import NAME, TOKENS, Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_model_format import is_model, load_draft_model
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.load import load_draft, load_own_heads, stored_in_int8
+from hydrajax.formats.load import is_model, load_draft, load_own_heads, stored_in_int8
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.weights import quantized_draft
 from hydrajax.ops import trace
@@ -108,6 +107,8 @@ def _one_draft(ref: DraftRef, m: LoadedBase, base_directory, confidence: float |
 
 
 def _draft_model(directory: Path, m: LoadedBase, confidence: float | None) -> LoadedDraft:
+    from hydrajax.formats.draft_model_format import load_draft_model  # most drafts are no models
+
     drafter, params = load_draft_model(
         directory, m.model, m.params.base, m.tokenizer,
         confidence=confidence or 0.0, place=m.placement.place_draft_model,

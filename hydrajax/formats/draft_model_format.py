@@ -11,38 +11,11 @@ import jax
 
 from hydrajax.drafters.draft_model import DraftModel, check_confidence
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.family_registry import FAMILIES
-from hydrajax.files import check_directory
-from hydrajax.formats import native
-from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.huggingface import load_llama, read_config
-from hydrajax.formats.interface import LAST_NORM
-from hydrajax.formats.tensors import holds, open_tensors, read_json
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.layout import MODEL
 from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
 
 WHAT = "draft"
-
-
-def is_model(directory: str | Path) -> bool:
-    """Return True if a directory holds a whole model of a supported family and no draft heads.
-
-    Heads may also have a model's ``config.json`` (EAGLE), or be in one file with their base (Medusa-2).
-
-    Raises:
-        HydrajaxError: no directory, no ``config.json`` or a damaged file.
-    """
-    directory = Path(directory)
-    check_directory(directory, WHAT)
-    config = read_json(directory / "config.json", WHAT)
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or native.MARK in config or kind not in FAMILIES:
-        return False
-    if any(format.recognises(config, ()) for format in formats()) or not holds(directory, MODEL):
-        return False
-    names = set(open_tensors(directory, MODEL, WHAT))
-    return LAST_NORM in names and not any(format.recognises(config, names) for format in formats())
 
 
 def load_draft_model(

@@ -18,12 +18,13 @@ from jax.sharding import Mesh
 
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.family_registry import FAMILIES
 from hydrajax.files import check_directory
 from hydrajax.formats import native
 from hydrajax.formats.draft_ref import OWN
 from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
-from hydrajax.formats.interface import HeadFormat
+from hydrajax.formats.interface import LAST_NORM, HeadFormat
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_base_tensors, open_tensors, read_json
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
@@ -88,6 +89,26 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
         return next((format for format in fitting if holds(directory, format.stem)), fitting[0])
     supported = ", ".join([*(format.known_by for format in known), "hydrajax's own ('hydrajax_draft')"])
     raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
+
+
+def is_model(directory: str | Path) -> bool:
+    """Return True if a directory holds a whole model of a supported family and no draft heads.
+
+    Heads may also have a model's ``config.json`` (EAGLE), or be in one file with their base (Medusa-2).
+
+    Raises:
+        HydrajaxError: no directory, no ``config.json`` or a damaged file.
+    """
+    directory = Path(directory)
+    check_directory(directory, WHAT)
+    config = read_json(directory / "config.json", WHAT)
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or native.MARK in config or kind not in FAMILIES:
+        return False
+    if any(format.recognises(config, ()) for format in formats()) or not holds(directory, MODEL):
+        return False
+    names = set(open_tensors(directory, MODEL, WHAT))
+    return LAST_NORM in names and not any(format.recognises(config, names) for format in formats())
 
 
 def load_own_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32, *, mesh: Mesh | None = None):

@@ -14,9 +14,8 @@ import hydrajax
 from helpers import small_tokenizer
 from hydrajax import assets
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.draft_model_format import is_model
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.formats.load import load_draft
+from hydrajax.formats.load import is_model, load_draft
 from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import difference
 
