@@ -39,8 +39,6 @@ class Chains(NamedTuple):
 
     def best(self) -> Int[Array, "B K"]:
         """Return the tokens of the chain with the most expected tokens."""
-        if self.tokens.shape[1] == 1:
-            return self.tokens[:, 0]
         return at_rows(self.tokens, jnp.argmax(self.expected(), axis=1))
 
 

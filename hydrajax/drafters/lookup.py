@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.drafters import ngram
-from hydrajax.drafters.chains import by_rank, estimated, ranks_of_matches
+from hydrajax.drafters.chains import NO_TOKEN, by_rank, estimated, ranks_of_matches
 from hydrajax.drafters.drafter import DrafterSpec, SeesAcceptedOnly
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.errors import HydrajaxError
@@ -101,6 +101,11 @@ class PromptLookup(SeesAcceptedOnly):
         """Return the chains of all matches (`hydrajax.drafters.chains.Source`)."""
         found = self.look_up(state, root, depth, self.matches)
         return estimated(found.tokens[:, 0], found.lengths[:, 0], SURVIVAL, DOUBT)
+
+    def best_chain(self, state: ngram.History, root: Int[Array, " B"], depth: int) -> Int[Array, "B K"]:
+        """Return what followed the best match, `NO_TOKEN` without one."""
+        found = self.look_up(state, root, depth)
+        return jnp.where(found.found[:, 0, :1], found.tokens[:, 0, 0], NO_TOKEN)
 
     def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
         """Look up every position as decoding would there: links point only to earlier positions, so later text is not

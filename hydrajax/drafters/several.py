@@ -115,7 +115,7 @@ class Several:
         branch_nodes: L, the number of nodes in addition to those of the requested tree. With 0 the chains compete for
             the tree's own nodes, at the cost of a step with the drafter alone. A branch holds the L tokens after the
             last node that it shares with the tree.
-        keeps_tree: Never replace nodes of the drafter's tree.
+        keeps_tree: Never replace nodes of the drafter's tree. The source is lookup, and its best match is the branch.
 
     Raises:
         HydrajaxError: For a number of nodes out of range.
@@ -172,6 +172,9 @@ class Several:
         proposal = self.drafter.propose(_own(params), state.drafter, root, asked, base, draw)
         if alone:
             return proposal
+        if self.keeps_tree:
+            chain = self.sources[0].best_chain(state.sources[0], root, depth)
+            return with_branch(proposal, chain, self.branch_nodes)
         chains = self.text.chains(params, state.sources, root, depth)
         if keeps_tree:
             return with_branch(proposal, chains.best(), self.branch_nodes)
@@ -190,7 +193,7 @@ SOURCES: dict[str, Source] = {"lookup": PromptLookup(), "corpus": CorpusSearch()
 
 def with_lookup(drafter: Drafter, nodes: int = LOOKUP_NODES) -> Several:
     """Return the drafter with lookup's chain as one more branch of ``nodes`` nodes; its tree stays as it is."""
-    return Several(drafter, (PromptLookup(matches=1),), nodes, keeps_tree=True)
+    return Several(drafter, (PromptLookup(),), nodes, keeps_tree=True)
 
 
 def _own(params: Any) -> Any:
@@ -200,7 +203,7 @@ def _own(params: Any) -> Any:
 
 def names_of(sources: Iterable[Source]) -> str:
     """Return the names of sources, joined by "and"."""
-    return " and ".join(name for name, source in SOURCES.items() if type(source) in map(type, sources))
+    return " and ".join(name for name, source in SOURCES.items() if source in sources)
 
 
 def remember(sources: Iterable[Source]) -> bool:
