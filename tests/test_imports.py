@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,20 @@ def part_of(module: str) -> str:
     fitting = [name for name in PARTS if inside == name or (name and inside.startswith(name + "."))]
     assert fitting, f"{module} is in no part: decide what it may import and add it"
     return max(fitting, key=len)
+
+
+def test_the_map_shows_every_room_and_what_satellites_import():
+    page = (PACKAGE.parent / "docs" / "map.md").read_text()
+    core, satellites = page.split("## The core")[1].split("## The satellites")
+    assert {name for name in CORE if (PACKAGE / name).is_dir() and name} <= {*re.findall(r"`(\w+)/`", core), "assets"}
+    shown = {}
+    for line in re.findall(r"^\| (`.*) \|$", satellites, re.M):
+        rooms, _, imports = line.split(" | ") if line.count(" | ") == 2 else (*line.split(" | "), "")
+        for room in re.findall(r"`(\w+)/`", rooms):
+            shown[room] = tuple(filter(None, imports.strip(" |").split(", ")))
+    expected = {name: imports for name, imports in SATELLITES.items() if (PACKAGE / name).is_dir()}
+    assert shown | {"cli": expected["cli"]} == expected
+    assert shown["cli"] == ("all",)
 
 
 # The tests read every module several times.
