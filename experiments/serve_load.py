@@ -48,11 +48,11 @@ from scipy.stats import bootstrap
 import hydrajax
 from hydrajax.bench.questions.sets import read_questions
 from hydrajax.cli import options, run_command
-from hydrajax.cli.serve import tree_for
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
+from hydrajax.serve.served_models import tree_for
 from hydrajax.trees import presets
 
 PERCENTILES = 50, 95, 99

@@ -87,7 +87,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("assets", "trees"):
+    if name in ("assets", "serve", "trees"):
         return importlib.import_module(f"hydrajax.{name}")
     home = next((home for home, names in HOMES.items() if name in names), None)
     if home is None:

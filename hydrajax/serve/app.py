@@ -9,7 +9,6 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
 from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.protocol import (
     MOST_CHOICES,
@@ -45,7 +45,7 @@ from hydrajax.serve.protocol import (
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Closed, QueueFull, Submission
-from hydrajax.serve.served_models import ServedModel, check_unique, total
+from hydrajax.serve.served_models import ServedModel, total
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
 from hydrajax.serve.structured import FREE, Structure, structure_of
@@ -63,32 +63,6 @@ PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of the API.
-
-    Attributes:
-        max_new_tokens, temperature: defaults of requests.
-        api_key: required below ``/v1`` if given.
-        max_body: bytes of a request body.
-        body_timeout, timeout, write_timeout: seconds to receive a body, to answer, and to send one event.
-        hosts: host names under which clients may connect, None for any.
-        origins: web pages' origins that browsers let ask this server (CORS), "*" for all.
-        any_model: answer requests for unknown models with the first one.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    api_key: str | None = None
-    max_body: int = 4 << 20
-    body_timeout: float = 30.0
-    timeout: float = 600.0
-    write_timeout: float = 60.0
-    hosts: tuple[str, ...] | None = None
-    origins: tuple[str, ...] = ()
-    any_model: bool = False
-
-
 class Api:
     """The routes. Errors are one line in OpenAI's format."""
 
@@ -96,22 +70,23 @@ class Api:
         self,
         models: Sequence[ServedModel],
         encoder: RequestEncoder,
-        settings: ServerSettings,
+        options: ServerOptions,
+        hosts: tuple[str, ...] | None = None,
         warm_up: WarmUp | None = None,
     ):
-        check_unique([model.name for model in models])
-        self._warm_up = warm_up
-        self._models, self._encoder, self._settings = {model.name: model for model in models}, encoder, settings
+        """``hosts``: host names under which clients may connect, None for any."""
+        self._hosts, self._warm_up = hosts, warm_up
+        self._models, self._encoder, self._options = {model.name: model for model in models}, encoder, options
         self._metrics = ServerMetrics(self._stats)
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
 
     def _stats(self) -> Stats:
-        return total([model.batcher.stats() for model in self._models.values()])
+        return total([model.batcher for model in self._models.values()])
 
     def app(self) -> Starlette:
-        hosts, origins = self._settings.hosts, self._settings.origins
+        hosts, origins = self._hosts, self._options.cors
         every = {"allow_methods": ["*"], "allow_headers": ["*"]}
-        middleware = [Middleware(CORSMiddleware, allow_origins=list(origins), **every)] if origins else []
+        middleware = [Middleware(CORSMiddleware, allow_origins=origins, **every)] if origins else []
         if hosts:  # against DNS rebinding: a web page could otherwise reach this server under a host name of its own
             middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts)))
         return Starlette(
@@ -209,12 +184,12 @@ class Api:
 
     def _served(self, name: str) -> ServedModel:
         """Return the model of a request, the first one for a request that names none."""
-        if not name or (self._settings.any_model and name not in self._models):
+        if not name or (self._options.any_model and name not in self._models):
             return next(iter(self._models.values()))
         return self._model(name)
 
     def _check_key(self, request: Request) -> None:
-        if (key := self._settings.api_key) is None:
+        if (key := self._options.key) is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         same = secrets.compare_digest(given.strip().encode("latin-1"), key.encode())  # the header's bytes
@@ -231,7 +206,7 @@ class Api:
         content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if content_type != "application/json":
             raise HTTPException(415, f"the content type must be application/json, got '{content_type}'")
-        body, most, seconds = bytearray(), self._settings.max_body, self._settings.body_timeout
+        body, most, seconds = bytearray(), self._options.max_body, self._options.body_timeout
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
@@ -251,8 +226,8 @@ class Api:
         model = self._served(body.model)
         batcher, form = model.batcher, ReplyFormat(model.name, chat)
         n, sampling = body.n or 1, body.sampling()
-        if sampling["temperature"] is None and self._settings.temperature:
-            sampling["temperature"] = self._settings.temperature
+        if sampling["temperature"] is None and self._options.temperature:
+            sampling["temperature"] = self._options.temperature
         seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed  # one for all choices
         if len(prompts) * n > MOST_CHOICES:
             raise HydrajaxError(f"n: got {len(prompts)} prompts x {n} choices, expected at most {MOST_CHOICES} in all")
@@ -261,7 +236,7 @@ class Api:
                 f"{body.TOP_LOGPROBS}: got {top}, expected at most {batcher.top_logprobs}; "
                 "start the server with a larger --top-logprobs"
             )
-        common = {"max_new_tokens": body.limit() or self._settings.max_new_tokens, "stop": body.stops(), "seed": seed}
+        common = {"max_new_tokens": body.limit() or self._options.max_new_tokens, "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
         common["remembered"] = body.corpus is not False
 
@@ -277,7 +252,7 @@ class Api:
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
-        reply = _Reply(batcher, self._metrics, request, self._settings.timeout)
+        reply = _Reply(batcher, self._metrics, request, self._options.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
             options = (self._encoder.after, body.wants_logprobs(), top, body.stream_options.include_drafts)
@@ -287,7 +262,7 @@ class Api:
             ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
-                return EventStream(_ending_in_errors(events), self._settings.write_timeout, reply.close)
+                return EventStream(_ending_in_errors(events), self._options.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:

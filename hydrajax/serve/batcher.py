@@ -18,7 +18,7 @@ from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.generation import remember, row_result
-from hydrajax.serve.admission import CacheBudget
+from hydrajax.serve.admission import CacheBudget, CacheMemory
 from hydrajax.serve.bursts import BurstRunner
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.new_request import new_request
@@ -37,7 +37,12 @@ class Batcher:
     """Answer many requests at a time. Methods are thread-safe; one thread of the batcher's own runs the device."""
 
     def __init__(
-        self, pool: ExecutorPool, *, queue: int = 64, cache_memory: int | None = None, prefix_cache: bool = True
+        self,
+        pool: ExecutorPool,
+        *,
+        queue: int = 64,
+        cache_memory: int | CacheMemory | None = None,
+        prefix_cache: bool = True,
     ):
         """Build the batcher; `start` starts its thread.
 
@@ -45,8 +50,8 @@ class Batcher:
             pool: the executors of the model.
             queue: requests that may wait.
             cache_memory: bytes for all KV caches; by default enough for all slots with the full context, and as much
-                again for the prefix cache.
-            prefix_cache: reuse the KV caches of shared prefixes.
+                again for the prefix cache. Several batchers can share a `CacheMemory`.
+            prefix_cache: reuse the KV caches of shared prefixes; the `CacheMemory` decides if one is given.
 
         Raises:
             HydrajaxError: for a negative queue, and for too little memory for one sequence.
@@ -54,7 +59,9 @@ class Batcher:
         if queue < 0:
             raise HydrajaxError(f"queue: got {queue}, expected at least 0")
         self._executor, self._pool, self._queue_limit = pool.executor, pool, queue
-        self._budget = CacheBudget(pool, cache_memory, prefix_cache=prefix_cache)
+        if not isinstance(cache_memory, CacheMemory):
+            cache_memory = CacheMemory([pool], cache_memory, prefix_cache=prefix_cache)
+        self._budget = CacheBudget(pool, cache_memory)
         # Guards what other threads read. Never held while the device works: a compilation may take a minute.
         self._lock = threading.Condition()
         self._batch = RunningBatch(pool, self._lock)
@@ -77,6 +84,11 @@ class Batcher:
     def top_logprobs(self) -> int:
         """The number of most likely tokens with log-probabilities at each output position."""
         return self._pool.sizes.logprobs
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The memory of its KV caches, which other batchers may share."""
+        return self._budget.memory
 
     def start(self) -> Batcher:
         self._thread.start()
@@ -134,7 +146,7 @@ class Batcher:
 
     def stats(self) -> Stats:
         with self._lock:
-            batch, prefill, prefixes = self._batch, self._prefill, self._budget.prefix_cache
+            batch, prefill, prefixes = self._batch, self._prefill, self._budget.prefix_cache.sizes(self._budget)
             prefill_nbytes = 0 if prefill is None else self._pool.shapes.nbytes(1, prefill.cache_len)
             return Stats(
                 **self._counts,
@@ -144,11 +156,17 @@ class Batcher:
                 slots=sum(len(group.slots) for group in batch.groups),
                 cache_len=max((group.cache_len for group in batch.groups), default=0),
                 nbytes=batch.nbytes + prefill_nbytes,
-                prefix_cache_nbytes=prefixes.nbytes,
+                prefix_cache_nbytes=sum(prefixes),
                 prefix_cache_entries=len(prefixes),
-                limit_nbytes=self._budget.limit,
+                limit_nbytes=self.memory.limit,
                 failed=self._failed,
             )
+
+    def refuse(self) -> None:
+        """Refuse new requests."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
 
     def close(self, grace: float = 0.0) -> bool:
         """Refuse new requests, finish the accepted ones within ``grace`` seconds, then cancel the rest.
@@ -156,9 +174,7 @@ class Batcher:
         Returns:
             Whether all requests were finished or cancelled by their clients.
         """
-        with self._lock:
-            self._closing = True
-            self._lock.notify()
+        self.refuse()
         if self._thread.ident is not None:
             self._thread.join(grace)
         with self._lock:
@@ -197,6 +213,8 @@ class Batcher:
                 self._queue.clear()
             for handle in handles:
                 handle.finish(Closed(f"the server has failed: {one_line(error)}"))
+        finally:
+            self._budget.release()
 
     def _handles(self) -> list[RequestHandle]:
         """All unfinished requests."""
@@ -206,7 +224,13 @@ class Batcher:
     def _iterate(self) -> bool:
         """Return whether any request advanced; the others wait for programs."""
         self._drop_cancelled()
-        return any([self._admit(), self._prefill_chunk(), self._decode()])
+        advanced = any([self._admit(), self._prefill_chunk(), self._decode()])
+        self._reserve()
+        return advanced
+
+    def _reserve(self) -> None:
+        """Reserve memory for the present sequences: other models can have the rest."""
+        self._budget.reserve(self._batch.usages, None if self._prefill is None else self._prefill.handle.request)
 
     def _drop_cancelled(self) -> None:
         stopped = []
@@ -232,9 +256,11 @@ class Batcher:
     def _next(self) -> PromptPrefill | None:
         """The first prompt that can be prefilled now. It may overtake those that wait for programs."""
         with self._lock:
+            if not self._queue:
+                self.memory.wait(self._budget, None)
             for handle in self._queue if self._prefill is None else ():
                 request, coming = handle.request, len(self._queue)
-                if (index := self._budget.find_group(self._batch.usages, request)) is None:
+                if (index := self._budget.find_group(self._batch.usages, request, handle.arrived)) is None:
                     return None
                 group = self._batch.group(index)
                 prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
@@ -250,20 +276,22 @@ class Batcher:
         if found is None:
             return False
         with self._lock:
-            self._prefill, handle = found, found.handle
-            request, handle.cached = handle.request, found.cached
-            self._queue.remove(handle)
+            handle, request = found.handle, found.handle.request
             self._batch.reserve(found.group, self._budget.max_length(request))
+            if not self._budget.admit(self._batch.usages, request, self._batch.nbytes, found.prefix):
+                found.group.reserved = None
+                return False
+            self._prefill, handle.cached = found, found.cached
+            self._queue.remove(handle)
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += handle.cached
-            self._budget.shrink_prefix_cache(self._batch.usages, request)
         return True
 
     def _share_running(self, ids: np.ndarray) -> bool:
         """Copy a running sequence to the prefix cache if a prompt shares more with it than with any entry."""
         live = self._batch.live
         shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in live]
-        if worth := any(shared) and max(shared) > self._budget.prefix_cache.longest(ids):
+        if worth := any(shared) and max(shared) > self._budget.prefix_cache.longest(ids, self._budget):
             self._cache_slot(*live[int(np.argmax(shared))])
         return worth
 
@@ -345,9 +373,8 @@ class Batcher:
 
     def _cache_prefix(self, sequence: RunningSequence, cache_len: int, copied: Callable[[], State]) -> None:
         """Add a sequence to the prefix cache; ``copied`` returns its state of batch size 1."""
-        prefilling = None if self._prefill is None else self._prefill.handle.request
-        self._budget.shrink_prefix_cache(self._batch.usages, prefilling)
+        self._reserve()
         ids, nbytes = sequence.ids, self._pool.shapes.nbytes(1, cache_len)
-        if self._budget.prefix_cache.accepts(ids, nbytes):
+        if self._budget.prefix_cache.accepts(ids, nbytes, self._budget):
             read = sequence.read if sequence.draft_is_behind else len(ids)
-            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes, read))
+            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes, read, self._budget))

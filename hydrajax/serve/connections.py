@@ -1,21 +1,29 @@
-"""Connections of clients: how many may be open, and for how long without a request."""
+"""HTTP: the listening socket, uvicorn in a thread, and limits for connections that uvicorn does not have."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
 import socket
+import threading
 from dataclasses import dataclass
+from functools import partial
 
+import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hydrajax.errors import HydrajaxError
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None
 
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOG = logging.getLogger("uvicorn.error")
 ERROR = {"message": "too many connections are open", "type": "server_error", "param": None, "code": None}
 BUSY_BODY = json.dumps({"error": ERROR}).encode()
@@ -24,6 +32,29 @@ BUSY = (
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (len(BUSY_BODY), BUSY_BODY)
 )
 SECONDS_BETWEEN_WARNINGS = 60
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 takes a free port. Raises `HydrajaxError`."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise HydrajaxError(f"port: cannot listen on {host} port {port}: {error}") from None
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return host and port as URLs have them: an IPv6 address is in brackets."""
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def local_names(listener: socket.socket) -> tuple[str, ...] | None:
+    """Return the host names of a server that only this machine can reach; None for any other server."""
+    host = listener.getsockname()[0]
+    if not ipaddress.ip_address(host).is_loopback:
+        return None
+    return (*LOOPBACK, f"[{host}]" if ":" in host else host)
 
 
 @dataclass
@@ -130,3 +161,48 @@ class Connection(H11Protocol):
             self._start_timer()
         else:
             self.transport.abort()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn in a thread, which takes no signals."""
+
+    def __init__(self, app: Starlette, listener: socket.socket, *, grace: float, quiet: bool, limits: ConnectionLimits):
+        """Build the server, which closes ``listener`` at its end.
+
+        Args:
+            app: the API.
+            listener: a listening socket.
+            grace: seconds in which requests are finished.
+            quiet: log warnings only.
+            limits: of connections.
+        """
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning" if quiet else "info",
+                timeout_graceful_shutdown=int(grace) + 5,  # to write the answers that were cut off
+                timeout_keep_alive=int(limits.idle) + 1,
+                # Unlike httptools, h11 bounds the size of headers.
+                http=partial(Connection, limits=limits),  # type: ignore[arg-type]
+                ws="none",  # it would leave the limits
+                h11_max_incomplete_event_size=1 << 16,
+                lifespan="off",
+                server_header=False,
+            )
+        )
+        run = partial(self.run, [listener])
+        self._thread = threading.Thread(target=run, name="hydrajax server", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. The socket listens already, so clients need not wait."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Accept no more connections, and end when those with requests are closed; a second call ends at once."""
+        self.force_exit |= self.should_exit
+        self.should_exit = True
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        if self._thread.ident is not None:
+            self._thread.join()

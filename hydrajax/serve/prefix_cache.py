@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -15,67 +16,74 @@ SHORTEST = 16  # shared tokens that are worth copying a cache
 class CachedPrefix(NamedTuple):
     """A sequence's tokens, int32, with the decode state of batch size 1 after them and its bytes.
 
-    The draft has read the first ``read`` tokens.
+    The draft has read the first ``read`` tokens. ``owner`` is the model.
     """
 
     ids: np.ndarray
     state: State
     nbytes: int
     read: int
+    owner: object = None
 
 
 class PrefixCache:
-    """Least recently used cache of at most ``limit`` bytes."""
+    """Least recently used cache of at most ``limit`` bytes for all models. Methods are thread-safe."""
 
     def __init__(self, limit: int):
-        self._limit = limit
+        self._limit, self._lock = limit, threading.RLock()
         self._entries: list[CachedPrefix] = []  # most recently used last
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self._entries)
+    def sizes(self, owner: object = None) -> list[int]:
+        """Return the bytes of each entry of a model."""
+        return [entry.nbytes for entry in list(self._entries) if entry.owner is owner]
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def lookup(self, ids: np.ndarray) -> tuple[CachedPrefix, int] | None:
+    def lookup(self, ids: np.ndarray, owner: object = None) -> tuple[CachedPrefix, int] | None:
         """Return the entry with the longest common prefix and its length; None if shorter than `SHORTEST`.
 
         The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
         `shrink`.
         """
-        shared, index = self._longest(ids)
-        if shared < SHORTEST:
-            return None
-        entry = self._entries.pop(index)
-        self._entries.append(entry)
-        return entry, shared
+        with self._lock:
+            shared, index = self._longest(ids, owner)
+            if shared < SHORTEST:
+                return None
+            entry = self._entries.pop(index)
+            self._entries.append(entry)
+            return entry, shared
 
-    def longest(self, ids: np.ndarray) -> int:
+    def longest(self, ids: np.ndarray, owner: object = None) -> int:
         """Return the length of the prefix that `lookup` would find, or 0."""
-        return self._longest(ids)[0]
+        with self._lock:
+            return self._longest(ids, owner)[0]
 
-    def _longest(self, ids: np.ndarray) -> tuple[int, int]:
+    def _longest(self, ids: np.ndarray, owner: object) -> tuple[int, int]:
         """Return the length of the longest prefix, and its entry's index; (0, -1) without entries."""
-        found = ((shared_length(entry.ids, ids[:-1]), index) for index, entry in enumerate(self._entries))
-        return max(found, default=(0, -1))
+        own = ((index, entry) for index, entry in enumerate(self._entries) if entry.owner is owner)
+        return max(((shared_length(entry.ids, ids[:-1]), index) for index, entry in own), default=(0, -1))
 
-    def accepts(self, ids: np.ndarray, nbytes: int) -> bool:
+    def accepts(self, ids: np.ndarray, nbytes: int, owner: object = None) -> bool:
         """Return whether `add` would keep a new entry: it fits and no entry begins with it."""
-        covered = any(shared_length(entry.ids, ids) == len(ids) for entry in self._entries)
-        return len(ids) >= SHORTEST and nbytes <= self._limit and not covered
+        with self._lock:
+            own = [entry.ids for entry in self._entries if entry.owner is owner]
+            covered = any(shared_length(other, ids) == len(ids) for other in own)
+            return len(ids) >= SHORTEST and nbytes <= self._limit and not covered
 
     def add(self, new: CachedPrefix) -> None:
         """Add an entry that the cache `accepts`, in place of those that are its prefixes."""
-        self._entries = [old for old in self._entries if shared_length(old.ids, new.ids) < len(old.ids)]
-        self._entries.append(new)
-        self.shrink(self._limit)
+
+        def stays(old: CachedPrefix) -> bool:
+            return old.owner is not new.owner or shared_length(old.ids, new.ids) < len(old.ids)
+
+        with self._lock:
+            self._entries = [*filter(stays, self._entries), new]
+            self.shrink(self._limit)
 
     def shrink(self, limit: int) -> None:
         """Set the limit and evict entries until they fit."""
-        self._limit = limit
-        while self._entries and self.nbytes > limit:
-            self._entries.pop(0)
+        with self._lock:
+            self._limit = limit
+            while self._entries and sum(entry.nbytes for entry in self._entries) > limit:
+                self._entries.pop(0)
 
 
 def shared_length(a: np.ndarray, b: np.ndarray) -> int:

@@ -85,3 +85,5 @@ class Programs:
             future.cancel()
         self.wait_for_wanted()
         self._wanted.clear()
+        self._worker.shutdown()
+        self._worker = ThreadPoolExecutor(1, "hydrajax compiler")  # without a thread until another batcher uses it

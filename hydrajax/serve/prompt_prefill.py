@@ -20,6 +20,7 @@ class PromptPrefill:
         programs: that it needs.
         missed: tokens that the draft does not read.
         read: tokens before these.
+        prefix: the cached sequence until it is copied.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class PromptPrefill:
         self.cache_len = pool.prefill_cache_len(self.cached, length)
         self.read, self.missed = (length, 0) if drafted else (read, length - read)
         self._drafted, self._position = drafted, self.cached
-        self._prefix, self._state, self._final = prefix, None, None
+        self.prefix, self._state, self._final = prefix, None, None
 
     def run_chunk(self) -> State | None:
         """Run the next chunk. Return the state after the last one, which can join the group; None before."""
@@ -70,8 +71,8 @@ class PromptPrefill:
 
     def _first_state(self) -> State:
         """Copy the cached prefix, or start empty."""
-        if self._prefix is None:
+        if self.prefix is None:
             return self._pool.empty(self.cache_len)
-        state = self._pool.take(self._prefix.state, 0, self.cache_len)
-        self._prefix = None  # so that an evicted entry is freed
+        state = self._pool.take(self.prefix.state, 0, self.cache_len)
+        self.prefix = None  # so that an evicted entry is freed
         return self._pool.rewind(state, self._position, self.handle.request.ids)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -299,8 +301,7 @@ class ChatBody(RequestBody):
     @pydantic.model_validator(mode="after")
     def _tool_choice_names_a_tool(self):
         names = [tool.function.name for tool in self.tools or ()]
-        if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
-            raise ValueError(f"tools: got {repeated[0]} twice, expected different names")
+        distinct("tools", names)
         if self.tool_choice not in (None, "none", "auto") and not names:
             raise ValueError("tool_choice: requires tools")
         if isinstance(self.tool_choice, NamedTool) and (name := self.tool_choice.function.name) not in names:
@@ -341,10 +342,23 @@ class DetokenizeBody(JsonObject):
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Parse a request body. Raises `HydrajaxError` that names the first wrong field."""
-    try:
+    with naming_fields():
         return kind.model_validate_json(body)
+
+
+@contextmanager
+def naming_fields() -> Iterator[None]:
+    """Raise pydantic's errors as a `HydrajaxError` that names the first wrong field."""
+    try:
+        yield
     except pydantic.ValidationError as error:
         raise HydrajaxError(_message(error.errors(include_url=False)[0])) from None
+
+
+def distinct(field: str, names: Sequence[str]) -> None:
+    """Raise ``ValueError`` if a name is repeated."""
+    if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise ValueError(f"{field}: got {repeated[0]} twice, expected different names")
 
 
 def _message(error: dict[str, Any]) -> str:

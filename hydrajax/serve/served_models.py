@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, TypeVar
 
+from hydrajax import ops
 from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.rounds import medians
 from hydrajax.decoding.executor import Executor
-from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.stats import Stats
+from hydrajax.trees.dynamic import CandidateTree
+from hydrajax.trees.smaller import with_size
 
 CONTEXT, ROUNDS = 256, 5
 Measured = TypeVar("Measured")
@@ -33,22 +38,48 @@ class ServedModel:
     about: dict[str, Any] = field(default_factory=dict)
 
 
-def check_unique(names: Sequence[str]) -> None:
-    """Raise `HydrajaxError` if two models have the same name."""
-    if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
-        raise HydrajaxError(f"name: got {repeated[0]} twice, expected different names")
+def pool_for(model: LanguageModel, tree: CandidateTree | None, sizes: PoolSizes) -> ExecutorPool:
+    """Return the executors of a model; without a given tree they also take plain steps where these are faster."""
+    executor = make_executor(model, model.program(tree=tree))
+    if tree is not None:
+        return ExecutorPool(executor, sizes)
+    return ExecutorPool(executor, sizes, partial(tree_for, model), drops_draft=True)
 
 
-def total(stats: Sequence[Stats]) -> Stats:
-    """Add the counts of several batchers."""
+def tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
+    """Return the tree measured by `generate`, searched or default, for this batch size.
+
+    Without one of its own, a larger batch gets the likeliest nodes of the tree for one sequence.
+    """
+    if (tree := _measured(model, batch_size)) is not None:
+        return tree
+    one, found = model.default_tree(), model.default_tree(batch_size)
+    if batch_size > 1 and found == one:
+        return with_size(_measured(model, 1) or one, ops.step_rows() // batch_size)
+    return found
+
+
+def _measured(model: LanguageModel, batch_size: int) -> CandidateTree | None:
+    """Return the tree that `generate` has found to be the fastest on this device, if any is faster than no draft."""
+    choice = model.measured_tree(batch_size)
+    return None if choice is None else choice.tree
+
+
+def total(batchers: Sequence[Batcher]) -> Stats:
+    """Add the counts of several batchers, and their limits unless they share one."""
+    stats = [batcher.stats() for batcher in batchers]
     sums = {one.name: sum(getattr(each, one.name) for each in stats) for one in fields(Stats)}
-    return Stats(**sums | {"failed": any(each.failed for each in stats)})
+    limit = sum({id(batcher.memory): batcher.memory.limit for batcher in batchers}.values())
+    return Stats(**sums | {"failed": any(each.failed for each in stats), "limit_nbytes": limit})
 
 
 def close_all(batchers: Sequence[Batcher], grace: float = 0.0) -> bool:
-    """`Batcher.close` all at once; return whether all have finished their requests."""
-    with ThreadPoolExecutor(len(batchers)) as threads:
-        return all(threads.map(lambda batcher: batcher.close(grace), batchers))
+    """`Batcher.close` all within ``grace`` seconds; return whether all have finished their requests."""
+    until = time.monotonic() + grace
+    for batcher in batchers:
+        batcher.refuse()
+    finished = [batcher.close(max(until - time.monotonic(), 0.0)) for batcher in batchers]
+    return all(finished)
 
 
 def plain_step_seconds(executor: Executor) -> float:
@@ -62,10 +93,10 @@ def while_idle(
 ) -> Measured | None:
     """Return what ``measure`` returns while no request runs; None once ``wait(seconds)`` returns False."""
     while wait(1.0):
-        before = total([batcher.stats() for batcher in batchers])
+        before = total(batchers)
         if before.running or before.waiting:
             continue
         found = measure()
-        if total([batcher.stats() for batcher in batchers]).requests == before.requests:
+        if total(batchers).requests == before.requests:
             return found
     return None

@@ -11,35 +11,27 @@ from contextlib import contextmanager
 
 from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.serve.app import Api, ServerSettings
-from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.served_models import ServedModel, close_all
-from hydrajax.serve.server import Server, address_of, listen
+from hydrajax.serve.options import ServerOptions
+from hydrajax.serve.server import Server
 
 SECONDS = 300
 
 
+class PoolServer(Server):
+    """A server of executors, which the tests share: their programs are compiled once."""
+
+    def __init__(self, pools, about, **options):
+        self._set_up(ServerOptions.checked(options), pools, about, print)
+
+
 @contextmanager
-def running(
-    pool, queue: int = 100, model: str = "hydrajax", about=(), others=(), listener=None, limits=None, **settings
-):
+def running(pool, model: str = "hydrajax", about=(), others=(), **options):
     """Yield ``(address, batcher)`` of a server in this process. others: pools of further models by name."""
-    batchers = {model: Batcher(pool, queue=queue)}
-    batchers |= {name: Batcher(more, queue=queue) for name, more in dict(others).items()}
-    served = [ServedModel(name, batcher.start(), dict(about)) for name, batcher in batchers.items()]
-    encoder = RequestEncoder(pool.executor.tokenizer, pool.executor.model.config)
-    api = Api(served, encoder, ServerSettings(**settings))
-    listener = listener or listen("127.0.0.1", 0)
-    uvicorn = Server(api.app(), list(batchers.values()), grace=1, quiet=True, limits=limits)
-    thread = threading.Thread(target=uvicorn.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
-        yield f"http://{address_of(listener)}", batchers[model]
-    finally:
-        close_all(list(batchers.values()))
-        uvicorn.should_exit = True
-        thread.join()
+    pools = {model: pool, **dict(others)}
+    abouts = {name: dict(about if name == model else ()) for name in pools}
+    options = {"port": 0, "queue": 100, "grace": 1, "warm_up": False} | options
+    with PoolServer(pools, abouts, **options) as server:
+        yield server.url, server.batchers[model]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from helpers import letters
 from helpers.letters import CONTEXT
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.admission import CacheBudget, GroupUsage
+from hydrajax.serve.admission import CacheBudget, CacheMemory, GroupUsage
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.requests import Submission
 
@@ -24,12 +27,16 @@ def request(length: int, limit: int) -> Submission:
     return Submission(np.zeros(length, np.int32), Request(max_new_tokens=limit))
 
 
+def budget_of(pool, limit: int, prefix_cache: bool = True) -> CacheBudget:
+    return CacheBudget(pool, CacheMemory([pool], limit, prefix_cache=prefix_cache))
+
+
 def test_a_request_that_is_not_refused_is_admitted_when_nothing_runs(pool):
     """So the first request in the queue is admitted at the latest when all running sequences have ended."""
     admitted = refused = 0
     least = pool.nbytes(1, 1) + pool.prefill_nbytes(1)
     for limit in np.linspace(least, pool.nbytes(2, CONTEXT), 7, dtype=int).tolist():
-        budget = CacheBudget(pool, limit, prefix_cache=True)
+        budget = budget_of(pool, limit)
         for length in range(1, CONTEXT, 5):
             for new in (1, 7, 40, 200):
                 asked = request(length, new)
@@ -47,7 +54,7 @@ def test_a_request_that_is_not_refused_is_admitted_when_nothing_runs(pool):
 def test_admitted_sequences_fit_at_every_length(pool, seed):
     """Random arrivals, shapes and departures: never more than the limit, and several groups where needed."""
     random, together, groups_seen = np.random.default_rng(seed), set(), set()
-    budget = CacheBudget(pool, pool.nbytes(2, CONTEXT) + pool.prefill_nbytes(CONTEXT), prefix_cache=True)
+    budget = budget_of(pool, pool.nbytes(2, CONTEXT) + pool.prefill_nbytes(CONTEXT))
     groups: list[GroupUsage] = []
     for _ in range(400):
         asked = request(*(2 ** random.uniform(0, 6, 2)).astype(int).tolist())
@@ -55,7 +62,7 @@ def test_admitted_sequences_fit_at_every_length(pool, seed):
         if number is not None:
             groups += [GroupUsage((), 0)] * (number == len(groups))
             groups[number] = GroupUsage((*groups[number].max_lengths, budget.max_length(asked)), groups[number].nbytes)
-            budget.shrink_prefix_cache(groups, asked)
+            assert budget.reserve(groups, asked)
         else:
             leaves = int(random.integers(len(groups)))
             lengths = groups[leaves].max_lengths
@@ -71,7 +78,7 @@ def test_admitted_sequences_fit_at_every_length(pool, seed):
             if use.max_lengths
         ]
         reads = 0 if number is None else pool.prefill_nbytes(len(asked.ids))
-        assert sum(use.nbytes for use in groups) + reads <= budget.limit
+        assert sum(use.nbytes for use in groups) + reads <= budget.memory.limit
         together.add(sum(len(use.max_lengths) for use in groups))
         groups_seen.add(len(groups))
     assert together >= {1, 2, 3, 5}
@@ -85,9 +92,59 @@ def test_a_long_sequence_gets_a_new_group_only_if_it_fits_in_no_other(pool):
     reads = pool.prefill_nbytes(20)
     together, apart = pool.nbytes(4, 90), pool.nbytes(3, 12) + pool.nbytes(1, 90)
     assert apart < together
-    assert CacheBudget(pool, together + reads, prefix_cache=False).find_group(three, long) == 0
-    assert CacheBudget(pool, together + reads - 1, prefix_cache=False).find_group(three, long) == 1
-    assert CacheBudget(pool, apart + reads, prefix_cache=False).find_group(three, long) == 1
-    assert CacheBudget(pool, apart + reads - 1, prefix_cache=False).find_group(three, long) is None
+    assert budget_of(pool, together + reads, False).find_group(three, long) == 0
+    assert budget_of(pool, together + reads - 1, False).find_group(three, long) == 1
+    assert budget_of(pool, apart + reads, False).find_group(three, long) == 1
+    assert budget_of(pool, apart + reads - 1, False).find_group(three, long) is None
     both = [*three, GroupUsage((90,), pool.nbytes(1, 90))]
-    assert CacheBudget(pool, apart + reads, prefix_cache=False).find_group(both, short) == 0
+    assert budget_of(pool, apart + reads, False).find_group(both, short) == 0
+
+
+def test_models_share_one_limit_in_the_order_of_arrival(pool):
+    """A request that waits for another model's memory is the next one to get it."""
+    whole = pool.nbytes(1, CONTEXT) + pool.prefill_nbytes(60)
+    memory = CacheMemory([pool, pool], whole)
+    one, two = CacheBudget(pool, memory), CacheBudget(pool, memory)
+    asked, running = request(60, 200), [GroupUsage((CONTEXT,), 0)]
+    two.check(asked)  # each model can have all
+    assert one.find_group([], asked) == 0
+    assert one.reserve(running, asked)
+    assert two.find_group([], asked, arrived=1.0) is None
+    assert not two.reserve(running, asked)
+    one.release()
+    assert one.find_group([], request(1, 1), arrived=2.0) is None
+    assert two.find_group([], asked, arrived=1.0) == 0
+    assert two.reserve([GroupUsage((CONTEXT,), 0)], asked)
+    two.release()
+    assert one.find_group([], request(1, 1), arrived=2.0) == 0
+
+
+def test_two_models_never_use_more_than_their_common_limit(small):
+    """One has the memory that the other leaves, also that of cached prefixes."""
+    sizes = small.nbytes(1, 90), small.prefill_nbytes(90)
+    memory = CacheMemory([small, small], sum(sizes) + small.nbytes(1, 40))
+    batchers = [Batcher(small, cache_memory=memory).start() for _ in range(2)]
+    seen, stop = [], threading.Event()
+
+    def watch():
+        while not stop.wait(0.001):
+            seen.append([batcher.stats() for batcher in batchers])
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    prompts = [np.arange(at, at + 20, dtype=np.int32) % 16 for at in range(8)]
+    try:
+        handles = [
+            batchers[at % 2].submit([batchers[at % 2].request(prompt, max_new_tokens=20 + 10 * (at % 5))])[0]
+            for at, prompt in enumerate(prompts)
+        ]
+        assert all(handle.wait(300).finish_reason in ("length", "eos") for handle in handles)
+    finally:
+        stop.set()
+        watcher.join()
+        for batcher in batchers:
+            batcher.close()
+    used = [sum(each.nbytes + each.prefix_cache_nbytes for each in both) for both in seen]
+    assert 0 < max(used) <= memory.limit
+    assert all(any(both[at].prefix_cache_entries for both in seen) for at in range(2))
+    assert [batcher.stats().nbytes for batcher in batchers] == [0, 0]

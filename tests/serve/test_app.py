@@ -22,7 +22,7 @@ import httpx  # noqa: E402
 import openai  # noqa: E402
 
 from helpers.serving import SECONDS, expected, running  # noqa: E402
-from hydrajax.serve.server import listen, local_names  # noqa: E402
+from hydrajax.serve.connections import listen  # noqa: E402
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
@@ -30,7 +30,7 @@ PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
 
 @pytest.fixture(scope="module")
 def address(small):
-    with running(small, model="letters", api_key=KEY, max_body=5000, body_timeout=0.5, hosts=("127.0.0.1",)) as (at, _):
+    with running(small, model="letters", api_key=KEY, max_body=5000, body_timeout=0.5) as (at, _):
         yield at
 
 
@@ -340,7 +340,7 @@ def test_the_other_routes_of_vllm(address):
 
 def test_any_model_and_pages_of_other_origins(small):
     preflight = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
-    with running(small, any_model=True, origins=("https://good.example",), hosts=("127.0.0.1",)) as (address, _):
+    with running(small, any_model=True, cors=["https://good.example"]) as (address, _):
         for origin, allowed in (("https://good.example", "https://good.example"), ("https://evil.example", None)):
             asked = httpx.options(f"{address}/v1/completions", headers=preflight | {"origin": origin})
             answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"model": "gpt"}, headers={"origin": origin})
@@ -482,10 +482,10 @@ def test_short_prompts_do_not_wait_for_long_ones(small, monkeypatch):
 
 def test_an_ipv6_address_is_answered(small):
     try:
-        listener = listen("::1", 0)
+        listen("::1", 0).close()
     except HydrajaxError:
         pytest.skip("this machine has no IPv6")
-    with running(small, listener=listener, hosts=local_names(listener)) as (address, _):
+    with running(small, host="::1") as (address, _):
         assert address.startswith("http://[::1]:")
         assert httpx.get(f"{address}/health").status_code == 200
         assert httpx.get(f"{address}/health", headers={"host": "evil.example"}).status_code == 400

@@ -18,8 +18,7 @@ from starlette.responses import PlainTextResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
 from hydrajax.serve import connections  # noqa: E402
-from hydrajax.serve.connections import ConnectionLimits, most_connections  # noqa: E402
-from hydrajax.serve.server import Server, listen  # noqa: E402
+from hydrajax.serve.connections import ConnectionLimits, HttpServer, listen, most_connections  # noqa: E402
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 IDLE = 0.2
@@ -47,13 +46,12 @@ class App:
 def connecting(app: App, limits: ConnectionLimits):
     """Yield a function that connects to a server of the app."""
     listener = listen("127.0.0.1", 0)
-    server = Server(app.routes(), [], grace=0, quiet=True, limits=limits)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    clients = []
+    address, clients = listener.getsockname()[:2], []
+    server = HttpServer(app.routes(), listener, grace=0, quiet=True, limits=limits)
+    server.start()
 
     def connect(sent: bytes = b"") -> socket.socket:
-        clients.append(socket.create_connection(listener.getsockname()[:2], timeout=60))
+        clients.append(socket.create_connection(address, timeout=60))
         clients[-1].sendall(sent)
         return clients[-1]
 
@@ -63,8 +61,8 @@ def connecting(app: App, limits: ConnectionLimits):
         app.go.set()
         for client in clients:
             client.close()
-        server.should_exit = True
-        thread.join()
+        server.end()
+        server.wait()
 
 
 def received(client: socket.socket) -> bytes:

@@ -13,10 +13,9 @@ for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
 import httpx  # noqa: E402
 
 from helpers.serving import SECONDS, expected, running  # noqa: E402
-from hydrajax.errors import HydrajaxError  # noqa: E402
 from hydrajax.language_model import make_executor  # noqa: E402
 from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.served_models import check_unique, plain_step_seconds, total  # noqa: E402
+from hydrajax.serve.served_models import plain_step_seconds, total  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_the_page_loads_nothing_from_other_hosts(address):
 def test_models_have_their_draft_and_tree(address):
     (model,) = httpx.get(f"{address}/v1/models", headers={"authorization": "Bearer k"}).json()["data"]
     assert model["id"] == "letters"
-    assert model["hydrajax"] == {"draft": "hydra++", "tree": "small"}
+    assert model["hydrajax"] == {"conversations": True, "draft": "hydra++", "tree": "small"}
 
 
 def test_every_event_marks_drafted_tokens(address, served):
@@ -76,15 +75,10 @@ def test_several_models_are_chosen_by_name(small):
         assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
 
 
-def test_equal_model_names_are_refused():
-    with pytest.raises(HydrajaxError, match=r"^name: got a twice, expected different names$"):
-        check_unique(["a", "b", "a"])
-
-
 def test_counts_are_added_up(small):
     batchers = [Batcher(small), Batcher(small)]
     batchers[0].submit([batchers[0].request([1, 2], max_new_tokens=3)])
-    stats = total([batcher.stats() for batcher in batchers])
+    stats = total(batchers)
     assert (stats.requests, stats.waiting) == (1, 1)
     assert stats.limit_nbytes == 2 * batchers[1].stats().limit_nbytes
     assert stats.failed is False

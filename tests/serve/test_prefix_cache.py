@@ -51,12 +51,12 @@ def test_the_least_recently_used_entry_is_evicted_first():
         cache.add(CachedPrefix(texts[name], name, 10, 0))
     cache.lookup(np.concatenate([texts["a"], [9]]))
     cache.add(CachedPrefix(texts["d"], "d", 10, 0))
-    assert (names(cache), cache.nbytes) == ({"a", "c", "d"}, 30)
+    assert (names(cache), cache.sizes()) == ({"a", "c", "d"}, [10] * 3)
     cache.shrink(19)
     assert names(cache) == {"d"}
     assert not cache.accepts(texts["a"], 20)
     cache.shrink(0)
-    assert len(cache) == 0
+    assert cache.sizes() == []
 
 
 def test_an_entry_replaces_its_prefixes():
@@ -69,3 +69,14 @@ def test_an_entry_replaces_its_prefixes():
     assert cache.accepts(text(1, 5), 10)
     cache.add(CachedPrefix(text(1, 5), "ended", 10, 0))
     assert names(cache) == {"ended", "other"}
+
+
+def test_models_share_the_memory_and_not_the_entries():
+    cache = PrefixCache(20)
+    for owner, name in (("a", "first"), ("b", "second")):
+        assert cache.accepts(text(1), 10, owner)
+        cache.add(CachedPrefix(text(1), name, 10, 0, owner))
+    assert [cache.lookup(text(1, 2), owner)[0].state for owner in ("a", "b")] == ["first", "second"]
+    assert cache.lookup(text(1, 2), "c") is None
+    cache.add(CachedPrefix(text(3), "third", 10, 0, "b"))
+    assert (cache.sizes("a"), cache.sizes("b")) == ([], [10, 10])

@@ -15,7 +15,7 @@ import uvicorn  # noqa: E402
 from starlette.applications import Starlette  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from hydrajax.serve.server import listen  # noqa: E402
+from hydrajax.serve.connections import listen  # noqa: E402
 from hydrajax.serve.stream import EventStream  # noqa: E402
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"

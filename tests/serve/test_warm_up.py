@@ -169,13 +169,14 @@ def test_health_counts_the_programs(small):
         pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
     from starlette.requests import Request
 
-    from hydrajax.serve.app import Api, ServerSettings
+    from hydrajax.serve.app import Api
+    from hydrajax.serve.options import ServerOptions
     from hydrajax.serve.request_encoder import RequestEncoder
     from hydrajax.serve.served_models import ServedModel
 
     encoder = RequestEncoder(small.executor.tokenizer, small.executor.model.config)
     warm_up = WarmUp([Noted("abc", [])])
-    api = Api([ServedModel("letters", Batcher(small))], encoder, ServerSettings(), warm_up)
+    api = Api([ServedModel("letters", Batcher(small))], encoder, ServerOptions(), warm_up=warm_up)
     response = asyncio.run(api.health(Request({"type": "http"})))
     assert response.status_code == 200
     assert json.loads(response.body) == {"status": "ok", "compiled": 0, "programs": 3}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hydrajax import ops
-from hydrajax.cli.serve import tree_for
+from hydrajax.serve.served_models import tree_for
 from hydrajax.stored_trees import FastestTree
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
