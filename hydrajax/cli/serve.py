@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging.config
 import signal
 import sys
 from functools import partial
@@ -104,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hydrajax.serve import Server
+    from hydrajax.serve import Server  # names a missing package
     from hydrajax.serve.connections import listen
     from hydrajax.serve.options import ServerOptions
 
@@ -122,6 +123,9 @@ def run(args: argparse.Namespace) -> int:
     if choice is not None and choice.tree is not None:
         print(choice, file=sys.stderr)
     about = {"draft": str(options.draft_of(args) or "none")}
+    from uvicorn.config import LOGGING_CONFIG
+
+    logging.config.dictConfig(LOGGING_CONFIG)
     say = partial(print, file=sys.stderr, flush=True)
     server = Server(model, tree=tree, about=about, on_status=say, **given)
     say(repr(model))

@@ -179,6 +179,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                log_config=None,  # uvicorn's would close the handlers of the process, such as absl's and its stderr
                 log_level="warning" if quiet else "info",
                 timeout_graceful_shutdown=int(grace) + 5,  # to write the answers that were cut off
                 timeout_keep_alive=int(limits.idle) + 1,

@@ -118,7 +118,7 @@ def received_slowly(client: socket.socket, size: int) -> bytes:
     return found
 
 
-def test_beyond_the_limit_the_oldest_idle_connection_makes_room(capfd):
+def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
     app = App()
     with connecting(app, ConnectionLimits(3)) as connect:
         idle = [connect() for _ in range(3)]
@@ -131,8 +131,7 @@ def test_beyond_the_limit_the_oldest_idle_connection_makes_room(capfd):
         refused = received(connect())
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"too many connections are open" in refused
-    log = capfd.readouterr().err
-    assert log.count("3 connections are open, which is the limit: closing the one that is idle longest\n") == 1
+    assert caplog.text.count("3 connections are open, which is the limit: closing the one that is idle longest\n") == 1
 
 
 def test_half_of_the_file_descriptors_are_left_for_files(monkeypatch):
