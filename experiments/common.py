@@ -16,6 +16,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +321,7 @@ def speed_rows(rates: Sequence[Measured], batch_size: int) -> list[dict]:
         figures = f"{rate.tokens_per_second:8.0f} tokens/s, {rate.speedup:.2f}x, τ {rate.tokens_per_step:.2f}"
         mark = "  OUTPUT DIFFERS" if rate.equal is False else ""
         print(f"batch {batch_size}  {rate.name:40} {figures}{mark}", flush=True)
-    return [{"batch": batch_size} | rate.as_dict() for rate in rates]
+    return [{"batch": batch_size} | asdict(rate) for rate in rates]
 
 
 def contest_of_trees(setup: Setup, batch_size: int, sizes: Sequence[int]) -> list[dict]:

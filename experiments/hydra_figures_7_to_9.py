@@ -6,6 +6,7 @@ speed.
 """
 
 import sys
+from dataclasses import asdict
 from functools import partial
 from operator import attrgetter
 
@@ -74,7 +75,7 @@ def speed(setup: common.Setup, heads: str, trees: Trees, batch: int) -> list[dic
     ]
     print(heads)
     common.speed_rows(best, batch)
-    return [{"batch": batch} | rate.as_dict() | {"tokens_per_step_when_timed": rate.tokens_per_step} for rate in rates]
+    return [{"batch": batch} | asdict(rate) | {"tokens_per_step_when_timed": rate.tokens_per_step} for rate in rates]
 
 
 if __name__ == "__main__":

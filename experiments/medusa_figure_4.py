@@ -1,6 +1,7 @@
 """Random dense trees against searched sparse ones: tokens per step and speed by size (medusa figure 4)."""
 
 import sys
+from dataclasses import asdict
 from functools import partial
 
 import common
@@ -27,7 +28,7 @@ def measure(setup: common.Setup, heads: str) -> list[dict]:
     for rate in setup.measure_trees(heads, trees, setup.measured, 1, args.repeats):
         family = "searched" if rate.name in searched else "dense"
         expected = setup.expected(heads, trees[rate.name])
-        rows.append({"drafter": heads, "batch": 1, "family": family, "expected": expected} | rate.as_dict())
+        rows.append({"drafter": heads, "batch": 1, "family": family, "expected": expected} | asdict(rate))
     print(f"{heads}: {len(trees)} trees", flush=True)
     return rows
 

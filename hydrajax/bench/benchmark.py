@@ -7,7 +7,7 @@ section 7, "Honest speed").
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -69,9 +69,6 @@ class BenchmarkRow:
     autoregressive_tokens_per_second: float | None = None
     speedup: float | None = None
     outputs_equal: bool | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopology]:

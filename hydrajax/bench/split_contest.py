@@ -37,7 +37,7 @@ class SplitRow:
 
     def as_dict(self) -> dict[str, Any]:
         own = {"fan_out": self.fan_out, "hit_rate": self.hit_rate, "ready_rate": self.ready_rate}
-        return self.measured.as_dict() | own
+        return dataclasses.asdict(self.measured) | own
 
 
 def split_contest(

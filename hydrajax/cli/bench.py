@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 from rich.console import Console
@@ -54,28 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=lambda text: text.split(","),
         help="sweep the settings of a draft that has them, such as lookahead",
     )
-    parser.add_argument(
-        "--tree-sizes", metavar="N,N,...", type=options.positives, help="sweep subtrees of the tree's first N nodes"
-    )
+    options.add(parser, "--tree-sizes", "--batch-sizes", "--repeats", "--seed", "--json")
     parser.add_argument(
         "--fan-outs",
         metavar="F,F,...",
         type=options.positives,
         help="with --draft-devices, sweep the number of verification outcomes that the draft prepares for (default 12)",
     )
-    parser.add_argument(
-        "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="sweep batch sizes (default 1)"
-    )
     parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="cache slots (default 512)")
-    parser.add_argument("--prompts", metavar="FILE", help=f"prompts for measuring tokens per second: {PROMPT_FORMATS}")
-    parser.add_argument(
-        "--max-new-tokens", metavar="N", type=options.positive, default=128, help="tokens per prompt (default 128)"
-    )
-    parser.add_argument(
-        "--repeats", metavar="R", type=options.positive, default=5, help="timed rounds (default %(default)s)"
-    )
-    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="seed of weights and sampling")
-    options.add_json_argument(parser)
+    options.add(parser, "--prompts", help=f"prompts for measuring tokens per second: {PROMPT_FORMATS}")
+    options.add(parser, "--max-new-tokens", type=options.positive, default=128)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -93,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
                 rows.append(row)
                 line.update(f"measuring {min(len(rows) + 1, total)} of {total}")
         arguments = options.recorded(args)
-        report = {"machine": machine(), "arguments": arguments, "rows": [row.as_dict() for row in rows]}
+        report = {"machine": machine(), "arguments": arguments, "rows": [asdict(row) for row in rows]}
         write(report | of_bench(report))
     if args.json != "-":
         _print(rows, args, texts)

@@ -16,17 +16,10 @@ from hydrajax.text.prompt import PROMPT_FORMATS
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, base_required=False, apart=True, corpus=True)
-    parser.add_argument("--prompts", metavar="FILE", help=f"prompts (default: four built in): {PROMPT_FORMATS}")
-    parser.add_argument(
-        "--limit", metavar="N", type=options.positive, default=16, help="number of prompts (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=options.positive,
-        default=64,
-        help="tokens per prompt (default 64)",
-    )
+    options.add(parser, "--prompts", help=f"prompts (default: four built in): {PROMPT_FORMATS}")
+    options.add(parser, "--limit", default=16)
+    options.add(parser, "--max-new-tokens", type=options.positive, default=64)
+    options.add(parser, "--seed")
     parser.add_argument(
         "--samples",
         metavar="N",
@@ -34,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4096,
         help="draws of the chi-square test (default %(default)s)",
     )
-    parser.add_argument("--seed", metavar="S", type=options.seed, default=0, help="seed of sampling (default 0)")
     parser.add_argument("--json", metavar="FILE", help="also write the certificate to this file")
     options.add_sampling_arguments(parser)
     options.add_grammar_arguments(parser)

@@ -20,10 +20,7 @@ SLASH_COMMANDS = {"/reset": "start a new conversation", "/exit": "leave (or Ctrl
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, apart=True, corpus=True)
     group = options.add_decoding_arguments(parser, max_new_tokens=512, batch=False)
-    group.add_argument(
-        "--template", metavar="NAME", default="auto",
-        help="write the conversation in this chat template: vicuna, plain or raw (default auto: the tokenizer's own)",
-    )  # fmt: skip
+    options.add(group, "--template")
     group.add_argument("--system", metavar="TEXT", help="start the conversation with this system message")
     options.add_sampling_arguments(parser)
 

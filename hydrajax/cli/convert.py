@@ -97,9 +97,9 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 def _compared_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", metavar="DIR|FILE.gguf|NAME", required=True, help="compare versions of this model")
     text = f"compare on the prompts of FILE: {PROMPT_FORMATS} (default: 4 built-in prompts)"
-    parser.add_argument("--prompts", metavar="FILE", help=text)
-    parser.add_argument("--limit", metavar="N", type=options.positive, default=16, help="use N prompts (default 16)")
-    options.add_dtype_argument(parser)
+    options.add(parser, "--prompts", help=text)
+    options.add(parser, "--limit", default=16)
+    options.add(parser, "--dtype")
     parser.add_argument("--json", metavar="FILE", help="also write the results to FILE")
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import COMMANDS, run_command
-from hydrajax.cli.options import add_model_arguments, draft_of, positive, seed, tree_from
+from hydrajax.cli.options import add, add_model_arguments, draft_of, positive, tree_from
 from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "turn after its own earlier answers, in the config's chat template (data.template). Default: the config's "
         "data, where conversations are answered and beginnings of other texts continued",
     )
-    group.add_argument("--data", metavar="DIR", help="directory of the named question sets")
+    add(group, "--data")
     group.add_argument("--held-out", action="store_true", help="take the config's held-out data, not the rest")
     group.add_argument(
         "--count",
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=(0.0, 0.7),
         help="share these evenly among the seeds; 0 is greedy (default 0,0.7)",
     )
-    group.add_argument("--batch-size", metavar="B", type=positive, default=32, help="default %(default)s")
-    group.add_argument("--seed", metavar="S", type=seed, default=0, help="default %(default)s")
+    add(group, "--batch-size", default=32)
+    add(group, "--seed")
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that override the config's")
 
 

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(question_sets.FILES)}; a JSONL file with turns, question, instruction or prompt; or a Hub "
         "dataset, org/name or org/name:configuration:split",
     )
-    files.add_argument("--data", metavar="DIR", help="directory of the named sets, under their released file names")
-    files.add_argument("--limit", metavar="N", type=options.positive, help="ask the first N questions (default all)")
+    options.add(files, "--data")
+    options.add(files, "--limit", help="ask the first N questions (default all)")
     files.add_argument(
         "--per-category", metavar="N", type=options.positive, help="ask the first N questions of each category"
     )
@@ -55,22 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_model_arguments(parser, several=True)
     decoding = parser.add_argument_group("decoding")
-    decoding.add_argument(
-        "--max-new-tokens",
-        metavar="N",
-        type=options.most_tokens,
-        default=256,
-        help="tokens per turn (default %(default)s; published figures: 1024); a prompt that leaves no room for them in "
-        "the context loses its beginning",
+    text = (
+        "tokens per turn (default %(default)s; published figures: 1024); a prompt that leaves no room for them in the "
+        "context loses its beginning"
     )
-    decoding.add_argument("--repeats", metavar="R", type=options.positive, default=1, help="timed runs (default 1)")
-    decoding.add_argument("--seed", metavar="S", type=options.seed, default=0, help="default %(default)s")
-    decoding.add_argument(
-        "--template",
-        metavar="NAME",
-        default="auto",
-        help="chat template: auto (default: the tokenizer's own), vicuna, plain or raw",
-    )
+    options.add(decoding, "--max-new-tokens", default=256, help=text)
+    options.add(decoding, "--repeats", default=1)
+    options.add(decoding, "--seed", "--template")
     options.add_sampling_arguments(parser)
 
 

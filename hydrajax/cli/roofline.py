@@ -53,14 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="H100",
         help="device to predict for; 'here' measures the rates of this one (default %(default)s)",
     )
-    parser.add_argument(
-        "--mesh",
-        metavar="[data=D,]model=M",
-        type=options.mesh_sizes,
-        default={},
-        help="divide base and draft heads over M such devices, and the sequences of a batch over D such groups "
-        "(default: one device)",
-    )
+    options.add(parser, "--mesh", "--batch-sizes", "--repeats", "--json")
     parser.add_argument(
         "--collective-latency",
         metavar="US",
@@ -69,16 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--quantize", choices=["int8"], help="store the base's weights in 8 bits")
     parser.add_argument("--tree", metavar="NAME|FILE.json|JSON", help="tree (default: the drafter's)")
-    parser.add_argument(
-        "--tree-sizes",
-        metavar="N,N,...",
-        type=options.positives,
-        help=f"sweep subtrees of the tree's first N nodes (default {','.join(map(str, SIZES))} and the whole tree; "
-        "dynamic trees: the whole tree)",
-    )
-    parser.add_argument(
-        "--batch-sizes", metavar="B,B,...", type=options.positives, default=[1], help="batch sizes (default 1)"
-    )
+    sizes = ",".join(map(str, SIZES))
+    text = f"sweep subtrees of the tree's first N nodes (default {sizes} and the tree; the tree if it is dynamic)"
+    options.add(parser, "--tree-sizes", help=text)
     parser.add_argument(
         "--context",
         metavar="S,S,...",
@@ -100,12 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the best chain length",
     )
     parser.add_argument(
-        "--repeats", metavar="R", type=options.positive, default=5, help="timed rounds with --device here (default 5)"
-    )
-    parser.add_argument(
         "--operators", action="store_true", help="also print each operator for the first batch size and the last tree"
     )
-    options.add_json_argument(parser)
 
 
 def _numbers(text: str) -> list[float]:
@@ -249,14 +231,14 @@ def _report(
     compared: Comparison | None,
     chains: list[BestChain],
 ) -> dict:
-    cells = [{"predicted": row.as_dict()} for row in rows]
+    cells = [{"predicted": asdict(row)} for row in rows]
     report = {"device": asdict(device), "arguments": options.recorded(args), "rows": cells}
     if chains:
-        report["chains"] = [chain.as_dict() for chain in chains]
+        report["chains"] = [asdict(chain) for chain in chains]
     if compared is None:
         return report
     for found, row in zip(cells, compared.measured, strict=True):
-        found["measured"] = row.as_dict()
+        found["measured"] = asdict(row)
     report |= {"machine": machine(), "drift": compared.drift}
     return report | of_roofline(report)
 

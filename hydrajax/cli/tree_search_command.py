@@ -6,6 +6,7 @@ import argparse
 import datetime
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model_arguments(parser, tree=False)
     group = parser.add_argument_group("search")
-    group.add_argument("--prompts", metavar="FILE", required=True, help=f"calibrate on these prompts: {PROMPT_FORMATS}")
-    group.add_argument("--limit", metavar="N", type=options.positive, default=100, help="use N prompts (default 100)")
+    options.add(group, "--prompts", required=True, help=f"calibrate on these prompts: {PROMPT_FORMATS}")
+    options.add(group, "--limit", default=100)
+    options.add(group, "--repeats")
     group.add_argument(
         "--shapes", choices=SHAPES,
         help="search static trees, dynamic trees (grown anew in every step), or both (default: both if the draft and "
@@ -55,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure trees of these sizes (default: 14 static sizes, and dynamic sizes near the fastest so far)",
     )  # fmt: skip
     group.add_argument("--measure", metavar="N", type=options.positive, default=8, help="time N prompts (default 8)")
-    group.add_argument("--repeats", metavar="N", type=options.positive, default=5, help="time N rounds (default 5)")
     target = group.add_mutually_exclusive_group(required=True)
     target.add_argument("--output", metavar="FILE.json", help="write the tree to this file, for --tree")
     target.add_argument("--save", action="store_true", help="save the tree with the draft, where generate finds it")
@@ -209,19 +210,19 @@ def _content(args: argparse.Namespace, request: Request, proposals, found, chain
     def row_of(row) -> dict[str, Any]:
         static = not isinstance(found.trees[row.name], DynamicTree)
         expected = proposals.tokens_per_step[row.nodes - 1] if static else None
-        return row.as_dict() | {"expected_tokens_per_step": expected}
+        return asdict(row) | {"expected_tokens_per_step": expected}
 
     provenance = {
         "arguments": options.recorded(args), "rule": request.shown_rule(), "machine": machine(),
         "measured": [row_of(row) for row in found.rows],
-        "tried": [[row.as_dict() for row in rows] for rows in found.tried],
+        "tried": [[asdict(row) for row in rows] for rows in found.tried],
         "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     if proposals is not None:
         provenance["grown"] = [list(path) for path in proposals.choices]
         provenance["expected_tokens_per_step"] = list(proposals.tokens_per_step)
     if chain is not None:
-        provenance["chain"] = chain.as_dict()
+        provenance["chain"] = asdict(chain)
     records = of_tree_search(provenance)
     return content_of(found.trees[found.fastest.name]) | {"provenance": provenance} | records
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--step", metavar="N", type=options.positive, help="draw the N-th step (default 1)")
     text = f"draw every node (default: trees above {FOLD_ABOVE} nodes without most rejected nodes)"
     group.add_argument("--all", action="store_true", help=text)
-    options.add_seed_argument(group)
+    options.add(group, "--seed")
     options.add_sampling_arguments(parser)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,6 @@ class Measured:
     def step_seconds(self) -> float:
         """Seconds per decode step, prefill included."""
         return self.tokens_per_step / self.tokens_per_second
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def contest(

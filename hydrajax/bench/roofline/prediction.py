@@ -12,9 +12,8 @@ product is multiplied in 16 bits, also with int8 weights, which count as bytes o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -153,9 +152,6 @@ class Prediction:
     def memory(self) -> int:
         """Bytes of weights and caches on a device."""
         return self.base_memory + self.draft_memory + self.cache_memory
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def predict(

@@ -7,8 +7,7 @@ base. The paper's beta at a position is the sum over all tokens of min(p, q), an
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError
 
@@ -66,9 +65,6 @@ class ChainEstimate:
             f"{found}: chain-{self.length} should be the best chain, {self.tokens_per_step:.2f} tokens per step and "
             f"{self.improvement:.2f} times as fast as none (Leviathan et al. 3.3)"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def estimate(acceptance: float, draft_cost: float, most: int) -> ChainEstimate:

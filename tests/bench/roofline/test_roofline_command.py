@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -142,7 +143,7 @@ def test_command_compares_predictions_with_measurements(program, monkeypatch, tm
     assert result.code == 0, result
     report = json.loads(file.read_text())
     predicted = report["rows"][0]["predicted"]
-    assert report["rows"][0]["measured"] == rows[0].as_dict()
+    assert report["rows"][0]["measured"] == dataclasses.asdict(rows[0])
     assert report["device"]["weight_rates"] == [[1, pytest.approx(0.5e9)], [4, pytest.approx(1e9)]]
     assert f"{predicted['step'] / 8 - 1:+.0%}" in result.out
     assert f"{predicted['verify']:.3g} (6)" in result.out
