@@ -17,8 +17,8 @@ from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.kernels.digits import DIGIT, digits
 from hydrajax.models.arrays import Array
 from hydrajax.ops import trace
-from hydrajax.ops.cpu.few_rows import with_gradient_of
 from hydrajax.ops.trace import mesh_in_use
+from hydrajax.ops.xla import with_gradient_of
 
 
 def multiplies_digits(rows: int) -> bool:

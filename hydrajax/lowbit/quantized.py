@@ -20,7 +20,7 @@ from hydrajax.lowbit.rounding import ROWS, four_bits, in_groups
 from hydrajax.models.arrays import Array
 from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
-from hydrajax.ops.cpu.few_rows import with_gradient_of
+from hydrajax.ops.xla import with_gradient_of
 
 LM_HEADS = ("lm_head", "embedding")
 

@@ -19,7 +19,7 @@ from hydrajax.lowbit.rounding import eight_bits, four_bits, in_groups
 from hydrajax.models.arrays import Array
 from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
-from hydrajax.ops.cpu.few_rows import with_gradient_of
+from hydrajax.ops.xla import with_gradient_of
 
 COLUMNS_AT_ONCE = 8192  # of a matrix that is quantised, whole tiles
 

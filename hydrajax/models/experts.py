@@ -22,10 +22,10 @@ from hydrajax import ops
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import Experts
 from hydrajax.models.weights import Quantized, declare, declare_experts, declare_kernel, project, project_parts
-from hydrajax.ops.cpu import few_rows
-from hydrajax.ops.cpu.few_rows import with_gradient_of
+from hydrajax.ops.cpu.backend import matmul_experts
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 from hydrajax.ops.trace import mesh_in_use
+from hydrajax.ops.xla import with_gradient_of
 
 TINY = 1e-20  # added to a sum of weights before a division, as by transformers
 
@@ -205,7 +205,7 @@ def _of_pairs(
         return kernels.project_pairs(x, ids, dtype)
     if not ops.here().multiplies_pairs(x.dtype, kernels.dtype):
         return None
-    return few_rows.matmul_experts(x, ids, kernels.reshape(*kernels.shape[:2], -1), dtype)
+    return matmul_experts(x, ids, kernels.reshape(*kernels.shape[:2], -1), dtype)
 
 
 def _stored(kernels: Kernels) -> jax.ShapeDtypeStruct | None:

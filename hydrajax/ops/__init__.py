@@ -21,7 +21,6 @@ from jaxtyping import Float, Int, Num
 
 from hydrajax.models.arrays import Array
 from hydrajax.ops import trace
-from hydrajax.ops.cpu.few_rows import MOST_ROWS
 from hydrajax.ops.sharded import (
     DATA,
     MODEL,
@@ -32,7 +31,7 @@ from hydrajax.ops.sharded import (
     shards_tokens,
     take_sharded,
 )
-from hydrajax.ops.xla import Xla, parts_first
+from hydrajax.ops.xla import FEW_ROWS, Xla, parts_first
 
 __all__ = ["parts_first"]  # and the functions below
 
@@ -137,7 +136,7 @@ def add_norm(
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
     norm = functools.partial(here().add_norm, eps=eps)
-    few = x.size <= MOST_ROWS * x.shape[-1]  # kernels have no other norms
+    few = x.size <= FEW_ROWS * x.shape[-1]  # kernels have no other norms
     if x.ndim == 3 and few:  # the residual stream, which every device of a mesh has; heads are sharded
         rows = P(axis_over(DATA, len(x)))
         return on_each_device(norm, (rows, rows, P()), rows, x, added, scale)

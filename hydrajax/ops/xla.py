@@ -17,6 +17,7 @@ from hydrajax.ops import trace
 from hydrajax.ops.sharded import shards_tokens
 
 ARGMAX_CHUNK, ARGMAX_SMALLEST = 128, 1024
+FEW_ROWS = 64  # of a decode step: our kernels compute no more rows, beyond which XLA is faster
 
 
 class Xla:
@@ -203,6 +204,17 @@ class Xla:
 
     def compiler_options(self) -> dict[str, str | bool] | None:
         return None
+
+
+def with_gradient_of(plain: Callable) -> Callable[[Callable], Callable]:
+    """Give a kernel the gradient of ``plain``, which computes the same."""
+
+    def wrap(kernel):
+        wrapped = jax.custom_vjp(kernel)
+        wrapped.defvjp(lambda *args: (kernel(*args), args), lambda args, slope: jax.vjp(plain, *args)[1](slope))
+        return wrapped
+
+    return wrap
 
 
 def plain_norm(eps: float, x, scale, *added):

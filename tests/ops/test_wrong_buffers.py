@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.ops.cpu import few_rows
+from hydrajax.ops.cpu import backend as cpu
 
-pytestmark = pytest.mark.skipif(not few_rows.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
 
 F32, S32, S8 = jnp.float32, jnp.int32, jnp.int8
 INT8_VECTORS = [((2, 2, 3, 16), S8), ((2, 2, 3, 1), F32)]
@@ -63,5 +63,5 @@ def test_an_entry_of_the_host_has_three_words():
 
 def test_tokens_outside_a_block_are_the_nearest():
     cache, block = jnp.zeros((1, 1, 4, 1)), jnp.array([5.0, 6, 7]).reshape(1, 1, 3, 1)
-    (found,) = few_rows.append_rows([cache], [block], jnp.array([[-9, 1, 99]]), jnp.array([0]))
+    (found,) = cpu.append_rows([cache], [block], jnp.array([[-9, 1, 99]]), jnp.array([0]))
     assert found.ravel().tolist() == [5, 6, 7, 0]

@@ -1,25 +1,179 @@
-"""Operations on a CPU: our kernels for few rows (`hydrajax.ops.cpu.few_rows`), or XLA's operations in another form."""
+"""Operations on a CPU: our kernels for few rows, or XLA's operations in another form.
+
+The library of kernels is built at installation if there is a C++ compiler; without one `available` returns False and
+XLA computes the same more slowly. A row's result does not depend on the number of rows, to the last bit.
+
+Weights are float32 or bfloat16, which is widened in registers by a shift, or multiplied in tiles with AMX (`amx.h`).
+The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used: it is slower, rounds differently, and needs bfloat16
+inputs.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import importlib.machinery
 import math
 import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Num
 
-from hydrajax.models.arrays import Array
+from hydrajax.models.arrays import Array, DType
 from hydrajax.ops import trace
-from hydrajax.ops.cpu import few_rows
-from hydrajax.ops.xla import Xla, chosen_tokens, plain_norm
+from hydrajax.ops.xla import FEW_ROWS, Xla, chosen_tokens, plain_norm, with_gradient_of
+
+DTYPES = (jnp.float32, jnp.bfloat16)
+LANES = 16  # a head must fill whole vectors of this length
+LONGEST_HEAD = 256
+LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu"  # by preference; setup.py builds those that a kind of CPU may have
+TARGETS = (
+    "hydrajax_matmul",
+    "hydrajax_matmul_transposed",
+    "hydrajax_attend",
+    "hydrajax_add_norm",
+    "hydrajax_matmul_few_bits",
+    "hydrajax_matmul_experts",
+    "hydrajax_matmul_few_bits_experts",
+    "hydrajax_append_rows",
+    "hydrajax_call_host",
+)
+
+
+@functools.cache
+def available() -> bool:
+    """Return whether the kernels can be called; loads and registers them the first time."""
+    path = library()
+    if path is None:
+        return False
+    loaded = ctypes.CDLL(str(path))
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
+    return True
+
+
+def library() -> Path | None:
+    """Return the path of the compiled library for this CPU, or None without one."""
+    names = (name + suffix for name in LIBRARIES for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    paths = (Path(__file__).with_name(name) for name in names)
+    return next((path for path in paths if path.is_file() and _runs_here(path)), None)
+
+
+def _runs_here(path: Path) -> bool:
+    try:
+        return bool(ctypes.CDLL(str(path)).hydrajax_runs_here())
+    except OSError:  # built for another system
+        return False
+
+
+def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = jnp.float32) -> Float[Array, "R F"]:
+    """Return ``x @ weight`` in ``dtype``. Each output element is summed in float32, in an order that depends on the
+    weight's shape and dtype only.
+    """
+
+    def plain(x, weight):
+        return jnp.matmul(x, weight, preferred_element_type=jnp.float32).astype(dtype)
+
+    @with_gradient_of(plain)
+    def kernel(x, weight):
+        out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[1]), dtype)
+        return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
+
+    return kernel(x, weight)
+
+
+def matmul_experts(
+    x: Float[Array, "R_or_pairs D"], experts: Int[Array, "R k"], weight: Float[Array, "E D F"], dtype: DType
+) -> Float[Array, "pairs F"]:
+    """Return ``x @ weight[e]`` in ``dtype`` for each pair of a row and one of its experts; without a gradient.
+
+    Only the chosen experts' weights are read, each once. A pair's result does not depend on the others.
+
+    Args:
+        x: A row per token, or one per pair.
+        experts: The pairs, row by row. Those outside 0 to E - 1 give zeros.
+        weight: The experts' matrices.
+        dtype: Of the result; sums are float32.
+    """
+    out = jax.ShapeDtypeStruct((experts.size, weight.shape[2]), dtype)
+    return jax.ffi.ffi_call("hydrajax_matmul_experts", out)(x, experts.astype(jnp.int32), weight)
+
+
+@with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T, preferred_element_type=jnp.float32))
+def matmul_transposed(x: Float[Array, "R D"], weight: Float[Array, "F D"]) -> Float[Array, "R F"]:
+    """Return ``x @ weight.T`` in float32, without a transposed copy of the weight."""
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("hydrajax_matmul_transposed", out, vmap_method="sequential")(x, weight)
+
+
+def add_norm(
+    plain: Callable, eps: float, x: Float[Array, "R D"], scale: Float[Array, " D"], *added: Float[Array, "R D"]
+) -> tuple[Float[Array, "R D"], Float[Array, "R D"]]:
+    """Compute `hydrajax.ops.add_norm` with the gradient of ``plain``; ``added`` may be missing.
+
+    All arrays have one dtype. XLA sums the squares of one row in another order than those of several.
+    """
+
+    @with_gradient_of(plain)
+    def kernel(x, scale, *added):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        call = jax.ffi.ffi_call("hydrajax_add_norm", (out, out), vmap_method="sequential")
+        return tuple(call(x, scale, *added, eps=np.float32(eps)))
+
+    return kernel(x, scale, *added)
+
+
+def attend(
+    queries: Float[Array, "B heads T H"],
+    parts: tuple,
+    plain: Callable,
+) -> Float[Array, "B T width"]:
+    """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
+
+    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.attention.Int8Vectors`, the
+    same in all parts. Slots before the first and after the last visible one are not read.
+    """
+
+    @with_gradient_of(plain)
+    def kernel(queries, parts):
+        batch, heads, tokens, head_dim = queries.shape
+        out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), queries.dtype)
+        arrays = jax.tree.leaves([(keys, values, _without_heads(visible)) for keys, values, visible in parts])
+        return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
+
+    return kernel(queries, parts)
+
+
+def append_rows(
+    caches: Sequence[Num[Array, "B kv S _"]],
+    blocks: Sequence[Num[Array, "B kv T _"]],
+    index: Int[Array, "B R"],
+    starts: Int[Array, " B"],
+) -> Sequence[Num[Array, "B kv S _"]]:
+    """Write token ``index[b, r]`` of each block into slot ``starts[b] + r`` of ``caches``, in place."""
+    call = jax.ffi.ffi_call(
+        "hydrajax_append_rows",
+        tuple(jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches),
+        vmap_method="sequential",
+        input_output_aliases={2 + i: i for i in range(len(caches))},
+    )
+    return call(index.astype(jnp.int32), starts.astype(jnp.int32), *caches, *blocks)
+
+
+def _without_heads(visible: Array) -> Array:
+    """Return a mask ``[T, S]``, or one that broadcasts to ``[B, 1, 1, T, S]``, as bool ``[B or 1, T or 1, S]``."""
+    return visible[None] if visible.ndim == 2 else visible[:, 0, 0]
 
 
 def uses_few_rows(rows: int, *dtypes) -> bool:
-    """Return whether `hydrajax.ops.cpu.few_rows` multiplies this many rows of these dtypes. XLA would widen each
-    bfloat16 weight in memory.
+    """Return whether our kernels multiply this many rows of these dtypes. XLA would widen each bfloat16 weight in
+    memory.
     """
-    small = 0 < rows <= few_rows.MOST_ROWS and all(dtype in few_rows.DTYPES for dtype in dtypes)
+    small = 0 < rows <= FEW_ROWS and all(dtype in DTYPES for dtype in dtypes)
     return small and trace.has_cpu_kernels()
 
 
@@ -41,7 +195,7 @@ class Cpu(Xla):
     def _matmul_rows(self, x, kernel, dtype, stored):
         rows, width = x.shape
         if uses_few_rows(rows, x.dtype, kernel.dtype, dtype):
-            return few_rows.matmul(x, kernel, dtype)
+            return matmul(x, kernel, dtype)
         if rows == 1 and width % 2 == 0 and trace.mesh_in_use() is None:
             # XLA runs two halves on two cores, while it leaves one core idle for some shapes of a single row.
             halves = x.reshape(2, width // 2), kernel.reshape(2, width // 2, -1)
@@ -50,25 +204,25 @@ class Cpu(Xla):
 
     def matmul_transposed(self, x, weight, dtype):
         if uses_few_rows(len(x), x.dtype, weight.dtype):  # XLA would transpose the weight in every step
-            return few_rows.matmul_transposed(x, weight).astype(dtype)
+            return matmul_transposed(x, weight).astype(dtype)
         return super().matmul_transposed(x, weight, dtype)
 
     def matmul_float32(self, x, kernel):
         if uses_few_rows(len(x), kernel.dtype):
-            return few_rows.matmul(x, kernel, jnp.float32)
+            return matmul(x, kernel, jnp.float32)
         return super().matmul_float32(x, kernel)
 
     def rows_kernel(self, queries):
         n_tokens, head_dim = queries.shape[2:]
-        fits = head_dim % few_rows.LANES == 0 and head_dim <= few_rows.LONGEST_HEAD
-        return few_rows.attend if fits and uses_few_rows(n_tokens, queries.dtype) else None
+        fits = head_dim % LANES == 0 and head_dim <= LONGEST_HEAD
+        return attend if fits and uses_few_rows(n_tokens, queries.dtype) else None
 
     def add_norm(self, x, added, scale, eps):
         if not (uses_few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == x.dtype):
             return super().add_norm(x, added, scale, eps)
         summands = (x,) if added is None else (x, added)
         first, *second = (y.reshape(-1, x.shape[-1]) for y in summands)
-        total, normed = few_rows.add_norm(functools.partial(plain_norm, eps), eps, first, scale, *second)
+        total, normed = add_norm(functools.partial(plain_norm, eps), eps, first, scale, *second)
         return total.reshape(x.shape), normed.reshape(x.shape)
 
     def take_rows(self, table, index):
@@ -77,11 +231,11 @@ class Cpu(Xla):
         if not (table.dtype == jnp.bfloat16 and index.size and trace.has_cpu_kernels()):
             return plain(table, index)
 
-        @few_rows.with_gradient_of(plain)
+        @with_gradient_of(plain)
         def copied(table, index):
             rows = jnp.clip(index.reshape(1, -1), 0, len(table) - 1)
             room = jnp.zeros((1, 1, rows.size, table.shape[1]), table.dtype)
-            (out,) = few_rows.append_rows([room], [table[None, None]], rows, jnp.zeros(1, jnp.int32))
+            (out,) = append_rows([room], [table[None, None]], rows, jnp.zeros(1, jnp.int32))
             return out.reshape(*index.shape, table.shape[1])
 
         return copied(table, index)
@@ -94,14 +248,14 @@ class Cpu(Xla):
 
     def append_rows(self, caches, blocks, index, starts):
         if trace.has_cpu_kernels():
-            return few_rows.append_rows(caches, blocks, chosen_tokens(blocks, index), starts)
+            return append_rows(caches, blocks, chosen_tokens(blocks, index), starts)
         return super().append_rows(caches, blocks, index, starts)
 
     def multiplies_pairs(self, dtype, kernel):
         """Return whether our kernels multiply pairs: XLA's `ragged_dot` computes all experts on a CPU, and a loop over
         the chosen ones copies their matrices.
         """
-        return trace.has_cpu_kernels() and dtype in few_rows.DTYPES and kernel in few_rows.DTYPES
+        return trace.has_cpu_kernels() and dtype in DTYPES and kernel in DTYPES
 
     def step_rows(self):
         return 10

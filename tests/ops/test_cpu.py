@@ -15,10 +15,10 @@ import pytest
 from hydrajax import ops
 from hydrajax.models import attention
 from hydrajax.models.attention import KVSegment
-from hydrajax.ops.cpu import few_rows
+from hydrajax.ops.cpu import backend as cpu
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not few_rows.available(), reason="the CPU kernels were not built"
+    jax.default_backend() != "cpu" or not cpu.available(), reason="the CPU kernels were not built"
 )
 
 
@@ -48,7 +48,7 @@ def test_products_equal_numpy(numbers, depth, width, dtype):
 
     @jax.jit  # one compilation for all numbers of rows
     def products(inputs, weight):
-        return [(few_rows.matmul(x, weight), few_rows.matmul(x, weight, jnp.bfloat16)) for x in inputs]
+        return [(cpu.matmul(x, weight), cpu.matmul(x, weight, jnp.bfloat16)) for x in inputs]
 
     for x, (found, rounded) in zip(inputs, products(inputs, weight), strict=True):
         exact = x.astype(np.float64) @ weight.astype(np.float64)
@@ -71,7 +71,7 @@ def test_products_with_transposed_weights_equal_numpy(numbers, depth, width, dty
     rng = np.random.default_rng(depth + width)
     weight = normal(rng, width, depth, dtype=dtype)
     inputs = [normal(rng, rows, depth, dtype=dtype) for rows in numbers]
-    products = jax.jit(lambda inputs, weight: [few_rows.matmul_transposed(x, weight) for x in inputs])
+    products = jax.jit(lambda inputs, weight: [cpu.matmul_transposed(x, weight) for x in inputs])
     for x, found in zip(inputs, products(inputs, weight), strict=True):
         exact = x.astype(np.float64) @ weight.T.astype(np.float64)
         size = np.abs(x).astype(np.float64) @ np.abs(weight.T).astype(np.float64)
@@ -83,19 +83,19 @@ def test_products_of_two_dtypes(x, weight):
     rng = np.random.default_rng(6)
     x, weight = normal(rng, 3, 48, dtype=x), normal(rng, 48, 70, dtype=weight)
     wide = x.astype(np.float32), weight.astype(np.float32)
-    np.testing.assert_array_equal(few_rows.matmul(x, weight), few_rows.matmul(*wide))
-    transposed = few_rows.matmul_transposed(x, np.ascontiguousarray(weight.T))
-    np.testing.assert_array_equal(transposed, few_rows.matmul_transposed(wide[0], np.ascontiguousarray(wide[1].T)))
+    np.testing.assert_array_equal(cpu.matmul(x, weight), cpu.matmul(*wide))
+    transposed = cpu.matmul_transposed(x, np.ascontiguousarray(weight.T))
+    np.testing.assert_array_equal(transposed, cpu.matmul_transposed(wide[0], np.ascontiguousarray(wide[1].T)))
 
 
 @pytest.mark.parametrize(
     ("product", "shape"),
-    [(few_rows.matmul, (320, 1030)), (few_rows.matmul, (1031, 270)), (few_rows.matmul_transposed, (1031, 320))],
+    [(cpu.matmul, (320, 1030)), (cpu.matmul, (1031, 270)), (cpu.matmul_transposed, (1031, 320))],
 )
 @DTYPES
 def test_rows_are_independent(product, shape, dtype):
     rng = np.random.default_rng(0)
-    depth = shape[0] if product is few_rows.matmul else shape[1]
+    depth = shape[0] if product is cpu.matmul else shape[1]
     x, weight = normal(rng, 35, depth, dtype=dtype), normal(rng, *shape, dtype=dtype)
     numbers = (1, 2, 7, 8, 9, 15, 16, 17, 33)
     of_some = jax.jit(lambda x, weight: [product(x[:rows], weight) for rows in (35, *numbers)])
@@ -105,16 +105,16 @@ def test_rows_are_independent(product, shape, dtype):
 
 
 OTHER_CODE = """
-from hydrajax.ops.cpu import few_rows
-few_rows.LIBRARIES = few_rows.LIBRARIES[{first}:]
-from test_few_rows import *
+from hydrajax.ops.cpu import backend as cpu
+cpu.LIBRARIES = cpu.LIBRARIES[{first}:]
+from test_cpu import *
 test_products_equal_numpy(EVERY, 320, 2048, "bfloat16")
 test_products_with_transposed_weights_equal_numpy(EVERY, 96, 113, "bfloat16")
-test_rows_are_independent(few_rows.matmul, (1031, 270), "bfloat16")
+test_rows_are_independent(cpu.matmul, (1031, 270), "bfloat16")
 if {first}:
     test_products_equal_numpy(EVERY, 320, 2048, "float32")
     test_products_with_transposed_weights_equal_numpy(EVERY, 96, 113, "float32")
-    test_rows_are_independent(few_rows.matmul_transposed, (1031, 320), "float32")
+    test_rows_are_independent(cpu.matmul_transposed, (1031, 320), "float32")
     test_norms_equal_numpy_and_rows_are_independent(37, True, "bfloat16")
     for shape in SHAPES:
         test_attention_equals_numpy(shape, True, "float32")
@@ -160,7 +160,7 @@ def test_norms_equal_numpy_and_rows_are_independent(width, summand, dtype):
 def test_nan_stays_in_its_row(dtype):
     x, weight = np.ones((3, 40), dtype), np.ones((40, 64), dtype)
     x[1, 5] = np.nan
-    out = np.asarray(few_rows.matmul(x, weight, jnp.dtype(dtype)), np.float32)
+    out = np.asarray(cpu.matmul(x, weight, jnp.dtype(dtype)), np.float32)
     assert np.isnan(out[1]).all()
     assert (out[[0, 2]] == 40).all()
 
@@ -297,7 +297,7 @@ def test_gradients_of_bfloat16_products_are_rounded_once(product):
 def test_gradients_equal_those_of_the_plain_operations():
     rng = np.random.default_rng(3)
     x, weight, slope = normal(rng, 5, 24), normal(rng, 24, 40), normal(rng, 5, 40)
-    slopes = [jax.jit(lambda f=f: jax.vjp(f, x, weight)[1](slope))() for f in (few_rows.matmul, jnp.matmul)]
+    slopes = [jax.jit(lambda f=f: jax.vjp(f, x, weight)[1](slope))() for f in (cpu.matmul, jnp.matmul)]
     for ours, plain in zip(*slopes, strict=True):
         np.testing.assert_array_equal(ours, plain)
     parts = parts_of(rng, 1, 2, 4, 9, 16, window=False)
@@ -316,8 +316,8 @@ def test_gradients_equal_those_of_the_plain_operations():
 def test_vmap():
     rng = np.random.default_rng(4)
     x, weight = normal(rng, 3, 5, 24), normal(rng, 24, 40)
-    mapped = jax.vmap(few_rows.matmul, in_axes=(0, None))(x, weight)
-    np.testing.assert_array_equal(mapped.reshape(15, 40), few_rows.matmul(x.reshape(15, 24), weight))
+    mapped = jax.vmap(cpu.matmul, in_axes=(0, None))(x, weight)
+    np.testing.assert_array_equal(mapped.reshape(15, 40), cpu.matmul(x.reshape(15, 24), weight))
 
 
 @pytest.mark.parametrize(
@@ -340,5 +340,5 @@ def test_xla_gives_the_same_products(monkeypatch):
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 8, 64), normal(rng, 64, 96)
     with_kernels = ops.matmul(x, weight, jnp.float32)
-    monkeypatch.setattr(few_rows, "available", lambda: False)
+    monkeypatch.setattr(cpu, "available", lambda: False)
     np.testing.assert_allclose(ops.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)
