@@ -11,7 +11,7 @@ SOURCES = "few_rows", "few_bits", "attention", "add_norm", "append_rows", "call_
 HEADERS = "amx", "cpu_kernels", "experts", "few_bits", "few_bits_256", "few_bits_512", "numbers"
 AVX2 = "-mavx2", "-mfma", "-mf16c", "-mbmi2"
 AVX512 = *AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"
-# One library for each width of vector registers; hydrajax/ops/cpu/backend.py loads the one for the CPU. They
+# One library for each width of vector registers; hydrajax/ops/cpu/library.py loads the one for the CPU. They
 # are built one after the other, as their object files have the same names.
 LIBRARIES = {"_cpu": ()}
 if platform.machine() in ("x86_64", "AMD64"):

@@ -16,7 +16,7 @@ def machine() -> dict[str, Any]:
     """
     import jax  # slow to import, which the version does not need
 
-    from hydrajax.ops.cpu import backend
+    from hydrajax.ops.cpu import library
 
     device = jax.devices()[0]
     return {
@@ -26,7 +26,7 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
         "hydrajax": own_version(),
-        "cpu_kernels": backend.available(),
+        "cpu_kernels": library.available(),
     }
 
 

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Int, UInt32
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.cpu import library
 
 AMPERE = 8.0  # compute capability that Triton and cuDNN's attention need
 ADA = 8.9  # and that converts float8_e4m3fn
@@ -157,7 +158,7 @@ def on_tpu() -> bool:
 
 def has_cpu_kernels() -> bool:
     """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
-    return on_cpu() and on_one_device() and _cpu_kernels_built()
+    return on_cpu() and on_one_device() and library.available()
 
 
 def has_few_bits() -> bool:
@@ -165,13 +166,7 @@ def has_few_bits() -> bool:
 
     All devices of the process count, not those of a program: weights are stored for the kernel.
     """
-    return on_cpu() and jax.device_count() == 1 and _cpu_kernels_built()
-
-
-def _cpu_kernels_built() -> bool:
-    from hydrajax.ops.cpu import backend  # which imports this module
-
-    return backend.available()
+    return on_cpu() and jax.device_count() == 1 and library.available()
 
 
 def on_ampere() -> bool:

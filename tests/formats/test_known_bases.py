@@ -31,7 +31,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
 from hydrajax.ops import trace
-from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.train.run_config import load_config
 
@@ -287,7 +287,7 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
 
     assert difference() < 2e-4  # our CPU kernels add a row's products one by one; so much is float32's rounding
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "available", lambda: False)
+        patch.setattr(library, "available", lambda: False)
         assert difference() < 1e-4
 
     ours = [list(one.output_ids) for one in m.generate(prompts, max_new_tokens=32)]

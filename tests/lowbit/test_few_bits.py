@@ -22,7 +22,7 @@ from hydrajax.lowbit.tiles import (
     Int8TilesBy128,
 )
 from hydrajax.ops import trace
-from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 
 pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
@@ -140,7 +140,7 @@ def inputs_of_codes() -> tuple[list, list]:
 def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
     """A library chooses its code once, so each code has a copy of it. Missing instructions make that plain code."""
     given, expected = inputs_of_codes()
-    copy = shutil.copy(cpu.library(), tmp_path / f"{code}.so")
+    copy = shutil.copy(library.library(), tmp_path / f"{code}.so")
     symbol = ctypes.CDLL(copy).hydrajax_matmul_few_bits
     jax.ffi.register_ffi_target(f"few_bits_{code}", jax.ffi.pycapsule(symbol), platform="cpu")
     monkeypatch.setenv("HYDRAJAX_PLAIN_CPU_KERNELS", code)  # read by the copy's first product

@@ -16,9 +16,10 @@ from hydrajax import ops
 from hydrajax.models import attention
 from hydrajax.models.attention import KVSegment
 from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() != "cpu" or not cpu.available(), reason="the CPU kernels were not built"
+    jax.default_backend() != "cpu" or not library.available(), reason="the CPU kernels were not built"
 )
 
 
@@ -106,7 +107,8 @@ def test_rows_are_independent(product, shape, dtype):
 
 OTHER_CODE = """
 from hydrajax.ops.cpu import backend as cpu
-cpu.LIBRARIES = cpu.LIBRARIES[{first}:]
+from hydrajax.ops.cpu import library
+library.LIBRARIES = library.LIBRARIES[{first}:]
 from test_cpu import *
 test_products_equal_numpy(EVERY, 320, 2048, "bfloat16")
 test_products_with_transposed_weights_equal_numpy(EVERY, 96, 113, "bfloat16")
@@ -340,5 +342,5 @@ def test_xla_gives_the_same_products(monkeypatch):
     rng = np.random.default_rng(5)
     x, weight = normal(rng, 8, 64), normal(rng, 64, 96)
     with_kernels = ops.matmul(x, weight, jnp.float32)
-    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(library, "available", lambda: False)
     np.testing.assert_allclose(ops.matmul(x, weight, jnp.float32), with_kernels, atol=1e-5)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(not library.available(), reason="no C++ compiler")
 
 F32, S32, S8 = jnp.float32, jnp.int32, jnp.int8
 INT8_VECTORS = [((2, 2, 3, 16), S8), ((2, 2, 3, 1), F32)]

@@ -1,7 +1,7 @@
 """Operations on a CPU: our kernels for few rows, or XLA's operations in another form.
 
-The library of kernels is built at installation if there is a C++ compiler; without one `available` returns False and
-XLA computes the same more slowly. A row's result does not depend on the number of rows, to the last bit.
+Without the library of kernels (`hydrajax.ops.cpu.library`) XLA computes the same more slowly. A row's result does not
+depend on the number of rows, to the last bit.
 
 Weights are float32 or bfloat16, which is widened in registers by a shift, or multiplied in tiles with AMX (`amx.h`).
 The bfloat16 instruction of AVX-512 (`vdpbf16ps`) is not used: it is slower, rounds differently, and needs bfloat16
@@ -10,13 +10,10 @@ inputs.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import importlib.machinery
 import math
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,44 +27,6 @@ from hydrajax.ops.xla import FEW_ROWS, Xla, chosen_tokens, plain_norm, with_grad
 DTYPES = (jnp.float32, jnp.bfloat16)
 LANES = 16  # a head must fill whole vectors of this length
 LONGEST_HEAD = 256
-LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu"  # by preference; setup.py builds those that a kind of CPU may have
-TARGETS = (
-    "hydrajax_matmul",
-    "hydrajax_matmul_transposed",
-    "hydrajax_attend",
-    "hydrajax_add_norm",
-    "hydrajax_matmul_few_bits",
-    "hydrajax_matmul_experts",
-    "hydrajax_matmul_few_bits_experts",
-    "hydrajax_append_rows",
-    "hydrajax_call_host",
-)
-
-
-@functools.cache
-def available() -> bool:
-    """Return whether the kernels can be called; loads and registers them the first time."""
-    path = library()
-    if path is None:
-        return False
-    loaded = ctypes.CDLL(str(path))
-    for name in TARGETS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(loaded, name)), platform="cpu")
-    return True
-
-
-def library() -> Path | None:
-    """Return the path of the compiled library for this CPU, or None without one."""
-    names = (name + suffix for name in LIBRARIES for suffix in importlib.machinery.EXTENSION_SUFFIXES)
-    paths = (Path(__file__).with_name(name) for name in names)
-    return next((path for path in paths if path.is_file() and _runs_here(path)), None)
-
-
-def _runs_here(path: Path) -> bool:
-    try:
-        return bool(ctypes.CDLL(str(path)).hydrajax_runs_here())
-    except OSError:  # built for another system
-        return False
 
 
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = jnp.float32) -> Float[Array, "R F"]:

@@ -15,7 +15,7 @@ from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 from hydrajax.trees import DynamicTree, presets
 
 SEVEN = PRESETS["7b"]
@@ -88,7 +88,7 @@ WITH_CACHE = [
 )
 def test_flops_of_drafts_with_a_cache_against_xla(kind, tree, monkeypatch):
     """Levels that attend to the draft's cache and to earlier nodes, and the pass over the accepted tokens."""
-    monkeypatch.setattr(cpu, "available", lambda: False)  # in our own kernels XLA counts nothing
+    monkeypatch.setattr(library, "available", lambda: False)  # in our own kernels XLA counts nothing
     config, batch, slots = LlamaConfig(300, 64, 172, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16), 2, 600
     drafter, (model, base) = KINDS[kind].build(config, jnp.float32), abstract_params(config)
     params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)

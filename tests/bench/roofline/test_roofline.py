@@ -21,7 +21,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import PRESETS, LlamaConfig
-from hydrajax.ops.cpu import backend as cpu
+from hydrajax.ops.cpu import library
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]
@@ -32,7 +32,7 @@ SEVEN = PRESETS["7b"]
 
 @pytest.mark.parametrize("n_kv_heads", [8, 2])
 def test_flops_against_xla(n_kv_heads, monkeypatch):
-    monkeypatch.setattr(cpu, "available", lambda: False)  # in our own kernels XLA counts nothing
+    monkeypatch.setattr(library, "available", lambda: False)  # in our own kernels XLA counts nothing
     config = LlamaConfig(1000, 256, 704, n_layers=2, n_heads=8, n_kv_heads=n_kv_heads, head_dim=32)
     model, params = abstract_params(config)
     batch, nodes, slots = 2, 8, 96
