@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,6 @@ from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
 from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
 from hydrajax.formats.tensors import GGUF_INDEX, open_tensors
@@ -253,14 +250,11 @@ def test_llama3_scaling_is_recognised_by_its_factors(models, tokenizer, tmp_path
     np.testing.assert_allclose(logits_of(*load_llama(directory), ids), expected, atol=1e-4)
 
 
-def test_linear_scaling(write):
+def test_other_scaling(write):
+    file = write(extra={"rope_freqs.weight": np.ones(4, np.float32)})
+    assert read_config(resolve(file, "base")).rope_scaling is None  # factors of one
     file = write(fields={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     assert read_config(resolve(file, "base")).rope_scaling == RopeScaling("linear", 4.0)
-
-
-def test_factors_of_one_are_no_scaling(write):
-    file = write(extra={"rope_freqs.weight": np.ones(4, np.float32)})
-    assert read_config(resolve(file, "base")).rope_scaling is None
 
 
 @pytest.mark.parametrize(
@@ -281,10 +275,6 @@ def test_a_draft_model(models, tokenizer, tmp_path):
     expected = [greedy(model, tokenizer(prompt).input_ids, 12) for prompt in prompts]
     found = drafted.generate(prompts, tree="chain-2", max_new_tokens=12, batch_size=2)
     assert [one.output_ids for one in found] == expected
-
-
-def test_the_fingerprint_reads_the_first_rows(write):
-    assert len(fingerprint(resolve(write("Q8_0"), "base"))["sha256"]) == 64
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -319,17 +309,6 @@ def test_torch_is_not_asked_for(write, monkeypatch):
     directory = resolve(write(), "base")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert load_tokenizer(directory)("the tree").input_ids[0] == 1
-
-
-@pytest.mark.slow
-def test_torch_is_not_needed(write):
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "from hydrajax.formats.hub import resolve\nfrom hydrajax.text.tokenizer import load_tokenizer\n"
-        f"print(load_tokenizer(resolve({str(write())!r}, 'base'))('the tree').input_ids[0])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout == "1\n", done.stderr
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -369,15 +348,6 @@ def test_threads_make_one_directory(write, monkeypatch):
     made = in_threads(lambda: resolve(file, "base"))
     assert len(made) == 4
     assert len(set(made)) == len(calls) == 1
-
-
-@pytest.mark.slow
-def test_processes_make_one_directory(write, cache):
-    program = f"from hydrajax.formats.hub import resolve; print(resolve({str(write())!r}, 'base'))"
-    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
-    made = {each.communicate()[0] for each in running}
-    assert len(made) == 1
-    assert [path.name for path in (cache / "gguf").iterdir() if path.is_dir()] == [made.pop().decode()[-33:-1]]
 
 
 def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
@@ -502,13 +472,3 @@ def test_names_that_are_no_file(tmp_path, monkeypatch):
     refusal(lambda: resolve("pipe.gguf", "base"), "base: no such file: pipe.gguf")
     (tmp_path / "folder.gguf").mkdir()
     assert resolve("folder.gguf", "base").name == "folder.gguf"  # a directory comes first
-
-
-def test_the_index_names_file_types_shapes_and_places(write):
-    file = write("Q4_1")
-    index = json.loads((resolve(file, "base") / GGUF_INDEX).read_text())
-    assert index["file"] == str(file)
-    tensor = index["tensors"]["model.layers.1.self_attn.k_proj.weight"]
-    assert {name: tensor[name] for name in ("type", "shape", "bytes", "head_dim")} == {
-        "type": "Q4_1", "shape": [16, 32], "bytes": 16 * 20, "head_dim": 8,
-    }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -161,11 +160,7 @@ def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
     (model, plain), (low_model, low) = load_llama(directory), load_llama(directory, quantize="int4")
     identical(np.asarray(low["layers_1"]["down"].dequantized()), np.asarray(plain["layers_1"]["down"]))
     expected = logits_of(model, plain)
-    errors = [np.abs(logits_of(low_model, low) - expected).mean()]
-    for layer in ("layers_0", "layers_1"):
-        low[layer] |= {"down": dataclasses.replace(low[layer]["down"], order=None)}
-    errors += [np.abs(logits_of(low_model, low) - expected).mean()]
-    assert errors[0] < 0.3 * errors[1]
+    assert np.abs(logits_of(low_model, low) - expected).mean() < 0.1 * expected.std()
 
 
 @pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
@@ -205,18 +200,6 @@ def test_devices_without_fp8(float_checkpoint, platform):
     )
     with trace.tracing(platform=platform):
         refusal(lambda: load_llama(float_checkpoint, quantize="fp8"), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "quantize"), [("gptq_act_order", None), ("gptq_act_order", "int4"), ("packed_4_zeros", "int4-128")]
-)
-def test_a_draft_does_not_change_the_text(quantised, case, quantize):
-    directory, _ = quantised(case)
-    how = {"dtype": "float32", "quantize": quantize}
-    alone, drafted = (hydrajax.load(directory, draft, **how) for draft in (None, "lookup"))
-    expected = alone.generate([IDS], max_new_tokens=8)[0].output_ids
-    assert drafted.generate([IDS], tree="chain-2", max_new_tokens=8)[0].output_ids == expected
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
@@ -290,16 +273,6 @@ def test_a_merged_adapter(float_checkpoint, quantised, tmp_path):
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for name, expected in model.state_dict().items():
         np.testing.assert_allclose(merged[name].astype(np.float32), expected.numpy(), rtol=2**-8, atol=1e-6)
-
-
-def test_a_draft_model(float_checkpoint, quantised):
-    with torch.no_grad():
-        text = LlamaForCausalLM.from_pretrained(float_checkpoint).generate(
-            torch.tensor([IDS]), max_new_tokens=8, do_sample=False, pad_token_id=0
-        )
-    drafted = hydrajax.load(float_checkpoint, str(quantised("awq")[0]), dtype="float32")
-    assert "draft model" in repr(drafted)
-    assert drafted.generate([IDS], tree="chain-2", max_new_tokens=8)[0].output_ids == text[0, len(IDS) :].tolist()
 
 
 @pytest.mark.parametrize("mixed", [False, True])

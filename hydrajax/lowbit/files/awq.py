@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, Integers, Settings, StoredLinear, unpack
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, Integers, Method, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 BITS = 4
@@ -19,14 +17,11 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
-class Awq:
+class Awq(Method):
     """AWQ in 4 bits, a `Method`."""
 
     group_size: int
     parts = "qweight|qzeros|scales"
-    low_dtypes = ()
-    ignored = "(?!)"
-    pads_biases = False
     integer_bits = (BITS,)
 
     @classmethod
@@ -46,9 +41,6 @@ class Awq:
         linear.check("qzeros", ("int32",), (groups, words))
         linear.check("scales", FLOAT_TYPES, (groups, outputs))
         return outputs, inputs
-
-    def read(self, linear: StoredLinear) -> np.ndarray:
-        return self.integers(linear).widened()
 
     def integers(self, linear: StoredLinear) -> Integers:
         numbers, zeros = (unpack(linear.read(part), BITS, 1, ORDER) for part in ("qweight", "qzeros"))

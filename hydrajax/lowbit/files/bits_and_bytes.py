@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, LARGEST, Settings, StoredLinear, widen
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, LARGEST, Method, Settings, StoredLinear, widen
 from hydrajax.models.layout import Shape
 
 SCALE_8 = "SCB"
@@ -45,14 +45,11 @@ class State:
 
 
 @dataclass(frozen=True)
-class BitsAndBytes:
-    """bitsandbytes in 8 and 4 bits, a `Method`."""
+class BitsAndBytes(Method):
+    """bitsandbytes in 8 and 4 bits, a `Method`. 4 bits are indices of a table, and 8 bits have one scale per output."""
 
     parts = "SCB|weight_format|weight\\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\\..*)"
     low_dtypes = ("int8", "uint8")
-    ignored = "(?!)"
-    pads_biases = False
-    integer_bits = ()  # 4 bits are indices of a table, and 8 bits have one scale per output
 
     @classmethod
     def of(cls, settings: Settings) -> BitsAndBytes:
@@ -79,9 +76,6 @@ class BitsAndBytes:
             linear.check(NESTED_TABLE, FLOAT_TYPES, (256,))
             linear.check(NESTED_ABSMAX, FLOAT_TYPES, (math.ceil(n_blocks / state.nested_block),))
         return state.shape
-
-    def integers(self, linear: StoredLinear) -> None:
-        """Return None: numbers are floats, or indices of a table."""
 
     def read(self, linear: StoredLinear) -> np.ndarray:
         if self._has_8_bits(linear):

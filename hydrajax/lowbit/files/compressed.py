@@ -26,6 +26,7 @@ from hydrajax.lowbit.files.stored_linear import (
     FP8,
     WORD,
     Integers,
+    Method,
     Settings,
     StoredLinear,
     block_shape,
@@ -79,14 +80,13 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(Method):
     """compressed-tensors, a `Method`."""
 
     schemes: tuple[Scheme, ...]
     parts = f"{PACKED}|{SCALE}|weight_shape|{ZERO}|{G_IDX}"
     low_dtypes = ("int8", FP8)
     ignored = r".*\.((input|output)_(scale|zero_point|global_scale)|[kqv]_(scale|zero_point))"
-    pads_biases = False
     integer_bits = property(lambda self: tuple(scheme.bits for scheme in self.schemes))
 
     @classmethod
@@ -115,19 +115,13 @@ class Compressed:
     def read(self, linear: StoredLinear) -> np.ndarray:
         outputs, inputs = self._shape(linear)
         scheme = self._scheme(linear, outputs, inputs)
-        if scheme.block is not None:
-            return widen_blocks(self._numbers(linear, scheme, inputs), linear.scales(SCALE), scheme.block)
-        return self._integers(linear, scheme, outputs, inputs).widened()
+        return widen_blocks(self._numbers(linear, scheme, inputs), linear.scales(SCALE), scheme.block)
 
     def integers(self, linear: StoredLinear) -> Integers | None:
         outputs, inputs = self._shape(linear)
         scheme = self._scheme(linear, outputs, inputs)
         if scheme.block is not None:
             return None
-        return self._integers(linear, scheme, outputs, inputs)
-
-    def _integers(self, linear: StoredLinear, scheme: Scheme, outputs: int, inputs: int) -> Integers:
-        """Return the numbers and scales; those of float8 are floats."""
         numbers, scales = self._numbers(linear, scheme, inputs), linear.scales(SCALE)
         zeros = self._zeros(linear, scheme, outputs)
         if zeros is None and self._is_packed(linear):

@@ -19,6 +19,7 @@ from hydrajax.lowbit.files.stored_linear import (
     FLOAT_TYPES,
     FP8,
     Integers,
+    Method,
     Settings,
     StoredLinear,
     block_shape,
@@ -28,15 +29,13 @@ from hydrajax.models.layout import Shape
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Method):
     """FP8, a `Method`; ``block`` has the outputs and inputs of one scale, None for scales per layer or output."""
 
     block: tuple[int, int] | None = None
     parts = "weight_scale|weight_scale_inv"
     low_dtypes = (FP8,)
     ignored = r".*\.(input_scale|input_scale_ub|activation_scale|[kqv]_scale|kv_scale)"
-    pads_biases = False
-    integer_bits = ()
 
     @classmethod
     def of(cls, settings: Settings) -> Fp8:
@@ -61,9 +60,7 @@ class Fp8:
         return Integers(8, numbers.T, scales.reshape(1, -1))
 
     def read(self, linear: StoredLinear) -> np.ndarray:
-        if self.block is not None:
-            return widen_blocks(linear.read("weight"), linear.scales(self._scale(linear)), self.block)
-        return self.integers(linear).widened()
+        return widen_blocks(linear.read("weight"), linear.scales(self._scale(linear)), self.block)
 
     def _scale(self, linear: StoredLinear) -> str:
         inverse = "weight_scale_inv"

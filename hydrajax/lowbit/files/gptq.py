@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, WORD, Integers, Settings, StoredLinear, unpack
+from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, WORD, Integers, Method, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
 
 FORMATS = ("gptq", "gptq_v2")
 
 
 @dataclass(frozen=True)
-class Gptq:
+class Gptq(Method):
     """GPTQ, a `Method`.
 
     Attributes:
@@ -32,8 +32,6 @@ class Gptq:
     ordered: bool
     minus_one: bool
     parts = "qweight|qzeros|scales|g_idx"
-    low_dtypes = ()
-    ignored = "(?!)"
     pads_biases = True
     integer_bits = property(lambda self: (self.bits,))
 
@@ -63,9 +61,6 @@ class Gptq:
         if "g_idx" in linear or not self.ordered:
             linear.check("g_idx", ("int32", "int64"), (inputs,))
         return outputs, inputs
-
-    def read(self, linear: StoredLinear) -> np.ndarray:
-        return self.integers(linear).widened()
 
     def integers(self, linear: StoredLinear) -> Integers:
         scales, zeros = linear.scales("scales"), linear.read("qzeros").view(np.uint32)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 
-from hydrajax.lowbit.files.stored_linear import FP8, HasIntegers, Integers
+from hydrajax.lowbit.files.stored_linear import FP8, Integers
 from hydrajax.lowbit.kernels.few_bits import GROUPS
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.lowbit.tiles import Int4Tiles
@@ -15,7 +16,7 @@ from hydrajax.models.layout import Entry
 BITS = 4
 
 
-def four_bit_kernel(files: HasIntegers, entry: Entry, unlike: list[Entry] | None = None) -> Int4Tiles | None:
+def four_bit_kernel(files: Any, entry: Entry, unlike: list[Entry] | None = None) -> Int4Tiles | None:
     """Return a kernel that equals the widened layers of an entry bit by bit.
 
     None if a layer is no 4-bit integers with groups of a multiple of 32 inputs, or has zeros beyond a byte. A kernel of
@@ -98,7 +99,7 @@ def features_of(entry: Entry, depth: int, starts: np.ndarray) -> np.ndarray:
     return parameter[(slice(0, 1),)][0]
 
 
-def fp8_kernel(files: HasIntegers, entry: Entry) -> Fp8 | None:
+def fp8_kernel(files: Any, entry: Entry) -> Fp8 | None:
     """Return a kernel that equals the widened layers of an entry bit by bit.
 
     None if a layer is not in float8_e4m3fn, or has scales of groups or blocks of inputs.

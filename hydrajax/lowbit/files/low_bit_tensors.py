@@ -38,8 +38,7 @@ METHODS: dict[str, Callable[[Settings], Method]] = {
 
 def read_method(config: dict, where: str) -> Method:
     """Return the method of a ``config.json`` with its settings, see `hydrajax.formats.tensors.check_method`."""
-    new, old = METHOD
-    field = new if config.get(new) else old
+    field = next(field for field in METHOD if config.get(field))
     try:
         settings = Settings(config[field], field)
         old = "bitsandbytes" if settings.get("load_in_8bit") or settings.get("load_in_4bit") else None
@@ -115,9 +114,9 @@ class LowBitFiles(TensorFiles):
         linear = self._linears.get(key)
         if linear is None:
             return self._files.read(key, rows)
-        self.shape(key)  # checks the tensors
         with np.errstate(over="ignore", invalid="ignore"):  # huge scales give infinite weights, as in a float file
-            return self._method.read(linear)[:rows]
+            found = self.integers(key)
+            return (self._method.read(linear) if found is None else found.widened())[:rows]
 
     def integers(self, key: str) -> Integers | None:
         """Return a layer's numbers and scales; None for float tensors and for layers of other numbers."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,7 @@ ROWS = 256  # inputs that are widened at a time
 LARGEST = 1 << 31  # above the sizes of groups and blocks
 
 
-class Method(Protocol):
+class Method(abc.ABC):
     """A method of quantisation with its settings.
 
     Attributes:
@@ -34,19 +35,22 @@ class Method(Protocol):
     """
 
     parts: str
-    low_dtypes: tuple[str, ...]
-    ignored: str
-    pads_biases: bool
-    integer_bits: tuple[int, ...]
+    low_dtypes: tuple[str, ...] = ()
+    ignored = "(?!)"
+    pads_biases = False
+    integer_bits: tuple[int, ...] = ()
 
+    @abc.abstractmethod
     def shape(self, linear: StoredLinear) -> Shape:
         """Return ``(outputs, inputs)`` after checking shapes and dtypes of the layer's tensors."""
 
-    def read(self, linear: StoredLinear) -> np.ndarray:
-        """Return the float32 weights ``[outputs, inputs]``."""
-
     def integers(self, linear: StoredLinear) -> Integers | None:
         """Return the layer's numbers and scales; None if its scales are not those of groups of inputs."""
+        return None
+
+    def read(self, linear: StoredLinear) -> np.ndarray:
+        """Return the float32 weights ``[outputs, inputs]`` of a layer that has no `integers`."""
+        raise NotImplementedError
 
 
 class Integers(NamedTuple):
@@ -69,14 +73,6 @@ class Integers(NamedTuple):
     def widened(self) -> np.ndarray:
         """Return the float32 weights ``[outputs, inputs]``."""
         return widen(self.numbers, self.scales, self.zeros, self.groups).T
-
-
-@runtime_checkable
-class HasIntegers(Protocol):
-    """A base whose layers are stored in integers."""
-
-    def integers(self, key: str) -> Integers | None:
-        """Return a layer's numbers and scales; None for float tensors and for layers of other numbers."""
 
 
 class StoredLinear:
