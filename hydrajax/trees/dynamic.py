@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
+from hydrajax.trees.static_tree import MAX_NODES, TreeTopology, check_depth
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,7 @@ class DynamicTree:
 
     def check(self, draft_depth: int, vocab_size: int) -> None:
         """Check the tree for a drafter of ``draft_depth`` tokens over ``vocab_size`` tokens; raises `HydrajaxError`."""
-        if self.expansions + 1 > draft_depth:
-            raise HydrajaxError(
-                f"tree: got a depth of {self.expansions + 1}, expected at most the {draft_depth} tokens that the draft "
-                "proposes"
-            )
+        check_depth(self.expansions + 1, draft_depth)
         self.check_children(self.top_k, vocab_size)
 
     def check_children(self, n_children: int, vocab_size: int) -> None:

@@ -43,11 +43,23 @@ class Level(NamedTuple):
     width: int
 
 
+def check_depth(depth: int, draft_depth: int) -> None:
+    """Refuse a tree deeper than the draft proposes."""
+    if depth > draft_depth:
+        raise HydrajaxError(
+            f"tree: got a depth of {depth}, expected at most the {draft_depth} tokens that the draft proposes"
+        )
+
+
 def _cut(value: object) -> str:
     try:
         text = repr(value)
     except RecursionError:
         text = f"a {type(value).__name__} that nests too deeply to be shown"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -109,9 +121,8 @@ class TreeTopology:
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
-            shown = text if len(text) <= 60 else f"{text[:57]}..."
             allowed = "a JSON list of choices such as [[0], [0, 0], [1]]"
-            raise HydrajaxError(f"tree: got '{shown}', expected {allowed}: {error}") from None
+            raise HydrajaxError(f"tree: got '{_shortened(text)}', expected {allowed}: {error}") from None
         return cls.from_choices(content)
 
     @property
@@ -194,10 +205,7 @@ class TreeTopology:
 
     def check(self, draft_depth: int, vocab_size: int) -> None:
         """Check the tree for a drafter of ``draft_depth`` tokens over ``vocab_size`` tokens; raises `HydrajaxError`."""
-        if self.depth > draft_depth:
-            raise HydrajaxError(
-                f"tree: got a depth of {self.depth}, expected at most the {draft_depth} tokens that the draft proposes"
-            )
+        check_depth(self.depth, draft_depth)
         if self.max_rank >= vocab_size:
             raise HydrajaxError(
                 f"tree: got rank {self.max_rank}, expected less than the vocabulary of {vocab_size} tokens"

@@ -9,8 +9,6 @@ from rich.text import Text
 
 from hydrajax.train.data.packing import Document
 
-OPEN, CLOSE = "⟦", "⟧"
-
 
 def runs(document: Document, tokenizer: Any) -> list[tuple[str, bool]]:
     """The text split where targets begin and end: ``(text, is a target)``, special tokens included."""
@@ -26,13 +24,8 @@ def runs(document: Document, tokenizer: Any) -> list[tuple[str, bool]]:
     return texts
 
 
-def preview_text(document: Document, tokenizer: Any) -> str:
-    """Return the text with ⟦brackets⟧ around targets."""
-    return "".join(f"{OPEN}{text}{CLOSE}" if target else text for text, target in runs(document, tokenizer))
-
-
 def preview(document: Document, tokenizer: Any, color: bool = True) -> Text:
-    """Return the text for a rich console, with targets bold and green, or as `preview_text` without ``color``."""
-    if not color:
-        return Text(preview_text(document, tokenizer))
-    return Text.assemble(*((text, "bold green" if target else "dim") for text, target in runs(document, tokenizer)))
+    """Return the text for a rich console, with targets bold and green; without ``color`` in ⟦brackets⟧."""
+    if color:
+        return Text.assemble(*((text, "bold green" if target else "dim") for text, target in runs(document, tokenizer)))
+    return Text("".join(f"⟦{text}⟧" if target else text for text, target in runs(document, tokenizer)))

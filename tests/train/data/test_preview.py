@@ -12,7 +12,7 @@ from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.data.encode import encode_conversations
 from hydrajax.train.data.packing import Document
-from hydrajax.train.data.preview import preview, preview_text
+from hydrajax.train.data.preview import preview
 
 QUESTION, ANSWER = "How many [b]ears[/b] are there?", "Two: naïve\n  ones."
 EXPECTED = f"{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧{QUESTION}\n⟦{ANSWER}<|endoftext|>⟧"
@@ -30,9 +30,9 @@ def document(tokenizer):
 
 
 def test_brackets_around_what_is_learnt(document, tokenizer):
-    assert preview_text(document, tokenizer) == EXPECTED
+    assert preview(document, tokenizer, color=False).plain == EXPECTED
     unmarked = Document(document.ids, document.targets & False)
-    assert preview_text(unmarked, tokenizer) == EXPECTED.replace("⟦", "").replace("⟧", "")
+    assert preview(unmarked, tokenizer, color=False).plain == EXPECTED.replace("⟦", "").replace("⟧", "")
 
 
 def test_colours_on_a_terminal_brackets_elsewhere(document, tokenizer):
@@ -54,4 +54,4 @@ def test_spaces_between_runs_survive_a_decoder_that_drops_leading_ones():
             return "".join([" a", " b", " c"][token] for token in ids).removeprefix(" ")
 
     document = Document(np.array([0, 1, 2]), np.array([False, True, False]))
-    assert preview_text(document, Tokenizer()) == "a⟦ b⟧ c"
+    assert preview(document, Tokenizer(), color=False).plain == "a⟦ b⟧ c"
