@@ -30,7 +30,7 @@ from hydrajax.ops.sharded import DATA, MODEL
 RULES = {"vocab": "model", "heads": "model", "kv_heads": "model", "mlp": "model", "experts": "model", "width": None}
 
 
-# Of every mesh, for JAX's constructors: with Auto axes the compiler places collectives.
+# Arguments of JAX's constructors for every mesh: with Auto axes the compiler places collectives.
 AXES = {"axis_names": (DATA, MODEL), "axis_types": (AxisType.Auto,) * 2}
 
 
@@ -111,7 +111,6 @@ class JitOnMesh:
     """A jitted function that is traced for a mesh."""
 
     def __init__(self, mesh: Mesh | None, function: Callable, **settings: Any):
-        """Build it; ``settings`` are those of `jax.jit`."""
         self._mesh, self._jitted = mesh, jax.jit(function, **settings)
 
     def __call__(self, *args: Any, **settings: Any) -> Any:

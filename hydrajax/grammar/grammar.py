@@ -51,7 +51,7 @@ class Grammar:
             whitespace: see `Grammar`.
 
         Raises:
-            HydrajaxError: for anything else. What llguidance does not support is refused by `start`.
+            HydrajaxError: for anything else. `start` refuses schemas that llguidance does not support.
         """
         if hasattr(schema, "model_json_schema"):
             schema = schema.model_json_schema()

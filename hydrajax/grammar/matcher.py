@@ -15,9 +15,9 @@ from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import one_line
 from hydrajax.grammar.trial import STACK
 
-# Bounds of the work for one mask, about 15 and 3 ms; a grammar that needs more ends its sequence with an error. Of
-# symbols: 3,000 optional properties are 30,000 and take a second to compile, which grows with their square. And of
-# states, of 2 kB each.
+# Limits of the work for one mask, of a grammar's symbols and of its lexer's states. A sequence whose grammar needs more
+# ends with an error. Compiling takes time that grows with the square of the symbols, of which 3,000 optional properties
+# have 30,000.
 LIMITS = {"step_lexer_fuel": 200_000, "step_max_items": 50_000, "max_grammar_size": 50_000, "max_lexer_states": 50_000}
 
 # One thread compiles: each would keep memory of its own.

@@ -57,7 +57,6 @@ def mishandled(root: Any) -> str:
 
 
 def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and those within it."""
     if isinstance(schema, dict):
         yield schema
         for key, value in schema.items():

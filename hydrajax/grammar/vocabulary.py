@@ -53,7 +53,6 @@ class _PlainTokenizer:
     """
 
     def __init__(self, tokenizer: Any, read: Any):
-        """Build the tokenizer from the transformers one and llguidance's reading of it."""
         import tokenizers
 
         every, named, added = range(read.vocab_size), len(tokenizer), tokenizer.added_tokens_decoder

@@ -171,7 +171,6 @@ def duration(seconds: float) -> str:
 
 
 def named_shape(config: TrainConfig, field: str) -> LlamaConfig:
-    """The shape that ``model`` or ``teacher`` names."""
     name = getattr(config, field)
     if name in SHAPES:
         return SHAPES[name]
@@ -268,7 +267,6 @@ def planned_bytes(config: TrainConfig, shape: LlamaConfig, mesh: Mesh) -> int:
 
 
 def bytes_per_device(tree: Any) -> int:
-    """The bytes of abstract sharded arrays on one device."""
     return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))
 
 

@@ -285,7 +285,6 @@ class TrainConfig:
         return None if self.matmul_precision == "default" else self.matmul_precision
 
     def _check_task(self):
-        """Refuse settings that the task needs or cannot use."""
         unused = {"quantize": self.quantize} if self.task == "base" else {}
         if self.task == "base":
             if (self.scratch is None) == (self.model is None):

@@ -27,3 +27,12 @@ def rows_with_gaps():
     labels = tokens.copy()
     labels[0, :4] = labels[1, 5] = labels[1, 9:] = IGNORED
     return aux_hidden_states, 0.5 * hidden, {"tokens": tokens, "labels": labels}
+
+
+def check_ranks(ranks, logits, tokens) -> None:
+    """Compare ranks ``[3, B, T]`` with a stable sort of logits ``[K, B, T, V]``; unknown tokens rank after all."""
+    for k, row, at in np.ndindex(3, *ranks.shape[1:]):
+        if at + k + 2 < tokens.shape[1]:
+            order, token = np.argsort(-logits[k, row, at], kind="stable").tolist(), tokens[row, at + k + 2]
+            known = np.isfinite(logits[k, row, at, token])
+            assert ranks[k, row, at] == (order.index(token) if known else VOCAB)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hydrajax
-from helpers.lora_files import apply_lora, write_lora
+from helpers.lora_files import apply_lora
 from helpers.loss_examples import random_params, rows_with_gaps
 from helpers.released import refusal
 from hydrajax.lowbit.quantized import Int8
@@ -273,33 +273,6 @@ def steps(tiny_model):
 
 
 @pytest.mark.slow
-def test_an_int4_base_stays_as_it_is_while_the_losses_fall(tiny_model):
-    model, frozen = tiny_model
-    model, bits = model.clone(quantize="int4"), in_few_bits(frozen, in_tiles)[1]
-    config = TrainConfig(
-        output="unused", task="joint", model="unused", dtype="float32", quantize="int4", steps=30, batch_size=4,
-        draft=draft_of(heads="medusa", num_draft_heads=2), tree="cartesian-2x2", adapter=ADAPTER, objective=TEXT,
-        optimizer=OptimizerConfig(lr=5e-3, warmup_steps=0, schedule="constant"),
-        data=DataConfig(format="standard_library", length=12),
-    )  # fmt: skip
-    mesh = make_mesh()
-    task, optimizer = JointTask(config, None, model, bits, mesh), optimizer_of(config, 30)
-    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
-    state = init_state(task.init_params(jax.random.key(1)), optimizer, shardings)
-    step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
-    tokens = np.random.default_rng(0).integers(0, 61, (4, 12)).astype(np.int32)
-    before, reports = jax.device_get(bits), []
-    for _ in range(30):
-        state, report = step(state, task.frozen, {"tokens": tokens, "labels": tokens}, jax.random.key(0))
-        reports.append(jax.device_get(report))
-    assert reports[-1]["base_loss"] < 0.8 * reports[0]["base_loss"]
-    assert reports[-1]["loss"] < 0.8 * reports[0]["loss"]
-    for expected, found in zip(*map(jax.tree.leaves, (before, jax.device_get(task.frozen))), strict=True):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
 def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
     """Two steps, with decay, which would shrink A; in the third the adapter learns, at a quarter of the heads' rate.
 
@@ -413,24 +386,3 @@ def test_a_run_on_an_int4_base_resumes(run, base):
     drafted = loaded.generate([[5, 6, 7]], max_new_tokens=16, tree="chain-2")[0]
     alone = loaded.generate([[5, 6, 7]], draft="none", max_new_tokens=16, tree="root")[0]
     assert list(drafted.output_ids) == list(alone.output_ids)
-
-
-@pytest.mark.slow
-def test_greedy_trees_say_what_the_adapted_base_says(base, tmp_path):
-    """With an adapter that changes the output, unmerged and merged, on float and int8 weights."""
-    theirs = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    adapter = write_lora(tmp_path / "lora", theirs, lora_alpha=9)
-    prompt, new = [5, 6, 7], 24
-    with torch.no_grad():
-        text = apply_lora(theirs, adapter).generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False)
-    expected = text[0, len(prompt) :].tolist()
-    settings = {"max_new_tokens": new, "tree": "chain-2"}
-    plain = hydrajax.load(base, "lookup").generate([prompt], **settings)[0]
-    assert list(plain.output_ids) != expected
-    for merge in (False, True):
-        loaded = hydrajax.load(base, "lookup", adapter=adapter, merge=merge)
-        assert list(loaded.generate([prompt], **settings)[0].output_ids) == expected
-    quantized = hydrajax.load(base, "lookup", adapter=adapter, quantize="int8")
-    alone = quantized.generate([prompt], draft="none", max_new_tokens=new, tree="root")[0]
-    assert list(quantized.generate([prompt], **settings)[0].output_ids) == list(alone.output_ids)
-    assert "merge: requires an adapter" in refusal(lambda: hydrajax.load(base, merge=True))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
+from helpers.loss_examples import check_ranks, random_params
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.bench.trees.simulation import accepted_lengths, runs
 from hydrajax.decoding.state import Params
@@ -88,13 +89,6 @@ DRAFTERS = {
 }
 
 
-def random_draft(model, base, drafter):
-    """Parameters large enough that the heads' guesses differ from token to token."""
-    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, base)))
-    random = np.random.default_rng(1)
-    return jax.tree.map(lambda x: jnp.asarray(0.3 * random.standard_normal(x.shape), jnp.float32), shapes)
-
-
 @pytest.fixture(scope="module")
 def generated(tiny_model):
     """``(prompts, greedy continuations)`` of the tiny base, each int32 [rows, tokens]."""
@@ -110,7 +104,7 @@ def test_ranks_equal_numpy(tiny_model, name):
     """EAGLE-3's vocabulary has half of the tokens; the others rank after all 61."""
     model, base = tiny_model
     drafter = DRAFTERS[name]
-    draft = random_draft(model, base, drafter)
+    draft = random_params(drafter, BoundBase(model, base), seed=1)
     tokens = np.random.default_rng(2).integers(0, 61, (2, 11), dtype=np.int32)
     bound = BoundBase(model, base)
 
@@ -121,17 +115,13 @@ def test_ranks_equal_numpy(tiny_model, name):
         return ranks, forced_logits(drafter, draft, aux_hidden_states, tokens, bound)
 
     found, logits = map(np.asarray, ranks_and_logits(draft, tokens))
-    for k, row, at in np.ndindex(3, 2, 11):
-        if at + k + 2 < 11:
-            order, token = np.argsort(-logits[k, row, at], kind="stable").tolist(), tokens[row, at + k + 2]
-            known = np.isfinite(logits[k, row, at, token])
-            assert found[k, row, at] == (order.index(token) if known else 61)
+    check_ranks(found, logits, tokens)
 
 
 def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
     model, base = tiny_model
     drafter = DRAFTERS["medusa"]
-    draft = jax.tree.map(jnp.zeros_like, random_draft(model, base, drafter))  # all logits are 0
+    draft = jax.tree.map(jnp.zeros_like, random_params(drafter, BoundBase(model, base), seed=1))  # all logits are 0
     tokens = np.array([[4, 0, 60, 7, 3]], np.int32)
     aux_hidden_states = jnp.ones((1, 5, 32))
     bound, batch = BoundBase(model, base), {"tokens": tokens}
@@ -152,7 +142,7 @@ def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
 def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
     model, base = tiny_model
     drafter = DRAFTERS[name]
-    draft = random_draft(model, base, drafter)
+    draft = random_params(drafter, BoundBase(model, base), seed=1)
     prompts, outputs = generated
     decode = make_decode_fn(model, drafter, WIDE, max_new_tokens=NEW)
     out = jax.device_get(decode(Params(base, draft), prompts))

@@ -21,7 +21,7 @@ LINE = {"conversation": INTEGER, "turn": INTEGER, "prompt_ids": list_of(INTEGER)
 
 
 class ResumedRecord(NamedTuple):
-    """What resuming needs of a line; the prompts themselves may have millions of tokens in all."""
+    """The part of a line that resuming needs: the prompts together may have millions of tokens."""
 
     prompt: int  # checksum of its ids
     output: Int[np.ndarray, " n"]

@@ -230,7 +230,6 @@ class HeadsTask:
         return target
 
     def _story(self) -> dict[str, Any]:
-        """Fields of the model card."""
         c = self.config
         length = f"{c.steps} steps" if c.epochs is None else f"{c.epochs:g} epochs"
         recipe = f"{length} of {c.batch_size} rows of {c.data.length} tokens, {c.optimizer.name}, lr {c.optimizer.lr:g}"
