@@ -150,8 +150,8 @@ class Head(nn.Module):
         head. The devices of a mesh divide the result's features, until a caller makes it `whole`.
         """
 
-        def dropped(x, place, division):
-            return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place), division)
+        def dropped(x, place, sharding):
+            return drop(x, self.dropout, None if rng is None else jax.random.fold_in(rng, place), sharding)
 
         def read(x, place):
             return all_tokens(dropped(x, place, by_token), trained=self.width)

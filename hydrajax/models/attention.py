@@ -95,7 +95,7 @@ def widened(vectors: Vectors, dtype: DType) -> Float[Array, "B kv S H"]:
 def in_parts(vectors: Vectors, dtype: DType) -> tuple[Float[Array, "B kv S H"], Float[Array, "B kv 1 S"] | None]:
     """Return numbers of at least ``dtype``'s bits and, if there are any, factors of the vectors.
 
-    A product with the numbers is multiplied by the factors afterwards: the numbers are exact also in bfloat16.
+    The result of a matmul with the numbers is multiplied by the factors: the numbers are exact also in bfloat16.
     """
     if isinstance(vectors, Int8Vectors):
         return vectors.codes.astype(dtype), vectors.scales.swapaxes(2, 3)

@@ -39,7 +39,7 @@ class ExpertMLP(nn.Module):
         experts: Shapes and rules.
         activation: Of the gates.
         dtype: Of parameters and computation, except for the router's bias, which is float32.
-        quantize: How the weights of products are stored.
+        quantize: How the weights of matmuls are stored.
     """
 
     experts: Experts

@@ -52,7 +52,7 @@ class DecoderLayer(nn.Module):
     """One LLaMA layer over T tokens, which attend to each other through ``block_mask`` and to ``past``
     segments.
 
-    Query, key and value projections are one product, and so are gate and up: a decode step is bound by the bytes of the
+    Query, key and value projections are one matmul, and so are gate and up: a decode step is bound by the bytes of the
     weights and, on a GPU, by the number of kernels. The fused kernel keeps the key-value head as its own axis so that
     it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
     separately: the next norm adds the two. Norms, scales and the activation are those of the config.

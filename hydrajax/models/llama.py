@@ -32,7 +32,7 @@ class Llama(nn.Module):
     Attributes:
         config: Shapes and constants.
         dtype: Of parameters and computation.
-        quantize: How the products' weights are stored (`hydrajax.models.weights.Quantized`); also the embedding's if it
+        quantize: How the matmuls' weights are stored (`hydrajax.models.weights.Quantized`); also the embedding's if it
             is the lm head too and the type stores it.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
@@ -106,7 +106,7 @@ class Llama(nn.Module):
 
     @nn.nowrap
     def _products(self, hidden: Array, tokens: np.ndarray | None) -> Array:
-        """Return the products with the lm head, float32."""
+        """Return the matmul with the lm head, float32."""
         head = self.embedding if self.config.tied_lm_head else self.lm_head
         if isinstance(head, Quantized):
             return project(hidden, head if tokens is None else head.select(tokens, self.dtype), jnp.float32)

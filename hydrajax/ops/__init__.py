@@ -103,7 +103,7 @@ def matmul_parts(
 
 
 def split_heads(qkv: Num[Array, "kv parts B T H"], sizes: Sequence[int]) -> list[Num[Array, "B kv part T H"]]:
-    """Return the heads of a fused product in parts of these sizes."""
+    """Return the heads of a fused matmul in parts of these sizes."""
     return here().split_heads(qkv, np.cumsum(sizes)[:-1])
 
 

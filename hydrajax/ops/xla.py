@@ -228,7 +228,7 @@ def plain_norm(eps: float, x, scale, *added):
 
 
 def parts_first(product: Num[Array, "*rows F"], features: Iterable[int]) -> Num[Array, "*parts *rows f"]:
-    """Return a fused kernel's product with the parts, all features but the last, as leading axes."""
+    """Return a fused matmul's result with the parts, all features but the last, as leading axes."""
     rows, parts = product.ndim - 1, len(features) - 1
     split = product.reshape(*product.shape[:-1], *features)
     return jnp.moveaxis(split, range(rows, rows + parts), range(parts))

@@ -252,7 +252,7 @@ def _rounded_contract_backward(spec: str, inputs, gradient: Array):
 def _contract_rows_of_both(spec: str, a: Array, b: Array) -> Array:
     """Return ``einsum(spec, a, b)`` of bfloat16 inputs in float32, where ``spec`` is a gradient's sum over rows.
 
-    Without batch axes it is written as a product of two matrices: XLA compiles ``rd,rpf->dpf`` to an instruction that
+    Without batch axes it is written as a matmul of two matrices: XLA compiles ``rd,rpf->dpf`` to an instruction that
     fails when it runs ("Unsupported element type for DotThunk::Execute", jax 0.10.2 on a CPU without AMX).
     """
     left, right, out = re.split(",|->", spec)

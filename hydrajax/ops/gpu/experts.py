@@ -1,4 +1,4 @@
-"""GPU kernel: products of 16-bit rows with the matrices of their experts, which are read where they lie.
+"""GPU kernel: matmuls of 16-bit rows with the matrices of their experts, which are read where they lie.
 
 XLA copies an expert's matrices before it multiplies several rows with them, three times the bytes, and its `ragged_dot`
 reads those of all experts. Here a program multiplies a block of rows, all of one expert, with some of its columns. int8

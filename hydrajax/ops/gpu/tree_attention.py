@@ -2,7 +2,7 @@
 
 XLA's own program computes the scores of every slot of the cache, writes them in float32 and reads them twice. Here the
 filled slots are read once, and no score leaves the chip. All nodes of a tree attend to the whole text before it, so
-for the cache they are additional rows of one matrix product (flash decoding: slots are split among programs, whose
+for the cache they are additional rows of one matmul (flash decoding: slots are split among programs, whose
 results a second small kernel combines under a common maximum). The tree's own keys are processed before the first
 share of the cache, under the tree mask.
 
@@ -28,7 +28,7 @@ from hydrajax.models.arrays import Array
 
 NAME, SUM_NAME = "hydrajax_tree_attention", "hydrajax_tree_attention_sum"  # names in a compiled program
 MASKED, TINY = -1e30, 1e-30
-LEAST = 16  # rows and columns of a tensor core's product
+LEAST = 16  # rows and columns of a tensor core's matmul
 MOST_TOKENS = 128  # of a tree: its keys and scores stay on the chip
 MOST_LINES = 128  # queries of a program, over all heads that share a key-value head
 SLOTS = 64  # of the cache, per iteration of the kernel's loop
@@ -65,7 +65,7 @@ def attend(
 ) -> Float[Array, "B T width"]:
     """Attend to a block of T tokens and to the first ``lengths[b]`` slots of a cache.
 
-    Softmax and sums are float32, products 16-bit. The split of the sums depends neither on T nor on the number of
+    Softmax and sums are float32, matmuls 16-bit. The split of the sums depends neither on T nor on the number of
     slots, so a tree and a single token are rounded alike.
 
     Args:

@@ -39,9 +39,9 @@ class Tpu(Xla):
         return self._parts_in_place(x, kernel, dtype, stored)
 
     def _by_section(self, x, kernel, dtype):
-        """Return the products with queries, keys and values, or gate and up, joined for callers that take them apart.
+        """Multiply with queries, keys and values, or gate and up, apart, and join the results for callers.
 
-        XLA copies gate and heads out of a fused product, but removes this concatenation. With x as one axis of rows it
+        XLA copies gate and heads out of a fused matmul's result, but removes this concatenation. With x as one axis of rows it
         would relayout queries' kernels, and without the barrier multiply up within down's kernel, which is slower.
         """
         parts, heads = kernel.shape[-2], "k" * (kernel.ndim - 3)

@@ -72,7 +72,7 @@ def attend(
         return jnp.pad(repeated, widths, mode="edge")
 
     visible = jnp.asarray(block_mask).reshape(-1, n_tokens, n_tokens).astype(jnp.float32)
-    # Key-value heads first, as products write them: XLA would copy heads and keys of several sequences.
+    # Key-value heads first, as matmuls write them: XLA would copy heads and keys of several sequences.
     q, *block = (x.reshape(batch, n_kv, -1, head_dim).swapaxes(0, 1) for x in (queries, *block))
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - lines), (0, 0)))
     oldest = jnp.zeros_like(lengths) if first_seen is None else jnp.maximum(jnp.min(first_seen, axis=1), 0)
