@@ -41,8 +41,9 @@ class Tpu(Xla):
     def _by_section(self, x, kernel, dtype):
         """Multiply with queries, keys and values, or gate and up, apart, and join the results for callers.
 
-        XLA copies gate and heads out of a fused matmul's result, but removes this concatenation. With x as one axis of rows it
-        would relayout queries' kernels, and without the barrier multiply up within down's kernel, which is slower.
+        XLA copies gate and heads out of a fused matmul's result, but removes this concatenation. With x as one axis of
+        rows it would relayout queries' kernels, and without the barrier multiply up within down's kernel, which is
+        slower.
         """
         parts, heads = kernel.shape[-2], "k" * (kernel.ndim - 3)
         rows, shape = "bt"[3 - x.ndim :], x.shape[:-1]
