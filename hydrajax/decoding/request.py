@@ -53,7 +53,7 @@ class Request:
     max_new_tokens: int = 256
     grammar: GrammarLike | None = None
     stop: Sequence[str] = ()
-    seed: int | None = None
+    seed: Any = None  # an integer; `checked_seed` refuses everything else
     number: int = 0
     ignore_eos: bool = False
 
