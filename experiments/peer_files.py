@@ -18,7 +18,8 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config
 from hydrajax.files import whole_directory
-from hydrajax.formats.huggingface import eos_ids, read_config
+from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.tensors import open_tensors
 from hydrajax.lowbit.gguf import LAYER_TENSORS, TENSORS, check_installed
 from hydrajax.models.layout import MODEL, shapes
@@ -147,7 +148,7 @@ def add_fields(writer, source: Path, config: LlamaConfig) -> None:
     writer.add_token_list([by_id.get(i, f"unused{i}") for i in range(config.vocab_size)])
     writer.add_token_types([CONTROL if i in special else NORMAL for i in range(config.vocab_size)])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
-    end = next(iter(eos_ids(source)), min(special, default=0))
+    end = next(iter(Checkpoint(source).eos_ids), min(special, default=0))
     writer.add_bos_token_id(end)  # llama.cpp takes its own default otherwise, which the vocabulary may not have
     writer.add_eos_token_id(end)
     writer.add_add_bos_token(False)

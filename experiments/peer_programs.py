@@ -18,7 +18,7 @@ import numpy as np
 from peer_files import GGUF_TYPES, ctranslate2_directory, gguf_file
 
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.formats.huggingface import stored_dtype
+from hydrajax.formats.checkpoint import Checkpoint
 
 GREEDY, LOOKUP, DRAFT_MODEL = "greedy", "prompt lookup", "draft model"
 
@@ -116,7 +116,7 @@ def variants(
     for dtype in types:
         if (kind := program.kinds.get(dtype)) is None:
             continue
-        if kind == "F16" and (is_gguf or stored_dtype(base) not in ("F16", "float16")):
+        if kind == "F16" and (is_gguf or Checkpoint(base).dtype not in ("F16", "float16")):
             continue  # it would round the weights
         drafted = None if draft_model is None else converted(program, draft_model, folder / "draft_model", kind)
         model = converted(program, base, folder, kind)

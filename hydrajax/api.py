@@ -20,16 +20,16 @@ from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.huggingface import Progress, eos_ids, load_llama, read_config
+from hydrajax.formats.huggingface import Progress, load_llama
 from hydrajax.formats.load import find_own_heads
 from hydrajax.language_model import LanguageModel, Tree
 from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import AS_STORED, WIDENED
 from hydrajax.sharding import Placement, check_divides
-from hydrajax.text.tokenizer import load_tokenizer
 from hydrajax.trees import presets
 
 AUTO = "auto"
@@ -196,17 +196,17 @@ def load(
     if corpus is not None:
         Corpus(corpus)  # refuses an invalid number
     use_compilation_cache()
-    base = resolve(base, "base")
+    files = Checkpoint(resolve(base, "base"))
     if placement.base is not None:
-        check_divides(placement.base, read_config(base))
+        check_divides(placement.base, files.config)
     if adapter is not None:
         adapter = resolve(adapter, "adapter")
     if ref.is_own:  # report a missing draft before the base is read
-        find_own_heads(base)
+        find_own_heads(files)
     elif ref.name is not None:
-        ref = ref.at(resolve(ref.name, "draft", read_config(base)))
+        ref = ref.at(resolve(ref.name, "draft", files.config))
     model, params = load_llama(
-        base,
+        files,
         DTYPES.get(name),  # None for "auto"
         placement.place_base,
         quantize=None if quantize == WIDENED else quantize or (AS_STORED if name == AUTO else None),
@@ -218,13 +218,13 @@ def load(
         model.clone(kv_cache=kv_cache),
         NoDrafter(),
         Params(params, {}),
-        load_tokenizer(base),
-        eos_ids(base),
+        files.tokenizer(),
+        files.eos_ids,
         placement,
         adapter_directory=adapter,
-        base_directory=base,
+        base_directory=files.directory,
     )
-    return m.with_draft(ref, base_directory=None if force else base, draft_confidence=draft_confidence, corpus=corpus)
+    return m.with_draft(ref, base_directory=None if force else files, draft_confidence=draft_confidence, corpus=corpus)
 
 
 def _dtype_name(dtype: Any) -> str:

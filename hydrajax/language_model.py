@@ -31,6 +31,7 @@ from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
@@ -308,7 +309,7 @@ class LanguageModel:
         self,
         draft: Drafter | DraftRef | str | Path | None,
         *,
-        base_directory: str | Path | None = None,
+        base_directory: Checkpoint | str | Path | None = None,
         draft_confidence: float | None = None,
         corpus: int | None = None,
     ) -> LanguageModel:

@@ -10,10 +10,12 @@ from hydrajax.drafters.corpus import NAME, TOKENS, Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import native
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.load import is_model, load_draft, load_own_heads, stored_in_int8
+from hydrajax.formats.load import is_model, load_draft, load_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.weights import quantized_draft
 from hydrajax.ops import trace
@@ -43,7 +45,7 @@ def find_draft(
     draft: DraftRef,
     m: LoadedBase,
     *,
-    base_directory: str | Path | None = None,
+    base_directory: Checkpoint | str | Path | None = None,
     confidence: float | None = None,
     corpus: int | None = None,
 ) -> LoadedDraft:
@@ -52,7 +54,7 @@ def find_draft(
     Args:
         draft: the parsed name.
         m: the base.
-        base_directory: the base's directory, to reject heads that record another base; None accepts them.
+        base_directory: of the base, or its checkpoint, to reject heads that record another base; None accepts them.
         confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
             (`hydrajax.drafters.dspark.DSpark`).
         corpus: tokens of a suffix corpus; None for the default size.
@@ -75,20 +77,22 @@ def _one_draft(ref: DraftRef, m: LoadedBase, base_directory, confidence: float |
     """Load a draft without the sources of text next to it."""
     model, placement, directory, params = m.model, m.placement, None, {}
     if ref.is_own:
-        directory = m.base_directory or base_directory
-        if directory is None:
+        own = base_directory if isinstance(base_directory, Checkpoint) else m.base_directory or base_directory
+        if own is None:
             raise HydrajaxError(f"draft: got '{ref.name}', which needs a base that was loaded from a directory")
-        directory = Path(directory)
-        drafter, params = load_own_heads(directory, model.config, model.dtype, mesh=placement.base)
+        own = Checkpoint.of(own)
+        directory = own.directory
+        drafter, params = load_own_heads(own, model.config, model.dtype, mesh=placement.base)
     elif ref.name is not None:
         directory = resolve(ref.name, "draft", model.config)
-        if is_model(directory):
-            return _draft_model(directory, m, confidence)
+        draft = Checkpoint(directory, "draft")
+        if is_model(draft):
+            return _draft_model(draft, m, confidence)
         drafter, params = load_draft(
-            directory, model.config, model.dtype,
+            draft, model.config, model.dtype,
             base_directory=base_directory, adapter=m.adapter_directory, mesh=placement.base,
         )  # fmt: skip
-        if model.quantize is None and trace.has_few_bits() and stored_in_int8(directory):
+        if model.quantize is None and trace.has_few_bits() and native.is_int8(draft.raw):
             params = in_int8(drafter, params, BoundBase(model, m.params.base))
     else:
         drafter = ref.kind.build(model.config, model.dtype) if ref.kind else ref.drafter
@@ -106,16 +110,16 @@ def _one_draft(ref: DraftRef, m: LoadedBase, base_directory, confidence: float |
     return LoadedDraft(drafter, quantized_draft(params, model.quantize), directory)
 
 
-def _draft_model(directory: Path, m: LoadedBase, confidence: float | None) -> LoadedDraft:
+def _draft_model(draft: Checkpoint, m: LoadedBase, confidence: float | None) -> LoadedDraft:
     from hydrajax.formats.draft_model_format import load_draft_model  # most drafts are no models
 
     drafter, params = load_draft_model(
-        directory, m.model, m.params.base, m.tokenizer,
+        draft, m.model, m.params.base, m.tokenizer,
         confidence=confidence or 0.0, place=m.placement.place_draft_model,
     )  # fmt: skip
     if m.placement.base is not None and not m.placement.split and not m.placement.shard_draft:
         drafter = dataclasses.replace(drafter, copied=True)
-    return LoadedDraft(drafter, quantized_draft(params, m.model.quantize), directory)
+    return LoadedDraft(drafter, quantized_draft(params, m.model.quantize), draft.directory)
 
 
 def in_int8(drafter: Drafter, params: Any, base: BoundBase) -> Any:

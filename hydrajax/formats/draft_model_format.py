@@ -11,15 +11,16 @@ import jax
 
 from hydrajax.drafters.draft_model import DraftModel, check_confidence
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.huggingface import load_llama, read_config
+from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base_model import BaseModel
-from hydrajax.text.tokenizer import difference, load_tokenizer, token_ids
+from hydrajax.text.tokenizer import difference, token_ids
 
 WHAT = "draft"
 
 
 def load_draft_model(
-    directory: str | Path,
+    draft: Checkpoint | str | Path,
     base: BaseModel,
     base_params: Any,
     tokenizer: Any | None = None,
@@ -38,9 +39,8 @@ def load_draft_model(
     Raises:
         HydrajaxError: another tokenizer, or anything missing, damaged or unsupported.
     """
-    directory = Path(directory)
-    config = read_config(directory, WHAT)
-    own = load_tokenizer(directory, WHAT)
+    draft = Checkpoint.of(draft, WHAT)
+    config, own, directory = draft.config, draft.tokenizer(), draft.directory
     if tokenizer is not None and own is not None:
         found = difference(token_ids(tokenizer), token_ids(own), "the base", "the draft")
         if found:
@@ -52,7 +52,7 @@ def load_draft_model(
             f"other sizes need equal tokenizers, and {lacks} has none"
         )
     check_confidence(confidence)
-    model, params = load_llama(directory, base.dtype, place, what=WHAT)
+    model, params = load_llama(draft, base.dtype, place)
     size, base_size = (sum(leaf.size for leaf in jax.tree.leaves(some)) for some in (params, base_params))
     if size > base_size:
         warnings.warn(

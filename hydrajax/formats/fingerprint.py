@@ -11,30 +11,31 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
-from hydrajax.formats.huggingface import MERGED, read_config
+from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.huggingface import MERGED
 from hydrajax.formats.peft import load_adapter
-from hydrajax.formats.tensors import expect_tensors, open_base_tensors, read_json
+from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.llama_config import LlamaConfig
 
 ROWS = 64  # of the embedding; these and the norms distinguish fine-tunes of one model
 
 
-def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path | None = None) -> dict[str, Any]:
+def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str | Path | None = None) -> dict[str, Any]:
     """Return ``{"shapes": {...}, "sha256": ...}``, and ``"adapter"`` with a hash of the adapter if there is one.
 
     Numbers are rounded to bfloat16 first, so the fingerprint does not depend on the stored dtype. A base into which an
     adapter was merged (`hydrajax.formats.huggingface.export_merged`) has the fingerprint of base and adapter.
 
     Args:
-        directory: the base in Hugging Face's format.
+        base: the base in Hugging Face's format.
         what: begins error messages.
         adapter: directory of an adapter.
 
     Raises:
         HydrajaxError: files are missing, damaged or not a base's.
     """
-    config = read_config(directory, what)
-    files, digest = open_base_tensors(Path(directory), what), hashlib.sha256()
+    base, digest = Checkpoint.of(base, what), hashlib.sha256()
+    config, files = base.config, base.files
     first_norm = next(iter(NORMS[config.norms].values()))
     wanted = {
         "model.embed_tokens.weight": (config.vocab_size, config.width),
@@ -48,7 +49,7 @@ def fingerprint(directory: str | Path, what: str = "base", adapter: str | Path |
     found = {"shapes": shapes_of(config), "sha256": digest.hexdigest()}
     if adapter is not None:
         return found | {"adapter": load_adapter(adapter, config).sha256}
-    merged = read_json(Path(directory) / "config.json", what).get(MERGED)
+    merged = base.raw.get(MERGED)
     return found | ({} if merged is None else {"adapter": merged})
 
 
@@ -57,9 +58,12 @@ def shapes_of(config: LlamaConfig) -> dict[str, int]:
     return {name: getattr(config, name) for name in ("vocab_size", "width", "n_layers", "n_heads", "n_kv_heads")}
 
 
-def check_fingerprint(recorded: Any, name: str, directory: Path, what: str, adapter: str | Path | None = None) -> None:
-    """Refuse heads that record another base, ``name``, than the one in ``directory`` with this adapter."""
-    mine = fingerprint(directory, adapter=adapter)
+def check_fingerprint(
+    recorded: Any, name: str, base: Checkpoint | str | Path, what: str, adapter: str | Path | None = None
+) -> None:
+    """Refuse heads that record another base, ``name``, than this one with this adapter."""
+    base = Checkpoint.of(base)
+    mine, directory = fingerprint(base, adapter=adapter), base.directory
     if recorded == mine:
         return
     found = recorded if isinstance(recorded, dict) else {}

@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 from hydrajax.drafters.drafter import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES
-from hydrajax.files import check_directory
 from hydrajax.formats import native
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import OWN
 from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
 from hydrajax.formats.interface import LAST_NORM, HeadFormat
-from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_base_tensors, open_tensors, read_json
+from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
 from hydrajax.models.llama import Llama
@@ -37,11 +37,11 @@ RECORD = "hydrajax"  # field of an exported config.json: the base's fingerprint 
 
 
 def load_draft(
-    directory: str | Path,
+    draft: Checkpoint | str | Path,
     base: LlamaConfig,
     dtype=jnp.float32,
     *,
-    base_directory: str | Path | None = None,
+    base_directory: Checkpoint | str | Path | None = None,
     adapter: str | Path | None = None,
     mesh: Mesh | None = None,
 ):
@@ -49,33 +49,28 @@ def load_draft(
 
     Args:
         dtype: of parameters and computation; None for the files' own.
-        base_directory: directory of the base. Heads that record their base are then refused for any other; most
-            released ones have no record.
+        base_directory: the base's directory or checkpoint. Heads that record their base are then refused for any other;
+            most released ones have no record.
         adapter: directory of the base's adapter. A base with an adapter is another base than without.
         mesh: shards the heads as the base is; None for the default device.
 
     Raises:
         HydrajaxError: anything missing, damaged, unsupported or made for another base.
     """
-    directory = Path(directory)
-    check_directory(directory, WHAT)
-    config = read_json(directory / "config.json", WHAT)
+    draft = Checkpoint.of(draft, WHAT)
+    draft.check_directory()
+    directory, config = draft.directory, draft.raw
     format = None if native.MARK in config else find_format(directory, config)
     record = config.get(RECORD)
     if base_directory is not None and isinstance(record, dict) and record.get("base"):
         name = str(config.get("base_model_name_or_path") or "")
-        check_fingerprint(record["base"], name, Path(base_directory), f"{WHAT}: {directory}", adapter)
+        check_fingerprint(record["base"], name, base_directory, f"{WHAT}: {directory}", adapter)
     dtype = None if dtype is None else jnp.dtype(dtype)
     if format is None:
         drafter, arrays = native.load_native(directory, config, base, dtype)
         put = _head_placer(drafter, base, mesh)
         return drafter, jax.tree.map_with_path(lambda path, x: put(tuple(key.key for key in path), x), arrays)
     return load_released(directory, config, base, dtype, format, mesh)
-
-
-def stored_in_int8(directory: Path) -> bool:
-    """Return whether `load_draft` widens the matrices of this directory from int8."""
-    return native.is_int8(read_json(directory / "config.json", WHAT))
 
 
 def find_format(directory: Path, config: dict) -> HeadFormat:
@@ -91,7 +86,7 @@ def find_format(directory: Path, config: dict) -> HeadFormat:
     raise HydrajaxError(f"{WHAT}: {directory} holds no draft heads of a supported format: {supported}")
 
 
-def is_model(directory: str | Path) -> bool:
+def is_model(draft: Checkpoint | str | Path) -> bool:
     """Return True if a directory holds a whole model of a supported family and no draft heads.
 
     Heads may also have a model's ``config.json`` (EAGLE), or be in one file with their base (Medusa-2).
@@ -99,9 +94,9 @@ def is_model(directory: str | Path) -> bool:
     Raises:
         HydrajaxError: no directory, no ``config.json`` or a damaged file.
     """
-    directory = Path(directory)
-    check_directory(directory, WHAT)
-    config = read_json(directory / "config.json", WHAT)
+    draft = Checkpoint.of(draft, WHAT)
+    draft.check_directory()
+    directory, config = draft.directory, draft.raw
     kind = config.get("model_type")
     if not isinstance(kind, str) or native.MARK in config or kind not in FAMILIES:
         return False
@@ -111,31 +106,33 @@ def is_model(directory: str | Path) -> bool:
     return LAST_NORM in names and not any(format.recognises(config, names) for format in formats())
 
 
-def load_own_heads(directory: str | Path, base: LlamaConfig, dtype=jnp.float32, *, mesh: Mesh | None = None):
+def load_own_heads(
+    base_files: Checkpoint | str | Path, base: LlamaConfig, dtype=jnp.float32, *, mesh: Mesh | None = None
+):
     """Load ``(drafter, draft_params)`` of the MTP module in the base's own files.
 
     Args:
-        directory: of the base; quantised modules are widened. The other arguments are those of `load_draft`.
+        base_files: the base's checkpoint; quantised modules are widened. The other arguments are those of `load_draft`.
 
     Raises:
         HydrajaxError: there is no module, or one that is not supported.
     """
-    directory = Path(directory)
-    format, config, files = find_own_heads(directory)
-    return load_released(directory, config, base, None if dtype is None else jnp.dtype(dtype), format, mesh, files)
+    base_files = Checkpoint.of(base_files, WHAT)
+    format = find_own_heads(base_files)
+    directory, raw, files = base_files.directory, base_files.raw, base_files.files
+    return load_released(directory, raw, base, None if dtype is None else jnp.dtype(dtype), format, mesh, files)
 
 
-def find_own_heads(directory: Path) -> tuple[HeadFormat, dict, TensorFiles]:
-    """Return the format of the MTP module in a base's files, the base's ``config.json`` and the files."""
-    config, files = read_json(directory / "config.json", WHAT), open_base_tensors(directory, WHAT)
-    names = set(files)
+def find_own_heads(base: Checkpoint) -> HeadFormat:
+    """Return the format of the MTP module in a base's files."""
+    names = set(base.files)
     modules = FILES[OWN].formats
     for format in modules:
-        if format.found_in(config, names):
-            return format, config, files
-    known = " or ".join(f"'{format.prefix(config)}*'" for format in modules)
+        if format.found_in(base.raw, names):
+            return format
+    known = " or ".join(f"'{format.prefix(base.raw)}*'" for format in modules)
     raise HydrajaxError(
-        f"{WHAT}: got '{OWN}', but the base in {directory} has no MTP module (no tensors {known}); name "
+        f"{WHAT}: got '{OWN}', but the base in {base.directory} has no MTP module (no tensors {known}); name "
         "heads or another draft"
     )
 

@@ -300,13 +300,18 @@ def check_method(config: dict, where: str) -> None:
         plugins.find("base_files", "low_bits").read_method(config, where)
 
 
-def open_base_tensors(directory: Path, what: str) -> TensorFiles:
+def open_base_tensors(directory: Path, what: str, config: dict | None = None) -> TensorFiles:
     """Open the weights of a base, see `open_tensors`; quantised layers appear as float ones.
+
+    Args:
+        directory: the base's.
+        what: begins error messages.
+        config: the content of ``config.json``; by default it is read.
 
     Raises:
         HydrajaxError: begins with ``what``; the files are missing or damaged, or the method is not implemented.
     """
-    config = read_json(directory / "config.json", what)
+    config = read_json(directory / "config.json", what) if config is None else config
     if any(config.get(field) for field in METHOD):
         return plugins.find("base_files", "low_bits").open_low_bits(directory, config, what)
     return open_tensors(directory, MODEL, what)

@@ -20,7 +20,8 @@ from helpers.draft_heads import VOCAB, identical
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import huggingface
-from hydrajax.formats.huggingface import eos_ids, export_llama, load_llama
+from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.huggingface import export_llama, load_llama
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import Parameter
@@ -289,14 +290,14 @@ def test_eos_ids(tmp_path, generation, config, expected):
     if generation != "no file":
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
-    assert eos_ids(tmp_path) == expected
+    assert Checkpoint(tmp_path).eos_ids == expected
 
 
 @pytest.mark.parametrize("found", ["</s>", [2, "</s>"], True, 2.5])
 def test_eos_ids_that_are_not_ids(tmp_path, found):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": found}))
     with pytest.raises(HydrajaxError, match=re.escape("eos_token_id")):
-        eos_ids(tmp_path)
+        _ = Checkpoint(tmp_path).eos_ids
 
 
 # --- export ---------------------------------------------------------------------------------------------------
@@ -368,5 +369,5 @@ def test_config_tokenizer_and_extra(tiny_model, tmp_path, ids, written):
     export_llama(tmp_path / "base", *tiny_model, tokenizer=FakeTokenizer(), eos_ids=ids, extra={"steps": 10})
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["steps"]) == (1, written, 10)
-    assert eos_ids(tmp_path / "base") == ids
+    assert Checkpoint(tmp_path / "base").eos_ids == ids
     assert (tmp_path / "base" / "tokenizer.json").exists()

@@ -14,13 +14,15 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
+import hydrajax
 from helpers.forced import forced_logits
 from helpers.released import WIDTH, refusal
 from helpers.torch_heads import VOCAB, Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
-from hydrajax import api
+from hydrajax import api, assets
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.formats import checkpoint
 from hydrajax.formats.load import load_draft
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
@@ -396,3 +398,11 @@ def test_bin_without_torch(base, base_state, base_config, tmp_path, monkeypatch)
     save(tmp_path, state, medusa_2_config(base_config, 2, 1), "bin")
     monkeypatch.setitem(sys.modules, "torch", None)
     refused(tmp_path, base, "pytorch_model.bin", "files need torch: pip install")
+
+
+def test_each_configuration_is_read_once(monkeypatch):
+    read, names = checkpoint.read_json, []
+    monkeypatch.setattr(checkpoint, "read_json", lambda path, what: names.append(str(path)) or read(path, what))
+    hydrajax.load("shipped", "hydra++")
+    configs = [name for name in names if name.endswith("config.json") and "generation" not in name]
+    assert configs == [str(assets.path(name) / "config.json") for name in ("base", "hydra_pp")]

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from helpers.every_format import BASE, BASES
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import eos_ids, load_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
 
 SECONDS, MEGABYTES = 5, 500  # limits of CPU time and additional memory per case
@@ -84,7 +85,7 @@ def outcomes(directory: Path, base: Path | None = None, dtype=jnp.float32) -> di
     readers: dict[str, Callable] = {}
     if directory.name in BASES:
         readers = {"base": lambda: load_llama(directory, dtype or jnp.bfloat16, quantize=None if dtype else "int8")}
-        readers |= {"fingerprint": lambda: fingerprint(directory), "eos": lambda: eos_ids(directory)}
+        readers |= {"fingerprint": lambda: fingerprint(directory), "eos": lambda: Checkpoint(directory).eos_ids}
     if directory.name not in BASES or directory.name == "medusa_2":
         readers["draft"] = lambda: load_draft(directory, BASE, dtype, base_directory=base)
     loads, files = {}, sorted(directory.parent.rglob("*"))

@@ -23,8 +23,9 @@ from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
 from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.huggingface import eos_ids, load_llama, read_config, stored_dtype
+from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.tensors import GGUF_INDEX, open_tensors
 from hydrajax.lowbit import gguf as module
 from hydrajax.lowbit import gguf_tensors
@@ -129,7 +130,7 @@ def test_every_tensor_is_dequantised_exactly(write, kind):
         stored = {"F32": "float32", "BF16": "bfloat16"}.get(tensor.tensor_type.name, "float16")
         assert files.dtype(name) == stored
         assert ours.dtype == (stored if kind in ("F32", "F16", "BF16") else np.float32)
-    assert stored_dtype(resolve(file, "base")) == {"F32": "float32", "BF16": "bfloat16"}.get(kind, "float16")
+    assert Checkpoint(resolve(file, "base")).dtype == {"F32": "float32", "BF16": "bfloat16"}.get(kind, "float16")
 
 
 @pytest.mark.parametrize("kind", module.K_QUANTS)
@@ -262,7 +263,7 @@ def test_other_scaling(write):
 )
 def test_tokens_that_end_generation(write, more, ids):
     fields = {f"tokenizer.ggml.{name}_token_id": token for name, token in more.items()}
-    assert eos_ids(resolve(write(fields=fields), "base")) == ids
+    assert Checkpoint(resolve(write(fields=fields), "base")).eos_ids == ids
 
 
 def test_a_draft_model(models, tokenizer, tmp_path):

@@ -21,8 +21,9 @@ import hydrajax
 from helpers.lora_files import apply_lora, write_lora
 from helpers.low_bit_layers import CASES, UP, change, compressed, read_all
 from helpers.released import refusal
+from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import export_merged, load_llama, stored_dtype
+from hydrajax.formats.huggingface import export_merged, load_llama
 from hydrajax.formats.tensors import open_base_tensors, save_safetensors
 from hydrajax.lowbit.files import low_bit_tensors
 from hydrajax.models.attention import causal_mask
@@ -257,7 +258,7 @@ def test_biases_of_zeros(quantised):
 
 
 def test_the_dtype_is_the_one_of_the_published_model(quantised):
-    assert stored_dtype(quantised("fp8")[0]) == "bfloat16"
+    assert Checkpoint(quantised("fp8")[0]).dtype == "bfloat16"
 
 
 def test_a_merged_adapter(float_checkpoint, quantised, tmp_path):
@@ -268,7 +269,7 @@ def test_a_merged_adapter(float_checkpoint, quantised, tmp_path):
     adapter = write_lora(tmp_path / "lora", model)
     assert hydrajax.load(directory, adapter=adapter, merge=True).model.quantize is None  # rounding would lose the sum
     export_merged(tmp_path / "merged", directory, adapter)
-    assert stored_dtype(tmp_path / "merged") == "bfloat16"
+    assert Checkpoint(tmp_path / "merged").dtype == "bfloat16"
     apply_lora(model, adapter)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     for name, expected in model.state_dict().items():
