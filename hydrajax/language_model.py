@@ -18,13 +18,12 @@ from hydrajax import plugins, processes
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.decode import DecodeResult
-from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.keywords import Rule, SamplingKeywords, make_request, requests_of_prompts
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
-from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.drafters.corpus import NAME as CORPUS
 from hydrajax.drafters.corpus import Corpus, corpus_of
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
@@ -559,7 +558,7 @@ def make_executor(m: LanguageModel, program: Program, request: Request | None = 
         raise HydrajaxError(f"{names[0]}: requires a draft model with its own devices (placement)")
     if program.grammars and processes.spans(m.placement.base):
         processes.refuse_several("grammar")
-    kind = SteppedExecutor if program.grammars else FusedExecutor
+    kind = plugins.find("executors", "stepped" if program.grammars else "fused")
     return kind(*given, tokenizer=m.tokenizer, mesh=m.placement.base)
 
 

@@ -95,7 +95,10 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "penalties": "hydrajax.decoding.processors:Penalties",
     },
     "grammars": {"schema": "hydrajax.grammar.grammar:of_schema"},
-    "executors": {},
+    "executors": {
+        "fused": "hydrajax.decoding.executor:FusedExecutor",
+        "stepped": "hydrajax.decoding.stepped:SteppedExecutor",
+    },
     "tuners": {"trees": "hydrajax.bench.contests.fastest:measure"},
     "recipes": {},
     "commands": {

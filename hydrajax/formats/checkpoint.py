@@ -110,6 +110,12 @@ class Checkpoint:
             raise HydrajaxError(f"{name}: eos_token_id: got {found!r}, expected an integer or a list of integers")
         return ids
 
+    def adapter(self, directory: str | Path) -> Any:
+        """Return an adapter of this base (`hydrajax.formats.peft.load_adapter`)."""
+        from hydrajax.formats.peft import load_adapter  # most bases have none
+
+        return load_adapter(directory, self.config)
+
     def tokenizer(self) -> Any | None:
         """Return the tokenizer, None if there is none (`hydrajax.text.tokenizer.load_tokenizer`)."""
         return load_tokenizer(self.directory, self.what)

@@ -13,7 +13,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.huggingface import MERGED
-from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -48,7 +47,7 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
         digest.update(np.asarray(files.read(name, ROWS), jnp.bfloat16).tobytes())
     found = {"shapes": shapes_of(config), "sha256": digest.hexdigest()}
     if adapter is not None:
-        return found | {"adapter": load_adapter(adapter, config).sha256}
+        return found | {"adapter": base.adapter(adapter).sha256}
     merged = base.raw.get(MERGED)
     return found | ({} if merged is None else {"adapter": merged})
 

@@ -25,7 +25,6 @@ from hydrajax.families.family_registry import from_llama_config
 from hydrajax.formats.checkpoint import WHAT, Checkpoint
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
-from hydrajax.formats.peft import load_adapter
 from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import with_adapter
@@ -94,7 +93,7 @@ def load_llama(
     base = Checkpoint.of(base, what)
     base.check_directory()
     base.check_tensors()
-    lora = None if adapter is None else load_adapter(adapter, base.config)
+    lora = None if adapter is None else base.adapter(adapter)
     dtype = default_dtype(base.dtype) if dtype is None else jnp.dtype(dtype)
     if quantize == AS_STORED:
         quantize = None if lora and merge else base.weight_type
@@ -250,7 +249,7 @@ def export_merged(
     model, params = load_llama(
         base, dtype or base.dtype, lambda array, _: np.asarray(array), adapter=adapter, merge=True
     )
-    extra = {MERGED: load_adapter(adapter, model.config).sha256}
+    extra = {MERGED: base.adapter(adapter).sha256}
     export_llama(
         directory, model, params, tokenizer=base.tokenizer(), dtype=model.dtype, eos_ids=base.eos_ids,
         extra=extra, overwrite=overwrite,
