@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 from helpers.draft_heads import VOCAB, identical
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats import huggingface
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.lowbit import tiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import Parameter
@@ -117,7 +117,7 @@ def test_an_lm_head_is_quantised_some_columns_at_a_time(llama_checkpoint, monkey
     assert whole["embedding" if tied else "lm_head"].shape[0] > 1  # tiles
     read, slices = Parameter.__getitem__, []
     monkeypatch.setattr(Parameter, "__getitem__", lambda self, index: slices.append(index) or read(self, index))
-    monkeypatch.setattr(huggingface, "COLUMNS_AT_ONCE", 64)
+    monkeypatch.setattr(tiles, "COLUMNS_AT_ONCE", 64)
     parts = load_llama(directory, quantize="int4")[1]
     assert (slice(None), slice(64, 128)) in slices
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
