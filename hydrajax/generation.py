@@ -12,7 +12,7 @@ import numpy as np
 from hydrajax.decoding.decode import Inputs
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.keywords import RULES
+from hydrajax.decoding.keywords import rule_name
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.request import Request, sampling_params
 from hydrajax.drafters.corpus import corpus_of
@@ -293,9 +293,8 @@ def _decode(
 def _compilation(executor: Executor, given: Inputs) -> str:
     """Describe the programs that these inputs need."""
     program, (batch, width) = executor.program, given.prompt.shape
-    rule = next((name for name, kind in RULES.items() if program.rule is kind), program.rule.__name__)
     tree = f"a tree of {program.verified_nodes} nodes" if program.longest_path else "no tree"
-    return f"compiling the rule {rule} with {tree} for {batch} x {width} prompt tokens"
+    return f"compiling the rule {rule_name(program.rule)} with {tree} for {batch} x {width} prompt tokens"
 
 
 def _logprobs(now: Snapshot, row: int, used: int) -> dict[str, Any]:

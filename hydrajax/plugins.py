@@ -119,6 +119,14 @@ BUILT_IN: dict[str, dict[str, str]] = {
 }
 
 
+ADDED: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
+
+
+def add(group: str, name: str, part: Any) -> None:
+    """Add a part to this process, such as a rule of a notebook; an entry point adds it to every process."""
+    ADDED[group][name] = part
+
+
 def find(group: str, name: str) -> Any:
     """Import and return a part.
 
@@ -129,6 +137,8 @@ def find(group: str, name: str) -> Any:
     Raises:
         HydrajaxError: no part has this name, two packages have it, or the package that has it cannot be imported.
     """
+    if name in ADDED[group]:
+        return ADDED[group][name]
     if value := BUILT_IN[group].get(name):
         return EntryPoint(name, value, group).load()
     entries = declared(group).get(name, ())
@@ -149,7 +159,7 @@ def find(group: str, name: str) -> Any:
 
 
 class Group(Mapping[str, Any]):
-    """The parts of a group by name: the built-in ones, then those of installed packages, sorted.
+    """The parts of a group by name: the built-in ones, those of installed packages, sorted, and added ones.
 
     A part is imported when it is looked up; names alone import nothing.
     """
@@ -163,11 +173,10 @@ class Group(Mapping[str, Any]):
         return find(self.name, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in BUILT_IN[self.name] or name in declared(self.name)
+        return name in list(self)
 
     def __iter__(self) -> Iterator[str]:
-        yield from BUILT_IN[self.name]
-        yield from declared(self.name)
+        return iter(dict.fromkeys((*BUILT_IN[self.name], *declared(self.name), *ADDED[self.name])))
 
     def __len__(self) -> int:
         return len(list(iter(self)))

@@ -23,9 +23,8 @@ NEEDS_SERVER = (
 )  # fmt: skip
 # Flags of a base and a draft that a server's certificate has no use for.
 NOT_WITH_SERVER = (
-    "draft", "draft_confidence", "tree", "draft_devices", "limit", "samples", "rule", "temperature", "top_k", "top_p",
-    "min_p", "epsilon", "alpha", "json_schema", "regex", "choices", "lark",
-    *(number.name for number in options.PROCESSOR_NUMBERS),
+    "draft", "draft_confidence", "tree", "draft_devices", "limit", "samples", "rule", "json_schema", "regex", "choices",
+    "lark",
 )  # fmt: skip
 
 
@@ -133,7 +132,7 @@ def _settings(args: argparse.Namespace, defaults: dict[str, object]) -> Settings
         raise HydrajaxError(f"reference: got {found} of --reference and --base, expected one of them")
     if args.reference is None and (args.reference_model or args.reference_api_key):
         raise HydrajaxError("reference_model: requires --reference")
-    for name in NOT_WITH_SERVER:
+    for name in (*NOT_WITH_SERVER, *options.sampling_flags()):
         if getattr(args, name, None) != defaults.get(name):
             raise HydrajaxError(f"{name}: does not apply to --server, which decodes by its own settings")
     tolerance = 0.05 if args.tolerance is None else args.tolerance

@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets, plugins
-from hydrajax.decoding.keywords import RULES, make_request
-from hydrajax.decoding.processors import PROCESSORS
+from hydrajax.decoding.keywords import RULES, make_request, rule_name
+from hydrajax.decoding.processors import PROCESSORS, processor_fields
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import SEED_BITS, Request
 from hydrajax.errors import HydrajaxError, integer_in, one_line
@@ -38,8 +38,7 @@ from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.tree_json import content_of
 
 LARGEST = 2**31 - 1  # numbers of tokens, sequences and nodes are int32
-RULE_NUMBERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
-PROCESSOR_NUMBERS = tuple(each for cls in PROCESSORS for each in dataclasses.fields(cls))
+RULE_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "epsilon", "alpha")
 
 # --- types of arguments ---------------------------------------------------------------------------------------------
 
@@ -272,11 +271,26 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--min-p", metavar="P", type=float, help="keep tokens at least P times as likely as the top one")
     group.add_argument("--epsilon", metavar="E", type=float, help="typical: set the posterior threshold (default 0.1)")
     group.add_argument("--alpha", metavar="A", type=float, help="typical: set the entropy factor (default sqrt(E))")
-    group = parser.add_argument_group("logits processors, with any rule")
-    for number in PROCESSOR_NUMBERS:
-        about = dict(number.metadata)
-        parse = about.pop("parse", float)
-        group.add_argument(f"--{number.name.replace('_', '-')}", type=_argument(parse), **about)
+    described, processors = _described_parameters(), processor_fields()
+    other = parser.add_argument_group("logits processors, with any rule")
+    for name, (metavar, parse, about) in described.items():
+        to = other if name in processors else group
+        to.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, type=_argument(parse), help=about)
+
+
+def _described_parameters() -> dict[str, tuple[str, Callable[[str], Any], str]]:
+    """Return metavar, parser and help of the parameters of rules and processors that describe themselves."""
+    fields = (field for kind in (*RULES.values(), *PROCESSORS.values()) for field in dataclasses.fields(kind))
+    return {
+        field.name: (about.get("metavar", "X"), about.get("parse", float), about["help"])
+        for field in fields
+        if "help" in (about := field.metadata)
+    }
+
+
+def sampling_flags() -> tuple[str, ...]:
+    """Return the names of the arguments of `add_sampling_arguments` that are parameters of rules and processors."""
+    return (*RULE_PARAMETERS, *_described_parameters())
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
@@ -317,9 +331,9 @@ def request_from(args: argparse.Namespace) -> Request:
     fields = {"grammar": grammar_from(args) if "json_schema" in args else None}
     if "max_new_tokens" in args:
         fields["max_new_tokens"] = args.max_new_tokens
-    names = (*RULE_NUMBERS, *(number.name for number in PROCESSOR_NUMBERS))
-    request = make_request(args.rule, fields=fields, **{name: getattr(args, name) for name in names})
-    args.rule = args.rule or next(name for name, kind in RULES.items() if type(request.rule) is kind)
+    given = {name: getattr(args, name) for name in sampling_flags()}
+    request = make_request(args.rule, fields=fields, **given)
+    args.rule = args.rule or rule_name(type(request.rule))
     return request
 
 

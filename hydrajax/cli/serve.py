@@ -11,6 +11,7 @@ from functools import partial
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.cli.signals import Terminated
+from hydrajax.decoding.keywords import RULES
 from hydrajax.language_model import AUTO
 
 
@@ -63,6 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     requests.add_argument(
         "--temperature", metavar="T", type=float, default=0.0, help=f"temperature, 0 is greedy {default}"
+    )
+    requests.add_argument(
+        "--rule",
+        metavar="NAME",
+        default="exact",
+        choices=list(RULES),
+        help=f"accept drafts by this rule, whose parameters are fields of requests: %(choices)s {default}",
     )
     batch = parser.add_argument_group("batch")
     batch.add_argument(

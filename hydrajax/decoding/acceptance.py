@@ -16,11 +16,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, is_mixed, parameters_as_arrays
 from hydrajax.decoding.processors import NodeContext, TokenCounts, process
-from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_cuts, check_temperature, shaped
+from hydrajax.decoding.sampling import NEUTRAL, TOP_K, Sampling, check_cuts, check_temperature, shaped
 from hydrajax.drafters.drafter import Draw, Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -92,7 +93,9 @@ class VerifyResult(NamedTuple):
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """An acceptance rule.
+    """An acceptance rule: a frozen dataclass of parameters that all have defaults, under
+    `hydrajax.decoding.parameters.parameters_as_arrays`. Its name in `hydrajax.plugins` makes it an argument of
+    `generate`, ``--rule`` and a server, and its fields keywords and fields of JSON.
 
     Random keys belong to positions of a sequence's output (`hydrajax.decoding.sampling.position_keys`), so a sequence
     draws the same tokens in every batch.
@@ -189,10 +192,10 @@ class Typical(JudgesBestGuesses):
     epsilon: float = 0.1
     alpha: float | None = None
     temperature: float = 0.7
-    top_k: int | None = field(default=None, kw_only=True)
+    top_k: int | None = field(default=None, kw_only=True, metadata=TOP_K)
     top_p: float = field(default=1.0, kw_only=True)
     min_p: float = field(default=0.0, kw_only=True)
-    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL
+    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL | {"alpha": lambda rule: np.sqrt(np.float32(rule.epsilon))}
     draws: ClassVar[bool] = False
     same_output: ClassVar[bool] = False
 

@@ -8,10 +8,10 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
+from hydrajax import plugins
+from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.processors import PROCESSOR_OF, make_processors
-from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.processors import make_processors, processor_fields
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError, hint, not_allowed
 
@@ -33,17 +33,17 @@ class SamplingKeywords(TypedDict, total=False):
 
 
 Rule = AcceptanceRule | str  # or its name
-RULES: dict[str, type[AcceptanceRule]] = {
-    "greedy": Greedy,
-    "typical": Typical,
-    "exact": ExactSampling,
-    "rejection": RejectionSampling,
-}
+RULES = plugins.Group("rules")  # their classes
 
 
-def parameters_of(name: str) -> tuple[str, ...]:
+def rule_name(kind: type[Any]) -> str:
+    """Return the name of a class of rules, that of the class if it has no other."""
+    return next((name for name, other in RULES.items() if other is kind), kind.__name__)
+
+
+def parameters_of(rule: type[Any]) -> tuple[str, ...]:
     """Return the names of a rule's parameters: its fields."""
-    return tuple(field.name for field in dataclasses.fields(RULES[name]))
+    return tuple(field.name for field in dataclasses.fields(rule))
 
 
 # The other keywords of `hydrajax.LanguageModel`'s methods, and the names of other libraries for them.
@@ -66,10 +66,11 @@ OTHERS_WORDS = {
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raise `HydrajaxError` with what to write for a keyword that is not in `SamplingKeywords`."""
-    known = [*SamplingKeywords.__annotations__, *ARGUMENTS]
+    """Raise `HydrajaxError` with what to write for a keyword that is no parameter of a rule or processor."""
+    parameters = [*(name for rule in RULES.values() for name in parameters_of(rule)), *processor_fields()]
+    known = [*dict.fromkeys(parameters), *ARGUMENTS]
     for name in names:
-        if name not in SamplingKeywords.__annotations__:
+        if name not in parameters:
             what = hint(name, known, OTHERS_WORDS) or f"; expected one of {', '.join(known)}"
             raise HydrajaxError(f"{name}: unknown argument{what}")
 
@@ -82,7 +83,7 @@ def default_rule(parameters: Mapping[str, Any]) -> str:
     Args:
         parameters: Keywords; only the parameters of rules count.
     """
-    parameters = {name: value for name, value in parameters.items() if name not in (*PROCESSOR_OF, "processors")}
+    parameters = {name: value for name, value in parameters.items() if name not in (*processor_fields(), "processors")}
     temperature = parameters.get("temperature")
     several = isinstance(temperature, (Sequence, np.ndarray)) and not isinstance(temperature, str)
     if all(value is None or value == 0 for value in (temperature if several else [temperature])):
@@ -103,8 +104,8 @@ def make_rule(name: str, **parameters: Any) -> AcceptanceRule:
     if name == "greedy" and given.get("temperature") == 0:
         del given["temperature"]
     for parameter in given:
-        if parameter not in parameters_of(name):
-            takers = ", ".join(other for other in RULES if parameter in parameters_of(other))
+        if parameter not in parameters_of(RULES[name]):
+            takers = ", ".join(other for other, kind in RULES.items() if parameter in parameters_of(kind))
             only = f", only with {takers}" if takers else ""
             only += " or with a temperature" if name == "greedy" and parameter in ("top_k", "top_p", "min_p") else ""
             raise HydrajaxError(f"{parameter}: got a value for the rule {name}, expected none{only}")
@@ -120,20 +121,19 @@ def make_request(
         rule: A rule, or the name of one.
         processors: Applied after those that the parameters construct.
         fields: The other fields of the request.
-        parameters: Of a named rule, and of processors (`hydrajax.decoding.processors.PROCESSORS`) with any rule.
+        parameters: Of a named rule, and of processors (`hydrajax.decoding.processors.processor_fields`) with any rule.
 
     Raises:
         HydrajaxError: As `make_rule`, for an unknown keyword, and for a rule's parameter together with a rule object.
     """
     check_names(parameters)
     given = {name: value for name, value in parameters.items() if value is not None}
-    of_rule = {name: value for name, value in given.items() if name not in PROCESSOR_OF}
-    of_processors = {name: value for name, value in given.items() if name in PROCESSOR_OF}
+    of_processors = {name: given.pop(name) for name in processor_fields() if name in given}
     if rule is None or isinstance(rule, str):
-        rule = make_rule(rule or default_rule(of_rule), **of_rule)
-    elif of_rule:
+        rule = make_rule(rule or default_rule(given), **given)
+    elif given:
         raise HydrajaxError(
-            f"{next(iter(of_rule))}: got a value next to a rule object, expected none: set it in the rule"
+            f"{next(iter(given))}: got a value next to a rule object, expected none: set it in the rule"
         )
     return Request(rule, (*make_processors(**of_processors), *processors), **fields)
 

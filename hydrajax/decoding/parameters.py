@@ -28,7 +28,8 @@ LEAST_TEMPERATURE, LEAST_SHARE, LARGEST_NUMBER = 1e-5, 1e-30, 1e9
 def parameters_as_arrays(cls: type[T]) -> type[T]:
     """Register a frozen dataclass of sampling parameters as a pytree of these parameters.
 
-    ``NEUTRAL`` of the class gives the values without effect. An instance is ``mixed`` if the arrays of some sequences
+    ``NEUTRAL`` of the class gives the values without effect; a function gives that of an omitted one (None) from the
+    others. An instance is ``mixed`` if the arrays of some sequences
     may hold such values (`batched`); this is part of the tree's structure. Leaves may be arrays or anything that JAX
     puts in their place, and are not validated.
     """
@@ -69,6 +70,14 @@ def effective(item: Any, name: str) -> Any:
     return None if is_number and value == getattr(item, "NEUTRAL", {}).get(name) else value
 
 
+def with_all_effects(cls: type[T]) -> T:
+    """Return an instance of which every parameter counts as having an effect, as `batched` takes it in ``like``."""
+    found = cls()
+    for name in getattr(cls, "NEUTRAL", {}):
+        object.__setattr__(found, name, np.float32(0))
+    return found
+
+
 def is_mixed(item: Any) -> bool:
     """Return whether the sequences of a batch may differ in which parameters have an effect."""
     return getattr(item, "mixed", False)
@@ -107,7 +116,9 @@ def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
         found = copy.copy(row)
         for name in used:
             value = getattr(row, name)
-            object.__setattr__(found, name, _as_array(LARGEST if value is None else value))
+            if value is None:
+                value = neutral[name](row) if callable(neutral[name]) else LARGEST
+            object.__setattr__(found, name, _as_array(value))
         object.__setattr__(found, "mixed", mixed)
         return found
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
+from hydrajax import plugins
 from hydrajax.decoding import parameters
 from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, effective, parameters_as_arrays
 from hydrajax.drafters.draft_lm_head import is_allowed
@@ -120,9 +121,35 @@ class LogitsProcessor(Protocol):
         """
 
 
+class NumericProcessor:
+    """Base of processors whose parameters are numbers, with their values without effect in ``NEUTRAL``.
+
+    A subclass is a frozen dataclass under `hydrajax.decoding.parameters.parameters_as_arrays`. It defines ``__call__``
+    and ``reference``. Its name in `hydrajax.plugins` makes its fields keywords, flags and fields of JSON.
+    """
+
+    NEUTRAL: ClassVar[dict[str, float]]
+    counts_tokens: ClassVar[bool] = False
+
+    @property
+    def has_effect(self):
+        return any(effective(self, name) is not None for name in self.NEUTRAL)
+
+    def active(self):
+        found = jnp.asarray(False)
+        for name, neutral in self.NEUTRAL.items():
+            if (value := effective(self, name)) is not None:
+                found |= jnp.any(jnp.asarray(value) != neutral)
+        return found
+
+    @classmethod
+    def batched(cls, rows, vocab_size, like=()):
+        return parameters.batched(rows, like)
+
+
 @parameters_as_arrays
 @dataclass(frozen=True, kw_only=True)
-class Penalties:
+class Penalties(NumericProcessor):
     """Penalise (or favour) tokens that the text already contains.
 
     Numbers beyond `LARGEST_NUMBER` have the effect of `LARGEST_NUMBER`.
@@ -160,17 +187,6 @@ class Penalties:
             bound(self, **{name: (-LARGEST_NUMBER, LARGEST_NUMBER)})
         bound(self, repetition_penalty=(1 / LARGEST_NUMBER, LARGEST_NUMBER))
 
-    @property
-    def has_effect(self):
-        return any(effective(self, name) is not None for name in self.NEUTRAL)
-
-    def active(self):
-        found = jnp.asarray(False)
-        for name, neutral in self.NEUTRAL.items():
-            if (value := effective(self, name)) is not None:
-                found |= jnp.any(jnp.asarray(value) != neutral)
-        return found
-
     def __call__(self, logits, context):
         counts = context.counts
         emitted = counts.output > 0
@@ -193,10 +209,6 @@ class Penalties:
         for token in {int(token) for token in output}:
             found[token] -= self.presence_penalty
         return found
-
-    @classmethod
-    def batched(cls, rows, vocab_size, like=()):
-        return parameters.batched(rows, like)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -267,7 +279,12 @@ class LogitBias:
 
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | Any = field(
         default=(),
-        metadata={"help": "add B to the logits of token ID", "metavar": "ID:B,...", "parse": _parse_bias},
+        metadata={
+            "help": "add B to the logits of token ID",
+            "metavar": "ID:B,...",
+            "parse": _parse_bias,
+            "json": dict[str, float],
+        },
     )
     counts_tokens: ClassVar[bool] = False
 
@@ -346,22 +363,26 @@ class AllowedTokens(NamedTuple):
         return jnp.where(is_allowed(words, logits.shape[1]), logits, -jnp.inf)
 
 
-# Processors that flags and keywords construct by the names of their fields, in the order of application (vLLM's).
-PROCESSORS: tuple[type, ...] = (LogitBias, Penalties)
-PROCESSOR_OF = {each.name: cls for cls in PROCESSORS for each in fields(cls)}
+# Classes that flags, keywords and JSON construct by the names of their fields, in the order of application (vLLM's).
+PROCESSORS = plugins.Group("processors")
+
+
+def processor_fields() -> dict[str, type]:
+    """Return the class of each processor's parameter."""
+    return {each.name: cls for cls in PROCESSORS.values() for each in fields(cls)}
 
 
 def make_processors(**given: Any) -> tuple[Any, ...]:
-    """Return the processors of these parameters (fields of `PROCESSORS`), without those that have no effect.
+    """Return the processors of these parameters (`processor_fields`), without those that have no effect.
 
     A parameter that is None keeps its default. Raises `HydrajaxError` for a parameter out of range.
     """
-    made = []
-    for cls in PROCESSORS:
-        own = {name: value for name, value in given.items() if PROCESSOR_OF[name] is cls and value is not None}
-        if own and (processor := cls(**own)).has_effect:
-            made.append(processor)
-    return tuple(made)
+    made: dict[type, dict[str, Any]] = {cls: {} for cls in PROCESSORS.values()}
+    for name, cls in processor_fields().items():
+        if given.get(name) is not None:
+            made[cls][name] = given[name]
+    processors = [cls(**own) for cls, own in made.items() if own]
+    return tuple(processor for processor in processors if processor.has_effect)
 
 
 def batched_processors(
@@ -375,9 +396,9 @@ def batched_processors(
         like: Give the result the structure that it would have with these sequences in the batch.
     """
     every = (*rows, *like)
-    others = (type(one) for row in every for one in row if type(one) not in PROCESSORS)
+    kinds = dict.fromkeys((*PROCESSORS.values(), *(type(one) for row in every for one in row)))
     found = []
-    for cls in (*PROCESSORS, *dict.fromkeys(others)):
+    for cls in kinds:
         if any(isinstance(one, cls) for row in every for one in row):
             own, others_like = ([_of_kind(cls, row) for row in some] for some in (rows, like))
             found.append(cls.batched(own, vocab_size, others_like))

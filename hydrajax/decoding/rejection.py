@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from hydrajax.decoding.acceptance import ExactSampling, walk
 from hydrajax.decoding.parameters import is_mixed, parameters_as_arrays
-from hydrajax.decoding.sampling import Sampling, check_temperature, sample
+from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_temperature, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -45,6 +45,7 @@ class RejectionSampling(Sampling):
     """
 
     draft_temperature: float | None = None
+    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL | {"draft_temperature": lambda rule: rule.temperature}
     needs_draws: ClassVar[bool] = True
     same_output: ClassVar[bool] = False
 

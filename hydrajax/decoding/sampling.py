@@ -27,6 +27,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.ops import best_token, over_rows
 
 NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
+TOP_K = {"none": (-1, 0)}  # values of JSON that mean None
 
 
 def check_temperature(parameters: Any, name: str = "temperature") -> None:
@@ -97,10 +98,11 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    top_k: int | None = None
+    top_k: int | None = field(default=None, metadata=TOP_K)
     top_p: float = 1.0
     min_p: float = field(default=0.0, kw_only=True)
     NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL
+    SERVED: ClassVar[dict[str, Any]] = {"temperature": 0.0}  # of a request to a server that gives none
     draws: ClassVar[bool] = True
 
     def __post_init__(self):

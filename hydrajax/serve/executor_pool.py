@@ -11,12 +11,13 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor, State
 from hydrajax.decoding.host_work import AnyText
-from hydrajax.decoding.processors import LogitBias, MinTokens, Penalties, TokenCounts
+from hydrajax.decoding.keywords import RULES
+from hydrajax.decoding.parameters import with_all_effects
+from hydrajax.decoding.processors import PROCESSORS, MinTokens, TokenCounts
 from hydrajax.decoding.program import FORCED_NODES, Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
@@ -45,6 +46,7 @@ class PoolSizes:
         chunk: prompt tokens per prefill chunk.
         cache_len: smallest cache length; larger ones double it.
         penalties: support penalties and minimum lengths, which count tokens.
+        rule: name of the acceptance rule of all requests.
         logprobs: number of most likely tokens whose log-probabilities are kept at each output position.
     """
 
@@ -53,6 +55,7 @@ class PoolSizes:
     cache_len: int = 256
     penalties: bool = False
     logprobs: int = 0
+    rule: str = "exact"
 
 
 class ExecutorPool:
@@ -95,9 +98,10 @@ class ExecutorPool:
         self._caught_up = max(width for width in self.last_chunks if width <= max(MISSED_TOKENS, self.last_chunks[0]))
         own = executor.program.tree
         trees = {batch: own if tree_for is None else tree_for(batch) for batch in self.batches}
-        if executor.one_tree:
+        kind = RULES[sizes.rule]
+        if executor.one_tree or not kind.same_output:  # else the output would depend on the batch
             trees, drops_draft = dict.fromkeys(trees, trees[1]), False
-        self.neutral = neutral = Request(ExactSampling(temperature=0.0), max_new_tokens=self.context)
+        self.neutral = neutral = Request(kind(**getattr(kind, "SERVED", {})), max_new_tokens=self.context)
         self.program: Program = executor.program.serving(neutral).replace(tree=trees[1], logprobs=sizes.logprobs)
         made = {tree: executor.with_program(self.program, neutral, tree=tree) for tree in dict.fromkeys(trees.values())}
         self._speculative = {batch: made[tree] for batch, tree in trees.items()}
@@ -123,17 +127,14 @@ class ExecutorPool:
             for read, each in self._prefills.items()
         }
         # All requests have one pytree structure: every sampling parameter is an array, neutral if unused.
-        penalties: list = [Penalties(repetition_penalty=2.0, presence_penalty=1.0, frequency_penalty=1.0)]
-        if self.program.eos_ids:
-            penalties.append(MinTokens(1, self.program.eos_ids))
-        rule = ExactSampling(1.0, top_k=1, top_p=0.5, min_p=0.5)
+        processors = [
+            with_all_effects(each) for each in PROCESSORS.values() if sizes.penalties or not each.counts_tokens
+        ]
+        if self.program.eos_ids and sizes.penalties:
+            processors.append(MinTokens(1, self.program.eos_ids))
         self._like = [
             neutral,
-            Request(
-                rule,
-                [LogitBias({0: 1.0}), *(penalties if sizes.penalties else [])],
-                ignore_eos=bool(self.program.eos_ids),
-            ),
+            Request(with_all_effects(kind), processors, ignore_eos=bool(self.program.eos_ids)),
         ]
         self._neutral = self.sampling(neutral)._replace(rng=jax.random.key(0))
         self.headroom = max(each.program.verified_nodes for each in (*made.values(), *self._constrained.values()))

@@ -9,7 +9,7 @@ import numpy as np
 
 from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.keywords import make_request
-from hydrajax.decoding.processors import MinTokens
+from hydrajax.decoding.processors import MinTokens, processor_fields
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import growing_text
 from hydrajax.serve.executor_pool import ExecutorPool
@@ -44,26 +44,25 @@ def new_request(
         min_tokens: forbid EOS among the first ``min_tokens`` tokens.
         remembered: add the answer to the draft's corpus, if it has one.
         grammar: the texts that may be generated.
-        sampling: parameters of `ExactSampling` (temperature 0 by default) and of logits processors; None for their
-            defaults.
+        sampling: parameters of the server's rule and of logits processors; None for their defaults.
 
     Raises:
         HydrajaxError: for a field that no answer can follow.
     """
     if len(ids) >= pool.context:
         raise HydrajaxError(f"prompt: got {len(ids)} tokens, expected fewer than the model's context of {pool.context}")
-    sampling["temperature"] = sampling.get("temperature") or 0.0
     limit = min(max_new_tokens, pool.context)
     fields = {"max_new_tokens": limit, "stop": stop, "seed": seed, "number": number, "ignore_eos": ignore_eos}
-    request = make_request("exact", fields=fields, **sampling)
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    request = make_request(pool.sizes.rule, fields=fields, **getattr(pool.program.rule, "SERVED", {}) | sampling)
     if min_tokens > max_new_tokens:
         raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
     eos_ids = pool.program.eos_ids
     if min_tokens and eos_ids:
         request = request.replace(processors=(*request.processors, MinTokens(min_tokens, eos_ids)))
     if not pool.sizes.penalties and any(processor.counts_tokens for processor in request.processors):
-        given = {name: value for name, value in sampling.items() if name.endswith("penalty")}
-        name = next((name for name, value in given.items() if value is not None), "min_tokens")
+        counting = (name for name, kind in processor_fields().items() if kind.counts_tokens and name in sampling)
+        name = next(counting, "min_tokens")
         raise HydrajaxError(f"{name}: this server has no penalties; start it without --no-penalties")
     constraint, model, tokenizer = None, pool.executor.model, pool.executor.tokenizer
     if grammar is not None:
@@ -75,5 +74,6 @@ def new_request(
         constraint = grammar.start(tokenizer, model.config.vocab_size, eos_ids)
     request.check(model.config.vocab_size)
     growing_text(tokenizer, stop)  # refuses unusable stop strings
-    request = request.replace(seed=None) if request.rule.temperature == 0 else request.with_seed()
+    greedy = getattr(request.rule, "temperature", None) == 0
+    request = request.replace(seed=None) if greedy else request.with_seed()
     return Submission(np.asarray(ids, np.int32), request, constraint, remembered)

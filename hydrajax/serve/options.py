@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from hydrajax.decoding.keywords import make_rule
 from hydrajax.serve.protocol import MOST_ALTERNATIVES, distinct, naming_fields
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -31,6 +32,7 @@ class ServerOptions(BaseModel):
         cors: origins of web pages that browsers let ask the server, ``"*"`` for all.
         any_model: answer requests for unknown models with the first one.
         max_new_tokens, temperature: defaults of requests.
+        rule: name of the acceptance rule of all requests, whose parameters are fields of requests.
         slots: sequences that run at once, of each model.
         queue: requests that may wait, of each model.
         chunk: prompt tokens per prefill chunk.
@@ -60,6 +62,7 @@ class ServerOptions(BaseModel):
     any_model: bool = False
     max_new_tokens: Positive = 256
     temperature: float = Field(0.0, ge=0)
+    rule: str = "exact"
     slots: Positive = 8
     queue: int = Field(64, ge=0)
     chunk: Positive = 256
@@ -100,6 +103,7 @@ class ServerOptions(BaseModel):
             *(self.also if isinstance(self.also, dict) else [f"{self.name}:{one}" for one in self.also]),
         ]
         distinct("name", names)
+        make_rule(self.rule, **{"temperature": self.temperature} if self.temperature else {})
         address = "an address; 127.0.0.1 is reached from this machine only, 0.0.0.0 from all"
         for field, text, expected in (
             ("host", self.host, address),

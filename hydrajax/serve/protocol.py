@@ -6,15 +6,20 @@ field that is null or has a neutral value changes nothing and counts as absent.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
+from hydrajax.decoding.keywords import RULES
+from hydrajax.decoding.processors import PROCESSORS
 from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import shown
@@ -93,20 +98,12 @@ class StreamOptions(JsonObject):
 
 
 class RequestBody(JsonObject):
-    """The common fields. None means the server's default."""
+    """The common fields, to which `parse_body` adds `sampling_fields`. None means the server's default."""
 
     TOP_LOGPROBS: ClassVar[str]  # the field with the number of most likely tokens
 
     model: str = ""
     max_tokens: StrictInt | None = Field(None, ge=1)
-    temperature: StrictFloat | None = Field(None, ge=0)
-    top_p: StrictFloat | None = Field(None, gt=0, le=1)
-    top_k: StrictInt | None = Field(None, ge=-1)
-    min_p: StrictFloat | None = Field(None, ge=0, le=1)
-    presence_penalty: StrictFloat | None = None
-    frequency_penalty: StrictFloat | None = None
-    repetition_penalty: StrictFloat | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[StrictFloat, Field(ge=-100, le=100)]] | None = None
     seed: StrictInt | None = Field(None, ge=0, lt=2**SEED_BITS)
     n: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
@@ -124,11 +121,9 @@ class RequestBody(JsonObject):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def sampling(self) -> dict[str, Any]:
-        """Return the parameters of rule and processors. Neutral penalties and a top-k of -1 or 0 become None."""
-        neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
-        found = {name: getattr(self, name) for name in ("temperature", "top_p", "min_p", *neutral)}
-        found |= {name: None for name, value in neutral.items() if found[name] == value}
-        return found | {"top_k": self.top_k if self.top_k and self.top_k > 0 else None, "logit_bias": self.logit_bias}
+        """Return the parameters of rule and processors, None for absent ones and for values without effect."""
+        given = {name: (getattr(self, name), nothing) for name, (_, nothing) in sampling_fields().items()}
+        return {name: None if value in nothing else value for name, (value, nothing) in given.items()}
 
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False  # a number in completions, a flag in chats
@@ -340,8 +335,41 @@ class DetokenizeBody(JsonObject):
     tokens: list[StrictInt]
 
 
+def sampling_fields() -> dict[str, tuple[Any, tuple]]:
+    """Return the parameters of all rules and processors: their types in JSON, and their values without effect.
+
+    The class of a rule or processor says both: by a field's annotation, or its metadata ``json`` and ``none``, and by
+    ``NEUTRAL``.
+    """
+    found: dict[str, tuple[Any, tuple]] = {}
+    for kind in (*RULES.values(), *PROCESSORS.values()):
+        hints, neutral = get_type_hints(kind), getattr(kind, "NEUTRAL", {})
+        for each in dataclasses.fields(kind):
+            own = each.metadata.get("json", hints[each.name])
+            nothing = (*each.metadata.get("none", ()), *([neutral[each.name]] if each.name in neutral else []))
+            found.setdefault(each.name, (_strict(own), nothing))
+    return found
+
+
+def _strict(kind: Any) -> Any:
+    """Return the type of JSON for an annotation, without conversions between texts and numbers."""
+    kinds = [each for each in get_args(kind) or (kind,) if each is not NoneType]
+    if get_origin(kind) is dict:
+        return dict[str, _strict(kinds[-1])]  # type: ignore[misc]
+    return {float: StrictFloat, int: StrictInt, bool: StrictBool, str: StrictStr}.get(kinds[0], kinds[0])
+
+
+@functools.lru_cache
+def _with_fields(kind: type[Body], fields: tuple[tuple[str, Any], ...]) -> type[Body]:
+    """Return a class of bodies with more fields, all of which may be absent."""
+    optional: dict[str, Any] = {name: (own | None, None) for name, own in fields}
+    return pydantic.create_model(kind.__name__, __base__=kind, **optional)
+
+
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Parse a request body. Raises `HydrajaxError` that names the first wrong field."""
+    if issubclass(kind, RequestBody):
+        kind = _with_fields(kind, tuple((name, own) for name, (own, _) in sampling_fields().items()))
     with naming_fields():
         return kind.model_validate_json(body)
 

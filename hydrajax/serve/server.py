@@ -67,7 +67,7 @@ class Server:
         """
         checked = ServerOptions.checked(options)
         sizes = PoolSizes(
-            slots=checked.slots, chunk=checked.chunk, penalties=checked.penalties, logprobs=checked.top_logprobs
+            checked.slots, checked.chunk, penalties=checked.penalties, logprobs=checked.top_logprobs, rule=checked.rule
         )
         name = tree if isinstance(tree, str) and tree != AUTO else None
         if isinstance(tree, str) and tree == AUTO:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.recordings import need
-from hydrajax import assets
+from hydrajax import assets, plugins
 from hydrajax.certify.certificate import pooled
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
 from hydrajax.decoding.keywords import RULES
@@ -268,7 +268,7 @@ class Lenient(Typical):
     ],
 )
 def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, flags, failing):
-    monkeypatch.setitem(RULES, name, rule)
+    monkeypatch.setitem(plugins.ADDED["rules"], name, rule)
     out = certify(*(tiny if rule is WrongRoot else []), "--rule", name, *flags, code=1)
     for line in failing:
         assert line in out

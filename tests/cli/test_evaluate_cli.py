@@ -16,11 +16,10 @@ import numpy as np
 import pytest
 
 import hydrajax
-from hydrajax import assets
+from hydrajax import assets, plugins
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.cli import COMMANDS, evaluate, run_command
 from hydrajax.decoding.acceptance import ExactSampling, Greedy
-from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
@@ -116,7 +115,7 @@ class Careless(Greedy):
 
 
 def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
-    monkeypatch.setitem(RULES, "greedy", Careless)
+    monkeypatch.setitem(plugins.ADDED["rules"], "greedy", Careless)
     result = program(*arguments, "--output", tmp_path, "--categories", "cafés")
     assert "NO: 1 differ" in result.out
     summary = json.loads((tmp_path / "summary.json").read_text())
