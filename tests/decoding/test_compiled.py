@@ -86,7 +86,7 @@ DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2, "experts": 1}
 
 def make_engine(name: str, kind=Engine) -> Engine:
     drafter, tree = DRAFTERS[name]
-    return kind(Llama(BASES.get(name, CONFIG)), drafter, tree, MAX_NEW)
+    return kind(Llama(BASES.get(name, CONFIG)), Program(drafter, tree, max_new_tokens=MAX_NEW))
 
 
 def shapes(engine: Engine, batch: int, rule: AcceptanceRule):
