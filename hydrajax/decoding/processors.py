@@ -284,6 +284,7 @@ class LogitBias:
             "metavar": "ID:B,...",
             "parse": _parse_bias,
             "json": dict[str, float],
+            "json_range": (-100, 100),  # OpenAI's
         },
     )
     counts_tokens: ClassVar[bool] = False

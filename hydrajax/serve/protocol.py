@@ -338,25 +338,26 @@ class DetokenizeBody(JsonObject):
 def sampling_fields() -> dict[str, tuple[Any, tuple]]:
     """Return the parameters of all rules and processors: their types in JSON, and their values without effect.
 
-    The class of a rule or processor says both: by a field's annotation, or its metadata ``json`` and ``none``, and by
+    The class of a rule or processor says both: by a field's annotation, or its metadata ``json``, ``json_range`` and ``none``, and by
     ``NEUTRAL``.
     """
     found: dict[str, tuple[Any, tuple]] = {}
     for kind in (*RULES.values(), *PROCESSORS.values()):
         hints, neutral = get_type_hints(kind), getattr(kind, "NEUTRAL", {})
         for each in dataclasses.fields(kind):
-            own = each.metadata.get("json", hints[each.name])
+            own = _strict(each.metadata.get("json", hints[each.name]), *each.metadata.get("json_range", ()))
             nothing = (*each.metadata.get("none", ()), *([neutral[each.name]] if each.name in neutral else []))
-            found.setdefault(each.name, (_strict(own), nothing))
+            found.setdefault(each.name, (own, nothing))
     return found
 
 
-def _strict(kind: Any) -> Any:
-    """Return the type of JSON for an annotation, without conversions between texts and numbers."""
+def _strict(kind: Any, least: float | None = None, most: float | None = None) -> Any:
+    """Return the type of JSON for an annotation, with bounds and without conversions between texts and numbers."""
     kinds = [each for each in get_args(kind) or (kind,) if each is not NoneType]
     if get_origin(kind) is dict:
-        return dict[str, _strict(kinds[-1])]  # type: ignore[misc]
-    return {float: StrictFloat, int: StrictInt, bool: StrictBool, str: StrictStr}.get(kinds[0], kinds[0])
+        return dict[str, _strict(kinds[-1], least, most)]  # type: ignore[misc]
+    strict = {float: StrictFloat, int: StrictInt, bool: StrictBool, str: StrictStr}.get(kinds[0], kinds[0])
+    return strict if least is None else Annotated[strict, Field(ge=least, le=most)]
 
 
 @functools.lru_cache
