@@ -123,7 +123,7 @@ class LanguageModel:
     base_directory: Path | None = None
     _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters
     _drafts: dict = field(default_factory=dict, init=False)  # by name or drafter
-    # Drafter, tree, and whether it is for "auto"; by batch size and type of rule.
+    # Drafter, tree and rule, and whether they are for "auto"; by batch size and type of rule.
     _fastest: dict = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -517,19 +517,16 @@ class LanguageModel:
         on_status,
     ) -> Executor:
         """Return the executor that serves the requests, with the given tree or the one of `with_tree`."""
-        m = self._drafting(draft)
-        if tree is None or tree == AUTO:
-            key = batch_size, type(requests[0].rule)
-            if key not in m._fastest or (tree == AUTO and not m._fastest[key][-1]):
-                request = next((one for one in requests if one.grammar is not None), requests[0])
-                program, prompts_ids = m.program(*requests), m.ids_of_prompts(prompts)
-                found = m.with_tree(program, request, tree, batch_size, prompts_ids, on_status)
-                m._fastest[key] = found.drafter, found.tree, tree == AUTO
-            drafter, tree, _ = m._fastest[key]
-            if drafter != m.drafter:  # without a draft
-                requests = [request.replace(rule=request.rule.baseline()) for request in requests]
-                return m.executor(m.program(*requests, tree=tree, drafter=drafter, logprobs=logprobs))
-        return m.executor(m.program(*requests, tree=tree, logprobs=logprobs))
+        m, key = self._drafting(draft), (batch_size, type(requests[0].rule))
+        if tree is not None and tree != AUTO:
+            return m.executor(m.program(*requests, tree=tree, logprobs=logprobs))
+        if key not in m._fastest or (tree == AUTO and not m._fastest[key][-1]):
+            request = next((one for one in requests if one.grammar is not None), requests[0])
+            ids = m.ids_of_prompts(prompts)
+            found = m.with_tree(m.program(*requests), request, tree, batch_size, ids, on_status)
+            m._fastest[key] = {"drafter": found.drafter, "tree": found.tree, "rule": found.rule}, tree == AUTO
+        fastest, _ = m._fastest[key]
+        return m.executor(m.program(*requests, tree=presets.root(), logprobs=logprobs).replace(**fastest))
 
 
 def make_executor(m: LanguageModel, program: Program, request: Request | None = None, **options: Any) -> Executor:

@@ -14,6 +14,7 @@ a program costs 3 microseconds per array there, because the weights have displac
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxtyping import Int
 from hydrajax import ops
 from hydrajax.decoding.constraints import Constraint, words
 from hydrajax.decoding.decode_loop import Snapshot
+from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.host_work import AnyText, Constraints, HostWork, Plan
 from hydrajax.decoding.processors import AllowedTokens
@@ -42,88 +44,89 @@ class SteppedState(NamedTuple):
     constraints: tuple[Constraint | None, ...]
 
 
+@dataclass(frozen=True)
+class _Verbs:
+    """An engine's verbs with forced tokens and the host's masks. A static tree is not passed between programs."""
+
+    engine: Engine
+    host: Any
+
+    def candidates(self, params, state, forced, plan, allowed):
+        nodes = self.engine.program.forced_nodes
+        if plan is Plan.FORCED:
+            return with_branch(Proposal(state.target.root[:, None], presets.root().topology), forced, nodes)
+        proposal = self.engine.propose(params, state, allowed)
+        return proposal if plan is Plan.TREE else with_branch(proposal, forced, nodes)
+
+    def propose(self, params, state, forced, first, plan):
+        def after(paths):
+            return first if paths.shape[2] == 1 else None
+
+        proposal = self.candidates(params, state, forced, plan, after)
+        return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
+
+    def with_tree(self, proposal):
+        return proposal if proposal.tree is not None else proposal._replace(tree=self.engine.program.tree.topology)
+
+    def verify(self, params, cache, proposal):
+        return self.engine.verify(params, cache, self.with_tree(proposal))
+
+    def settle(self, params, state, ended, forward, logits, proposal, extra, plan):
+        given = params, _with_ended(state, ended), forward, logits, self.with_tree(proposal), extra
+        return self.engine.settle(*given, plan is not Plan.TREE)
+
+    def masks(self, entry, *given):
+        shape = (*given[0].shape[:2], words(self.engine.model.config.vocab_size))
+        return self.host.call_host(entry, [jax.ShapeDtypeStruct(shape, jnp.uint32)], *given)[0]
+
+    def step(self, params, entries, plan, carry):
+        """Take a step that calls the host."""
+        state, ended, forced, _ = carry
+        state = _with_ended(state, ended)
+        proposal = self.candidates(params, state, forced, plan, partial(self.masks, entries[1]))
+        parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), proposal.tokens.shape)
+        allowed = self.masks(entries[0], proposal.tokens, parents)
+        forward, logits = self.engine.verify(params, state.target.cache, proposal)
+        extra = (AllowedTokens(allowed),)
+        state = self.engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
+        found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
+        return state, *self.host.call_host(entries[2], found, *_to_follow(state))
+
+    def steps(self, params, state, ended, forced, plan, entries, plans):
+        """Step until the host ends it."""
+
+        def rounds(carry):
+            """Take the steps of one plan after the other: a conditional would copy the caches."""
+            for number, one in enumerate(plans):
+                step = partial(self.step, params, entries, one)
+                carry = jax.lax.while_loop(lambda carry, it=number: carry[3] == it, step, carry)
+            return carry
+
+        state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3] >= 0, rounds, (state, ended, forced, plan))
+        return _with_ended(state, ended)
+
+
 class SteppedExecutor(FusedExecutor):
     """Decode under grammars; programs are compiled once per shape, of three programs per step once per `Plan`.
 
-    Each sequence follows its constraint in `SamplingParams.constraints`, by default the
-    grammar of the executor's request. A batch
-    without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
+    Each sequence follows its constraint in `SamplingParams.constraints`, by default the grammar of its request. A
+    batch without constraints decodes as in the fused executor. A step in which no constraint forces a token verifies no
     nodes for forced tokens.
 
     Attributes:
-        host_calls: Lets one program take many steps (`hydrajax.ops.host_calls`). None: a step is three
-            programs.
+        host_calls: Lets one program take many steps (`hydrajax.ops.host_calls`). None: a step is three programs.
     """
 
     follows_grammars = True
 
     def _jit_verbs(self):
         super()._jit_verbs()
-        engine, vocab_size = self.engine, self.model.config.vocab_size
-        self.host_calls = host = None if self.mesh else ops.host_calls()
-
-        def candidates(params, state, forced, plan, allowed):
-            if plan is Plan.FORCED:
-                root = state.target.root
-                return with_branch(
-                    Proposal(root[:, None], presets.root().topology), forced, engine.program.forced_nodes
-                )
-            proposal = engine.propose(params, state, allowed)
-            return proposal if plan is Plan.TREE else with_branch(proposal, forced, engine.program.forced_nodes)
-
-        # A static tree stays a constant of each program and is not passed between them.
-        def propose(params, state, forced, first, plan):
-            def after(paths):
-                return first if paths.shape[2] == 1 else None
-
-            proposal = candidates(params, state, forced, plan, after)
-            return proposal if proposal.tree.of_each_row else proposal._replace(tree=None)
-
-        def with_tree(proposal):
-            return proposal if proposal.tree is not None else proposal._replace(tree=engine.program.tree.topology)
-
-        def verify(params, cache, proposal):
-            return engine.verify(params, cache, with_tree(proposal))
-
-        def settle(params, state, ended, forward, logits, proposal, extra, plan):
-            state = _with_ended(state, ended)
-            return engine.settle(params, state, forward, logits, with_tree(proposal), extra, plan is not Plan.TREE)
-
-        def steps(params, state, ended, forced, plan, entries, plans):
-            """Step until the host ends it."""
-
-            def masks(entry, *given):
-                shape = (*given[0].shape[:2], words(vocab_size))
-                return host.call_host(entry, [jax.ShapeDtypeStruct(shape, jnp.uint32)], *given)[0]
-
-            def step(plan, carry):
-                state, ended, forced, _ = carry
-                state = _with_ended(state, ended)
-                proposal = candidates(params, state, forced, plan, partial(masks, entries[1]))
-                tokens = proposal.tokens
-                parents = jnp.broadcast_to(jnp.asarray(proposal.tree.parents, jnp.int32), tokens.shape)
-                allowed = masks(entries[0], tokens, parents)
-                forward, logits = engine.verify(params, state.target.cache, proposal)
-                extra = (AllowedTokens(allowed),)
-                state = engine.settle(params, state, forward, logits, proposal, extra, plan is not Plan.TREE)
-                found = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry[1:]]
-                return state, *host.call_host(entries[2], found, *_to_follow(state))
-
-            def rounds(carry):
-                """Take the steps of one plan after the other: a conditional would copy the caches."""
-                for number, one in enumerate(plans):
-                    carry = jax.lax.while_loop(lambda carry, it=number: carry[3] == it, partial(step, one), carry)
-                return carry
-
-            state, ended, _, _ = jax.lax.while_loop(lambda carry: carry[3] >= 0, rounds, (state, ended, forced, plan))
-            return _with_ended(state, ended)
-
-        options: dict[str, Any] = {"compiler_options": ops.compiler_options(), "static_argnames": "plan"}
-        self._propose = self._jit(propose, **options)
-        self._verify = self._jit(verify, compiler_options=ops.compiler_options())
-        self._settle = self._jit(settle, donate_argnums=1, **options)
-        options["static_argnames"] = "plans"
-        self._steps = self._jit(steps, donate_argnums=1, **options)
+        self.host_calls = None if self.mesh else ops.host_calls()
+        verbs, options = _Verbs(self.engine, self.host_calls), {"compiler_options": ops.compiler_options()}
+        self._propose = self._jit(verbs.propose, static_argnames="plan", **options)
+        self._verify = self._jit(verbs.verify, **options)
+        self._settle = self._jit(verbs.settle, donate_argnums=1, static_argnames="plan", **options)
+        self._steps = self._jit(verbs.steps, donate_argnums=1, static_argnames="plans", **options)
 
     decode = Executor.decode
 

@@ -338,7 +338,7 @@ class DetokenizeBody(JsonObject):
 def sampling_fields() -> dict[str, tuple[Any, tuple]]:
     """Return the parameters of all rules and processors: their types in JSON, and their values without effect.
 
-    Their classes say both: by a field's annotation, its metadata ``json``, ``json_range`` and ``none``, and ``NEUTRAL``.
+    Their classes say both: a field's annotation, or metadata ``json``, ``json_range`` and ``none``, and ``NEUTRAL``.
     """
     found: dict[str, tuple[Any, tuple]] = {}
     for kind in (*RULES.values(), *PROCESSORS.values()):
