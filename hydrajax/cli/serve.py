@@ -135,7 +135,12 @@ def run(args: argparse.Namespace) -> int:
 
     logging.config.dictConfig(LOGGING_CONFIG)
     say = partial(print, file=sys.stderr, flush=True)
-    server = Server(model, tree=tree, about=about, on_status=say, **given)
+
+    def on_status(line: str) -> None:
+        if not args.quiet or line.startswith("serving"):
+            say(line)
+
+    server = Server(model, tree=tree, about=about, on_status=on_status, **given)
     say(repr(model))
     number = 0
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job

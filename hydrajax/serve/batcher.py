@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from hydrajax.serve.prompt_prefill import PromptPrefill
 from hydrajax.serve.requests import Closed, QueueFull, RequestHandle, Submission
 from hydrajax.serve.slot_group import Extent, RunningBatch, RunningSequence, SlotGroup
 from hydrajax.serve.speculation_policy import IdleTimes
-from hydrajax.serve.stats import N_COUNTS, Stats
+from hydrajax.serve.stats import COUNTS, Stats
 
 POLL = 0.02  # seconds between two looks for programs, if all requests wait for some
 ASKS_AGAIN = 0.01  # seconds after an answer within which its client asks the next question, if it has one
@@ -70,7 +70,7 @@ class Batcher:
         self._asked_until = 0.0  # a client may ask again
         self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
-        self._counts = {each.name: 0 for each in fields(Stats)[:N_COUNTS]}
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._thread = threading.Thread(target=self._run, name="hydrajax batcher", daemon=True)
 
     # --- for any thread ---------------------------------------------------------------------------------------

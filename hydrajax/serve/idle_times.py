@@ -5,14 +5,13 @@ They spare running requests most measurements of the slower kind of steps.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
+from hydrajax.bench import rounds
 from hydrajax.decoding.executor import State
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.speculation_policy import IdleTimes
@@ -51,10 +50,5 @@ def idle_times(pool: ExecutorPool) -> IdleTimes:
 
 def _seconds(runs: dict[bool, Callable[[], Any]]) -> dict[bool, float]:
     """Run all in turns, `ROUNDS` times after the first round, and return the minima: other load only adds time."""
-    times: dict[bool, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS + 1):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - began)
-    return {name: min(each[1:]) for name, each in times.items()}
+    timed = {name: lambda number, run=run: rounds.seconds(run) for name, run in runs.items()}
+    return {name: min(each[1:]) for name, each in rounds.in_rounds(timed, ROUNDS + 1).items()}

@@ -47,7 +47,7 @@ class ServerOptions(BaseModel):
         grace: seconds to finish answers at the end.
         max_body: bytes of a request body.
         max_connections: open connections, at most half of the free file descriptors.
-        quiet: log warnings only (loggers ``uvicorn.error`` and ``uvicorn.access``), not each request.
+        quiet: log warnings only, not each request (logger ``uvicorn.access``). The command's default is False.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -78,7 +78,7 @@ class ServerOptions(BaseModel):
     grace: float = Field(30.0, ge=0)
     max_body: Positive = 4 << 20
     max_connections: Positive = 1000
-    quiet: bool = False
+    quiet: bool = True
 
     @classmethod
     def checked(cls, options: Mapping[str, Any]) -> ServerOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
@@ -11,27 +12,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.stats import Stats
 
-# Name of the metric, field of `Stats`, help text.
-COUNTERS = (
-    ("requests", "requests", "Sequences accepted"),
-    ("ended", "ended", "Sequences finished"),
-    ("cancelled", "cancelled", "Sequences cancelled"),
-    ("refused", "refused", "Sequences refused because the queue was full"),
-    ("prompt_tokens", "prompt_tokens", "Prompt tokens"),
-    ("cached", "cached", "Prompt tokens taken from the prefix cache"),
-    ("tokens", "tokens", "Generated tokens"),
-    ("steps", "steps", "Decode steps, summed over sequences"),
-    ("drafted", "speculative_steps", "Speculative decode steps, summed over sequences"),
-)
-GAUGES = (
-    ("waiting", "waiting", "Sequences in the queue"),
-    ("running", "running", "Sequences in prefill or decode"),
-    ("groups", "groups", "Groups of slots with different cache lengths"),
-    ("rows", "slots", "Slots of all groups in their present shapes"),
-    ("places", "cache_len", "Cache length of the longest group"),
-    ("kept_texts", "prefix_cache_entries", "Entries of the prefix cache"),
-)
-BYTES = {"running": "nbytes", "kept": "prefix_cache_nbytes", "limit": "limit_nbytes"}
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -63,13 +43,15 @@ class ServerMetrics:
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
         stats = self._stats()
-        for name, field, about in COUNTERS:
-            yield CounterMetricFamily(f"hydrajax_{name}", about, value=getattr(stats, field))
-        for name, field, about in GAUGES:
-            yield GaugeMetricFamily(f"hydrajax_{name}", about, value=getattr(stats, field))
+        memory = GaugeMetricFamily("hydrajax_cache_bytes", "Bytes of KV caches", labels=["use"])
+        for field in fields(stats):
+            match [*field.metadata.items()], getattr(stats, field.name):
+                case [("counter", name), (_, about)], value:
+                    yield CounterMetricFamily(f"hydrajax_{name}", about, value=value)
+                case [("gauge", name), (_, about)], value:
+                    yield GaugeMetricFamily(f"hydrajax_{name}", about, value=value)
+                case [("bytes", use)], value:
+                    memory.add_metric([use], value)
         tau = stats.tokens / stats.steps if stats.steps else 0.0
         yield GaugeMetricFamily("hydrajax_tokens_per_step", "Tokens per step since the start", value=tau)
-        memory = GaugeMetricFamily("hydrajax_cache_bytes", "Bytes of KV caches", labels=["use"])
-        for use, field in BYTES.items():
-            memory.add_metric([use], getattr(stats, field))
         yield memory

@@ -154,8 +154,7 @@ class Server:
             f"serving on {self._url}/v1, {memory.limit / 1e6:.0f} MB for KV caches; chat page: {self._url}; {asks}"
         )
         if warm_up is not None:
-            if not options.quiet:
-                self._on_status(f"compiling {warm_up.total} programs, see {self._url}/health")
+            self._on_status(f"compiling {warm_up.total} programs, see {self._url}/health")
             warm_up.start()
         return self
 
@@ -191,8 +190,7 @@ class Server:
 
     def _measure(self, served: list[ServedModel], warm_up: WarmUp) -> None:
         """Measure steps while no request runs, after the warm-up and on its thread."""
-        if not self._options.quiet:
-            self._on_status(f"all {warm_up.total} programs are compiled")
+        self._on_status(f"all {warm_up.total} programs are compiled")
         pools, batchers = list(self._pools.values()), [each.batcher for each in served]
         for pool, batcher in zip(pools, batchers, strict=True):
             if pool.drops_draft and (times := while_idle(partial(idle_times, pool), batchers, warm_up.wait)):

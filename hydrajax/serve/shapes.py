@@ -36,7 +36,7 @@ class StateShapes:
     def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int]):
         """``largest``: the largest batch size and cache length."""
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
-        # The same division for all shapes, so that their programs are few.
+        # The same parts for all shapes, so that their programs are few.
         self._parts = _parts([_bytes_of(x) for x in jax.tree.leaves(self._state(*largest))])
         self.nbytes = functools.cache(self._nbytes)  # asked for several times in every iteration of the batcher
 
@@ -69,7 +69,7 @@ def _bytes_of(like: jax.ShapeDtypeStruct) -> int:
 
 
 def _parts(sizes: Sequence[int]) -> list[slice]:
-    """Divide numbers of bytes into runs of at most `MOVED_TOGETHER`; a larger number is a run of its own."""
+    """Split sizes in bytes into runs of at most `MOVED_TOGETHER`; a larger size is a run of its own."""
     starts, total = [0], 0
     for at, size in enumerate(sizes):
         if total + size > MOVED_TOGETHER and at > starts[-1]:

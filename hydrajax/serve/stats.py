@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
-N_COUNTS = 9
+
+def _counter(metric: str, about: str) -> int:
+    return field(default=0, metadata={"counter": metric, "about": about})
+
+
+def _gauge(metric: str, about: str) -> int:
+    return field(default=0, metadata={"gauge": metric, "about": about})
+
+
+def _bytes(use: str) -> int:
+    return field(default=0, metadata={"bytes": use})
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts since the start (the first `N_COUNTS`) and present values; bytes are those of KV caches.
+    """Counts since the start and present values, with their names in Prometheus and help texts.
 
-    Attributes:
-        cached: of ``prompt_tokens``, those from the prefix cache.
-        tokens, steps: sums over sequences, so that their quotient is tau.
-        speculative_steps: of ``steps``.
-        running: sequences in prefill or decode.
-        slots: of all groups in their present shapes.
-        cache_len: of the longest group.
-        nbytes: of the groups in their present shapes and of the prompt in prefill.
+    ``tokens`` and ``steps`` are sums over sequences, so that their quotient is tau.
     """
 
-    requests: int = 0
-    ended: int = 0
-    cancelled: int = 0
-    refused: int = 0
-    prompt_tokens: int = 0
-    cached: int = 0
-    tokens: int = 0
-    steps: int = 0
-    speculative_steps: int = 0
-    waiting: int = 0
-    running: int = 0
-    groups: int = 0
-    slots: int = 0
-    cache_len: int = 0
-    nbytes: int = 0
-    prefix_cache_nbytes: int = 0
-    prefix_cache_entries: int = 0
-    limit_nbytes: int = 0
+    requests: int = _counter("requests", "Sequences accepted")
+    ended: int = _counter("ended", "Sequences finished")
+    cancelled: int = _counter("cancelled", "Sequences cancelled")
+    refused: int = _counter("refused", "Sequences refused because the queue was full")
+    prompt_tokens: int = _counter("prompt_tokens", "Prompt tokens")
+    cached: int = _counter("cached", "Prompt tokens taken from the prefix cache")
+    tokens: int = _counter("tokens", "Generated tokens")
+    steps: int = _counter("steps", "Decode steps, summed over sequences")
+    speculative_steps: int = _counter("drafted", "Speculative decode steps, summed over sequences")
+    waiting: int = _gauge("waiting", "Sequences in the queue")
+    running: int = _gauge("running", "Sequences in prefill or decode")
+    groups: int = _gauge("groups", "Groups of slots with different cache lengths")
+    slots: int = _gauge("rows", "Slots of all groups in their present shapes")
+    cache_len: int = _gauge("places", "Cache length of the longest group")
+    prefix_cache_entries: int = _gauge("kept_texts", "Entries of the prefix cache")
+    nbytes: int = _bytes("running")  # of the groups in their present shapes and of the prompt in prefill
+    prefix_cache_nbytes: int = _bytes("kept")
+    limit_nbytes: int = _bytes("limit")
     failed: bool = False
+
+
+COUNTS = tuple(one.name for one in fields(Stats) if "counter" in one.metadata)

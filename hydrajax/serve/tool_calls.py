@@ -236,7 +236,7 @@ def _bodies(tools: Mapping[str, Schema], key: str) -> list[str]:
 
 def _head(name: str, key: str) -> tuple[str, ...]:
     """Return the tokens of a call's JSON before its arguments. llguidance finds no other JSON that begins with the same
-    characters unless they are divided as it divides JSON.
+    characters unless they are split as it splits JSON.
     """
     return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(key), ": "
 
