@@ -1,4 +1,4 @@
-"""Compare matmuls with float and int8 weights with NumPy, and int8 and sliding-window bases with transformers.
+"""Compare matmuls with float and int8 weights with NumPy, and an int8 base with transformers.
 
 The reference of an int8 base is the model of transformers with its linear layers rounded (`helpers.rounded`).
 """
@@ -17,25 +17,16 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from transformers import AutoModelForCausalLM
 
-from helpers.how import sampling
 from helpers.rounded import with_int8
-from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.state import Params
-from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase
 from hydrajax.models.weights import project
 from hydrajax.ops import trace
-from hydrajax.trees import presets
 
 QUICK = {"xla_backend_optimization_level": 0}  # compilation takes nearly all the time of these tests
-HEALTHY = 1e-4  # a smaller margin of the greedy token could be decided by rounding
-VOCAB = 17  # so small that untrained heads are often right
-MAX_NEW = 30
-TREE = presets.cartesian([6, 6, 4])
+VOCAB = 17
 
 
 # --- project --------------------------------------------------------------------------------------------------
@@ -144,17 +135,6 @@ def opened(directory):
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32).eval()
 
 
-def greedy(model, prompt: list[int], n_new: int) -> list[int]:
-    """Decode greedily with transformers, without a cache; every margin must exceed rounding."""
-    ids = list(prompt)
-    with torch.no_grad():
-        for _ in range(n_new):
-            best = model(torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
-            assert best.values[0] - best.values[1] > HEALTHY
-            ids.append(int(best.indices[0]))
-    return ids[len(prompt) :]
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def loaded(request, llama_checkpoint):
     """Return a checkpoint directory and its base with int8 weights."""
@@ -223,66 +203,3 @@ def test_int8_scales_and_bfloat16_numbers(loaded):
         kept = isinstance(path[-1], jax.tree_util.GetAttrKey)  # of a quantised kernel
         assert mine.dtype == (before.dtype if kept else jnp.bfloat16)
         np.testing.assert_array_equal(mine, before if kept else before.astype(jnp.bfloat16))
-
-
-# --- decoding -------------------------------------------------------------------------------------------------
-
-
-def hydra(model, params, prefix: bool = False):
-    """Return untrained heads and parameters large enough that their guesses differ."""
-    heads = HydraHeads(3, model.config.width, model.config.vocab_size)
-    drafter = heads.with_prefix(model.config) if prefix else heads
-    shapes = jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(model, params)))
-    random = np.random.default_rng(3)
-    return drafter, jax.tree.map(lambda x: 0.3 * random.standard_normal(x.shape).astype(np.float32), shapes)
-
-
-def decoded(decode_fn, params: Params, prompts: list[list[int]]) -> tuple[list[list[int]], np.ndarray]:
-    """Return the new tokens of each sequence and the accept lengths of each step."""
-    padded = np.zeros((len(prompts), 16), np.int32)
-    for row, prompt in enumerate(prompts):
-        padded[row, : len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    args = params, padded, lengths, sampling(None, len(prompts), VOCAB)
-    out = jax.device_get(decode_fn.jitted.lower(*args).compile(QUICK)(*args))
-    return [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)], out.accept_lengths
-
-
-def prompts(seed: int) -> list[list[int]]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, VOCAB, n).tolist() for n in (3, 16, 9)]
-
-
-@pytest.mark.slow  # tests/test_low_bits.py decodes with trees, and test_same_bits.py compares a tree in int8
-def test_tree_decoding_of_an_int8_base_is_its_greedy_text(llama_checkpoint):
-    directory = llama_checkpoint(vocab_size=VOCAB)
-    model, base = load_llama(directory, quantize="int8")
-    reference = with_int8(opened(directory))
-    three = prompts(0)
-    expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]
-    one_by_one, _ = decoded(make_autoregressive_fn(model, max_new_tokens=MAX_NEW), Params(base, {}), three)
-    assert one_by_one == expected
-    drafter, draft = hydra(model, base)
-    tree, accepted = decoded(make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW), Params(base, draft), three)
-    assert tree == expected
-    assert accepted.max() >= 2  # drafts were accepted
-
-
-@pytest.mark.slow  # tests/models/test_dense_families.py decodes a tree with windows in some layers
-def test_tree_decoding_of_a_sliding_window_base_is_its_greedy_text(llama_checkpoint):
-    """Prompts, tree nodes and their paths exceed a window of 2 in sequences of up to 46 tokens. Uses Hydra++ heads."""
-    settings = {"model_type": "mistral", "vocab_size": VOCAB}
-    directory = llama_checkpoint(sliding_window=2, **settings)
-    model, base = load_llama(directory)
-    assert model.config.sliding_window == 2
-    reference, three = opened(directory), prompts(1)
-    expected = [greedy(reference, prompt, MAX_NEW) for prompt in three]
-    unlimited = opened(llama_checkpoint(sliding_window=None, **settings))  # of the same weights
-    assert [greedy(unlimited, prompt, 8) for prompt in three] != [row[:8] for row in expected]
-    drafter, draft = hydra(model, base, prefix=True)
-    decode_fn = make_decode_fn(model, drafter, TREE, max_new_tokens=MAX_NEW)
-    together, accepted = decoded(decode_fn, Params(base, draft), three)
-    assert together == expected
-    assert np.sum(accepted >= 2) >= 5  # a window so short that deep nodes do not attend to the root
-    alone, _ = decoded(decode_fn, Params(base, draft), three[1:2])
-    assert alone == expected[1:2]
