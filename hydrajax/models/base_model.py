@@ -19,7 +19,7 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask
 from hydrajax.models.cache import Block, KVCache, PendingKVCache
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.ops.trace import Platform, has_few_bits, platform
+from hydrajax.ops import trace
 
 BEFORE_FINAL_NORM = -1  # among ``aux_hidden_layers`` of `BaseModel.__call__`
 
@@ -158,12 +158,12 @@ def abstract_base(model: BaseModel) -> dict:
     c, found, layers = model.config, {}, {}
     for kind in {kind.experts: kind for kind in reversed(c.kinds)}.values():  # of each the first one
         one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)
-        found = dict(_abstract_first(model.clone(config=one), platform(), has_few_bits()))
+        found = dict(_abstract_first(model.clone(config=one), trace.platform(), trace.has_few_bits()))
         layers[kind.experts] = found.pop("layers_0")
     return found | {f"layers_{i}": layers[kind.experts] for i, kind in enumerate(c.kinds)}
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract_first(model: BaseModel, traced_for: Platform, in_tiles: bool) -> dict:
+def _abstract_first(model: BaseModel, traced_for: trace.Platform, in_tiles: bool) -> dict:
     """Return the shapes of a model of one layer. The platform decides how quantised weights are stored."""
     return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

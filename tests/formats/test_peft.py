@@ -136,7 +136,7 @@ def test_with_an_int8_base(tiny_checkpoint, lora, monkeypatch, kernels):
         changed = apply_lora(base, folder) if merge else with_added(base)
         expected = expected_logits(with_int8(changed, layers(changed)))
         model, params = load_llama(tiny_checkpoint, adapter=folder, quantize="int8", merge=merge)
-        assert params["layers_0"]["qkv"].dtype == jnp.int8
+        assert params["layers_0"]["qkv"].values.dtype == jnp.int8
         found = logits_of(model, params)
         if kernels:
             difference = np.abs(found - expected)

@@ -37,6 +37,7 @@ from jax.extend.core import Literal as Constant
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.operators import Operator, collective, elementwise, flops, joined_ranking, merged
 from hydrajax.bench.woken_experts import woken
+from hydrajax.models.weights import Quantized
 from hydrajax.ops.trace import Platform, tracing
 
 # Custom kernels hide their products from a jaxpr, so programs are traced for a platform without them.
@@ -67,13 +68,17 @@ def trace(
     """
     with tracing(platform=PLAIN):
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
-    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    names = [jax.tree_util.keystr(path, simple=True, separator=" ") for path in paths]
+    names: list[str | None] = []
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, Quantized)):
+        name = jax.tree_util.keystr(path, simple=True, separator=" ")
+        others = list(leaf.arrays())[1:] if isinstance(leaf, Quantized) else []
+        names += [name, *(f"{name} {other}" for other in others)]
+    weights = len(names)
     names += [None] * (len(closed.jaxpr.invars) - len(names))
     inputs = [_Value.of_input(variable, name) for variable, name in zip(closed.jaxpr.invars, names, strict=True)]
     if division.model > 1:
         leaves = zip(inputs, jax.tree.leaves(params), division.axes(params if boxed is None else boxed), strict=False)
-        inputs[: len(paths)] = [one._replace(shape=x.shape, axis=axis) for one, x, axis in leaves]
+        inputs[:weights] = [one._replace(shape=x.shape, axis=axis) for one, x, axis in leaves]
     count = _Count(division)
     outputs = count.walk(closed.jaxpr, inputs, 1)
     returned = {product for value in outputs for product in value.products if value.is_product}
