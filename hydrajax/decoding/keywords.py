@@ -156,10 +156,13 @@ def requests_of_prompts(
         rule = default_rule(keywords)
     of_all = {"rule": rule, "max_new_tokens": max_new_tokens, "grammar": grammar, **keywords}
     each = {
-        name: one_each(name, value, count)
+        name: value
         for name, value in of_all.items()
         if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and name != "processors"
     }
+    for name, values in each.items():
+        if len(values) != count:
+            raise HydrajaxError(f"{name}: got {len(values)} values for {count} prompts, expected one or one per prompt")
     found = []
     for row in range(max(count, 1)):  # invalid values are refused without prompts, too
         own = {name: value for name, value in of_all.items() if name not in each}
@@ -167,12 +170,3 @@ def requests_of_prompts(
         fields = {name: own.pop(name) for name in ("max_new_tokens", "grammar") if name in own}
         found.append(make_request(fields=fields, **own))
     return found[:count]
-
-
-def one_each(name: str, value: Any, count: int) -> list:
-    """Return ``count`` values from one for all or a list; raises `HydrajaxError` for a list of another length."""
-    if not isinstance(value, (Sequence, np.ndarray)):
-        return [value] * count
-    if len(value) != count:
-        raise HydrajaxError(f"{name}: got {len(value)} values for {count} prompts, expected one or one per prompt")
-    return list(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 from helpers import letters
 from hydrajax import plugins
 from hydrajax.cli import options
+from hydrajax.decoding.keywords import SamplingKeywords
 from hydrajax.decoding.parameters import effective, parameters_as_arrays
 from hydrajax.decoding.processors import NumericProcessor
 from hydrajax.errors import HydrajaxError
@@ -85,6 +86,11 @@ def test_a_server_has_its_parameter_as_a_field(served, expected):
         assert [handle.wait(300).output_ids for handle in batcher.submit(requests)] == expected
     finally:
         batcher.close()
+
+
+def test_type_checkers_see_all_parameters_of_our_own():
+    ours = (plugins.find(group, name) for group in ("rules", "processors") for name in plugins.BUILT_IN[group])
+    assert SamplingKeywords.__annotations__.keys() == {each.name for kind in ours for each in fields(kind)}
 
 
 def test_commands_have_its_parameter_as_a_flag(served):
