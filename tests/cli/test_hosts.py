@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import time
@@ -37,10 +38,16 @@ def answers(path) -> list:
 
 
 def fails(found, *lines: str, code: int = 2) -> None:
-    """Check that every process has ended with this code, and printed this line or none."""
-    assert [(process.code, process.err) for process in found] == [
-        (code, line and f"hydrajax: {line}\n") for line in lines
-    ]
+    """Check that every process has ended with this code and its line.
+
+    One line is that of all: a slow process may print that of a faster one, which has ended it.
+    """
+    printed = [process.err for process in found]
+    if len(lines) == 1:
+        lines = lines * len(found)
+        printed = [re.sub(r"^hydrajax: process \d: ", "hydrajax: ", line) for line in printed]
+    assert [process.code for process in found] == [code] * len(found)
+    assert printed == [f"hydrajax: {line}\n" for line in lines]
 
 
 def test_two_processes_generate_what_one_generates(program, arguments, prompts, tmp_path):
@@ -104,18 +111,15 @@ def test_mistakes_of_all_and_of_one(arguments, tmp_path):
 
     prompt = ["--prompt", TEXTS[0]]
     alone = "--mesh: got data=1 x model=1, expected all 4 devices of 2 processes"
-    fails(run(prompt, prompt), alone, "")
+    fails(run(prompt, prompt), alone)
     fails(
         run([*SHARED, "--prompts", "/nowhere"], [*SHARED, "--prompts", "/nowhere"]),
         "--prompts: no such file: /nowhere",
-        "",
     )
     long = [*SHARED, "--prompt", "tree " * 200]
-    (main, other) = run(long, long)
-    assert (main.code, other.code, other.err) == (2, 2, "")
-    assert main.err.startswith("hydrajax: --prompt: got ")
+    fails(run(long, long), "--prompt: got 203 tokens, expected at most the model's context of 128")
     grammar = [*SHARED, *prompt, "--regex", "a+"]
-    fails(run(grammar, grammar), "grammar: got 2 processes, expected 1", "")
+    fails(run(grammar, grammar), "grammar: got 2 processes, expected 1")
     # of process 1 alone
     good, lacks = [*SHARED, *prompt], [*SHARED, *prompt, "--base", "/nowhere"]
     lacking = "--base: no such directory: /nowhere"
@@ -124,7 +128,7 @@ def test_mistakes_of_all_and_of_one(arguments, tmp_path):
     # of process 0 alone
     output = [*good, "--output"]
     unwritable = "--output: cannot write /nowhere/x: no such directory: /nowhere"
-    fails(run([*output, "/nowhere/x"], [*output, tmp_path / "x"]), unwritable, "")
+    fails(run([*output, "/nowhere/x"], [*output, tmp_path / "x"]), unwritable)
     assert not list(tmp_path.iterdir())
 
 
@@ -153,7 +157,7 @@ def test_interrupting_both_ends_both(arguments):
     processes[0].stdout.read(1)
     for process in processes:
         process.send_signal(signal.SIGINT)
-    fails(finish(processes), "interrupted", "", code=130)
+    fails(finish(processes), "interrupted", code=130)
 
 
 @pytest.mark.slow
