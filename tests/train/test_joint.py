@@ -273,6 +273,33 @@ def steps(tiny_model):
 
 
 @pytest.mark.slow
+def test_an_int4_base_stays_as_it_is_while_the_losses_fall(tiny_model):
+    model, frozen = tiny_model
+    model, bits = model.clone(quantize="int4"), in_few_bits(frozen, in_tiles)[1]
+    config = TrainConfig(
+        output="unused", task="joint", model="unused", dtype="float32", quantize="int4", steps=30, batch_size=4,
+        draft=draft_of(heads="medusa", num_draft_heads=2), tree="cartesian-2x2", adapter=ADAPTER, objective=TEXT,
+        optimizer=OptimizerConfig(lr=5e-3, warmup_steps=0, schedule="constant"),
+        data=DataConfig(format="standard_library", length=12),
+    )  # fmt: skip
+    mesh = make_mesh()
+    task, optimizer = JointTask(config, None, model, bits, mesh), optimizer_of(config, 30)
+    shardings = state_shardings(mesh, task.abstract_params, task.param_shardings, optimizer)
+    state = init_state(task.init_params(jax.random.key(1)), optimizer, shardings)
+    step = make_train_step(task.loss, optimizer, 1, shardings, task.frozen_shardings)
+    tokens = np.random.default_rng(0).integers(0, 61, (4, 12)).astype(np.int32)
+    before, reports = jax.device_get(bits), []
+    for _ in range(30):
+        state, report = step(state, task.frozen, {"tokens": tokens, "labels": tokens}, jax.random.key(0))
+        reports.append(jax.device_get(report))
+    assert reports[-1]["base_loss"] < 0.8 * reports[0]["base_loss"]
+    assert reports[-1]["loss"] < 0.8 * reports[0]["loss"]
+    for expected, found in zip(*map(jax.tree.leaves, (before, jax.device_get(task.frozen))), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.slow
 def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
     """Two steps, with decay, which would shrink A; in the third the adapter learns, at a quarter of the heads' rate.
 
