@@ -282,6 +282,8 @@ def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
     refused(lambda: m.generate([PROMPT], rule="exact", temperature=[1, 2, 3]), message)
     refused(lambda: hydrajax.load("/nowhere"), "base: no such directory: /nowhere")
     refused(lambda: hydrajax.load("shiped"), "base: no such directory: shiped; known names: shipped, smollm2")
+    message = "draft: no such directory: eagle; 'eagle' is a kind of draft with weights: name the directory with "
+    refused(lambda: hydrajax.load("shipped", "eagle"), f"{message}its files")
     message = "draft: no such directory: hydra+; known names: hydra++, hydra, draft-model, medusa, dspark, "
     refused(lambda: hydrajax.load("shipped", "hydra+"), f"{message}lookahead, corpus, none, lookup, mtp")
     message = "prompts: got one text, expected a list: write [text]"

@@ -40,7 +40,7 @@ def true_float32(dtype: DType) -> AbstractContextManager:
 
 
 def exact(method: Callable) -> Callable:
-    """Trace a method of `Engine` with `true_float32`."""
+    """Trace a method of `Engine` with `true_float32`; unrelated to the rule of this name."""
 
     @functools.wraps(method)
     def traced(self, *args, **settings):
@@ -170,7 +170,7 @@ class Engine:
             params: Parameters of base and drafter.
             state: The state after `commit`.
             proposal: The candidate tree.
-            outcome: The result.
+            outcome: The accepted path, as `commit` returns it.
             as_text: The tree has nodes that the drafter has not run, such as forced tokens: it reads the emitted tokens
                 as it reads a prompt.
         """

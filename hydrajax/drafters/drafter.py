@@ -188,7 +188,7 @@ class Drafter(Protocol):
             state: The draft's state.
             aux_hidden_states: ``[B, T, D]`` the base's hidden states at these tokens.
             tokens: int32 ``[B, T]``; the first ``counts[b]`` of sequence b are text.
-            counts: int32 ``[B]``.
+            counts: int32 ``[B]``. `SeesAcceptedOnly` passes 0 for a finished sequence.
             bonus_token: int32 ``[B]`` the base's token after the text.
             base: The base with its parameters.
         """
@@ -353,11 +353,13 @@ class SeesAcceptedOnly:
         return cut_caches(state, lengths)  # everything else belongs to the last token and is replaced with it
 
 
-def abstract_draft(drafter: Trainable, model: BaseModel):
-    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, without allocation."""
-    return jax.eval_shape(
-        lambda base: drafter.init_boxed(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model))
-    )
+def abstract_draft(drafter: Drafter, model: BaseModel):
+    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, without allocation.
+
+    A drafter that is not `Trainable` has no axes, so its leaves are not boxed and its parameters are replicated.
+    """
+    init = getattr(drafter, "init_boxed", drafter.init)
+    return jax.eval_shape(lambda base: init(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model)))
 
 
 def following_tokens(

@@ -1,4 +1,4 @@
-"""One draft head: residual blocks, then an lm head. Kinds of heads differ in what they read."""
+"""Stacks of draft heads: each head is residual blocks, then an lm head. Kinds of heads differ in what they read."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class Head(nn.Module):
         rng: Array | None = None,
     ) -> Float[Array, "*paths D"]:
         """Return the input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned
-        head. The devices of a mesh divide the result's features, until a caller makes it `whole`.
+        head. On a mesh the result's features are sharded, until a caller replicates them (`replicate_features`).
         """
 
         def dropped(x, place, sharding):
@@ -272,7 +272,7 @@ class HeadStack(Trained):
 
     def hidden_in(self, state) -> Float[Array, "B D"]:
         """Return the hidden state that the heads read."""
-        # Whole where it is made and where it is read, or XLA divides it between two steps.
+        # Replicated where it is made and where it is read, or XLA shards it between two steps.
         return replicate_features(state if self.prefix is None else state.hidden)
 
     # --- training -----------------------------------------------------------------------------------------------------

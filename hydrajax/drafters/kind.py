@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.settings import Settings
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -32,7 +33,16 @@ class DrafterKind:
     given: tuple[int, ...] = ()
 
     def build(self, config: LlamaConfig, dtype) -> Drafter:
-        """Return the drafter for a base of this shape, heads in their released size."""
+        """Return the drafter for a base of this shape, heads in their released size.
+
+        Raises:
+            HydrajaxError: a drafter with weights has no ``for_base``.
+        """
         if hasattr(self.drafter, "for_base"):
             return self.drafter.for_base(config, dtype, self.settings)
+        if not self.about:
+            raise HydrajaxError(
+                f"{self.title}: got {self.drafter.__name__} without for_base, expected this method: it returns the "
+                "drafter for fresh parameters (docs/adding_a_drafter.md)"
+            )
         return self.drafter(*self.given)

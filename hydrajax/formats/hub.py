@@ -104,8 +104,10 @@ def _known_names(text: str, flag: str) -> str:
         return ""  # a path
     if flag == "draft":
         from hydrajax.formats.draft_ref import OWN
-        from hydrajax.formats.draft_registry import without_weights  # which imports drafters
+        from hydrajax.formats.draft_registry import FILES, without_weights  # which imports drafters
 
+        if text in FILES and text not in assets.DRAFT_NAMES:
+            return f"; '{text}' is a kind of draft with weights: name the directory with its files"
         names, older = dict.fromkeys([*without_weights(), OWN, *assets.DRAFT_NAMES]), outdated()
     else:
         names, older = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES]), ""

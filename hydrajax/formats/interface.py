@@ -83,7 +83,9 @@ class HeadFormat:
         raise NotImplementedError
 
     def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:
-        """Return the drafter with settings that depend on tensor contents, such as which blocks are shared.
+        """Return the drafter with its dtype, and with settings that depend on tensor contents, such as shared blocks.
+
+        Its `Drafter.init` must return parameters of this dtype, in which the tensors are loaded.
 
         Args:
             drafter: from the names, shapes and dtypes of the tensors, which have been checked.
@@ -93,7 +95,9 @@ class HeadFormat:
         raise NotImplementedError
 
     def config(self, drafter: Drafter, made_for: MadeFor) -> dict:
-        """Return the fields of ``config.json``; raise `HydrajaxError` if the format cannot express the drafter."""
+        """Return the fields of ``config.json`` for an export; raise `HydrajaxError` if the format cannot express the
+        drafter.
+        """
         raise NotImplementedError
 
     def constants(self, drafter: Drafter) -> dict[str, np.ndarray]:

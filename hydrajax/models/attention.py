@@ -30,8 +30,8 @@ MASKED = -1e30
 # Queries of a text per chunk. Only one chunk's scores exist at once, so a long prompt does not need the square of its
 # length.
 QUERY_CHUNK = 128
-# Stretches of a text that are written out in the program, each over the keys that it sees; what is in a section is a
-# loop: XLA would compile every chunk.
+# Sections of a text, unrolled in the program so that each reads only the keys that it attends to. Within a section the
+# chunks are a loop, because XLA would compile every unrolled chunk.
 UNROLLED_SECTIONS = 16
 
 KV_CACHES = ("bfloat16", "int8")  # by the user's name
@@ -93,9 +93,9 @@ def widened(vectors: Vectors, dtype: DType) -> Float[Array, "B kv S H"]:
 
 
 def in_parts(vectors: Vectors, dtype: DType) -> tuple[Float[Array, "B kv S H"], Float[Array, "B kv 1 S"] | None]:
-    """Return numbers of at least ``dtype``'s bits and, if there are any, factors of the vectors.
+    """Return vectors in at least ``dtype``'s precision and None, or the codes of 8-bit vectors and their scales.
 
-    The result of a matmul with the numbers is multiplied by the factors: the numbers are exact also in bfloat16.
+    A matmul with codes is multiplied by the scales afterwards: codes are exact also in bfloat16.
     """
     if isinstance(vectors, Int8Vectors):
         return vectors.codes.astype(dtype), vectors.scales.swapaxes(2, 3)

@@ -146,7 +146,7 @@ class Llama(nn.Module):
         aux_hidden_layers: tuple[int, ...] = (0,),
     ) -> Forward:
         """Run T tokens per sequence through the model; see `hydrajax.models.base_model.BaseModel`."""
-        rows = ops.here().rows_of_token(tokens.size)
+        rows = ops.here().rows_of_token(tokens.size)  # more than 1 on a TPU, which repeats a pass's only token
         if rows > 1 and isinstance(cache, KVCache) and not self.config.any_experts:
             repeated = (jnp.broadcast_to(x, (1, rows)) for x in (tokens, positions))
             found = self._run(*repeated, np.eye(rows, dtype=bool), cache, aux_hidden_layers)

@@ -1,8 +1,8 @@
 """Weights: declaration in modules, and multiplication.
 
 A weight is an array, a `Quantized` kernel, or `LowRank`, one of these two with an adapter. Parameters hold a quantised
-kernel as one node, wherever it stands: its class says how it is stored and multiplied. Every product goes through
-`project`.
+kernel as one node, wherever it stands: its class says how it is stored and multiplied. Matmuls with kernels go through
+`project`, with fused ones through `project_parts`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.drafters.drafter import Trainable
-from hydrajax.formats.draft_registry import FILES, KINDS, heads, kind_of, without_weights
+from hydrajax.formats.draft_registry import KINDS, heads, kind_of, trainable, without_weights
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
@@ -52,7 +52,7 @@ def settings_of(name: str) -> set[str]:
     return {field.name for field in dataclasses.fields(heads(name).Settings)}
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if "prefix" in settings_of(name)])
+@pytest.mark.parametrize("name", [name for name in trainable() if "prefix" in settings_of(name)])
 @pytest.mark.parametrize("prefix", [False, True])
 def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name, prefix):
     kind = heads(name)
@@ -65,7 +65,7 @@ def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name
     assert ("prefix" in boxed) == prefix
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", trainable())
 def test_heads_are_what_training_needs(lab, name):
     drafter = heads(name).for_base(lab.model.config, jnp.float32)
     assert isinstance(drafter, Trainable)
@@ -75,6 +75,8 @@ def test_heads_are_what_training_needs(lab, name):
 def test_a_setting_of_one_name_is_the_same_in_all_kinds():
     """A training file may have settings of other kinds at their defaults, and records of runs do."""
     found = [
-        (field.name, field.type, field.default) for name in FILES for field in dataclasses.fields(heads(name).Settings)
+        (field.name, field.type, field.default)
+        for name in trainable()
+        for field in dataclasses.fields(heads(name).Settings)
     ]
     assert len(set(found)) == len({name for name, _, _ in found})

@@ -21,8 +21,8 @@ import sys
 from hydrajax.cli import main
 
 assert "bigram_draft" not in sys.modules
-for draft in ("none", "bigram", sys.argv[1]):
-    assert main(["generate", "--base", "shipped", "--draft", draft, "--tree", "root" if draft == "none" else "chain-2",
+for draft, tree in (("none", "root"), ("bigram", "chain-2"), (sys.argv[1], "dynamic-8-3-4")):
+    assert main(["generate", "--base", "shipped", "--draft", draft, "--tree", tree,
                  "--prompt", "def area(width, height):", "--max-new-tokens", "24"]) == 0
     print("<end>")
 assert main(["generate", "--base", "shipped", "--draft", "bigrams", "--prompt", "x"]) == 2
