@@ -68,7 +68,7 @@ OTHERS_WORDS = {
 def check_names(names: Iterable[str]) -> None:
     """Raise `HydrajaxError` with what to write for a keyword that is no parameter of a rule or processor."""
     parameters = [*(name for rule in RULES.values() for name in parameters_of(rule)), *processor_fields()]
-    known = [*dict.fromkeys(parameters), *ARGUMENTS]
+    known = [*dict.fromkeys([*SamplingKeywords.__annotations__, *parameters]), *ARGUMENTS]
     for name in names:
         if name not in parameters:
             what = hint(name, known, OTHERS_WORDS) or f"; expected one of {', '.join(known)}"
