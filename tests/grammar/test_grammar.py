@@ -349,6 +349,7 @@ def test_bad_grammars_are_refused_before_anything_is_measured_or_decoded(m, monk
     monkeypatch.setattr(executor, "run", lambda *_: pytest.fail("decoded"))
     with pytest.raises(HydrajaxError, match='json_schema: Unimplemented keys: \\["not"\\]'):
         hydrajax.generate(executor, ["the tree", "the root"], requests=[good, good.replace(grammar=bad)])
-    monkeypatch.setattr("hydrajax.language_model.choose", lambda *_: pytest.fail("measured"))
-    with pytest.raises(HydrajaxError, match="json_schema: Unimplemented keys"):
-        m.generate("the tree", grammar=bad)
+    monkeypatch.setattr("hydrajax.bench.contests.fastest.measure", lambda *_, **settings: pytest.fail("measured"))
+    for tree in (None, "auto"):
+        with pytest.raises(HydrajaxError, match="json_schema: Unimplemented keys"):
+            m.generate("the tree", grammar=bad, tree=tree)
