@@ -13,7 +13,7 @@ import tempfile
 # torch models are so small that a second thread only adds overhead.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # tests/autotune covers measured trees, which depend on the machine
+os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # tests/bench/contests covers measured trees, which depend on the machine
 
 from pathlib import Path
 
@@ -23,7 +23,11 @@ from helpers import programs, recordings, type_checks
 
 # The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
 # must precede the first import of hydrajax.
-CHECKED = ("models", "trees.topology", "bench.trees.simulation", "drafters", "decoding", "train.losses", "train.chunks")
+CHECKED = (
+    *("models", "ops", "lowbit.quantized", "lowbit.tiles", "lowbit.products", "lowbit.kernels"),
+    *("drafters", "amphista.heads", "lookahead.drafter", "trees.topology", "bench.trees.simulation"),
+    *("decoding", "train.losses", "train.chunks"),
+)
 install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
 import jax
