@@ -5,6 +5,7 @@ Every array's first axis is the batch, so a server can insert, remove and move s
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
 from hydrajax.models.cache import KVCache
 from hydrajax.models.weights import Quantized
+from hydrajax.ops import trace
 
 QUANTIZED = "quantized"
 
@@ -54,12 +56,18 @@ class ParamsCheck:
         leaves, structure = jax.tree.flatten(params)
         given = structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
         if given != self._passed:
-            model, base = self._model, nn.unbox(abstract_base(self._model))
-            draft = jax.eval_shape(lambda base: self._drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+            base, draft = _abstract(self._model, self._drafter, trace.platform(), trace.has_few_bits())
             if (corpus := corpus_of(params.draft)) is not None:
-                draft |= {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
+                draft = draft | {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
             _compare(_by_path(params), _by_path(Params(base, draft)))
             self._passed = given
+
+
+@functools.lru_cache(maxsize=64)  # a server has twenty executors of a few drafters
+def _abstract(model: BaseModel, drafter: Drafter, traced_for: trace.Platform, in_tiles: bool) -> Params:
+    """Return the shapes of the initial parameters. The platform decides how quantised weights are stored."""
+    base = nn.unbox(abstract_base(model))
+    return Params(base, jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base))
 
 
 def _by_path(params: Params) -> dict[str, str]:
