@@ -144,8 +144,8 @@ def load(
             float16; on GPUs without bfloat16 float16 for both (`hydrajax.formats.huggingface.default_dtype`).
             ``m.model.dtype`` is the chosen one.
         placement: devices of base and draft (`hydrajax.sharding.Placement`). A mesh (`hydrajax.sharding.make_mesh`)
-            shards the base and draft heads over its ``model`` axis, copies a draft model, and divides the sequences of
-            a batch over its ``data`` axis. None is the default device.
+            shards the base and draft heads over its ``model`` axis, replicates a draft model, and shards the sequences
+            of a batch over its ``data`` axis. None is the default device.
         quantize: by default ``"int4"`` on a CPU for a base that is published in 4-bit integers (GGUF, AWQ, GPTQ,
             compressed-tensors), unless ``dtype`` is given or an adapter is merged; else ``"none"``, which stores
             weights in ``dtype``. ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte

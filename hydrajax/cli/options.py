@@ -133,7 +133,7 @@ SHARED: dict[str, dict[str, Any]] = {
     },
     "--mesh": {
         "metavar": "[data=D,]model=M", "type": mesh_sizes, "default": {},
-        "help": "divide base and draft over M devices, and the sequences of a batch over D such groups (default: one "
+        "help": "shard base and draft over M devices, and the sequences of a batch over D such groups (default: one "
         "device)",
     },
     "--prompts": {"metavar": "FILE"},
@@ -257,7 +257,7 @@ def add_decoding_arguments(
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ``--rule`` and the numbers of rules and logits processors, see `request_from`."""
+    """Add ``--rule`` and the sampling parameters of rules and logits processors, see `request_from`."""
     group = parser.add_argument_group("acceptance")
     group.add_argument(
         "--rule", choices=list(RULES), help="accept drafts by RULE (default greedy, with --temperature exact)"

@@ -52,7 +52,7 @@ class Executor(abc.ABC):
         request: What a call wants that says nothing else.
         tokenizer: The base's (transformers); None if it has none.
         engine: The verbs as pure functions.
-        mesh: The parameters' mesh, over whose ``data`` axis the sequences are divided; None for one device.
+        mesh: The parameters' mesh, over whose ``data`` axis the sequences are sharded; None for one device.
         one_tree: The states fit only this executor's own tree.
         follows_grammars: Requests may have grammars.
     """
@@ -78,7 +78,7 @@ class Executor(abc.ABC):
             program: What is compiled.
             request: What a call wants that says nothing else, by default `Program.request`.
             tokenizer: The base's.
-            mesh: The parameters' mesh. The sequences of a batch are divided over its ``data`` axis.
+            mesh: The parameters' mesh. The sequences of a batch are sharded over its ``data`` axis.
 
         Raises:
             HydrajaxError: If base, parameters, program and request do not fit each other.
@@ -192,7 +192,7 @@ class Executor(abc.ABC):
         return tuple(None if one.grammar is None else one.grammar.start(*given) for one in requests)
 
     def _placed(self, of_rows: Any) -> Any:
-        """Divide arrays whose first axis is the batch over the mesh's data axis, so that their state is divided too."""
+        """Shard arrays whose first axis is the batch over the mesh's data axis, so that their state is sharded too."""
         return of_rows if self.mesh is None else by_rows(self.mesh, of_rows)
 
     # --- shared by all executors --------------------------------------------------------------------------------------

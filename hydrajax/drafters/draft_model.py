@@ -118,8 +118,8 @@ class DraftModel:
             gets no children; once no node of a level has children in any sequence, the remaining passes of the draft
             are skipped (transformers' ``assistant_confidence_threshold``). 0 for never. It decides after a token what
             is drafted below it and never which tokens these are, so sampling stays exact.
-        copied: Every device of a mesh has the whole draft model. Dividing a small model saves less than its collectives
-            take.
+        copied: Every device of a mesh has a replica of the draft model. Sharding a small model saves less than its
+            collectives take.
 
     Raises:
         HydrajaxError: For numbers out of range.

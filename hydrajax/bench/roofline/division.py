@@ -1,4 +1,4 @@
-"""Divide a model over the devices of a mesh that need not exist, by the rules of `hydrajax.sharding`."""
+"""Shard a model over the devices of a mesh that need not exist, by the rules of `hydrajax.sharding`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Division:
         check_divides(self.mesh, config)
 
     def rows(self, batch: int) -> int:
-        """Return the sequences of a device: a batch that the groups do not divide evenly is copied."""
+        """Return the sequences of a device: a batch that the groups do not divide evenly is replicated."""
         return batch if batch % self.data else batch // self.data
 
     def axes(self, boxed: Any) -> list[int | None]:
-        """Return the divided axis of every array, in the order of the pytree's leaves; None for a copied one."""
+        """Return the sharded axis of every array, in the order of the pytree's leaves; None for a replicated one."""
         return [_divided(spec) for _, spec in self._leaves(boxed)]
 
     def nbytes(self, boxed: Any) -> int:

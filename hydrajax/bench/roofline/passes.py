@@ -125,7 +125,7 @@ def draft_bytes(drafter: Drafter, base: Llama, division: Division = ONE_DEVICE) 
 
 
 def cache_bytes(drafter: Drafter, base: Llama, batch: int, slots: int, division: Division = ONE_DEVICE) -> int:
-    """Return the bytes of the KV caches of base and drafter on a device, which divide key-value heads."""
+    """Return the bytes of the KV caches of base and drafter on a device, which shard key-value heads."""
     batch = division.rows(batch)
     heads = division.model if base.config.n_kv_heads % division.model == 0 else 1
     of_base = _nbytes(_abstract(lambda: base.init_cache(batch, slots))) // heads
@@ -198,7 +198,7 @@ def abstract_params(model: Llama) -> Any:
 
 @cached
 def boxed_draft(drafter: Drafter, base: Llama) -> Any:
-    """Return the shapes and dtypes of a drafter's parameters, with the logical axes of those that devices divide."""
+    """Return the shapes and dtypes of a drafter's parameters, with the logical axes of those that are sharded."""
     with tracing(platform=PLAIN):
         if isinstance(drafter, Trainable):
             return abstract_draft(drafter, base)

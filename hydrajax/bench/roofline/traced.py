@@ -11,14 +11,14 @@ Functions are traced on abstract arrays: nothing is computed and a 7B model take
   the output of the product before them and write the input of the product after them. A table lookup is a copy.
 
 Not counted: dead code, operations without products, such as writes to a cache, and exchanges for log-probabilities of
-a divided vocabulary.
+a sharded vocabulary.
 
-On a mesh the counts are those of one device, with weights divided as `hydrajax.sharding` divides them:
+On a mesh the counts are those of one device, with weights sharded as `hydrajax.sharding` shards them:
 
-- a product whose outputs are divided reads its whole input; one whose inputs are divided ends in an **all-reduce**;
-- attention is divided if its queries are, that is by key-value heads;
-- a divided output that a product needs whole is joined by an **all-gather**; so are the best tokens of divided logits;
-- a lookup in a divided table ends in an all-reduce; a copied weight is multiplied on every device.
+- a matmul whose outputs are sharded reads its whole input; one whose inputs are sharded ends in an **all-reduce**;
+- attention is sharded if its queries are, that is by key-value heads;
+- a sharded output that a matmul needs replicated ends in an **all-gather**; so do the best tokens of sharded logits;
+- a lookup in a sharded table ends in an all-reduce; a replicated weight is multiplied on every device.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Value(NamedTuple):
 
     Attributes:
         weight: Path of the parameter that it is a view of.
-        shape, axis: Of that parameter, and its axis that devices divide.
+        shape, axis: Of that parameter, and its axis that is sharded.
         itemsize: Bytes per number of the input that it is a view of, 0 for computed values.
         number: Of the computation that made it.
         is_real: Computed from floating-point inputs without integers in between, unlike masks.
@@ -148,10 +148,10 @@ class _Product:
 
 
 class _ProductDivision(NamedTuple):
-    """How devices divide a product: by its inputs, over which they sum, by its outputs, or not at all.
+    """How a matmul is sharded: by its inputs, over which devices sum, by its outputs, or not at all.
 
     Attributes:
-        inputs, outputs: They are divided. Attention, by heads, divides both.
+        inputs, outputs: They are sharded. Attention, by heads, shards both.
     """
 
     inputs: bool = False
@@ -332,7 +332,7 @@ class _Count:
         return any(self.products[i].is_divided for value in read for i in value.products)
 
     def _join(self, read: list[_Value]) -> None:
-        """Gather divided outputs, each once, for a product that needs its input whole."""
+        """Gather sharded outputs, each once, for a matmul that needs its input replicated."""
         for product in (self.products[i] for value in read for i in sorted(value.products)):
             if product.is_divided and not product.is_joined:
                 product.is_joined = True
