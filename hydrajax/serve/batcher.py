@@ -146,8 +146,11 @@ class Batcher:
 
     def stats(self) -> Stats:
         with self._lock:
-            batch, prefill, prefixes = self._batch, self._prefill, self._budget.prefix_cache.sizes(self._budget)
+            batch, prefill = self._batch, self._prefill
             prefill_nbytes = 0 if prefill is None else self._pool.shapes.nbytes(1, prefill.cache_len)
+            nbytes = batch.nbytes + prefill_nbytes
+            # Read last: prefixes are evicted before a batch grows.
+            prefixes = self._budget.prefix_cache.sizes(self._budget)
             return Stats(
                 **self._counts,
                 waiting=len(self._queue),
@@ -155,7 +158,7 @@ class Batcher:
                 groups=sum(bool(group.slots) for group in batch.groups),
                 slots=sum(len(group.slots) for group in batch.groups),
                 cache_len=max((group.cache_len for group in batch.groups), default=0),
-                nbytes=batch.nbytes + prefill_nbytes,
+                nbytes=nbytes,
                 prefix_cache_nbytes=sum(prefixes),
                 prefix_cache_entries=len(prefixes),
                 limit_nbytes=self.memory.limit,
