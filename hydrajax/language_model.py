@@ -182,8 +182,8 @@ class LanguageModel:
         """Return an executor, which is cached: programs with nearly the same room share one.
 
         Args:
-            program: what is compiled, by default ``self.program()``.
-            request: what a call wants that says nothing else, by default `Program.request`.
+            program: the compiled configuration, by default ``self.program()``.
+            request: the default of calls without a request; None for `Program.request`.
             choices: keyword arguments of `make_executor`.
         """
         program, most = program or self.program(), self.config.max_positions
@@ -206,7 +206,7 @@ class LanguageModel:
         """Return the program with a tree, or without a draft if that was measured to be faster; a choice is printed.
 
         Args:
-            program: what is compiled, apart from drafter and tree.
+            program: the compiled configuration, apart from drafter and tree.
             request: what is measured.
             tree: as in `LanguageModel`.
             batch_size: sequences decoded together.
@@ -534,8 +534,8 @@ def make_executor(m: LanguageModel, program: Program, request: Request | None = 
 
     Args:
         m: the model.
-        program: what is compiled, with the model's drafter or without a draft.
-        request: what a call wants that says nothing else, by default `Program.request`.
+        program: the compiled configuration, with the model's drafter or without a draft.
+        request: the default of calls without a request; None for `Program.request`.
         options: for a draft model with its own devices: ``fan_out``, the verification outcomes that it prepares for
             (`hydrajax.ssd.split_executor.SplitExecutor`).
 

@@ -12,10 +12,11 @@ Nothing is imported before it is named, and installed packages are searched only
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,9 @@ def find(group: str, name: str) -> Any:
     if name in ADDED[group]:
         return ADDED[group][name]
     if value := BUILT_IN[group].get(name):
-        return EntryPoint(name, value, group).load()
+        module, _, attribute = value.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, attribute) if attribute else found
     entries = declared(group).get(name, ())
     if not entries:
         raise not_allowed(group, name, Group(group), outdated())
@@ -173,7 +176,7 @@ class Group(Mapping[str, Any]):
         return find(self.name, name)
 
     def __contains__(self, name: object) -> bool:
-        return name in list(self)
+        return name in ADDED[self.name] or name in BUILT_IN[self.name] or name in declared(self.name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys((*BUILT_IN[self.name], *declared(self.name), *ADDED[self.name])))
@@ -197,7 +200,7 @@ def package_of(group: str, name: str) -> str:
 def declared(group: str) -> dict[str, list[EntryPoint]]:
     """Return the entry points of installed packages by name. One with a built-in name is ignored with a warning."""
     found: dict[str, list[EntryPoint]] = {}
-    for entry in sorted(entry_points(group=f"hydrajax.{group}"), key=lambda entry: entry.name):
+    for entry in sorted(_installed().select(group=f"hydrajax.{group}"), key=lambda entry: entry.name):
         if entry.name in BUILT_IN[group]:
             warnings.warn(
                 f"hydrajax: {group}: '{entry.name}' of the package {entry.dist.name} is ignored: the name is built in",
@@ -206,6 +209,12 @@ def declared(group: str) -> dict[str, list[EntryPoint]]:
         else:
             found.setdefault(entry.name, []).append(entry)
     return found
+
+
+@functools.cache
+def _installed() -> EntryPoints:
+    """Return the entry points of all packages, whose metadata are read once for all groups."""
+    return entry_points()
 
 
 def outdated() -> str:

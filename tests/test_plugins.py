@@ -23,12 +23,14 @@ def install(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text(entry_points)
         for name, source in modules.items():
             (tmp_path / f"{name}.py").write_text(source)
+        plugins._installed.cache_clear()
         plugins.declared.cache_clear()
 
     yield put
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
             del sys.modules[name]
+    plugins._installed.cache_clear()
     plugins.declared.cache_clear()
 
 

@@ -134,14 +134,14 @@ def run(args: argparse.Namespace) -> int:
     from uvicorn.config import LOGGING_CONFIG
 
     logging.config.dictConfig(LOGGING_CONFIG)
-    say = partial(print, file=sys.stderr, flush=True)
+    show = partial(print, file=sys.stderr, flush=True)
 
     def on_status(line: str) -> None:
         if not args.quiet or line.startswith("serving"):
-            say(line)
+            show(line)
 
     server = Server(model, tree=tree, about=about, on_status=on_status, **given)
-    say(repr(model))
+    show(repr(model))
     number = 0
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -185,7 +185,7 @@ class DecodeFn(Protocol):
     Attributes:
         engine: drives single steps: ``prefill``, ``propose``, ``verify``, ``accept``, ``commit``, ``observe`` and
             ``decode_step``.
-        program: what is compiled.
+        program: the compiled configuration.
         request: the default of the arguments after ``lengths``.
         jitted: the jitted program.
     """
@@ -234,7 +234,7 @@ def make_decode_fn(model: BaseModel, program: Program, request: Request | None =
     Args:
         model: The base model.
         program: What is compiled.
-        request: What a call wants that says nothing else, by default `Program.request`.
+        request: The default of calls without a request; None for `Program.request`.
 
     Returns:
         The function.

@@ -48,8 +48,8 @@ class Executor(abc.ABC):
     Attributes:
         model: The base.
         params: Parameters of base and drafter.
-        program: What is compiled.
-        request: What a call wants that says nothing else.
+        program: The compiled configuration.
+        request: The default of calls without a request.
         tokenizer: The base's (transformers); None if it has none.
         engine: The verbs as pure functions.
         mesh: The parameters' mesh, over whose ``data`` axis the sequences are sharded; None for one device.
@@ -76,7 +76,7 @@ class Executor(abc.ABC):
             model: The base.
             params: Parameters of base and drafter.
             program: What is compiled.
-            request: What a call wants that says nothing else, by default `Program.request`.
+            request: The default of calls without a request; None for `Program.request`.
             tokenizer: The base's.
             mesh: The parameters' mesh. The sequences of a batch are sharded over its ``data`` axis.
 

@@ -83,7 +83,8 @@ def default_rule(parameters: Mapping[str, Any]) -> str:
     Args:
         parameters: Keywords; only the parameters of rules count.
     """
-    parameters = {name: value for name, value in parameters.items() if name not in (*processor_fields(), "processors")}
+    others = {*processor_fields(), "processors"}
+    parameters = {name: value for name, value in parameters.items() if name not in others}
     temperature = parameters.get("temperature")
     several = isinstance(temperature, (Sequence, np.ndarray)) and not isinstance(temperature, str)
     if all(value is None or value == 0 for value in (temperature if several else [temperature])):

@@ -1,4 +1,4 @@
-"""`Program`: what is compiled to decode. What one sequence wants is a `hydrajax.decoding.request.Request`."""
+"""`Program`: the compiled configuration of decoding. `hydrajax.decoding.request.Request` describes one sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORCED_NODES = 8  # by default for the tokens that grammars force (docs/structur
 
 @dataclass(frozen=True)
 class Program:
-    """What is compiled: a frozen, hashable value for every function and executor that decodes.
+    """The compiled configuration: a frozen, hashable value for every function and executor that decodes.
 
     Attributes:
         drafter: Proposes candidate tokens; its parameters come with the model's.

@@ -1,4 +1,4 @@
-"""`Request`: what one sequence wants. `SamplingParams` are the arrays of a batch of requests."""
+"""`Request`: the parameters of one sequence. `SamplingParams` are the arrays of a batch of requests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ def check_max_new_tokens(value: int) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What one sequence wants: a frozen value. No field changes what a `hydrajax.decoding.program.Program` compiles
-    but the kinds of rule and processors, and which of their parameters have an effect.
+    """The parameters of one sequence: a frozen value.
+
+    Another request compiles a new program only if its rule or processors are of another kind, or if one of their
+    parameters has an effect that had none before.
 
     Attributes:
         rule: Judges the verified tree.

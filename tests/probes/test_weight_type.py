@@ -46,8 +46,10 @@ def installed(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[hydrajax.weights]\nhalf = {__name__}:Half\n")
     monkeypatch.syspath_prepend(tmp_path)
+    plugins._installed.cache_clear()
     plugins.declared.cache_clear()
     yield
+    plugins._installed.cache_clear()
     plugins.declared.cache_clear()
 
 
