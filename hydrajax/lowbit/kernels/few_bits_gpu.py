@@ -15,10 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float, Float16, UInt8
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.gpu.launch import dot, launch
 
 NAME = "hydrajax_matmul_int4"  # in a compiled program
 HALF = 16  # inputs of a group whose numbers lie in the low bits of a byte
@@ -70,14 +70,16 @@ def matmul(
     columns = tiles.columns if width % tiles.columns == 0 else COLUMNS
     turn = next(size for size in (tiles.groups, 8, 4, 2, 1) if groups % size == 0)
     splits = min(tiles.splits, pl.next_power_of_2(max(1, PROGRAMS * columns // width)), groups // turn)
-    out = pl.pallas_call(
+    out = launch(
         functools.partial(_share, tile=tile, columns=columns, turn=turn, splits=splits),
+        *(x.reshape(rows, groups, 2, HALF), values, scale, offset),
+        name=NAME,
         grid=(pl.cdiv(rows, tile), width // columns, splits),
         out_shape=jax.ShapeDtypeStruct((splits, rows, width), dtype if splits == 1 else jnp.float32),
-        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        warps=tiles.warps,
+        stages=tiles.stages,
         interpret=interpret,
-        name=NAME,
-    )(x.reshape(rows, groups, 2, HALF), values, scale, offset)
+    )
     return out[0] if splits == 1 else jnp.sum(out, axis=0).astype(dtype)
 
 
@@ -101,12 +103,9 @@ def _share(x, values, scale, offset, out, *, tile: int, columns: int, turn: int,
         step, least = per_input(scale[at, here]), per_input(offset[at, here])
         for half, numbers in enumerate((pairs & 15, pairs >> 4)):
             weight = (numbers.astype(jnp.float32) * step + least).astype(dtype)
-            total += triton.dot(x[row, at, half, :].reshape(tile, depth), weight)
+            total += dot(x[row, at, half, :].reshape(tile, depth), weight)
         return total
 
     total = jnp.zeros((tile, columns), jnp.float32)
     total = jax.lax.fori_loop(begin, jnp.minimum(begin + per_split, turns), add, total)
     out[split, row, here] = total.astype(out.dtype)
-
-
-_share.__name__ = NAME  # jax 0.11 names a kernel by its function

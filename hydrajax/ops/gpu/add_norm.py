@@ -10,10 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.gpu.launch import launch
 
 NAME = "hydrajax_add_norm"
 
@@ -25,13 +25,10 @@ def add_norm(
     """Return ``(sum, sum / rms(sum) * scale)`` of ``x + added``, or of ``x`` alone; statistics in float32."""
     inputs = [x, scale] if added is None else [x, scale, added]
     row = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    *total, normed = pl.pallas_call(
-        functools.partial(_kernel, eps=eps),
-        out_shape=[row] * (len(inputs) - 1),
-        compiler_params=triton.CompilerParams(num_warps=8),
-        interpret=interpret,
-        name=NAME,
-    )(*inputs)
+    kernel = functools.partial(_kernel, eps=eps)
+    *total, normed = launch(
+        kernel, *inputs, name=NAME, out_shape=[row] * (len(inputs) - 1), warps=8, interpret=interpret
+    )
     return (total[0] if total else x), normed
 
 
@@ -53,6 +50,3 @@ def _kernel(x, scale, *rest, eps: float):
         rest[-1][place] = (normed * scale[place]).astype(row.dtype)
     else:
         rest[-1][place] = normed.astype(row.dtype) * scale[place]
-
-
-_kernel.__name__ = NAME  # jax 0.11 uses this name, jax 0.10 the argument

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Int, Num
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.gpu.launch import launch
 
 NAME = "hydrajax_append_rows"
 
@@ -41,16 +41,16 @@ def append_rows(
         for block, cache in zip(blocks, caches, strict=True):
             cache[row, head, slot, :] = block[row, head, token, :]
 
-    kernel.__name__ = NAME  # jax 0.11 uses this name, jax 0.10 the one below
-    return pl.pallas_call(
+    return launch(
         kernel,
+        *(index, starts, *caches, *blocks),
+        name=NAME,
         grid=(batch, n_kv, index.shape[1]),
         out_shape=[jax.ShapeDtypeStruct(cache.shape, cache.dtype) for cache in caches],
-        input_output_aliases={2 + i: i for i in range(count)},
-        compiler_params=triton.CompilerParams(num_warps=1),
+        aliases={2 + i: i for i in range(count)},
+        warps=1,
         interpret=interpret,
-        name=NAME,
-    )(index, starts, *caches, *blocks)
+    )
 
 
 def fits(head_dim: int) -> bool:

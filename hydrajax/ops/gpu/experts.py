@@ -14,10 +14,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float, Int, Num
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.gpu.launch import dot, launch
 
 NAME = "hydrajax_matmul_experts"  # in a compiled program
 COLUMNS, DEPTH = 64, 64  # of a program, and of a turn of its loop
@@ -60,14 +60,16 @@ def matmul(
     blocks, tile = rows.shape
     width = weight.shape[2]
     arrays = () if scale is None else (scale,)
-    return pl.pallas_call(
+    return launch(
         functools.partial(_share, tile=tile),
+        *(x, rows, experts, weight, *arrays),
+        name=NAME,
         grid=(blocks, width // COLUMNS),
         out_shape=jax.ShapeDtypeStruct((blocks, tile, width), dtype),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
+        warps=4,
+        stages=4,
         interpret=interpret,
-        name=NAME,
-    )(x, rows, experts, weight, *arrays)
+    )
 
 
 def _share(x, rows, experts, weight, *others, tile: int):
@@ -82,12 +84,9 @@ def _share(x, rows, experts, weight, *others, tile: int):
 
         def add(turn, total):
             at = pl.ds(turn * DEPTH, DEPTH)
-            return total + triton.dot(x[row, at], weight[expert, at, here].astype(x.dtype))
+            return total + dot(x[row, at], weight[expert, at, here].astype(x.dtype))
 
         total = jax.lax.fori_loop(0, weight.shape[1] // DEPTH, add, jnp.zeros((tile, COLUMNS), jnp.float32))
         for numbers in scale:
             total *= numbers[expert, here].astype(jnp.float32)
         out[block, :, here] = total.astype(out.dtype)
-
-
-_share.__name__ = NAME  # jax 0.11 names a kernel by its function

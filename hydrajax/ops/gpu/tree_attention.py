@@ -21,10 +21,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.models.arrays import Array
+from hydrajax.ops.gpu.launch import dot, launch
 
 NAME, SUM_NAME = "hydrajax_tree_attention", "hydrajax_tree_attention_sum"  # names in a compiled program
 MASKED, TINY = -1e30, 1e-30
@@ -95,27 +95,31 @@ def attend(
     out = jax.ShapeDtypeStruct((batch, n_tokens, n_heads, head_dim), queries.dtype)
     sums = jax.ShapeDtypeStruct((splits, batch * n_kv, rows), jnp.float32)
     shares = Shares(jax.ShapeDtypeStruct((*sums.shape, head_dim), jnp.float32), sums, sums)
-    call = functools.partial(pl.pallas_call, interpret=interpret)
     lines = Lines(n_kv, rows, n_tokens, tile)
     kernel = functools.partial(
         _share, lines=lines, padded=padded, splits=splits, per_row_mask=len(mask) > 1, windowed=first_seen is not None
     )
-    found = call(
+    found = launch(
         kernel,
+        *inputs,
+        name=NAME,
         grid=(tiles, batch * n_kv, splits),
         out_shape=shares if splits > 1 else out,
-        compiler_params=triton.CompilerParams(num_warps=8 if tile > 64 else 4, num_stages=3),
-        name=NAME,
-    )(*inputs)
+        warps=8 if tile > 64 else 4,
+        stages=3,
+        interpret=interpret,
+    )
     if splits > 1:
         # Small tiles, for one program per multiprocessor.
-        found = call(
+        found = launch(
             functools.partial(_put_together, lines=lines._replace(tile=LEAST), splits=splits),
+            *found,
+            name=SUM_NAME,
             grid=(pl.cdiv(rows, LEAST), batch * n_kv),
             out_shape=out,
-            compiler_params=triton.CompilerParams(num_warps=4),
-            name=SUM_NAME,
-        )(*found)
+            warps=4,
+            interpret=interpret,
+        )
     return found.reshape(batch, n_tokens, -1)
 
 
@@ -160,11 +164,11 @@ def _share(
     def add(sums, k, v, visible):
         """Return the sums with these keys and values added, as far as they are visible."""
         weighted, total, peak = sums
-        scores = jnp.where(visible, triton.dot(q, k.T) * scale, MASKED)
+        scores = jnp.where(visible, dot(q, k.T) * scale, MASKED)
         higher = jnp.maximum(peak, jnp.max(scores, axis=1))
         weights = jnp.where(visible, jnp.exp(scores - higher[:, None]), 0.0)
         shrink = jnp.exp(peak - higher)
-        weighted = weighted * shrink[:, None] + triton.dot(weights.astype(v.dtype), v)
+        weighted = weighted * shrink[:, None] + dot(weights.astype(v.dtype), v)
         return weighted, total * shrink + jnp.sum(weights, axis=1), higher
 
     sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lines.tile, jnp.float32)
