@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Constant
 
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
@@ -209,8 +209,7 @@ class _Count:
             return [read[0]._replace(experts=eqn.invars[0].aval.shape[0])]
         if name == "cond":
             return self._largest_branch(params["branches"], read[1:], times)
-        inner = [x for x in params.values() if isinstance(x, (Jaxpr, ClosedJaxpr))]
-        jaxpr = getattr(inner[0], "jaxpr", inner[0]) if inner else None
+        jaxpr = next(iter(jaxprs_in_params(params)), None)
         if jaxpr and len(jaxpr.invars) == len(read):  # a call; a scatter's jaxpr has other inputs
             return self.walk(jaxpr, read, times)
         if name == "gather" and read[0].weight:
