@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.progress import track
@@ -67,7 +66,7 @@ def hidden_states(
             f"{list(aux_hidden_layers)}: the cache holds the last layer's hidden states"
         )
     shape = (*rows.tokens.shape, model.config.width)
-    dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(ml_dtypes.bfloat16)
+    dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(jnp.bfloat16)
     folder = Path(config.data.hidden_cache or config.output)
     record = folder / RECORD
     files = {"hidden": (folder / HIDDEN, dtype, shape), "best": (folder / BEST, np.dtype(np.int32), shape[:-1])}
