@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hydrajax.machine import own_version
+from hydrajax.machine import check_imported, own_version
 
 if TYPE_CHECKING:
     from hydrajax import assets, trees
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from hydrajax.text.answers import Generation
     from hydrajax.trees import TreeTopology
 
+check_imported("numpy", "jax", "flax")
 __version__ = own_version()
 
 __all__ = [

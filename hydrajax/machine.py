@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def own_version() -> str:
         return version("hydrajax")
     except PackageNotFoundError:  # imported from a source folder
         return "not installed"
+
+
+def check_imported(*packages: str) -> None:
+    """Raise ImportError if another version of an imported package was installed since, as by a cell of a notebook."""
+    for name in packages:
+        imported = getattr(sys.modules.get(name), "__version__", None)
+        try:
+            installed = version(name) if imported else None
+        except PackageNotFoundError:  # the package is a source folder
+            continue
+        if installed != imported:
+            message = f"{name}: {imported} is imported, but {installed} was installed since"
+            raise ImportError(f"{message}; restart Python (Colab: Runtime > Restart session)")
 
 
 def _processor() -> str:

@@ -161,16 +161,23 @@ def test_nothing_is_installed_outside_colab(install):
         ((), {}, ""),
     ],
 )
-def test_colab_installs_the_jax_of_its_runtime(install, monkeypatch, files, variables, extra):
-    monkeypatch.delitem(sys.modules, "jax")
+def test_colab_installs_the_jax_of_its_runtime(install, files, variables, extra):
     commands, _ = install(True, files, **variables)
     assert commands == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
 
 
-def test_an_earlier_import_of_jax_stops_the_notebook(install):
-    assert "jax" in sys.modules
-    with pytest.raises(SystemExit, match="Restart session"):
+def test_an_imported_package_that_pip_replaces_stops_the_notebook(install, monkeypatch):
+    versions = {"jax": iter(["0.7.2", "0.12.0.1"]), "numpy": iter(["2.1.3", "2.1.3"])}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: next(versions.get(name, iter(["1"]))))
+    with pytest.raises(SystemExit, match=r"^jax replaced after import: Runtime > Restart session"):
         install(True)
+
+
+def test_hydrajax_refuses_an_import_that_pip_replaced(monkeypatch):
+    machine.check_imported("numpy", "jax", "flax", "absent")
+    monkeypatch.setattr(sys.modules["flax"], "__version__", "0.11.2")
+    with pytest.raises(ImportError, match=r"^flax: 0.11.2 is imported, but .* restart Python"):
+        machine.check_imported("jax", "flax")
 
 
 def test_the_extras_exist():
