@@ -47,24 +47,3 @@ def test_beside_the_base_or_merged_it_says_what_transformers_says(said, program,
     assert said("--base", merged) == expected
     assert said("--base", base, "--adapter", adapter) == expected
     assert said("--base", base, "--adapter", adapter, "--merge-adapter") == expected
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("generate --prompt a --base BASE --merge-adapter", "merge: requires an adapter"),
-        ("generate --prompt a --base BASE --adapter nowhere", "--adapter: no such directory: nowhere"),
-        ("generate --prompt a --base BASE --adapter BASE", "--adapter: no such file: BASE/adapter_config.json"),
-        ("bench --random tiny --adapter BASE", "--adapter: requires --base"),
-        (
-            "convert merge --base BASE --adapter LORA --output LORA",
-            "--output: got 'LORA', the directory of the adapter; choose another one",
-        ),
-    ],
-)
-def test_refusals(program, base, adapter, command, message):
-    for name, path in (("BASE", base), ("LORA", adapter)):
-        command, message = command.replace(name, str(path)), message.replace(name, str(path))
-    result = program(*command.split())
-    assert (result.code, result.out) == (2, "")
-    assert result.err.strip() == f"hydrajax: {message}"

@@ -4,25 +4,7 @@ from __future__ import annotations
 
 import json
 
-import flax.linen as nn
-import jax
 import pytest
-
-from hydrajax.cli import bench
-from hydrajax.decoding.state import Params
-from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models.base_model import BoundBase, abstract_base
-from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
-
-
-def without_weights(shape, kind, dtype, seed, quantize=None):
-    """A `random_model` of shapes alone, for errors that are raised before parameters are used."""
-    model = Llama(PRESETS[shape], dtype)
-    drafter, base = KINDS[kind].build(model.config, dtype), nn.unbox(abstract_base(model))
-    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    return model, drafter, Params(base, draft)
-
 
 FAST = ("--repeats", "1", "--context", "128")
 
@@ -80,36 +62,3 @@ def test_settings_of_a_draft_are_compared(program, base, tmp_path):
     assert rows == [("lookahead-3-3-2", 1 + 4 + 5, 2, True), ("lookahead-2-2-4", 1 + 4 + 1, 1, True)]
     assert content["arguments"]["draft"] == "lookahead"
     assert all(row["observe"] > 0 for row in content["rows"])
-
-
-def test_mistakes_end_in_one_line(program, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "random_model", without_weights)
-    cases = {
-        "exactly one of --base and --random": [],
-        "--random: got '8x7b', expected tiny": ["--random", "8x7b"],
-        "--random-draft: got 'wings', expected none, lookup": [
-            "--random",
-            "tiny",
-            "--random-draft",
-            "wings",
-        ],
-        "--draft: requires --base": ["--random", "tiny", "--draft", "heads"],
-        "--context: got 10, expected more than": ["--random", "tiny", "--context", "10"],
-        "--context: got 4096, expected at most the model's 1024": ["--random", "tiny", "--context", "4096"],
-        "tree sizes: got 65, expected 1 to 64": ["--random", "tiny", "--tree-sizes", "65"],
-        "got 'x', expected an integer from 1 up": ["--random", "tiny", "--tree-sizes", "1,x"],
-        "--draft: got 'lookahead-5-3', expected lookahead": ["--base", base, "--draft", "lookahead-5-3"],
-        "--draft-settings: got 'lookup-5'": [
-            *("--base", base, "--draft", "lookup", "--draft-settings", "5"),
-        ],
-        "--draft-settings: requires --base and --draft, without --tree": [
-            *("--base", base, "--draft", "lookahead", "--draft-settings", "5-3-5", "--tree", "chain-2"),
-        ],
-        "--json: cannot write": ["--random", "tiny", "--json", tmp_path / "no" / "such" / "file"],
-        "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
-    }
-    for message, arguments in cases.items():
-        result = program("bench", *arguments)
-        assert result.code == 2, (message, result)
-        assert result.err.count("\n") == 1
-        assert message in result.err

@@ -14,7 +14,6 @@ from helpers.recordings import need
 from hydrajax import assets, plugins
 from hydrajax.certify.certificate import pooled
 from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
-from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.processors import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
@@ -46,11 +45,11 @@ def tiny(base, heads):
 WITHOUT_WEIGHTS = ["lookup", "lookahead-5-3-5"]
 
 
-@pytest.mark.parametrize("draft", ["heads", *(pytest.param(name, marks=pytest.mark.slow) for name in WITHOUT_WEIGHTS)])
+@pytest.mark.quick("heads")
+@pytest.mark.parametrize("draft", ["heads", *WITHOUT_WEIGHTS])
 def test_greedy(certify, tiny, draft, tmp_path):
     path = tmp_path / "certificate.json"
-    flags = [] if draft == "heads" else ["--draft", draft]
-    out = certify(*tiny, *flags, "--json", path)
+    out = certify(*tiny, *([] if draft == "heads" else ["--draft", draft]), "--json", path)
     assert "holds: tokens equal to decoding without a tree" in out
     assert "2 prompts, 24 tokens" in out
     assert out.endswith("certified\n")
@@ -84,6 +83,13 @@ def test_exact_sampling(certify, draft):
 
 
 @pytest.mark.slow
+def test_rejection_and_typical(certify):
+    assert "holds: distribution" in certify("--rule", "rejection", "--temperature", 1.2)
+    out = certify("--rule", "typical", "--epsilon", 0.05)
+    assert "holds: typical acceptance as defined (not the base's distribution)" in out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
 def test_processors(certify, rule):
     """Processors read the tokens of a tree, and the enumerated distribution includes them."""
@@ -96,70 +102,43 @@ def test_processors(certify, rule):
     assert "holds: distribution of the first tokens" in out
 
 
-@pytest.mark.slow
-def test_rejection_sampling(certify):
-    assert "holds: distribution" in certify("--rule", "rejection", "--temperature", 1.2)
+PROMISES = {
+    "greedy": ["tokens equal"],
+    "exact": ["tokens equal", "distribution of the first tokens"],
+    "rejection": ["distribution of the first tokens"],
+    "typical": ["typical acceptance as defined"],
+}
 
 
 @pytest.mark.slow
-def test_typical(certify):
-    out = certify("--rule", "typical", "--epsilon", 0.05)
-    assert "holds: typical acceptance as defined (not the base's distribution)" in out
-
-
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
-    ("arch", "rule", "tree"),
+    ("draft", "tree", "rule"),
     [
-        slow("eagle3_mha", "rejection", "dynamic-8-2-3"),
-        *(
-            slow(arch, rule, tree)
-            for arch in ("eagle1_mha", "eagle3_mha")
-            for rule in RULES
-            for tree in ("dynamic-16-3-4", "eagle_26")
-        ),
+        ("eagle1_mha", "dynamic-16-3-4", "greedy"),
+        ("eagle1_mha", "eagle_26", "exact"),
+        ("eagle1_mha", "dynamic-16-3-4", "rejection"),
+        ("eagle3_mha", "dynamic-8-2-3", "rejection"),
+        ("eagle3_mha", "eagle_26", "rejection"),
+        ("eagle3_mha", "dynamic-16-3-4", "typical"),
+        ("dflash_a", "best-12", "greedy"),
+        ("dflash_a", "cartesian-3x2", "rejection"),
+        ("dspark_a", "best-12", "rejection"),
+        ("dspark_a", "dynamic-12-3-4", "exact"),
+        ("dspark_a", "chain-5", "rejection"),
+        ("jetspec_a", "fanout-12-3", "typical"),  # fanout trees are not drawn
+        ("jetspec_a", "chain-5", "rejection"),
     ],
 )
-def test_eagle(certify, golden, arch, rule, tree):
-    """Trained drafts, so that many tokens are accepted, on dynamic trees and on a static one."""
+def test_trained_drafts(certify, golden, parallel, draft, tree, rule):
+    """Many of their tokens are accepted. Drafts of one pass have a q per position, DSpark's given the token before."""
     flags = [] if rule == "greedy" else ["--temperature", 0.8]
-    draft = golden / "eagle" / arch / "draft"
-    out = certify("--base", golden / "base" / "mha", "--draft", draft, "--tree", tree, "--rule", rule, *flags)
-    check_promises(out, rule)
-
-
-def check_promises(out: str, rule: str) -> None:
-    promises = {
-        "greedy": ["tokens equal"],
-        "exact": ["tokens equal", "distribution of the first tokens"],
-        "rejection": ["distribution of the first tokens"],
-        "typical": ["typical acceptance as defined"],
-    }
-    for promise in promises[rule]:
+    eagle = draft.startswith("eagle")
+    base = golden / "base" / "mha" if eagle else parallel / "base_a"
+    folder = need((golden / "eagle" if eagle else parallel) / draft / "draft" / "config.json").parent
+    out = certify("--base", base, "--draft", folder, "--tree", tree, "--rule", rule, *flags)
+    for promise in PROMISES[rule]:
         assert f"holds: {promise}" in out
     assert out.endswith("\ncertified\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(
-    ("draft", "tree"),
-    [
-        ("dflash_a", "best-12"), ("dflash_a", "cartesian-3x2"), ("dspark_a", "best-12"), ("dspark_a", "dynamic-12-3-4"),
-        ("dspark_a", "chain-5"), ("jetspec_a", "fanout-12-3"), ("jetspec_a", "chain-5"),
-    ],
-)  # fmt: skip
-def test_drafts_of_one_pass(certify, parallel, draft, tree, rule):
-    """Trained drafts; q is the distribution of a position, for DSpark given the token before."""
-    if (tree, rule) == ("fanout-12-3", "rejection"):
-        pytest.skip("fanout trees are not drawn")
-    flags = [] if rule == "greedy" else ["--temperature", 0.8]
-    folder = need(parallel / draft / "draft" / "config.json").parent
-    out = certify("--base", parallel / "base_a", "--draft", folder, "--tree", tree, "--rule", rule, *flags)
-    check_promises(out, rule)
 
 
 @parameters_as_arrays
@@ -236,49 +215,27 @@ class Lenient(Typical):
         return quarter.accept(verified, keys)
 
 
+@pytest.mark.quick("WrongRoot")
 @pytest.mark.parametrize(
-    ("name", "rule", "flags", "failing"),
+    ("rule", "name", "flags", "failing"),
     [
-        ("greedy", WrongRoot, [], ["FAILS: tokens equal", "defect"]),
-        pytest.param(
-            "greedy",
-            ForgetsTheTree,
-            ["--frequency-penalty", 3],
-            ["FAILS: tokens equal", "defect"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "exact", FavoursDrafts, [], ["FAILS: tokens equal", "FAILS: distribution"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "exact",
-            UnprocessedExact,
-            ["--repetition-penalty", 3],
-            ["holds: tokens equal", "FAILS: distribution"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "rejection", UnprocessedRejection, ["--logit-bias", "88:4"], ["FAILS: distribution"], marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "typical", UnprocessedTypical, ["--repetition-penalty", 3], ["FAILS: typical"], marks=pytest.mark.slow
-        ),
-        pytest.param("rejection", NoResidual, [], ["FAILS: distribution"], marks=pytest.mark.slow),
-        pytest.param("typical", Lenient, [], ["FAILS: typical"], marks=pytest.mark.slow),
+        (WrongRoot, "greedy", [], ["FAILS: tokens equal", "defect"]),
+        (ForgetsTheTree, "greedy", ["--frequency-penalty", 3], ["FAILS: tokens equal", "defect"]),
+        (FavoursDrafts, "exact", [], ["FAILS: tokens equal", "FAILS: distribution"]),
+        (UnprocessedExact, "exact", ["--repetition-penalty", 3], ["holds: tokens equal", "FAILS: distribution"]),
+        (UnprocessedRejection, "rejection", ["--logit-bias", "88:4"], ["FAILS: distribution"]),
+        (UnprocessedTypical, "typical", ["--repetition-penalty", 3], ["FAILS: typical"]),
+        (NoResidual, "rejection", [], ["FAILS: distribution"]),
+        (Lenient, "typical", [], ["FAILS: typical"]),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, name, rule, flags, failing):
+def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, rule, name, flags, failing):
     monkeypatch.setitem(plugins.ADDED["rules"], name, rule)
     out = certify(*(tiny if rule is WrongRoot else []), "--rule", name, *flags, code=1)
     for line in failing:
         assert line in out
     assert out.endswith("NOT CERTIFIED\n")
-
-
-def test_without_a_draft_there_is_nothing_to_certify(program):
-    result = program("certify", "--base", assets.base())
-    assert result.code == 2
-    assert "--draft: got none, expected a draft to certify" in result.err
 
 
 def test_rare_sequences_are_counted_together():

@@ -81,24 +81,3 @@ def test_limit_and_token_ids_without_a_tokenizer(program, wordless, tmp_path):
     assert result.code == 0, result
     assert "6 positions of 2 prompts" in result.out
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_mistakes_end_in_one_line(program, base, wordless, prompts, tmp_path):
-    outside = tmp_path / "outside.jsonl"
-    outside.write_text('{"prompt_ids": [1, 320]}\n')
-    cases = {
-        "--base: no such directory": ["--base", tmp_path / "nowhere"],
-        "--prompts: is required, as the base has no tokenizer": ["--base", wordless],
-        "but the base has no tokenizer; give token ids": ["--base", wordless, "--prompts", prompts],
-        "got token id 320, expected 0 to 319": ["--base", base, "--prompts", outside],
-        "no such file": ["--base", base, "--prompts", tmp_path / "none.jsonl"],
-        "--json: cannot write": ["--base", base, "--prompts", prompts, "--json", tmp_path / "no" / "file.json"],
-        "--limit": ["--base", base, "--prompts", prompts, "--limit", "0"],
-        "--dtype": ["--base", base, "--prompts", prompts, "--dtype", "int8"],
-    }
-    for message, arguments in cases.items():
-        result = program("convert", "int8", *arguments)
-        assert result.code == 2, (message, result)
-        assert result.err.count("\n") == 1, (message, result)
-        assert message in result.err
-    assert {path.name for path in tmp_path.iterdir()} == {"outside.jsonl", "prompts.jsonl"}

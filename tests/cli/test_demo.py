@@ -119,14 +119,6 @@ def test_own_question(program, base, shipped):
     assert "1. your prompt" in result.out
 
 
-def test_a_base_without_a_chat_template_is_refused(program, base, shipped, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "base")
-    (folder / "chat_template.jinja").unlink()
-    result = program("demo", "--base", folder)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert "--base: has no chat template, expected an instruct model" in result.err
-
-
 @pytest.mark.slow
 def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     result = program("demo")
@@ -150,19 +142,20 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
         program("demo", "--prompt", "the tree")
 
 
-@pytest.mark.parametrize(("prompt", "message"), [("", "--prompt: is empty"), ("x" * 300, "model's context of 128")])
-def test_a_bad_prompt_is_refused_before_decoding(program, shipped, monkeypatch, prompt, message):
+def test_refusals_before_decoding(program, base, shipped, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "measure", lambda *_: pytest.fail("decoded"))
-    result = program("demo", "--prompt", prompt)
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert message in result.err
+    plain = shutil.copytree(base, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jinja"))
 
+    def refused(message: str, *flags) -> None:
+        result = program("demo", *flags)
+        assert (result.code, result.err.count("\n")) == (2, 1)
+        assert message in result.err
 
-def test_missing_shipped_model(program, monkeypatch, tmp_path):
+    refused("--prompt: is empty", "--prompt", "")
+    refused("model's context of 128", "--prompt", "x" * 300)
+    refused("--base: has no chat template, expected an instruct model", "--base", plain)
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
-    result = program("demo")
-    assert (result.code, result.err.count("\n")) == (2, 1)
-    assert f"assets: no base in {tmp_path}: this installation has no bundled model" in result.err
+    refused(f"assets: no base in {tmp_path}: this installation has no bundled model")
     with pytest.raises(HydrajaxError, match="got 'eagle', expected one of base, medusa, hydra, hydra_pp, draft_model"):
         assets.path("eagle")
 
@@ -227,17 +220,13 @@ def measured(name: str, nodes: int, tokens_per_step: float, rate: float, speedup
     return Measured(name, nodes, tokens_per_step, rate, rate, rate, 1.0, speedup, equal)
 
 
-@pytest.mark.parametrize(
-    ("speedup", "found"),
-    [
-        (2.0, "The fastest here is Hydra chain-2, at 2.00 times the speed without a draft."),
-        (0.5, "No draft is faster here: the best, Hydra chain-2, has 0.50 times the speed without one."),
-    ],
-)
-def test_verdict(speedup, found):
+def test_verdict():
     plain = measured("autoregressive", 1, 1.0, 20.0, 1.0)
     slow = measured("Hydra mc_sim_7b_63", 64, 4.0, 4.0, 0.2)
-    fast = measured("Hydra chain-2", 3, 2.0, 20.0 * speedup, speedup)
-    text = demo.verdict([plain, slow, fast])
-    assert found in text
-    assert "64 nodes costs 20.0 times as much as one" in text  # a second against a twentieth
+    for speedup, found in {
+        2.0: "The fastest here is Hydra chain-2, at 2.00 times the speed without a draft.",
+        0.5: "No draft is faster here: the best, Hydra chain-2, has 0.50 times the speed without one.",
+    }.items():
+        text = demo.verdict([plain, slow, measured("Hydra chain-2", 3, 2.0, 20.0 * speedup, speedup)])
+        assert found in text
+        assert "64 nodes costs 20.0 times as much as one" in text  # a second against a twentieth

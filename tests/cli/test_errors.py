@@ -1,4 +1,7 @@
-"""Errors of the command line: one line with the field, exit code 2, no output file."""
+"""Refusals and endings of the command line: one line, an exit code, and no file that is left behind.
+
+The tests of each reader check its messages. Here every command and every kind of error has a row.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,321 +19,366 @@ import time
 import pytest
 
 from helpers import programs
-from hydrajax import cli
-from hydrajax.cli import COMMANDS, run_command
+from helpers.lora_files import write_lora
+from hydrajax import assets, cli
+from hydrajax.cli import COMMANDS, bench, run_command
 from hydrajax.cli import generate as command
 from hydrajax.text.answers import Generation
 
+GENERATE = "generate --base base --output out.jsonl"
+EXPORT = "convert export --base base --draft heads --output out"
+EVALUATE = "evaluate --base base --draft heads --tree chain-2 --set questions.jsonl --max-new-tokens 8 --output out"
+SEARCH = f"tree search --base base --draft {assets.path('medusa')} --prompts prompts.jsonl --output out.json"
+SHOW = "tree show chain-2 --base base --draft heads"
+# Of each command, with arguments that are right: flags that are wrong, and the line.
+REFUSALS = {
+    "": [
+        ("genreate", r"invalid choice: 'genreate' \(choose from .*generate"),
+        ("generate --prompt x", "the following arguments are required: --base"),
+        ("convert", "required: VERB .*see hydrajax convert --help"),
+        ("convert exprot", r"invalid choice: 'exprot' \(choose from .*export.*push.*int8"),
+    ],
+    GENERATE: [
+        ("", "one of the arguments --prompt --prompts is required"),
+        ("--prompt ''", "--prompt: is empty"),
+        (f"--prompt {'xyz' * 100}", r"--prompt: got \d{3} tokens, expected at most"),
+        ("--prompts long.jsonl", r"long\.jsonl line 3: prompt_ids: got 129 tokens, expected at most .* context of 128"),
+        ("--prompts nothing.jsonl", r"nothing\.jsonl line 1: prompt_ids: got no tokens, expected at least one"),
+        ("--prompts none.jsonl", r"--prompts: no such file: none\.jsonl"),
+        ("--prompts prompts.jsonl --prompt a", "--prompt: not allowed with argument --prompts"),
+    ],
+    f"{GENERATE} --prompt x": [
+        ("--base nowhere", "--base: no such directory: nowhere"),
+        (f"--base {'x' * 300}", "--base: no such directory: x{300}"),
+        ("--base empty", r"--base: no such file: .*config\.json"),
+        ("--base cut", r"--base: .*model\.safetensors is damaged"),
+        ("--base part", r"--base: shard model-2\.safetensors is named in .* but missing"),
+        ("--base base --draft nowhere", "--draft: no such directory: nowhere"),
+        ("--draft empty", "--draft: .*no draft heads of a supported format|--draft: no such file"),
+        ("--tree chain-2", "--tree: got 'chain-2', expected 'root' without --draft"),
+        ("--tree chain-2 --draft none", "--tree: got 'chain-2', expected 'root' without --draft"),
+        ("--draft heads --tree chain-3", "tree: got a depth of 3, expected at most the 2 tokens that the draft"),
+        ("--draft heads --tree oak", r"--tree: got 'oak', expected root, chain-K, .*, a \.json file or a JSON list of"),
+        ("--draft heads --tree [[0],", r"--tree: got '\[\[0\],', expected a JSON list of choices such as "),
+        ("--draft heads --tree none.json", r"--tree: no such file: none\.json"),
+        ("--draft heads --rule rejection --tree [[0],[2]]", r"tree: got the choice \[2\], expected siblings of rank 0"),
+        ("--draft lookup --draft-confidence 0.5", "--draft-confidence: requires a draft model or DSpark with a conf"),
+        ("--merge-adapter", "^hydrajax: merge: requires an adapter$"),
+        ("--adapter nowhere", "^hydrajax: --adapter: no such directory: nowhere$"),
+        ("--adapter base", "^hydrajax: --adapter: no such file: base/adapter_config.json$"),
+        ("--output none/out.jsonl", "--output: cannot write .*: no such directory: .*/none"),
+        ("--output file/out.jsonl", "--output: cannot write .*: no such directory: .*/file"),
+        ("--stream --batch-size 2", "--stream: prints one prompt at a time; leave out --output and --batch-size"),
+        ("--stop ''", "stop: got an empty string"),
+        # numbers and names
+        ("--dtype half", r"--dtype: invalid choice: 'half' \(choose from .*bfloat16.*see hydrajax( generate)? --help"),
+        ("--quantize int4-48", r"--quantize: invalid choice: 'int4-48' \(choose from .*int4-64.*int4-128"),
+        ("--max-new-tokens 0", "--max-new-tokens: got '0', expected an integer from 1 up"),
+        ("--batch-size 1.5", r"--batch-size: got '1\.5', expected an integer from 1 up"),
+        ("--batch-size 2147483648", "--batch-size: got '2147483648', expected at most 2147483647"),
+        (f"--batch-size {'9' * 400}", r"--batch-size: got '9{,80} \.\.\.', expected at most 2147483647"),
+        (f"--seed {2**32}", "--seed: got '4294967296', expected an integer from 0 to 4294967295"),
+        ("--temperature warm", "--temperature: invalid float value: 'warm'"),
+        ("--logit-bias 3", "^hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
+        ("--logit-bias 9999:1", "--logit-bias: got token id 9999, expected 0 to"),
+        ("--temperature 1 --rule greedy", "--temperature: got a value for the rule greedy, expected none, only with "),
+        ("--rule exact --min-p 2", "--min-p: got 2.0, expected a number from 0 to 1"),
+        ("--repetition-penalty 0", "--repetition-penalty: got 0.0, expected a positive number"),
+        # flags that there are not
+        ("--max-new 5", "unrecognized arguments: --max-new 5"),
+        (
+            "--drft=lookup 1",
+            r"unrecognized arguments: --drft=lookup 1; did you mean --draft\? \(see hydrajax --help\)$",
+        ),
+        ("--max_length 1", r"--max_length 1; did you mean --max-new-tokens\?"),
+        ("--prompt-lookup-num-tokens 1", r'did you mean --draft="lookup"\?'),
+        ("--num-beams 1", "; hydrajax has no beam search"),
+    ],
+    "generate --base base --prompt x": [
+        ("--logprobs", r"--logprobs: requires --output FILE\.jsonl"),
+        ("--top-logprobs 2", r"--top-logprobs: requires --output FILE\.jsonl"),
+    ],
+    "serve --base base": [
+        ("--streamer 1", r"unrecognized arguments: --streamer 1 \(see"),  # not --tree
+        ("--stop-strings 1", r"unrecognized arguments: --stop-strings 1 \(see"),  # it has no --stop
+        ("--mesh 8", "--mesh: got '8', expected model=M or data=D,model=M"),
+        ("--mesh tensor=8", "--mesh: got 'tensor=8', expected model=M or data=D,model=M"),
+        ("--mesh model=2,model=4", "--mesh: got 'model=2,model=4', expected model=M or data=D,model=M"),
+        ("--mesh model=", "--mesh: got '', expected an integer from 1 up"),
+        ("--mesh model=0", "--mesh: got '0', expected an integer from 1 up"),
+    ],
+    EXPORT: [
+        ("--base nowhere", "--base: no such directory: nowhere"),
+        ("--draft nowhere", "--draft: no such directory: nowhere"),
+        ("--base heads", "--base: .*model_type"),
+        ("--draft base", "--draft: .*no draft heads of a supported format"),
+        ("--base base --draft mtp", "has no MTP module"),
+        ("--heads 3", "--heads: got 3, but Medusa has 2 heads to choose from"),
+        ("--format x", r"--format: invalid choice: 'x' \(choose from .*hydra.*medusa.*native"),
+        ("--format hydra", "export: format: got hydra for Medusa heads, expected one of medusa, vllm-medusa, native; "),
+        ("--dtype int4", "--dtype: invalid choice: 'int4'"),
+        ("--form medusa", "unrecognized arguments: --form"),
+        ("--output file", "export: .*file is a file"),
+        ("--output file/out", "export: cannot write .*file/out: Not a directory"),
+        (f"--output {'x' * 300}", "cannot (write|use) .*: File name too long"),
+        ("--output base", "--output: got 'base', the directory of the base; choose another one"),
+        ("--output results", r"export: .*results holds other files than an earlier export, such as '.*\.json'"),
+        ("--output heads", "--output: got 'heads', the directory of the heads"),
+        ("--output ./heads/../heads/", "--output: got '.*', the directory of the heads"),
+    ],
+    "convert push": [
+        ("", "required: DIR, ORG/NAME"),
+        ("nowhere lab/heads", "push: no such directory: nowhere"),
+        ("empty lab/heads", r"push: .* has no config\.json"),
+        ("heads lab/heads@main", "push: repository: got 'lab/heads@main', expected a name such as 'org/name'"),
+        ("heads lab/heads --message", "--message: expected one argument"),
+    ],
+    "convert int8 --base base --prompts prompts.jsonl": [
+        ("--base nowhere", "--base: no such directory"),
+        ("--base wordless", "but the base has no tokenizer; give token ids"),
+        ("--prompts outside.jsonl", "got token id 320, expected 0 to 319"),
+        ("--json no/file.json", "--json: cannot write"),
+        ("--limit 0", "--limit"),
+        ("--dtype int8", "--dtype"),
+    ],
+    "convert int8 --base wordless": [("", "--prompts: is required, as the base has no tokenizer")],
+    "convert merge --base base": [
+        ("--adapter lora --output lora", "--output: got 'lora', the directory of the adapter; choose another one$"),
+    ],
+    EVALUATE: [
+        ("--set mt_bench", "--data: the set mt_bench needs the directory"),
+        ("--categories cats", "--categories: got 'cats', expected trees$"),
+        ("--max-new-tokens 127", "--max-new-tokens: got 127, expected at most 126"),
+        ("--template llama", "--template: got 'llama', expected auto, vicuna, plain"),
+        ("--tree oak", "tree: got 'oak'"),
+        ("--draft nowhere", "--draft: no such directory: nowhere"),
+        ("--top-k 3", "--top-k: got a value for the rule greedy, expected none"),
+        ("--base wordless", "--base: has no tokenizer, which question sets need"),
+    ],
+    "evaluate --base base --tree chain-2 --set questions.jsonl --max-new-tokens 8 --output out": [
+        ("", "--tree: got 'chain-2' without a draft"),
+    ],
+    "tree search --base base --draft lookup --prompts prompts.jsonl": [
+        ("", "one of the arguments --output --save is required"),
+        ("--save", "--save: got the draft 'lookup', which has no directory to save to; use --output"),
+        ("--output out.json --draft none", "--draft: is required, as the tree is searched for a draft"),
+        ("--output out.json --draft lookahead-3-3-3", "--draft: Lookahead cannot be calibrated, as its guesses depend"),
+        ("--output out.json --shapes both", "--shapes: got 'both', but got dynamic-2-0-1, expected a static tree"),
+        ("--output out.json --how chains", "--how: got 'chains', which needs a draft model; the draft is Lookup"),
+    ],
+    SEARCH.replace("--base base", f"--base {assets.base()}"): [
+        ("--sizes 2,200", "--sizes: got 200, expected at most --largest 100"),
+        ("--sizes 2,x", "got 'x', expected an integer from 1 up"),
+        ("--picture no/curve.png", "--picture: cannot write no/curve.png"),
+        ("--shapes dynamic --sizes 1", "--sizes: got 1, expected at least 2 nodes"),
+        ("--epsilon 0.1", "--epsilon: got a value for the rule greedy, expected none"),
+    ],
+    "tree show": [
+        ("oak", "tree: got 'oak'"),
+        ("dynamic-8-2-3", "got dynamic-8-2-3, expected a static tree for a drawing without --base"),
+        ("chain-2 --base base --prompt x", "--draft: is required with --base, to draw a step"),
+        ("chain-2 --base base --draft none --prompt x", "--draft: is required with --base, to draw a step"),
+        ("chain-2 --draft heads", "--draft: requires --base, as only a model has steps to draw"),
+        ("chain-2 --step 2", "--step: requires --base, as only a model has steps to draw"),
+    ],
+    SHOW: [
+        ("", "--prompt: is required with --base, to draw a step"),
+        ("--prompt ''", "--prompt: is empty, expected some text"),
+        ("--prompt for --step 0", "--step: got '0', expected an integer from 1 up"),
+        ("--prompt for --step 999", r"--step: got 999, expected at most \d+, where the text ends"),
+        ("--prompt for --picture no/t.png", "--picture: cannot write no/t.png"),
+    ],
+    "bench": [
+        ("", "exactly one of --base and --random"),
+        ("--random 8x7b", "--random: got '8x7b', expected tiny"),
+        ("--random tiny --random-draft wings", "--random-draft: got 'wings', expected none, lookup"),
+        ("--random tiny --draft heads", "--draft: requires --base"),
+        ("--random tiny --adapter base", "--adapter: requires --base$"),
+        ("--random tiny --context 10", "--context: got 10, expected more than"),
+        ("--random tiny --context 4096", "--context: got 4096, expected at most the model's 1024"),
+        ("--random tiny --tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
+        ("--random tiny --tree-sizes 1,x", "got 'x', expected an integer from 1 up"),
+        ("--random tiny --json no/such/file", "--json: cannot write"),
+        ("--base base --draft lookahead-5-3", "--draft: got 'lookahead-5-3', expected lookahead"),
+        ("--base base --draft lookup --draft-settings 5", "--draft-settings: got 'lookup-5'"),
+        (
+            "--base base --draft lookahead --draft-settings 5-3-5 --tree chain-2",
+            "--draft-settings: requires --base and --draft, without --tree",
+        ),
+        ("--base base --prompts none.jsonl", "no such file"),
+    ],
+    "certify": [
+        ("", "--base: is missing"),
+        ("--base base", "--draft: got none, expected a draft to certify"),
+        ("--reference u --base B", "^hydrajax: --reference: requires --server$"),
+    ],
+    "report": [
+        ("nowhere", "is not a directory"),
+        ("empty", "no results in"),
+        ("results", "r.json: field source is missing"),
+    ],
+    "train seed=1 --config own_text --dryrun data.length=64": [
+        ("", r"unrecognized arguments: --dryrun data.length=64; did you mean --dry-run\? \(see hydrajax --help\)$"),
+    ],
+}
 
-@pytest.fixture
-def refused(program, tmp_path):
-    """``refused(pattern, *argv)``: `hydrajax generate` prints one line that matches, and leaves no file."""
 
-    def check(pattern: str, *argv, output=True) -> str:
-        folder = tmp_path / "results"
-        folder.mkdir(exist_ok=True)
-        result = program("generate", *argv, *(["--output", folder / "out.jsonl"] if output else []))
-        assert result.code == 2, result
-        assert result.out == ""
-        assert re.fullmatch(r"hydrajax: [^\n]+\n", result.err), result.err
-        assert re.search(pattern, result.err), result.err
-        assert list(folder.iterdir()) == []
-        return result.err
+@pytest.fixture(scope="module")
+def folder(base, heads, wordless, tmp_path_factory):
+    """The working directory of all rows."""
+    from transformers import AutoModelForCausalLM
 
-    return check
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    """``prompts(*lines) -> Path`` of a prompt file; lines are objects or text."""
-
-    def write(*lines):
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-        return path
-
-    return write
-
-
-TEXT = ("--prompt", "the tree")
+    folder = tmp_path_factory.mktemp("folder")
+    for name, path in (("base", base), ("heads", heads), ("wordless", wordless)):
+        shutil.copytree(path, folder / name)
+    write_lora(folder / "lora", AutoModelForCausalLM.from_pretrained(base))
+    for name in ("cut", "part"):
+        shutil.copytree(base, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "cut" / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-1])
+    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
+    (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "empty").mkdir()
+    (folder / "file").touch()
+    (folder / "results").mkdir()
+    (folder / "results" / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
+    lines = {
+        "prompts": [{"prompt": "the tree"}],
+        "long": [{"prompt_ids": [1] * 128}, {"prompt": "a"}, {"prompt_ids": [1] * 129}],
+        "nothing": [{"prompt_ids": []}],
+        "outside": [{"prompt_ids": [1, 320]}],
+        "questions": [{"question_id": 5, "category": "trees", "turns": ["the tree"]}],
+    }
+    for name, records in lines.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
 
 
-# --- the base -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("begun", REFUSALS)
+def test_refusals(program, folder, begun, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(bench, "random_model", without_weights)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    for flags, words in REFUSALS[begun]:
+        found = program(*shlex.split(f"{begun} {flags}"))
+        assert (found.code, found.out) == (2, ""), (flags, found)
+        assert re.fullmatch(r"hydrajax: [^\n]+\n", found.err), (flags, found.err)
+        assert re.search(words, found.err), (flags, found.err)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-def test_base(refused, base, tmp_path):
-    refused(r"--base: no such directory: .*/nowhere", "--base", tmp_path / "nowhere", *TEXT)
-    refused(r"--base: no such directory", "--base", base / "config.json", *TEXT)
-    refused(r"hydrajax: --base: no such directory: x{300}", "--base", "x" * 300, *TEXT)
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    refused(r"--base: no such file: .*config\.json", "--base", folder, *TEXT)
+def without_weights(shape, kind, dtype, seed, quantize=None):
+    """A `random_model` of shapes alone, for errors that are raised before parameters are used."""
+    import flax.linen as nn
+    import jax
+
+    from hydrajax.decoding.state import Params
+    from hydrajax.formats.draft_registry import KINDS
+    from hydrajax.models.base_model import BoundBase, abstract_base
+    from hydrajax.models.llama import Llama
+    from hydrajax.models.llama_config import PRESETS
+
+    model = Llama(PRESETS[shape], dtype)
+    drafter, base = KINDS[kind].build(model.config, dtype), nn.unbox(abstract_base(model))
+    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
+    return model, drafter, Params(base, draft)
 
 
-@pytest.fixture
-def copied(base, tmp_path):
-    return shutil.copytree(base, tmp_path / "copy")
-
-
-def test_base_weights_missing_or_truncated(refused, copied):
-    weights = copied / "model.safetensors"
-    whole = weights.read_bytes()
-    for size in (0, 5, 500, len(whole) // 2, len(whole) - 1):
-        weights.write_bytes(whole[:size])
-        refused(r"--base: .*model\.safetensors is damaged", "--base", copied, *TEXT)
-    weights.unlink()
-    refused(r"--base: .* has neither model\.safetensors nor pytorch_model\.bin", "--base", copied, *TEXT)
-    (copied / "model.safetensors.index.json").write_text('{"weight_map": {"lm_head.weight": "model-2.safetensors"}}')
-    refused(r"--base: shard model-2\.safetensors is named in .* but missing", "--base", copied, *TEXT)
+def test_commands_of_one_process_refuse_several(program, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    for name in ("chat", "serve", "bench", "certify"):
+        found = program(name, "--base", "nowhere")
+        line = f"hydrajax: JAX_COORDINATOR_ADDRESS: {name} runs in one process; unset it\n"
+        assert (found.code, found.out, found.err) == (2, "", line)
 
 
 def test_a_library_that_panics():
     """pyo3's type is not an Exception, and no module has it."""
     panic = type("PanicException", (BaseException,), {})
-    assert cli._outcome(panic("index\nout of bounds"), frozenset()) == (
-        2,
-        "hydrajax: a library failed: index out of bounds",
-    )
+    outcome = cli._outcome(panic("index\nout of bounds"), frozenset())
+    assert outcome == (2, "hydrajax: a library failed: index out of bounds")
 
 
-# --- the draft ------------------------------------------------------------------------------------------------
+# --- the output of `hydrajax generate` --------------------------------------------------------------------------------
 
 
-def test_draft_missing_or_foreign(refused, base, tmp_path):
-    common = ("--base", base, *TEXT, "--draft")
-    refused(r"--draft: no such directory: .*/nowhere", *common, tmp_path / "nowhere")
-    other = shutil.copytree(base, tmp_path / "gpt")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
-    refused(r"--draft: .* holds no draft heads of a supported format: .*'hydra_num_heads'", *common, other)
+@pytest.fixture
+def generate(program, base):
+    """``generate(results, *flags)``: `hydrajax generate`, whose decoding yields a text and then calls ``then``."""
+
+    def run(then, *flags, monkeypatch):
+        def results(*_, **__):
+            yield Generation([1], [2], "a caf\u00e9 \ufffd", 1, [1], 1, 0.1)
+            then()
+
+        monkeypatch.setattr(command, "generate", results)
+        return program("generate", "--base", base, "--prompt", "the tree", *flags)
+
+    return run
 
 
-# --- the tree -------------------------------------------------------------------------------------------------
-
-
-def test_tree(refused, base, heads, tmp_path):
-    common = ("--base", base, "--draft", heads, *TEXT, "--tree")
-    refused(r"tree: got a depth of 3, expected at most the 2 tokens that the draft proposes", *common, "chain-3")
-    refused(
-        r"--tree: got 'oak', expected root, chain-K, .*mc_sim_7b_63.*, a \.json file or a JSON list of",
-        *common,
-        "oak",
-    )
-    refused(r"--tree: got '\[\[0\],', expected a JSON list of choices such as ", *common, "[[0],")
-    refused(r"--tree: no such file: .*/none\.json", *common, tmp_path / "none.json")
-
-
-def test_tree_without_draft(refused, program, base):
-    for draft in ((), ("--draft", "none")):
-        pattern = r"--tree: got 'chain-2', expected 'root' without --draft"
-        refused(pattern, "--base", base, *draft, *TEXT, "--tree", "chain-2")
-    args = ["--base", base, "--prompt", "the tree", "--max-new-tokens", 8, "--tree", "root"]
-    assert program("generate", *args).code == 0
-
-
-# --- the prompts ----------------------------------------------------------------------------------------------
-
-
-def test_both_or_neither_prompt_flag(refused, base, prompts):
-    refused(r"one of the arguments --prompt --prompts is required", "--base", base)
-    file = prompts({"prompt": "a"})
-    refused(r"--prompts: not allowed with argument --prompt", "--base", base, "--prompt", "a", "--prompts", file)
-
-
-def test_empty_prompt(refused, base, wordless, prompts):
-    refused(r"--prompt: is empty", "--base", base, "--prompt", "")
-    for line, pattern in [
-        ({"prompt": ""}, r"prompts\.jsonl line 2: prompt: is empty"),
-        ({"turns": ["", "second"]}, r"prompts\.jsonl line 2: turns: is empty"),
-        ({"prompt_ids": []}, r"prompts\.jsonl line 2: prompt_ids: got no tokens, expected at least one"),
-    ]:
-        refused(pattern, "--base", base, "--prompts", prompts({"prompt_ids": [1]}, line))
-
-
-def test_text_that_encodes_to_nothing(refused, copied):
-    tokenizer = json.loads((copied / "tokenizer.json").read_text())
-    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
-    (copied / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None, "normalizer": strip}))
-    refused(r"--prompt: got no tokens, expected at least one", "--base", copied, "--prompt", "  ")
-
-
-def test_prompt_longer_than_the_context(refused, base, prompts):
-    refused(r"--prompt: got \d{3} tokens, expected at most", "--base", base, "--prompt", "xyz" * 100)
-    file = prompts({"prompt_ids": [1] * 128}, "", {"prompt_ids": [1] * 129})
-    refused(
-        r"prompts\.jsonl line 3: prompt_ids: got 129 tokens, expected at most the model's context of 128",
-        "--base",
-        base,
-        "--prompts",
-        file,
-    )
-
-
-def test_chat_template_that_fails(refused, copied, prompts):
-    (copied / "chat_template.jinja").write_text("{{ raise_exception('only the user may speak') }}")
-    file = prompts({"turns": ["hello"]})
-    pattern = r"line 1: turns: the tokenizer's chat template failed: only the user may speak"
-    refused(pattern, "--base", copied, "--prompts", file)
-
-
-def test_prompt_file(refused, base, prompts, tmp_path):
-    """tests/text/test_prompt.py covers every malformed prompt file."""
-    common = ("--base", base, "--prompts")
-    refused(r"--prompts: no such file: .*/none\.jsonl", *common, tmp_path / "none.jsonl")
-    refused(r"--prompts: .* is empty", *common, prompts())
-    refused(r"line 2: is not JSON", *common, prompts({"prompt": "a"}, '{"prompt": '))
-
-
-# --- flags ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "pattern"),
-    [
-        (
-            ("--dtype", "half"),
-            r"--dtype: invalid choice: 'half' \(choose from '?auto'?, '?float32'?, '?bfloat16'?, '?float16'?\)",
-        ),
-        (("--quantize", "int4-48"), r"--quantize: invalid choice: 'int4-48' \(choose from .*int4-64.*int4-128"),
-        (("--max-new-tokens", "0"), r"--max-new-tokens: got '0', expected an integer from 1 up"),
-        (("--batch-size", "1.5"), r"--batch-size: got '1\.5', expected an integer from 1 up"),
-        (("--seed", str(2**32)), r"--seed: got '4294967296', expected an integer from 0 to 4294967295"),
-        (("--temperature", "warm"), r"--temperature: invalid float value: 'warm'"),
-        (("--max-new", "5"), r"unrecognized arguments: --max-new 5"),
-    ],
-)
-def test_flags(refused, base, flags, pattern):
-    refused(pattern + r".*see hydrajax( generate)? --help", "--base", base, *TEXT, *flags)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--rule", "greedy", "--temperature", "1"),
-            "--temperature: got a value for the rule greedy, expected none, only with typical, exact, rejection",
-        ),
-        (("--logit-bias", "3"), r"hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
-        (("--logit-bias", "9999:1"), "--logit-bias: got token id 9999, expected 0 to"),
-        (("--rule", "exact", "--min-p", "2"), "--min-p: got 2.0, expected a number from 0 to 1"),
-        (("--repetition-penalty", "0"), "--repetition-penalty: got 0.0, expected a positive number"),
-        (("--frequency-penalty", "nan"), "--frequency-penalty: got nan, expected a finite number"),
-        (("--rule", "exact", "--temperature", "-1"), "--temperature: got -1.0, expected a finite number from 0 up"),
-        (("--rule", "exact", "--top-p", "1.5"), "--top-p: got 1.5, expected above 0 and at most 1"),
-        (("--rule", "typical", "--epsilon", "2"), "--epsilon: got 2.0, expected a number from 0 to 1"),
-    ],
-)
-def test_rules(refused, base, flags, message):
-    refused(message, "--base", base, *TEXT, *flags)
-
-
-def test_missing_base(refused):
-    refused(r"the following arguments are required: --base", *TEXT)
-
-
-# --- the output -----------------------------------------------------------------------------------------------
-
-
-def test_unwritable_output_shows_before_anything_is_loaded(refused, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "load_from", lambda args: pytest.fail("loaded"))
-    file = tmp_path / "file"
-    file.touch()
-    common = ("--base", base, *TEXT, "--output")
-    for path in (tmp_path / "none" / "out.jsonl", file / "out.jsonl"):
-        pattern = rf"--output: cannot write .*: no such directory: {path.parent}"
-        refused(pattern, *common, path, output=False)
-    assert list(tmp_path.glob("*.tmp")) == []
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_output_without_permission(refused, base, tmp_path):
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o500)
-    refused(
-        r"--output: cannot write .*: Permission denied", "--base", base, *TEXT, "--output", locked / "o", output=False
-    )
-
-
-def results_then(error):
-    """A stand-in for `generate` that raises after its first result."""
-
-    def generate(*_, **__):
-        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
+def fails_with(error):
+    def fail():
         raise error
 
-    return generate
+    return fail
 
 
-def test_ctrl_c_leaves_no_file(program, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "generate", results_then(KeyboardInterrupt()))
-    result = program("generate", "--base", base, *TEXT, "--output", tmp_path / "out.jsonl")
-    assert result.code == 130
-    assert result.err == "hydrajax: interrupted\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sigterm_leaves_no_file(program, base, tmp_path, monkeypatch):
-    def generate(*_, **__):
-        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        yield Generation([1], [2], "a", 1, [1], 1, 0.1)
-
-    monkeypatch.setattr(command, "generate", generate)
-    result = program("generate", "--base", base, *TEXT, "--output", tmp_path / "out.jsonl")
-    assert (result.code, result.err) == (143, "hydrajax: terminated\n")
+@pytest.mark.parametrize(
+    ("then", "code", "said"),
+    [
+        (fails_with(KeyboardInterrupt()), 130, "interrupted"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143, "terminated"),
+    ],
+)
+def test_an_interrupted_command_leaves_no_file(generate, tmp_path, monkeypatch, then, code, said):
+    result = generate(then, "--output", tmp_path / "out.jsonl", monkeypatch=monkeypatch)
+    assert (result.code, result.err) == (code, f"hydrajax: {said}\n")
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # what called the program has its own again
 
 
-def test_text_that_the_terminal_s_encoding_lacks_is_escaped(base, monkeypatch):
-    def generate(*_, **__):
-        yield Generation([1], [2], "a café \ufffd", 1, [1], 1, 0.1)
-
-    monkeypatch.setattr(command, "generate", generate)
-    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    assert cli.main(["generate", "--base", str(base), *TEXT]) == 0
-    terminal.flush()
-    assert b"a caf\\xe9 \\ufffd\n" in terminal.buffer.getvalue()
-
-
-def test_a_platform_that_is_not_there(program, base, monkeypatch):
-    def no_devices():
-        raise RuntimeError("Unable to initialize backend 'cuda':\nno devices")
-
-    monkeypatch.setattr(command, "generate", results_then(AssertionError()))
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    monkeypatch.setattr("jax.devices", no_devices)
-    result = program("generate", "--base", base, *TEXT)
-    assert result.code == 2
-    assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
-
-
-def test_a_crash_leaves_the_old_file_alone(program, base, tmp_path, monkeypatch):
+def test_a_crash_leaves_the_old_file_alone(generate, tmp_path, monkeypatch):
     output = tmp_path / "out.jsonl"
     output.write_text("old\n")
-    monkeypatch.setattr(command, "generate", results_then(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):  # a bug of ours keeps its traceback
-        program("generate", "--base", base, *TEXT, "--output", output)
+        generate(fails_with(RuntimeError("a bug")), "--output", output, monkeypatch=monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert output.read_text() == "old\n"
 
 
-# --- the program ----------------------------------------------------------------------------------------------
+def test_unwritable_output_shows_before_anything_is_loaded(program, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "load_from", lambda args: pytest.fail("loaded"))
+    (tmp_path / "locked").mkdir(mode=0o500)
+    paths = {"none": "no such directory"} | ({"locked": "Permission denied"} if os.geteuid() else {})
+    for name, words in paths.items():
+        result = program("generate", "--base", base, "--prompt", "a", "--output", tmp_path / name / "out.jsonl")
+        assert result.code == 2
+        assert f"--output: cannot write {tmp_path / name / 'out.jsonl'}: {words}" in result.err
 
 
-def test_unknown_command(program):
-    result = program("genreate")
+def test_text_that_the_terminal_s_encoding_lacks_is_escaped(generate, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert generate(lambda: None, monkeypatch=monkeypatch).code == 0
+    terminal.flush()
+    assert b"a caf\\xe9 \\ufffd\n" in terminal.buffer.getvalue()
+
+
+def test_a_platform_that_is_not_there(generate, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr("jax.devices", fails_with(RuntimeError("Unable to initialize backend 'cuda':\nno devices")))
+    result = generate(fails_with(AssertionError()), monkeypatch=monkeypatch)
     assert result.code == 2
-    assert re.fullmatch(r"hydrajax: .*invalid choice: 'genreate' \(choose from .*generate.*\n", result.err)
+    assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
 
 
-def start(*argv, **kwargs):
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def start(*argv):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "hydrajax", *map(str, argv)]
-    return subprocess.Popen(
-        command, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE, **kwargs
-    )
+    words = [sys.executable, "-m", "hydrajax", *map(str, argv)]
+    return subprocess.Popen(words, env=environment, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_a_real_process_prints_one_line_and_no_traceback():
@@ -340,11 +389,11 @@ def test_a_real_process_prints_one_line_and_no_traceback():
 
 
 @pytest.mark.slow
-def test_a_real_ctrl_c(base, prompts, tmp_path):
-    folder = tmp_path / "results"
+def test_a_real_ctrl_c(base, tmp_path):
+    folder, prompts = tmp_path / "results", tmp_path / "prompts.jsonl"
     folder.mkdir()
-    file = prompts(*[{"prompt_ids": [5]}] * 20_000)
-    args = ("generate", "--base", base, "--prompts", file, "--max-new-tokens", 120, "--output", folder / "out.jsonl")
+    prompts.write_text('{"prompt_ids": [5]}\n' * 20_000)
+    args = ("generate", "--base", base, "--prompts", prompts, "--max-new-tokens", 120, "--output", folder / "out.jsonl")
     # A shell starts background jobs with Ctrl-C ignored, and children inherit that: here as in the foreground.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -185,26 +185,6 @@ def test_other_rules(program, arguments, rule, tmp_path):
     assert ("outputs not compared" in result.out) == (rule != "exact")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--set", "mt_bench"], "--data: the set mt_bench needs the directory"),
-        (["--categories", "cats"], "--categories: got 'cats', expected trees, cafés"),
-        (["--max-new-tokens", 127], "--max-new-tokens: got 127, expected at most 126"),
-        (["--template", "llama"], "--template: got 'llama', expected auto, vicuna, plain"),
-        (["--tree", "oak"], "tree: got 'oak'"),
-        (["--draft", "nowhere"], "--draft: no such directory: nowhere"),
-        (["--top-k", 3], "--top-k: got a value for the rule greedy, expected none"),
-    ],
-)
-def test_mistakes(program, arguments, flags, message, tmp_path):
-    result = program(*arguments, "--output", tmp_path / "out", *flags)
-    assert result.code == 2
-    assert message in result.err
-    assert result.err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
 def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     loaded = hydrajax.load(base)
     trees = [("", presets.chain(1)), ("my tree", presets.chain(2)), ("my tree", presets.cartesian([3]))]
@@ -222,12 +202,6 @@ def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
         "tiny-lookup",
         presets.by_name(PromptLookup().spec.default_tree),
     )
-
-
-def test_nothing_to_put_in_a_tree(program, base, wordless, questions, tmp_path):
-    common = ["--set", questions, "--output", tmp_path / "out", *QUICK]
-    assert "--tree: got 'chain-2' without a draft" in program("--base", base, "--tree", "chain-2", *common).err
-    assert "--base: has no tokenizer, which question sets need" in program("--base", wordless, *common).err
 
 
 # --- the shipped model ------------------------------------------------------------------------------------------------

@@ -196,11 +196,6 @@ def test_seconds_of_a_batch_count_once():
     assert Totals().summary() == "0 tokens in 0 steps, tokens_per_step 0.00 (τ), 0.0 tokens/s"
 
 
-def test_generate_refuses_a_lone_text_and_never_reads_it_as_many_prompts(base):
-    with pytest.raises(hydrajax.HydrajaxError, match="prompts: got one text, expected a list"):
-        hydrajax.generate(hydrajax.load(base).executor(), "hello")
-
-
 def without_styles(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
@@ -269,21 +264,6 @@ def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, 
         np.testing.assert_array_equal(alternatives[..., 0], likeliest.indices.numpy())
         np.testing.assert_allclose(alternatives[..., 1], likeliest.values.numpy(), atol=1e-4)
 
-    for flag in (["--logprobs"], ["--top-logprobs", 2]):
-        result = program(*common, "--prompt", "a", *flag)
-        assert result.code == 2
-        assert f"{flag[0]}: requires --output FILE.jsonl" in result.err
-
-
-def test_rejection_needs_a_drafter_and_a_tree_without_gaps(program, base, heads, tmp_path):
-    gap = tmp_path / "gap.json"
-    gap.write_text("[[0], [2]]")
-    result = program(
-        "generate", "--base", base, "--prompt", "a", "--draft", heads, "--rule", "rejection", "--tree", gap
-    )
-    assert result.code == 2
-    assert "tree: got the choice [2], expected siblings of rank 0, 1, 2 ..." in result.err
-
 
 def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):
     common = ["generate", "--base", base, "--draft", heads, "--tree", wide_tree, "--max-new-tokens", NEW]
@@ -295,15 +275,3 @@ def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):
     cut = program(*common, "--prompt", "the tree", "--stop", middle, "--stop", "never said")
     assert cut.out == whole.out[: whole.out.index(middle)] + "\n"
     assert program(*common, "--prompt", "the tree", "--stop", middle, "--stream").out == cut.out
-
-
-def test_what_stop_and_stream_cannot_do(program, base, tmp_path):
-    common = ["generate", "--base", base, "--prompt", "a"]
-    result = program(*common, "--stream", "--batch-size", 2)
-    assert result.code == 2
-    assert "--stream: prints one prompt at a time; leave out --output and --batch-size" in result.err
-    assert program(*common, "--stream", "--output", tmp_path / "a.jsonl").code == 2
-    assert not (tmp_path / "a.jsonl").exists()
-    result = program(*common, "--stop", "")
-    assert result.code == 2
-    assert "stop: got an empty string" in result.err

@@ -61,14 +61,6 @@ def test_two_processes_generate_what_one_generates(program, arguments, prompts, 
     assert answers(tmp_path / "two.jsonl") == answers(tmp_path / "one.jsonl")
 
 
-@pytest.mark.parametrize("command", ["chat", "serve", "bench", "certify"])
-def test_other_commands_refuse_several_processes(program, monkeypatch, base, command):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
-    found = program(command, "--base", base)
-    assert (found.code, found.out) == (2, "")
-    assert found.err == f"hydrajax: JAX_COORDINATOR_ADDRESS: {command} runs in one process; unset it\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [BOTH, SHARED], ids=["data", "model"])
 def test_samples_and_streams(program, arguments, mesh):

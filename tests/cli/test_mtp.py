@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from hydrajax.decoding.keywords import RULES
 from hydrajax.drafters.mtp import MTP
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.huggingface import read_config
@@ -38,7 +37,7 @@ def with_module(base, tmp_path_factory) -> Path:
     return folder
 
 
-def test_export_and_back(program, with_module, base, tmp_path):
+def test_export_and_back(program, with_module, tmp_path):
     first, last = tmp_path / "first", tmp_path / "last"
     for draft, folder, flags in (("mtp", tmp_path / "own", ["--format", "native"]), ("mtp", first, [])):
         result = program("convert", "export", "--base", with_module, "--draft", draft, "--output", folder, *flags)
@@ -51,10 +50,6 @@ def test_export_and_back(program, with_module, base, tmp_path):
         np.testing.assert_array_equal(x, own[name])
         np.testing.assert_array_equal(x, again[name])
 
-    refused = program("convert", "export", "--base", base, "--draft", "mtp", "--output", tmp_path / "none")
-    assert refused.code == 2
-    assert "has no MTP module" in refused.err
-
 
 @pytest.mark.slow
 def test_generate_with_lookup(program, with_module):
@@ -66,8 +61,10 @@ def test_generate_with_lookup(program, with_module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tree", ["chain-3", "dynamic-8-2-3"])
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [("greedy", "chain-3"), ("exact", "dynamic-8-2-3"), ("rejection", "dynamic-8-2-3"), ("typical", "chain-3")],
+)
 def test_certify(program, with_module, rule, tree):
     flags = [] if rule == "greedy" else ["--temperature", 0.8, "--samples", 1024]
     result = program("certify", "--base", with_module, "--draft", "mtp", "--tree", tree, "--rule", rule, *TEXT, *flags)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 
@@ -44,21 +43,3 @@ def test_pictures_of_trees_need_matplotlib(program, folder, monkeypatch):
     done = program("tree", "show", "chain-2", "--picture", folder / "tree.png")
     missing = "pictures need matplotlib: pip install 'hydrajax[plots]'"
     assert (done.code, done.err) == (2, f"hydrajax: {missing}\n")
-
-
-def test_mistakes(program, folder, tmp_path_factory):
-    empty = tmp_path_factory.mktemp("empty")
-    damaged = tmp_path_factory.mktemp("damaged")
-    (damaged / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
-    cases = [
-        (["report", empty / "none"], "is not a directory"),
-        (["report", empty], "no results in"),
-        (["report", damaged], "r.json: field source is missing"),
-        (["report", folder, "--output", folder / "no" / "r.md"], "--output: cannot write"),
-        (["report", folder, "--output", folder], "is a directory, expected a file"),
-    ]
-    for argv, message in cases:
-        done = program(*argv)
-        assert done.code == 2, argv
-        assert message in done.err
-        assert done.err.count("\n") == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 
-import pytest
 from rich.console import Console
 
 from hydrajax.cli import screen
@@ -31,14 +30,14 @@ def test_a_terminal_gets_one_line_that_leaves_no_trace(capsys, monkeypatch):
     assert "\n" not in found.rsplit("\x1b[2K", 1)[-1]  # the line was erased
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_narrow_terminals_cut_the_description_of_a_bar_only(width):
-    console = Console(file=io.StringIO(), width=width)
-    bar = screen.bar()
-    bar.add_task("path/to/questions.jsonl, 5 contenders, " + "long " * 30, total=2000, completed=1500)
-    console.print(bar)
-    line = console.file.getvalue()
-    assert re.match(r"━.* 1500/2000 +-?[-:\d]+ path/to/q.*…\n$", line), line
+def test_narrow_terminals_cut_the_description_of_a_bar_only():
+    for width in [60, 80, 120]:
+        console = Console(file=io.StringIO(), width=width)
+        bar = screen.bar()
+        bar.add_task("path/to/questions.jsonl, 5 contenders, " + "long " * 30, total=2000, completed=1500)
+        console.print(bar)
+        line = console.file.getvalue()
+        assert re.match(r"━.* 1500/2000 +-?[-:\d]+ path/to/q.*…\n$", line), line
 
 
 def test_drafted_text_is_in_brackets_where_there_are_no_styles():
