@@ -70,7 +70,6 @@ SATELLITES = {
     "train.distill.__main__": ("train", "cli"),
 }
 PARTS = (*CORE, *SATELLITES)
-KNOWN: dict[str, list[str]] = {}
 
 
 def part_of(module: str) -> str:
@@ -133,38 +132,37 @@ def upward(module: str, source: str, is_package: bool = False) -> list[str]:
     return sorted(name for name in ours if part_of(name) not in allowed)
 
 
-def test_no_upward_import():
-    found = {module: upward(module, path.read_text(), path.name == "__init__.py") for module, path in MODULES.items()}
-    assert {module: names for module, names in found.items() if names} == KNOWN
+def test_no_upward_import_and_no_private_name_of_another_room():
+    wrong = {}
+    for module, path in MODULES.items():
+        source = path.read_text()
+        wrong[module] = upward(module, source, path.name == "__init__.py") + private_imports(module, source)
+    assert {module: names for module, names in wrong.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    ("module", "source", "found"),
-    [
-        ("hydrajax.models.llama", "import hydrajax.drafters.hydra", ["hydrajax.drafters.hydra"]),
-        ("hydrajax.models.llama", "from hydrajax.models.cache import append", []),
-        ("hydrajax.models.llama", "from ..drafters import hydra", ["hydrajax.drafters.hydra"]),
-        ("hydrajax.models.llama", "from . import cache", []),
-        ("hydrajax.drafters.hydra", "def f():\n    from hydrajax import api", ["hydrajax.api"]),
-        ("hydrajax.drafters.hydra", "from hydrajax import make_decode_fn", ["hydrajax"]),
-        ("hydrajax.drafters.hydra", "from hydrajax.decoding.engine import Params", ["hydrajax.decoding.engine"]),
-        ("hydrajax.drafters.hydra", "from hydrajax.formats import draft_registry", ["hydrajax.formats.draft_registry"]),
-        ("hydrajax.text.prompt", "from hydrajax.train.run_config import load_config", ["hydrajax.train.run_config"]),
-        ("hydrajax.bench.benchmark", "from hydrajax.bench.contests.contest import contest", []),
-        ("hydrajax.train.train_loop", "from hydrajax.cli import main", ["hydrajax.cli"]),
-        ("hydrajax.train.__main__", "from hydrajax.cli.train import main", []),
-        ("hydrajax.api", "from hydrajax.cli import main", ["hydrajax.cli"]),
-        ("hydrajax.cli.demo", "from hydrajax.train import train_step\nfrom hydrajax import api", []),
-        ("hydrajax.errors", "import hydrajax.files", ["hydrajax.files"]),
-    ],
-)
-def test_the_check_itself(module, source, found):
-    assert upward(module, source) == found
-
-
-def test_a_new_package_must_be_added():
+def test_the_check_itself():
+    for module, source, found in (
+        ("models.llama", "import hydrajax.drafters.hydra", ["drafters.hydra"]),
+        ("models.llama", "from hydrajax.models.cache import append", []),
+        ("models.llama", "from ..drafters import hydra", ["drafters.hydra"]),
+        ("models.llama", "from . import cache", []),
+        ("drafters.hydra", "def f():\n    from hydrajax import api", ["api"]),
+        ("drafters.hydra", "from hydrajax.decoding.engine import Params", ["decoding.engine"]),
+        ("text.prompt", "from hydrajax.train.run_config import load_config", ["train.run_config"]),
+        ("bench.benchmark", "from hydrajax.bench.contests.contest import contest", []),
+        ("train.train_loop", "from hydrajax.cli import main", ["cli"]),
+        ("train.__main__", "from hydrajax.cli.train import main", []),
+        ("cli.demo", "from hydrajax.train import train_step\nfrom hydrajax import api", []),
+    ):
+        assert upward(f"hydrajax.{module}", source) == [f"hydrajax.{name}" for name in found]
+    assert upward("hydrajax.drafters.hydra", "from hydrajax import make_decode_fn") == ["hydrajax"]
     with pytest.raises(AssertionError, match="is in no part"):
         part_of("hydrajax.newcomer.thing")
+    for source in ("hub import _name", "import hub\nhub._name()", "import hub as h\nh._name()"):
+        source = f"from hydrajax.formats {source}" if source.startswith("import") else f"from hydrajax.formats.{source}"
+        assert private_imports("hydrajax.train.optimizer", source) == ["hydrajax.formats.hub._name"]
+    for source in ("train.muon import _divided", "formats.hub import resolve"):
+        assert private_imports("hydrajax.train.optimizer", f"from hydrajax.{source}") == []
 
 
 def private_imports(module: str, source: str) -> list[str]:
@@ -184,25 +182,6 @@ def private_imports(module: str, source: str) -> list[str]:
     room = part_of(module)
     others = [(origin, name) for origin, name in taken if origin in MODULES and part_of(origin) != room]
     return sorted(f"{origin}.{name}" for origin, name in others if name.startswith("_") and not name.startswith("__"))
-
-
-def test_no_room_uses_a_private_name_of_another():
-    found = {module: private_imports(module, path.read_text()) for module, path in MODULES.items()}
-    assert {module: names for module, names in found.items() if names} == {}
-
-
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("from hydrajax.formats.hub import _name", ["hydrajax.formats.hub._name"]),
-        ("from hydrajax.formats import hub\nhub._name()", ["hydrajax.formats.hub._name"]),
-        ("from hydrajax.formats import hub as h\nh._name()", ["hydrajax.formats.hub._name"]),
-        ("from hydrajax.train.muon import _divided", []),
-        ("from hydrajax.formats.hub import resolve", []),
-    ],
-)
-def test_private_names_are_found(source, found):
-    assert private_imports("hydrajax.train.optimizer", source) == found
 
 
 def names_in(module: str) -> set[str]:
@@ -271,17 +250,14 @@ def heavy_imports(source: str, name: str) -> tuple[int, int]:
     return len(everywhere - lazy), len(lazy)
 
 
-def test_torch_is_imported_by_one_file_inside_functions():
-    counts = {module: heavy_imports(path.read_text(), "torch") for module, path in MODULES.items()}
-    users = {module: count for module, count in counts.items() if count != (0, 0)}
-    assert set(users) == {"hydrajax.formats.tensors"}
-    assert users["hydrajax.formats.tensors"][0] == 0
-
-
-def test_transformers_is_imported_inside_functions_only():
-    counts = {module: heavy_imports(path.read_text(), "transformers") for module, path in MODULES.items()}
-    assert [module for module, (top, _) in counts.items() if top] == []
-    assert any(lazy for _, lazy in counts.values()), "the check finds no imports"
+def test_torch_and_transformers_are_imported_inside_functions_only():
+    users = {}
+    for name in ("torch", "transformers"):
+        counts = {module: heavy_imports(path.read_text(), name) for module, path in MODULES.items()}
+        assert [module for module, (top, _) in counts.items() if top] == []
+        users[name] = {module for module, (_, lazy) in counts.items() if lazy}
+    assert users["torch"] == {"hydrajax.formats.tensors"}
+    assert users["transformers"], "the check finds no imports"
 
 
 # Optional or slow packages.
@@ -311,9 +287,10 @@ def test_importing_the_package_loads_no_optional_packages():
     assert loaded_after(program, ON_DEMAND | FOR_TRAINING) == set()
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nothing"]])
-def test_a_start_without_a_command_loads_nothing_slow(words):
-    program = f"from hydrajax.cli import main\ntry: main({words})\nexcept SystemExit: pass"
+def test_a_start_without_a_command_loads_nothing_slow():
+    program = "from hydrajax.cli import main\n"
+    for words in ([], ["--help"], ["--version"], ["nothing"]):
+        program += f"try: main({words})\nexcept SystemExit: pass\n"
     assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
 
 

@@ -141,16 +141,16 @@ def test_a_seed_is_drawn_and_reported(m):
     assert m.generate(PROMPT, seed=first.seed, **settings).output_ids == first.output_ids
 
 
-@pytest.mark.parametrize("seed", [2**63, 2**32, -1, 1.5, "3", [2**32], [-1]])
-def test_seeds_that_jax_would_wrap_or_refuse(m, seed):
-    for rule in ("greedy", "exact"):
-        with pytest.raises(HydrajaxError, match=r"^seed: got .*, expected an integer from 0 to 4294967295$"):
-            m.generate([PROMPT], rule=rule, seed=seed, tree="chain-2", max_new_tokens=NEW)
-    if not isinstance(seed, list):
-        with pytest.raises(HydrajaxError, match=r"^seed: got "):
-            m.stream(PROMPT, rule="exact", seed=seed, tree="chain-2")
-        with pytest.raises(HydrajaxError, match=r"^seed: got "):
-            m.chat(template="plain", rule="exact", seed=seed)
+def test_seeds_that_jax_would_wrap_or_refuse(m):
+    for seed in [2**63, 2**32, -1, 1.5, "3", [2**32], [-1]]:
+        for rule in ("greedy", "exact"):
+            with pytest.raises(HydrajaxError, match=r"^seed: got .*, expected an integer from 0 to 4294967295$"):
+                m.generate([PROMPT], rule=rule, seed=seed, tree="chain-2", max_new_tokens=NEW)
+        if not isinstance(seed, list):
+            with pytest.raises(HydrajaxError, match=r"^seed: got "):
+                m.stream(PROMPT, rule="exact", seed=seed, tree="chain-2")
+            with pytest.raises(HydrajaxError, match=r"^seed: got "):
+                m.chat(template="plain", rule="exact", seed=seed)
 
 
 @pytest.fixture

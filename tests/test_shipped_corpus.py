@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from email.message import Message
 
-import pytest
-
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax import assets
 from hydrajax.train.data.corpus import SourceFile
@@ -13,9 +11,8 @@ from hydrajax.train.data.corpus import SourceFile
 shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")
 
 
-@pytest.mark.parametrize(
-    ("licence", "permissive"),
-    [
+def test_permissive_licences():
+    for licence, permissive in [
         ("MIT", True),
         ("Apache-2.0", True),
         ("Apache Software License", True),
@@ -29,10 +26,8 @@ shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")
         ("Proprietary", False),
         ("", False),
         ("Permitted by the author", False),
-    ],
-)
-def test_permissive_licences(licence, permissive):
-    assert shipped_corpus.is_permissive(licence) == permissive
+    ]:
+        assert shipped_corpus.is_permissive(licence) == permissive
 
 
 def test_the_name_is_the_expression_or_the_classifiers_or_the_text():
@@ -79,9 +74,8 @@ def test_near_duplicates_are_left_out():
     assert [one.name for one in kept] == ["a", "c"]
 
 
-@pytest.mark.parametrize(
-    ("name", "is_source"),
-    [
+def test_what_is_source():
+    for name, is_source in [
         ("pkg/b.py", True),
         ("pkg/test_b.py", False),
         ("pkg/b_test.py", False),
@@ -90,7 +84,5 @@ def test_near_duplicates_are_left_out():
         ("pkg/x_pb2.py", False),
         ("pkg/readme.txt", False),
         ("../../../bin/tool.py", False),
-    ],
-)
-def test_what_is_source(name, is_source):
-    assert shipped_corpus.is_source(name) == is_source
+    ]:
+        assert shipped_corpus.is_source(name) == is_source

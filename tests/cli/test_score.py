@@ -169,11 +169,12 @@ def test_mistakes(program, arguments, sets, answers, score, summary, tmp_path, m
     (tmp_path / "changed.jsonl").write_text(sets["talk"].read_text().replace("Write", "Read"))
     answers(lambda _: "1", lambda _: "1")
     assert not program(*arguments, "--set", sets["talk"]).code
+    judge = ["--judge", "http://host/v1", "--judge-model", "m"]
     for flags, message in [
         (["--score", "bleu"], "--score: got 'bleu', expected auto, humaneval, gsm8k, rouge, judge"),
         ([], "--score: no score but a judge's fits these questions"),
-        (["--judge", "http://host/v1"], "--judge-model: is needed for the score judge"),
-        (["--data", "elsewhere", "--set", "changed.jsonl"], "--set: changed.jsonl has other questions than "),
+        (judge[:2], "--judge-model: is needed for the score judge"),
+        ([*judge, "--data", "elsewhere", "--set", "changed.jsonl"], "--set: changed.jsonl has other questions than "),
     ]:
         result = score(*flags)
         assert (result.code, result.err.count("\n")) == (2, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from compiled_program import CompiledProgram, array_bytes
 
 # One turn of the loop: a product, a slice of a cache, a row written into it, a transposed copy, a kernel of somebody's.
@@ -101,16 +100,18 @@ def test_the_caller_gives_the_bytes_of_a_custom_call():
     assert (call.read, call.written, call.source) == (7, 5, "jit(decode)/while/body/attend")
 
 
-@pytest.mark.parametrize("turns", [0, 3])
-def test_a_program_compiled_here(turns):
+def test_a_program_compiled_here():
     """The weight is most of the bytes of a product, whatever this backend's compiler adds."""
     x, weight = jnp.ones((8, 256)), jnp.ones((256, 256))
 
-    def program(x, weight):
-        step = lambda _, x: jnp.tanh(x @ weight)  # noqa: E731
-        return jax.lax.fori_loop(0, turns, step, x) if turns else step(0, x)
+    def once(x, weight):
+        return jnp.tanh(x @ weight)
 
-    compiled = CompiledProgram(jax.jit(program).lower(x, weight).compile().as_text())
-    kernels = compiled.loop() if turns else compiled.entry()
-    assert weight.nbytes < sum(kernel.moved for kernel in kernels) < 2 * weight.nbytes
-    assert bool(compiled.loop()) == bool(turns)
+    def loop(x, weight):
+        return jax.lax.fori_loop(0, 3, lambda _, x: once(x, weight), x)
+
+    for program in (once, loop):
+        compiled = CompiledProgram(jax.jit(program).lower(x, weight).compile().as_text())
+        kernels = compiled.loop() if program is loop else compiled.entry()
+        assert weight.nbytes < sum(kernel.moved for kernel in kernels) < 2 * weight.nbytes
+        assert bool(compiled.loop()) == (program is loop)

@@ -13,20 +13,16 @@ from hydrajax.bench.report.drawing import save_png
 from hydrajax.bench.report.outputs import find_results
 
 
-@pytest.mark.parametrize(
-    ("kind", "found"),
-    [
-        ("acceptance", ["medusa", "typical", "epsilon 0.2", "3.00", "2.000"]),
-        ("overhead", ["hydra_pp", "1.2", "0.6", "1.4", "20", "18"]),
-        ("pareto", ["amphista", "shared", "8", "0.5", "2.20", "310", "190 to 210", "1.27x", "yes", "0.80", "1.10x"]),
-        ("program", ["ar", "1", "512", "1", "627", "19.5", "15.00", "12.00", "1.250", "0 (0 MB)", "34", "yes"]),
-        ("program", ["hydra++", "8", "512", "64", "627", "19.5", "24.00", "12.00", "2.000", "2 (403 MB)", "34", "no"]),
-    ],
-)
-def test_tables_hold_the_rows(kind, found):
-    columns, cells = TABLES[kind](ROWS[kind])
-    assert found in [[str(cell) for cell in line] for line in cells]
-    assert {len(line) for line in (columns, *cells)} == {len(found)}
+def test_tables_hold_the_rows():
+    for kind, row in {
+        "acceptance": "medusa, typical, epsilon 0.2, 3.00, 2.000",
+        "overhead": "hydra_pp, 1.2, 0.6, 1.4, 20, 18",
+        "pareto": "amphista, shared, 8, 0.5, 2.20, 310, 190 to 210, 1.27x, yes, 0.80, 1.10x",
+        "program": "hydra++, 8, 512, 64, 627, 19.5, 24.00, 12.00, 2.000, 2 (403 MB), 34, no",
+    }.items():
+        columns, cells = TABLES[kind](ROWS[kind])
+        assert row in [", ".join(map(str, line)) for line in cells]
+        assert {len(line) for line in (columns, *cells)} == {row.count(", ") + 1}
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -113,16 +109,16 @@ def test_sizes_are_points_with_a_pareto_front():
     assert labels == ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
 
 
-@pytest.mark.parametrize("less_is_better", [True, False])
-def test_the_front_is_pareto_optimal(less_is_better):
-    numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
-    sign = -1 if less_is_better else 1
-    expected = [
-        (x, y)
-        for x, y in map(tuple, numbers)
-        if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
-    ]
-    assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
+def test_the_front_is_pareto_optimal():
+    for less_is_better in [True, False]:
+        numbers = np.random.default_rng(0).integers(0, 6, (12, 2)).tolist()
+        sign = -1 if less_is_better else 1
+        expected = [
+            (x, y)
+            for x, y in map(tuple, numbers)
+            if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
+        ]
+        assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
 
 
 def test_programs_are_bars_over_the_floor():

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import real_model_dialogues as script
 
 from hydrajax import assets
@@ -81,15 +80,15 @@ def test_rows_without_an_end_are_left_out():
     assert found == [{"prompt_ids": TURNS.opening, "output_ids": [4, EOS, 5]}]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [(["--length", "100"], "--length: got 100, expected a multiple of 64"), ([], "--base: the chat template ends no")],
-)
-def test_wrong_input_is_refused(tmp_path, capsys, flags, message):
-    argv = ["--output", str(tmp_path / "out.jsonl"), "--base", "shipped", *flags]
-    assert run_command("dialogues", "", script.add_arguments, script.run, argv) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out.jsonl").exists()
+def test_wrong_input_is_refused(tmp_path, capsys):
+    for flags, message in (
+        (["--length", "100"], "--length: got 100, expected a multiple of 64"),
+        ([], "--base: the chat template ends no"),
+    ):
+        argv = ["--output", str(tmp_path / "out.jsonl"), "--base", "shipped", *flags]
+        assert run_command("dialogues", "", script.add_arguments, script.run, argv) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_repeated_command_writes_the_last_batch_anew(tmp_path, monkeypatch):

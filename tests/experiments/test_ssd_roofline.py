@@ -33,11 +33,11 @@ def test_small_passes_take_as_long_as_their_weights():
     assert 5 / 4 < times.prepare / times.draft < 1.1 * 5 / 4
 
 
-@pytest.mark.parametrize("slots", [8, 1000])
-def test_operators_are_linear_in_the_slots_of_the_cache(slots):
-    model = Llama(PRESETS["8b"], jnp.bfloat16)
-    traced, ours = forward(model, 2, 8, slots), ssd_roofline._forward(model, 2, 8, slots)
-    assert (moved(ours), flops(ours)) == (moved(traced), flops(traced))
+def test_operators_are_linear_in_the_slots_of_the_cache():
+    for slots in [8, 1000]:
+        model = Llama(PRESETS["8b"], jnp.bfloat16)
+        traced, ours = forward(model, 2, 8, slots), ssd_roofline._forward(model, 2, 8, slots)
+        assert (moved(ours), flops(ours)) == (moved(traced), flops(traced))
 
 
 def test_launch_and_transfer_are_added():

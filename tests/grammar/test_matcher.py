@@ -173,24 +173,21 @@ def test_forced_tokens_begin_every_completion(cases):
     assert ended
 
 
-@pytest.mark.parametrize(
-    ("grammar", "text", "ends"),
-    [
+def test_forced_tokens_and_the_end_of_the_text():
+    for grammar, text, ends in [
         (Grammar.regex("the tree of (the|a) draft"), b"the tree of", False),  # a space begins the next token,
         (Grammar.choices(["naïve café"]), "naïve café".encode(), True),
         (Grammar.json_schema({"const": {"a": [1, None, "日本"]}}), '{"a": [1, null, "日本"]}'.encode(), True),
         (Grammar.regex("(the tree )*"), b"", False),  # EOS may follow as well
         (Grammar.regex("x(y|z)?"), b"x", False),
-    ],
-)
-def test_forced_tokens_and_the_end_of_the_text(grammar, text, ends):
-    matcher = start(grammar)
-    found = matcher.forced(100)
-    assert (found[-1:] == [EOS]) is ends
-    assert text_of(found[: len(found) - ends]) == text
-    assert found[: len(found) - ends] == tokenizer().encode(text.decode(), add_special_tokens=False)
-    assert matcher.forced(2) == found[:2]
-    assert masks(matcher)[0] >= set(found[:1])  # nothing was consumed
+    ]:
+        matcher = start(grammar)
+        found = matcher.forced(100)
+        assert (found[-1:] == [EOS]) is ends
+        assert text_of(found[: len(found) - ends]) == text
+        assert found[: len(found) - ends] == tokenizer().encode(text.decode(), add_special_tokens=False)
+        assert matcher.forced(2) == found[:2]
+        assert masks(matcher)[0] >= set(found[:1])  # nothing was consumed
 
 
 def test_copies_change_on_their_own():

@@ -19,9 +19,8 @@ NAMED = {"properties": {"ab": NULL}}
 OBJECT = {"type": "object", "additionalProperties": False}
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
+def test_mishandled_schemas_are_refused_by_name():
+    for schema, message in [
         (OBJECT | NAMED | OF_A, OVERLAP),
         (OBJECT | {"required": ["ab"]} | OF_A, OVERLAP),
         ({"items": {"allOf": [NAMED, OF_A]}}, OVERLAP),
@@ -33,31 +32,25 @@ OBJECT = {"type": "object", "additionalProperties": False}
         ({"type": "array", "prefixItems": [{}], "items": NULL, "additionalItems": False}, "prefixItems: "),
         ({"enum": [2**60 + 1]}, "const: got 1152921504606846977, expected at most 15 digits"),
         ({"const": 9347.891899370043}, "const: got 9347.891899370043, expected at most 15 digits"),
-    ],
-)
-def test_mishandled_schemas_are_refused_by_name(schema, message):
-    with pytest.raises(HydrajaxError, match=message):
-        _ = Grammar.json_schema(schema).source
+    ]:
+        with pytest.raises(HydrajaxError, match=message):
+            _ = Grammar.json_schema(schema).source
 
 
-@pytest.mark.parametrize(
-    "schema",
-    [
+def test_similar_schemas_are_not():
+    for schema in [
         OBJECT | OF_A,
         OBJECT | {"properties": {"id": NULL}, "required": ["id"]} | OF_A,
         {"properties": {"ab": OBJECT | {"patternProperties": {".*": NULL}}}},  # of another value
         {"properties": {"patternProperties": NULL, "ab": {"const": OF_A}, "x-guidance": NULL}},
         OBJECT | {"properties": {"a": NULL, "b": NULL}, "required": ["a"], "minProperties": 2},
         {"const": [-1.5, 1e22, 0.1, 10**18, 2**40]},
-    ],
-)
-def test_similar_schemas_are_not(schema):
-    assert Grammar.json_schema(schema).source
+    ]:
+        assert Grammar.json_schema(schema).source
 
 
-@pytest.mark.parametrize(
-    ("schema", "valid", "invalid"),
-    [
+def test_the_check_of_finished_texts():
+    for schema, valid, invalid in [
         ({}, ["[1]", "1" * 5000, "[" * 5000 + "]" * 5000], ['{"a": 1, ', "", "[1]]"]),
         (OBJECT | NAMED, ["{}", '{"ab": null}'], ['{"b": 1}', '{"ab": 1}']),
         ({"type": "number", "multipleOf": 0.1}, ["0.3", "1e0"], ['"a"']),
@@ -70,11 +63,9 @@ def test_similar_schemas_are_not(schema):
         ({"minimum": 0, "exclusiveMinimum": True}, ["1"], ["-1"]),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "items": [NULL]}, ["[null, 1]"], ["[1]"]),
         ({"items": {"enum": [f"{n}" for n in range(9000)]}}, [json.dumps(["8999"] * 4000)], []),  # takes too long
-    ],
-)
-def test_the_check_of_finished_texts(schema, valid, invalid):
-    check = JsonCheck(json.dumps(schema))
-    assert [check(text) for text in valid + invalid] == [True] * len(valid) + [False] * len(invalid)
+    ]:
+        check = JsonCheck(json.dumps(schema))
+        assert [check(text) for text in valid + invalid] == [True] * len(valid) + [False] * len(invalid)
 
 
 def test_eos_does_not_follow_an_invalid_text():

@@ -128,28 +128,28 @@ def unigram():
     return PreTrainedTokenizerFast(tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-@pytest.mark.parametrize("make", [small_tokenizer.byte_level, small_tokenizer.metaspace, unigram])
-def test_a_text_may_contain_the_name_of_any_added_token(make):
+def test_a_text_may_contain_the_name_of_any_added_token():
     """It is spelled with tokens that decoding leaves in the text, also if a normalizer changes it."""
-    from tokenizers import AddedToken
+    for make in [small_tokenizer.byte_level, small_tokenizer.metaspace, unigram]:
+        from tokenizers import AddedToken
 
-    tokenizer = make()
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<b c>", lstrip=True, rstrip=True)])
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "[INST]", "system"]})
-    names = ["cafe\u0301", *(token.content for token in tokenizer.added_tokens_decoder.values())]
-    for name in names:
-        text = f"a {name} b{name}"
-        for grammar, expected in (
-            (Grammar.choices([text]), text),
-            (Grammar.json_schema({"const": {name: [text]}}), json.dumps({name: [text]}, ensure_ascii=False)),
-            (Grammar.json_schema({"pattern": f"^{re.escape(text)}$", "type": "string"}), f'"{text}"'),
-        ):
-            matcher, ids = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)), []
-            while not ids or ids[-1] != tokenizer.eos_token_id:
-                ids += matcher.forced(8)[:1]
-                matcher.follow(ids)
-                assert matcher.error is None, (name, matcher.error)
-            assert tokenizer.decode(ids, skip_special_tokens=True) == expected
+        tokenizer = make()
+        tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("<b c>", lstrip=True, rstrip=True)])
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "[INST]", "system"]})
+        names = ["cafe\u0301", *(token.content for token in tokenizer.added_tokens_decoder.values())]
+        for name in names:
+            text = f"a {name} b{name}"
+            for grammar, expected in (
+                (Grammar.choices([text]), text),
+                (Grammar.json_schema({"const": {name: [text]}}), json.dumps({name: [text]}, ensure_ascii=False)),
+                (Grammar.json_schema({"pattern": f"^{re.escape(text)}$", "type": "string"}), f'"{text}"'),
+            ):
+                matcher, ids = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)), []
+                while not ids or ids[-1] != tokenizer.eos_token_id:
+                    ids += matcher.forced(8)[:1]
+                    matcher.follow(ids)
+                    assert matcher.error is None, (name, matcher.error)
+                assert tokenizer.decode(ids, skip_special_tokens=True) == expected
 
 
 def allowed_at_start(pattern: str, tokenizer, vocabulary) -> set[int]:
@@ -179,19 +179,16 @@ def begins_utf8(token: bytes) -> bool:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "eos_ids", "message"),
-    [
+def test_bases_that_cannot_follow_a_grammar_are_refused_in_one_line():
+    for tokenizer, eos_ids, message in [
         (None, (2,), "grammar: requires a tokenizer, which the base does not have"),
         ("fast", (), "grammar: requires an end-of-sequence token, which the base does not have"),
         ("slow", (2,), "grammar: the base's tokenizer cannot be used (Only fast tokenizers are supported)"),
-    ],
-)
-def test_bases_that_cannot_follow_a_grammar_are_refused_in_one_line(tokenizer, eos_ids, message):
-    made = {"fast": small_tokenizer.byte_level, "slow": object}.get(tokenizer, lambda: None)()
-    with pytest.raises(HydrajaxError) as error:
-        Grammar.regex("a").start(made, 320, eos_ids)
-    assert str(error.value) == message
+    ]:
+        made = {"fast": small_tokenizer.byte_level, "slow": object}.get(tokenizer, lambda: None)()
+        with pytest.raises(HydrajaxError) as error:
+            Grammar.regex("a").start(made, 320, eos_ids)
+        assert str(error.value) == message
 
 
 def test_a_vocabulary_is_read_once():

@@ -51,9 +51,8 @@ def judge(server, key="k-1") -> Judge:
     return Judge(server.url, "strict-1", key, pauses=(0, 0))
 
 
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
+def test_rating():
+    for reply, value in [
         ("Fine.\n[[7]]", 7.0),
         ("[[ 8.5 ]]", 8.5),
         ("[[10]]", 10.0),
@@ -64,10 +63,8 @@ def judge(server, key="k-1") -> Judge:
         ("[7]", None),
         ("Rating: 7", None),
         ("", None),
-    ],
-)
-def test_rating(reply, value):
-    assert rating(reply) == value
+    ]:
+        assert rating(reply) == value
 
 
 def test_both_turns_are_graded(server):
@@ -127,10 +124,10 @@ def test_a_server_that_is_not_there(server):
         gone.of(QUESTION, TEXTS)
 
 
-@pytest.mark.parametrize("url", ["localhost:80", "ftp://host/v1", "file:///etc/passwd", "http://", "http://["])
-def test_addresses_that_are_none(url):
-    with pytest.raises(HydrajaxError, match=r"^judge: got .*, expected an http or https address"):
-        Judge(url, "m")
+def test_addresses_that_are_none():
+    for url in ["localhost:80", "ftp://host/v1", "file:///etc/passwd", "http://", "http://["]:
+        with pytest.raises(HydrajaxError, match=r"^judge: got .*, expected an http or https address"):
+            Judge(url, "m")
 
 
 def test_the_key_comes_from_the_environment_and_is_shown_nowhere(server, monkeypatch):

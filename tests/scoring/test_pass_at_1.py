@@ -15,9 +15,8 @@ RECORD = {"prompt": PROMPT, "entry_point": "double", "test": "def check(candidat
 QUESTION = Question("T/1", "code", (PROMPT,), RECORD)
 
 
-@pytest.mark.parametrize(
-    ("text", "kept"),
-    [
+def test_a_completion_ends_at_the_first_stop_sequence():
+    for text, kept in [
         ("    return 2 * x\n", "    return 2 * x\n"),
         ("    return 2 * x\n\ndef more():\n    pass", "    return 2 * x\n"),
         ("    a = 2\n    # inner\n    return a * x\n# outer", "    a = 2\n    # inner\n    return a * x"),
@@ -25,10 +24,8 @@ QUESTION = Question("T/1", "code", (PROMPT,), RECORD)
         ("    return 2\nif __name__:\n    pass", "    return 2"),
         ("    return 2\nclass A:\n    pass", "    return 2"),
         ("\ndef double", ""),
-    ],
-)
-def test_a_completion_ends_at_the_first_stop_sequence(text, kept):
-    assert program(PROMPT, text, "double") == PROMPT + kept
+    ]:
+        assert program(PROMPT, text, "double") == PROMPT + kept
 
 
 def test_a_fenced_function_replaces_the_prompts():
@@ -40,18 +37,15 @@ def test_a_fenced_function_replaces_the_prompts():
     assert program(PROMPT, "```\ndef other(x): pass\n```", "double").startswith(PROMPT + "```")
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "outcome"),
-    [
+def test_pass_at_1():
+    for text, value, outcome in [
         ("    return math.floor(2 * x)\n", 1.0, "passed"),
         ("    return x\n\ndef double(x):\n    return 2 * x\n", 0.0, "AssertionError"),
         ("return 2 * x", 0.0, "SyntaxError"),
         ("    import sys\n    sys.exit(0)\n", 0.0, "SystemExit"),
-    ],
-)
-def test_pass_at_1(text, value, outcome):
-    scored = PassAt1().of(QUESTION, [text])
-    assert (scored.values, scored.detail) == ({"pass@1": value}, {"outcome": outcome})
+    ]:
+        scored = PassAt1().of(QUESTION, [text])
+        assert (scored.values, scored.detail) == ({"pass@1": value}, {"outcome": outcome})
 
 
 def test_what_is_lacking_is_named():

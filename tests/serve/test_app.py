@@ -255,9 +255,9 @@ CONTENT = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
 CHAT = {"model": "letters", "max_completion_tokens": 12, "stream": True}
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+def test_benchmark_clients_find_the_first_token_and_the_usage(address):
+    """They split the stream at line ends, and take the first event with text, without a role, as the first token."""
+    for path, body in [
         ("chat/completions", CHAT | {"messages": CONTENT, "stream_options": {"include_usage": True}}),  # vLLM's client
         (
             "chat/completions",  # SGLang's
@@ -268,23 +268,20 @@ CHAT = {"model": "letters", "max_completion_tokens": 12, "stream": True}
             {"model": "letters", "prompt": "abc", "best_of": 1, "max_tokens": 12, "stream": True}
             | {"temperature": 0.0, "ignore_eos": True},
         ),
-    ],
-)
-def test_benchmark_clients_find_the_first_token_and_the_usage(address, path, body):
-    """They split the stream at line ends, and take the first event with text, without a role, as the first token."""
-    headers, url = AUTHORISED | {"x-request-id": "bench-0"}, f"{address}/v1/{path}"
-    answer = httpx.post(url, json=body, headers=headers, timeout=SECONDS)
-    assert answer.status_code == 200
-    *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert last == "[DONE]"
-    events = [json.loads(event) for event in events]
-    if "stream_options" in body:
-        assert events.pop()["usage"]["completion_tokens"] > 0
-    choices = [event["choices"][0] for event in events]
-    if path != "completions":
-        assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
-        choices = [{"text": choice["delta"].get("content")} for choice in choices]
-    assert choices[0]["text"]
+    ]:
+        headers, url = AUTHORISED | {"x-request-id": "bench-0"}, f"{address}/v1/{path}"
+        answer = httpx.post(url, json=body, headers=headers, timeout=SECONDS)
+        assert answer.status_code == 200
+        *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert last == "[DONE]"
+        events = [json.loads(event) for event in events]
+        if "stream_options" in body:
+            assert events.pop()["usage"]["completion_tokens"] > 0
+        choices = [event["choices"][0] for event in events]
+        if path != "completions":
+            assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
+            choices = [{"text": choice["delta"].get("content")} for choice in choices]
+        assert choices[0]["text"]
 
 
 def test_the_end_of_a_stream_is_one_piece(address):

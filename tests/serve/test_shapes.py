@@ -26,9 +26,7 @@ def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(sm
         np.testing.assert_array_equal(x, expected)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "runs"), [([3, 3, 3], [2, 1]), ([9, 1, 9], [1, 1, 1]), ([6], [1]), ([0, 6, 6], [2, 1])]
-)
-def test_arrays_are_moved_in_runs_of_limited_size(sizes, runs, monkeypatch):
-    monkeypatch.setattr(shapes, "MOVED_TOGETHER", 7)
-    assert [len(sizes[part]) for part in shapes._parts(sizes)] == runs
+def test_arrays_are_moved_in_runs_of_limited_size(monkeypatch):
+    for sizes, runs in [([3, 3, 3], [2, 1]), ([9, 1, 9], [1, 1, 1]), ([6], [1]), ([0, 6, 6], [2, 1])]:
+        monkeypatch.setattr(shapes, "MOVED_TOGETHER", 7)
+        assert [len(sizes[part]) for part in shapes._parts(sizes)] == runs

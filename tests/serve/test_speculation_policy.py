@@ -53,12 +53,12 @@ def measured(policy: SpeculationPolicy, batch: int, seconds, tokens: float) -> S
 SECONDS = {(1, True): 1.5, (1, False): 1.0, (2, True): 2.6, (2, False): 1.3, (8, True): 6.0, (8, False): 2.0}
 
 
-@pytest.mark.parametrize(("tokens", "worth"), [(1.2, ()), (1.75, (1,)), (2.4, (1, 2)), (4.0, (1, 2, 8))])
-def test_the_kind_of_step_with_more_tokens_per_second_is_chosen(tokens, worth):
-    chosen, _ = simulated(SECONDS, tokens, 4000)
-    for batch, share in shares(chosen).items():
-        assert share == pytest.approx(1.0 if batch in worth else 0.0, abs=2 / 40)
-        assert 0 < share < 1  # the other kind is probed now and then
+def test_the_kind_of_step_with_more_tokens_per_second_is_chosen():
+    for tokens, worth in [(1.2, ()), (1.75, (1,)), (2.4, (1, 2)), (4.0, (1, 2, 8))]:
+        chosen, _ = simulated(SECONDS, tokens, 4000)
+        for batch, share in shares(chosen).items():
+            assert share == pytest.approx(1.0 if batch in worth else 0.0, abs=2 / 40)
+            assert 0 < share < 1  # the other kind is probed now and then
 
 
 def test_the_policy_follows_changing_acceptance():
@@ -157,14 +157,14 @@ def test_times_of_an_idle_device_spare_the_measurement_of_slower_steps():
     assert policy.prefers(8)
 
 
-@pytest.mark.parametrize(("prompt", "worth"), [(200, True), (10_000, False)])
-def test_the_time_to_read_prompts_counts(prompt, worth):
-    policy = measured(SpeculationPolicy(), 1, (0.2, 0.1), 3.0)
-    policy.idle = IDLE._replace(reading=0.01)
-    assert policy.prefers(1)
-    policy.answered(prompt, 100)
-    # Reading takes 0.02 and 1 s for each token of the answer; the rest takes 0.067 s, and a plain step 0.1 s.
-    assert policy.prefers(1) is worth
+def test_the_time_to_read_prompts_counts():
+    for prompt, worth in [(200, True), (10_000, False)]:
+        policy = measured(SpeculationPolicy(), 1, (0.2, 0.1), 3.0)
+        policy.idle = IDLE._replace(reading=0.01)
+        assert policy.prefers(1)
+        policy.answered(prompt, 100)
+        # Reading takes 0.02 and 1 s for each token of the answer; the rest takes 0.067 s, and a plain step 0.1 s.
+        assert policy.prefers(1) is worth
 
 
 def test_bursts_that_end_early_count_by_their_steps():

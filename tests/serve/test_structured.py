@@ -72,29 +72,29 @@ def test_the_client_parses_a_pydantic_model(client):
     assert [choice.finish_reason for choice in found.choices] == ["stop"] * 4
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_schema_is_followed_with_and_without_strict(client, strict):
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER, "strict": strict}}
-    ends = {"logit_bias": {str(IDS["}"]): 5}}  # NUMBER allows further properties
-    whole = client.chat.completions.create(**ONE, **ends, response_format=wanted)
-    assert whole.choices[0].finish_reason == "stop"
-    jsonschema.validate(json.loads(whole.choices[0].message.content), NUMBER)
-    events = client.chat.completions.create(**ONE, **ends, response_format=wanted, stream=True)
-    assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
+def test_a_schema_is_followed_with_and_without_strict(client):
+    for strict in [True, False]:
+        wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": NUMBER, "strict": strict}}
+        ends = {"logit_bias": {str(IDS["}"]): 5}}  # NUMBER allows further properties
+        whole = client.chat.completions.create(**ONE, **ends, response_format=wanted)
+        assert whole.choices[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(whole.choices[0].message.content), NUMBER)
+        events = client.chat.completions.create(**ONE, **ends, response_format=wanted, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in events) == whole.choices[0].message.content
 
 
-@pytest.mark.parametrize("wanted", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "any"}}])
-def test_any_object(client, wanted):
+def test_any_object(client):
     """A bias applies among the tokens that the grammar allows."""
-    found = client.chat.completions.create(**ONE, response_format=wanted, logit_bias={str(IDS["}"]): 100})
-    assert found.choices[0].message.content == "{}"
-    found = client.chat.completions.create(
-        **ONE | {"max_completion_tokens": 30}, response_format=wanted, n=3, temperature=2.0, seed=2,
-        logit_bias={str(IDS[token]): bias for token, bias in (("}", 2), ('"', 1), ("a", -1))},
-    )  # fmt: skip
-    texts = [choice.message.content for choice in found.choices if choice.finish_reason == "stop"]
-    assert texts
-    assert all(isinstance(json.loads(text), dict) for text in texts)
+    for wanted in [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "any"}}]:
+        found = client.chat.completions.create(**ONE, response_format=wanted, logit_bias={str(IDS["}"]): 100})
+        assert found.choices[0].message.content == "{}"
+        found = client.chat.completions.create(
+            **ONE | {"max_completion_tokens": 30}, response_format=wanted, n=3, temperature=2.0, seed=2,
+            logit_bias={str(IDS[token]): bias for token, bias in (("}", 2), ('"', 1), ("a", -1))},
+        )  # fmt: skip
+        texts = [choice.message.content for choice in found.choices if choice.finish_reason == "stop"]
+        assert texts
+        assert all(isinstance(json.loads(text), dict) for text in texts)
 
 
 def test_text_is_not_constrained(client):
@@ -125,12 +125,12 @@ def test_required_calls_one_of_the_tools(client):
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_a_named_tool_is_called_once(client, name):
-    choice = {"type": "function", "function": {"name": name}}
-    found = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice=choice).choices[0]
-    assert checked(found.message) == [name]
-    assert (found.finish_reason, found.message.content) == ("tool_calls", None)
+def test_a_named_tool_is_called_once(client):
+    for name in SCHEMAS:
+        choice = {"type": "function", "function": {"name": name}}
+        found = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice=choice).choices[0]
+        assert checked(found.message) == [name]
+        assert (found.finish_reason, found.message.content) == ("tool_calls", None)
 
 
 def test_several_calls_and_their_limit(client):
@@ -200,35 +200,32 @@ def test_none_calls_no_tool_and_leaves_them_out_of_the_prompt(client):
     assert TAG in found.choices[0].message.content
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
+def test_streamed_deltas_join_to_the_whole_answer(client):
+    for more in [
         {"tool_choice": "required", "temperature": 1.3, "seed": 5, "n": 3, "logprobs": True},
         {"tool_choice": "auto", "temperature": 1.0, "seed": 4, "n": 4, "logit_bias": {str(IDS[TAG]): 2.5}},
         {"tool_choice": "required", "logit_bias": {str(letters.END): -100}},
-    ],
-)
-def test_streamed_deltas_join_to_the_whole_answer(client, more):
-    whole = client.chat.completions.create(**ONE, **more, tools=TOOLS)
-    found = [{"content": "", "calls": [], "finish_reason": None, "logprobs": 0} for _ in whole.choices]
-    for event in client.chat.completions.create(**ONE, **more, tools=TOOLS, stream=True):
-        for choice in event.choices:
-            mine = found[choice.index]
-            mine["content"] += choice.delta.content or ""
-            mine["finish_reason"] = choice.finish_reason
-            mine["logprobs"] += len(choice.logprobs.content) if choice.logprobs else 0
-            for piece in choice.delta.tool_calls or ():
-                if piece.id is not None:  # the first piece of a call has its id, type and name
-                    assert (piece.index, piece.type) == (len(mine["calls"]), "function")
-                    mine["calls"].append([piece.function.name, ""])
-                assert piece.function.name is None or piece.id is not None
-                mine["calls"][piece.index][1] += piece.function.arguments
-    for mine, choice in zip(found, whole.choices, strict=True):
-        functions = [call.function for call in choice.message.tool_calls or ()]
-        assert mine["calls"] == [[function.name, function.arguments] for function in functions]
-        assert (mine["content"], mine["finish_reason"]) == (choice.message.content or "", choice.finish_reason)
-        assert mine["logprobs"] == (len(choice.logprobs.content) if "logprobs" in more else 0)
-    assert any(mine["calls"] for mine in found)
+    ]:
+        whole = client.chat.completions.create(**ONE, **more, tools=TOOLS)
+        found = [{"content": "", "calls": [], "finish_reason": None, "logprobs": 0} for _ in whole.choices]
+        for event in client.chat.completions.create(**ONE, **more, tools=TOOLS, stream=True):
+            for choice in event.choices:
+                mine = found[choice.index]
+                mine["content"] += choice.delta.content or ""
+                mine["finish_reason"] = choice.finish_reason
+                mine["logprobs"] += len(choice.logprobs.content) if choice.logprobs else 0
+                for piece in choice.delta.tool_calls or ():
+                    if piece.id is not None:  # the first piece of a call has its id, type and name
+                        assert (piece.index, piece.type) == (len(mine["calls"]), "function")
+                        mine["calls"].append([piece.function.name, ""])
+                    assert piece.function.name is None or piece.id is not None
+                    mine["calls"][piece.index][1] += piece.function.arguments
+        for mine, choice in zip(found, whole.choices, strict=True):
+            functions = [call.function for call in choice.message.tool_calls or ()]
+            assert mine["calls"] == [[function.name, function.arguments] for function in functions]
+            assert (mine["content"], mine["finish_reason"]) == (choice.message.content or "", choice.finish_reason)
+            assert mine["logprobs"] == (len(choice.logprobs.content) if "logprobs" in more else 0)
+        assert any(mine["calls"] for mine in found)
 
 
 def test_the_client_joins_the_stream_and_parses_the_arguments(client):
@@ -284,18 +281,15 @@ def test_calls_of_llama(pool, monkeypatch):
         assert (message.tool_calls, bool(message.content)) == (None, True)
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
+def test_an_invalid_answer_is_an_error(client, monkeypatch):
+    """The check finds no fault of llguidance today, so a text that it accepts is called invalid."""
+    for wanted in [
         {"response_format": {"type": "json_object"}},
         {"tools": TOOLS[2:], "tool_choice": "required", "parallel_tool_calls": False},
-    ],
-)
-def test_an_invalid_answer_is_an_error(client, monkeypatch, wanted):
-    """The check finds no fault of llguidance today, so a text that it accepts is called invalid."""
-    monkeypatch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
-    with pytest.raises(openai.BadRequestError, match=r": no token of the vocabulary can continue or end"):
-        client.chat.completions.create(**ONE, **wanted, logit_bias={str(IDS["}"]): 100})
+    ]:
+        monkeypatch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
+        with pytest.raises(openai.BadRequestError, match=r": no token of the vocabulary can continue or end"):
+            client.chat.completions.create(**ONE, **wanted, logit_bias={str(IDS["}"]): 100})
 
 
 def test_grammars_are_compiled_outside_the_event_loop(client, monkeypatch):
@@ -340,9 +334,8 @@ def called(arguments: str) -> dict:
 WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+def test_refusals(address):
+    for body, message in [
         (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
         (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
         (of({"type": "integer", "multipleOf": 2**31}), "response_format.json_schema.schema: takes more than 2 s"),
@@ -393,15 +386,13 @@ WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"nam
             "messages.1: contains the special token </s>, expected plain text",
         ),
         (called('{"</s>": 1}'), "messages.1: contains the special token </s>, expected plain text"),
-    ],
-)  # fmt: skip
-def test_refusals(address, body, message):
-    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-    assert error["message"].startswith(message)
-    assert error["param"] == message.split(":")[0].split(" ")[0]
-    assert "\n" not in error["message"]
+    ]:
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
+        assert error["message"].startswith(message)
+        assert error["param"] == message.split(":")[0].split(" ")[0]
+        assert "\n" not in error["message"]
 
 
 def test_completions_have_no_response_format(address):
@@ -434,10 +425,10 @@ def test_templates_without_tools(pool, monkeypatch, template, body, message):
     assert answer.json()["error"]["message"].startswith(message)
 
 
-@pytest.mark.parametrize("body", [of({}), tool(parameters={}), tool()])
-def test_llguidance_is_optional(address, monkeypatch, body):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-    assert answer.status_code == 400
-    wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
-    assert re.fullmatch(wanted, answer.json()["error"]["message"])
+def test_llguidance_is_optional(address, monkeypatch):
+    for body in [of({}), tool(parameters={}), tool()]:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+        assert answer.status_code == 400
+        wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
+        assert re.fullmatch(wanted, answer.json()["error"]["message"])

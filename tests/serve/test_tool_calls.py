@@ -22,9 +22,8 @@ TAGGED, PLAIN = TaggedCalls({}), PlainCalls({})
 OR_JSON, PLAIN_OR_JSON = (CallsOrAnswer(form, form.heads(["ab", "b"]).values()) for form in (TAGGED, PLAIN))
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
+def test_tagged_calls_in_a_text():
+    for text, content, calls in [
         ("", "", []),
         (" a \n", " a \n", []),
         (CLOSED, "", [AB]),
@@ -38,28 +37,22 @@ OR_JSON, PLAIN_OR_JSON = (CallsOrAnswer(form, form.heads(["ab", "b"]).values()) 
         (f"a {TAG} b {END_TAG}", f"a {TAG} b {END_TAG}", []),
         (f"{CLOSED}\n{TAG} b {END_TAG}", "", [AB]),
         ("a <tool_ca", "a <tool_ca", []),
-    ],
-)
-def test_tagged_calls_in_a_text(text, content, calls):
-    assert TAGGED.read(text, True) == (content, calls)
+    ]:
+        assert TAGGED.read(text, True) == (content, calls)
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
+def test_plain_calls_in_a_text():
+    for text, content, calls in [
         ('{"name": "a", "parameters": {"b": 1}}', "", [Call("a", '{"b": 1}', True)]),
         ('{"name": "a", "parameters": {"b": ', "", [Call("a", '{"b": ', False)]),
         ('{"b": 1}', '{"b": 1}', []),
         ('a {"name": "a", "parameters": {}}', 'a {"name": "a", "parameters": {}}', []),
-    ],
-)
-def test_plain_calls_in_a_text(text, content, calls):
-    assert PLAIN.read(text, True) == (content, calls)
+    ]:
+        assert PLAIN.read(text, True) == (content, calls)
 
 
-@pytest.mark.parametrize(
-    ("form", "text", "content", "calls"),
-    [
+def test_deltas_of_a_text_that_grows_by_characters():
+    for form, text, content, calls in [
         (TAGGED, f"a <b\n {CLOSED}\n{CLOSED}", "a <b", [["ab", AB.arguments]] * 2),
         (TAGGED, f"{CLOSED}", "", [["ab", AB.arguments]]),
         (TAGGED, "a <tool_call", "a <tool_call", []),
@@ -70,24 +63,22 @@ def test_plain_calls_in_a_text(text, content, calls):
         (OR_JSON, "<tool", "<tool", []),
         (PLAIN_OR_JSON, '{"name": "ab", "parameters": {}}', "", [["ab", "{}"]]),
         (PLAIN_OR_JSON, '{"name": "a", "parameters": {}}', '{"name": "a", "parameters": {}}', []),
-    ],
-)
-def test_deltas_of_a_text_that_grows_by_characters(form, text, content, calls):
-    deltas, found, texts = CallDeltas(form), [], []
-    for length in range(len(text) + 1):
-        new, pieces = deltas.new(text[:length], False)
-        texts.append(new)
-        assert content.startswith("".join(texts))  # no part of a tag
-        found += pieces
-    new, pieces = deltas.new(text, True)
-    assert "".join([*texts, new]) == content
-    joined: list[list[str]] = []
-    for piece in [*found, *pieces]:
-        if "id" in piece:
-            joined.append([piece["function"]["name"], ""])
-        joined[piece["index"]][1] += piece["function"]["arguments"]
-    assert joined == calls
-    assert deltas.complete == bool(calls)
+    ]:
+        deltas, found, texts = CallDeltas(form), [], []
+        for length in range(len(text) + 1):
+            new, pieces = deltas.new(text[:length], False)
+            texts.append(new)
+            assert content.startswith("".join(texts))  # no part of a tag
+            found += pieces
+        new, pieces = deltas.new(text, True)
+        assert "".join([*texts, new]) == content
+        joined: list[list[str]] = []
+        for piece in [*found, *pieces]:
+            if "id" in piece:
+                joined.append([piece["function"]["name"], ""])
+            joined[piece["index"]][1] += piece["function"]["arguments"]
+        assert joined == calls
+        assert deltas.complete == bool(calls)
 
 
 QWEN = r'{{- "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>" }}'
@@ -127,9 +118,9 @@ def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
     return bool(allowed_next(matcher, len(tokenizer))[0, eos // WORD] >> np.uint32(eos % WORD) & 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "accepted"),
-    [
+def test_grammars_of_tagged_calls(tagging):
+    """Every tokenizer writes tags in its own tokens."""
+    for kind, text, accepted in [
         (ALWAYS, NAMED, True),
         (ALWAYS, f'{TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),  # against the schema
         (ALWAYS, f'{TAG}\n{{"name": "c", "arguments": {{}}}}\n{END_TAG}', False),
@@ -149,13 +140,10 @@ def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
         (OR_PERSON, f'{{"name": "ab", "age": 3}}{NAMED}', False),
         (OR_PERSON, f'{TAG}{HEAD}{{"a": "x"}}}}\n{END_TAG}', False),
         (OR_PERSON, "Hello", False),
-    ],
-)
-def test_grammars_of_tagged_calls(tagging, kind, text, accepted):
-    """Every tokenizer writes tags in its own tokens."""
-    form = call_format(QWEN, tagging)
-    assert isinstance(form, TaggedCalls)
-    assert accepts(tagging, form.grammar(SCHEMAS, **kind), text) == accepted
+    ]:
+        form = call_format(QWEN, tagging)
+        assert isinstance(form, TaggedCalls)
+        assert accepts(tagging, form.grammar(SCHEMAS, **kind), text) == accepted
 
 
 def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
@@ -170,9 +158,8 @@ def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
     assert matcher.error is not None
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "accepted"),
-    [
+def test_grammars_of_plain_calls():
+    for kind, text, accepted in [
         (ALWAYS, PLAIN_AB, True),
         (ALWAYS, f"<|python_tag|>{PLAIN_AB}", True),
         (ALWAYS, '{"name": "ab", "parameters": {"a": 1}}', False),
@@ -188,13 +175,11 @@ def test_other_tokens_cannot_spell_a_tag_that_is_a_token():
         (OR_PERSON, '{"name": "ab", "age": 3}', True),
         (OR_PERSON, '{"name": "abc", "age": 3}', True),
         (OR_PERSON, "Hello", False),
-    ],
-)
-def test_grammars_of_plain_calls(kind, text, accepted):
-    tokenizer = tokenizers("<|python_tag|>", special=True)
-    form = call_format(LLAMA, tokenizer)
-    assert isinstance(form, PlainCalls)
-    assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted
+    ]:
+        tokenizer = tokenizers("<|python_tag|>", special=True)
+        form = call_format(LLAMA, tokenizer)
+        assert isinstance(form, PlainCalls)
+        assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted
 
 
 def test_tags_that_texts_leave_out_are_refused():

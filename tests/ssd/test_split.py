@@ -156,9 +156,8 @@ def test_speculation_record():
     assert (nothing.hit_rate, nothing.ready_rate) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_unsupported_drafters_trees_and_fan_outs(tiny_model):
+    for changes, message in [
         ({"drafter": "medusa"}, "draft_devices: got Medusa.*, expected a draft model"),
         ({"confidence": 0.3}, r"draft_confidence: got 0\.3, expected 0 with draft_devices"),
         (
@@ -168,18 +167,16 @@ def test_speculation_record():
         ({"tree": "root"}, "tree: got a tree that is no chain"),
         ({"fan_out": (1, 2)}, r"fan_out: got \[1, 2\], expected 4 counts for a chain of 3"),
         ({"fan_out": -3}, "fan_out: got -3, expected 0 to 1024"),
-    ],
-)
-def test_unsupported_drafters_trees_and_fan_outs(changes, message, tiny_model):
-    model, params = tiny_model
-    drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
-    if "drafter" in changes:
-        drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
-    program = Program(drafter, presets.by_name(changes.get("tree", "chain-3")))
-    placement = Placement()
-    object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
-    with pytest.raises(HydrajaxError, match=message):
-        SplitExecutor(model, Params(params, params), program, placement=placement, fan_out=changes.get("fan_out"))
+    ]:
+        model, params = tiny_model
+        drafter = DraftModel(model, model.config.vocab_size, confidence=changes.get("confidence", 0.0))
+        if "drafter" in changes:
+            drafter = MedusaHeads(3, model.config.width, model.config.vocab_size)
+        program = Program(drafter, presets.by_name(changes.get("tree", "chain-3")))
+        placement = Placement()
+        object.__setattr__(placement, "draft", make_mesh())  # on the only device, which a `Placement` refuses
+        with pytest.raises(HydrajaxError, match=message):
+            SplitExecutor(model, Params(params, params), program, placement=placement, fan_out=changes.get("fan_out"))
 
 
 def test_base_and_draft_on_one_device(tiny_model):
@@ -191,10 +188,9 @@ def test_base_and_draft_on_one_device(tiny_model):
         SplitExecutor(model, Params(params, params), program, placement=Placement())
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "certify", "chat", "serve"])
-def test_too_many_draft_devices(command, models, capsys):
-    base, draft = map(str, models)
-    prompts = ["--prompt", "x"] if command == "generate" else []
-    assert main([command, "--base", base, "--draft", draft, "--tree", "chain-2", "--draft-devices", "9", *prompts]) == 2
-    *_, said = capsys.readouterr().err.strip().splitlines()
-    assert said == ("hydrajax: --draft-devices: got 9, expected at most 0: the base uses 1 of 1 devices")
+def test_too_many_draft_devices(models, capsys):
+    for command in ("generate --prompt x", "bench", "certify", "chat", "serve"):
+        flags = f"--base {models[0]} --draft {models[1]} --tree chain-2 --draft-devices 9"
+        assert main(f"{command} {flags}".split()) == 2
+        *_, said = capsys.readouterr().err.strip().splitlines()
+        assert said == "hydrajax: --draft-devices: got 9, expected at most 0: the base uses 1 of 1 devices"
