@@ -1,7 +1,6 @@
-"""The train step on every mesh, in parts, with a NaN and in bfloat16: the same step as on one device, or none at all.
+"""The train step on a mesh, in micro-batches, with a NaN and in bfloat16: the same step as on one device, or none.
 
-XLA fixes the number of CPU devices when it starts, so the work on meshes runs in one subprocess and the tests read its
-findings; what one device shows is tested in this process.
+XLA fixes the number of CPU devices when it starts, so the steps run in one subprocess and the tests read its findings.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.asked import asked_parameters
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh
@@ -21,23 +19,22 @@ from hydrajax.train.tasks.base_task import BaseLoss, scaled_init
 from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 LR = 1e-3  # of the program
-OTHER_MESHES = ["8x1", "1x8"]  # together they cover both axes of 4x2
-MESHES = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in OTHER_MESHES] + ["4x2"]
 
 
-@pytest.fixture(scope="module")
-def found(request, tmp_path_factory, on_eight_devices) -> dict:
-    folder = tmp_path_factory.mktemp("step")
+def steps_of(task: str, folder, on_eight_devices) -> dict:
     # Nearly all the time is compilation, and half of that LLVM's optimisation.
     flags = "--xla_backend_optimization_level=0"
     flags += " --xla_cpu_collective_call_terminate_timeout_seconds=600"  # eight devices on two busy cores
-    wanted = asked_parameters(request, "mesh")
-    meshes = ["1x1", "4x2", *(mesh for mesh in OTHER_MESHES if mesh in wanted)]
-    answer = on_eight_devices(folder, "train_step_on_meshes", *meshes, flags=flags)
-    for name in (*meshes, "parts1", "parts4", "bfloat16"):
-        with np.load(folder / f"{name}.npz") as arrays:
-            answer[name]["arrays"] = dict(arrays)
+    answer = on_eight_devices(folder, "train_step_on_meshes", task, flags=flags)
+    for file in folder.glob("*.npz"):
+        with np.load(file) as arrays:
+            answer[file.stem]["arrays"] = dict(arrays)
     return answer
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory, on_eight_devices) -> dict:
+    return steps_of("heads", tmp_path_factory.mktemp("step"), on_eight_devices)
 
 
 def assert_same_step(ours: dict, expected: dict, i: int) -> None:
@@ -65,37 +62,35 @@ def assert_same_step(ours: dict, expected: dict, i: int) -> None:
         assert gap[clear].max() < 1e-2 * LR, name
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_mesh_takes_the_step_of_one_device(found, mesh):
-    """Two steps with dropout: the random numbers do not depend on the mesh either."""
+@pytest.mark.parametrize("kind", ["", "dropout_"])
+def test_a_mesh_takes_the_steps_of_one_device(found, kind):
+    """In two micro-batches, whose sequences have different numbers of targets; with dropout in one part: the random
+    numbers do not depend on the mesh either.
+    """
+    one, eight = found[f"{kind}one"], found[f"{kind}eight"]
     for i in range(2):
-        assert_same_step(found[mesh], found["1x1"], i)
-    first, second = found["1x1"]["history"][:2]
+        assert_same_step(eight, one, i)
+    first, second = one["history"][:2]
     assert second["loss"] != first["loss"]
+    # Of 16 x 16 tokens, a device norms those of its sequences that no device of its group does.
+    micro_batches = 1 if kind else 2
+    assert {tuple(map(int, name.split(",")))[:2] for name in eight["normed"]} == {(16 // micro_batches // 4, 16 // 2)}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_devices_divide_norms_by_tokens(found, mesh):
-    """Each device norms its tokens of its sequences; all of 16 tokens if it shares the model with no other."""
-    data, model = map(int, mesh.split("x"))
-    assert {tuple(map(int, name.split(",")))[:2] for name in found[mesh]["normed"]} == {(8 // data, 16 // model)}
-
-
-def test_micro_batches_add_up_to_the_batch(found):
-    """Sequences have different numbers of targets, so a mean of means would differ."""
-    assert_same_step(found["parts4"], found["parts1"], 0)
-
-
-@pytest.mark.parametrize("mesh", ["1x1", *MESHES])
-def test_the_base_is_left_alone(found, mesh):
-    """The base's parameters are bitwise unchanged, and there are two moments for each of the heads' parameters."""
-    assert found[mesh]["base_unchanged"]
-    assert found[mesh]["state_sizes"] == sorted(2 * found[mesh]["param_sizes"])
+@pytest.mark.parametrize("devices", ["one", "eight"])
+def test_a_step_leaves_the_base_and_the_places_of_moments(found, devices):
+    """There are two moments for each of the heads' parameters, sharded like it."""
+    report = found[devices]
+    assert report["base_unchanged"]
+    assert report["state_sizes"] == sorted(2 * report["param_sizes"])
+    assert len(report["same_place"]) == 2 * len(report["split"])
+    assert all(report["same_place"].values())
+    assert any(report["split"].values()) == (devices == "eight")
 
 
 def test_fresh_heads_share_no_buffer_with_the_base(found):
     """A donated lm head that is the base's own array would delete it."""
-    assert found["1x1"]["distinct_buffers"]
+    assert found["distinct_buffers"]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -116,16 +111,13 @@ def test_muon_divides_its_matrices_among_the_devices(found):
     assert divided < 0.6 * alone
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_step_leaves_the_moments_in_place(found, mesh):
-    assert len(found[mesh]["same_place"]) == 2 * len(found[mesh]["split"])
-    assert all(found[mesh]["same_place"].values())
-    assert any(found[mesh]["split"].values()) == (mesh != "8x1")
+def test_a_checkpoint_is_restored_on_other_meshes(found):
+    assert found["restored"]
 
 
 def test_a_step_that_is_not_finite_is_skipped(found):
     """The third batch holds a token whose embedding is NaN: only the counters move."""
-    report = found["1x1"]
+    report = found["dropout_one"]
     good, bad = report["history"][1:]
     assert np.isfinite(good["loss"])
     assert good["kept_bad_steps"] == good["bad_steps"] == 0
@@ -143,7 +135,7 @@ def test_bfloat16_computes_and_float32_keeps(found):
     """Updates of 1e-4 of a weight, too small for bfloat16, add up in the parameters."""
     report = found["bfloat16"]
     assert report["dtypes"] == ["float32"]
-    exact, rounded = found["parts1"]["history"][0]["loss"], report["history"][0]["loss"]
+    exact, rounded = found["dropout_one"]["history"][0]["loss"], report["history"][0]["loss"]
     assert rounded != exact
     np.testing.assert_allclose(rounded, exact, rtol=0.05)
     before, after = (report["arrays"][f"{i}/params/head_0/lm_kernel"] for i in range(2))
@@ -152,11 +144,28 @@ def test_bfloat16_computes_and_float32_keeps(found):
     assert np.all(before != after)
 
 
-# --- one device -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_mesh_takes_the_joint_steps_of_one_device(on_eight_devices, tmp_path):
+    """With dropout. The adapter's matrices and their moments are sharded like their kernels."""
+    found = steps_of("joint", tmp_path, on_eight_devices)
+    one, eight = found["one"], found["eight"]
+    for ours, expected in zip(eight["history"], one["history"], strict=True):
+        for name, value in expected.items():
+            np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    names = [name for name in one["arrays"] if name.startswith("0/mu/")]
+    assert len(names) == 13 + 6  # of the adapter and of the heads
+    for name in names:
+        moment, largest = one["arrays"][name], np.abs(one["arrays"][name]).max()
+        np.testing.assert_allclose(eight["arrays"][name], moment, rtol=1e-2, atol=1e-3 * largest, err_msg=name)
+    assert not any(one["split"].values())
+    assert all(eight["same_place"].values())
+    divided = [name for name in eight["split"] if "_lora_b_" in name and "qkv" in name]
+    assert len(divided) == 3
+    assert all(eight["split"][name] for name in divided)
 
 
 def test_a_base_learns_a_simple_text():
-    """Sequences that count upwards, so each token follows from the previous one. Parameters are float32."""
+    """Sequences that count upwards, so each token follows from the previous one."""
     model = Llama(LlamaConfig(61, 32, 80, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
     mesh, optimizer = make_mesh(), make_optimizer(OptimizerConfig(lr=1e-2, warmup_steps=5), 40)
     params = jax.jit(lambda: scaled_init(model, jax.random.key(0)))()
