@@ -92,8 +92,10 @@ def test_the_workflow_runs_the_documented_commands():
     assert commands["tests"] == [".ci/run"]
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     versions = jobs["tests"]["strategy"]["matrix"]["python"]
-    assert versions == ["3.11", "3.12", "3.13"]
+    assert versions == ["3.11", "3.13", "3.14"]
     assert PYPROJECT["project"]["requires-python"] == f">={versions[0]}"
+    assert commands["lowest"][1].startswith("uv pip compile pyproject.toml --resolution lowest-direct")
+    assert commands["lowest"][2:] == ["pip install -e '.[test]' -c lowest.txt", "python -m pytest -n 2"]
     assert "python -m pytest -m slow tests/test_notebooks.py" in commands["notebooks"]
     assert commands["docs"][-1] == "mkdocs build --strict"
     assert all(job["runs-on"] == "ubuntu-latest" for job in jobs.values())
