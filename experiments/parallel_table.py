@@ -21,8 +21,8 @@ from eagle_table import dynamic
 from hydrajax.bench.roofline.devices import DEVICES
 from hydrajax.bench.roofline.prediction import predict
 from hydrajax.bench.shapes import SHAPES
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.trees import BestFirstTree, DynamicTree, presets

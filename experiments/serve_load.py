@@ -48,7 +48,8 @@ from scipy.stats import bootstrap
 import hydrajax
 from hydrajax.bench.questions.sets import read_questions
 from hydrajax.cli import options, run_command
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine

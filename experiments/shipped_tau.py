@@ -20,9 +20,10 @@ import numpy as np
 import hydrajax
 from hydrajax import assets
 from hydrajax.bench.questions.held_out import held_out_files, held_out_prompts
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.files import WholeFile
 from hydrajax.trees import presets
 

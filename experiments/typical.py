@@ -17,8 +17,10 @@ from rich.progress import track
 from scipy.special import logsumexp
 
 from hydrajax.bench.uncached_forward import all_logits
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.prompt_batch import right_padded
+from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.language_model import LanguageModel
 
 REMARK = "no judge: text likelihood under the base (nats per token, temperature 1), not quality"

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from hydrajax import assets, trees
     from hydrajax.api import load, make_autoregressive_fn, make_decode_fn
     from hydrajax.conversation import Chat
-    from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+    from hydrajax.decoding.acceptance import Greedy
     from hydrajax.decoding.decode import DecodeResult
     from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
     from hydrajax.decoding.program import Program
     from hydrajax.decoding.rejection import RejectionSampling
     from hydrajax.decoding.request import Request
+    from hydrajax.decoding.sampling import ExactSampling
     from hydrajax.decoding.state import Params
+    from hydrajax.decoding.typical import Typical
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
     from hydrajax.grammar.grammar import Grammar
@@ -70,13 +72,15 @@ __all__ = [
 HOMES = {
     "hydrajax.api": ("load", "make_autoregressive_fn", "make_decode_fn"),
     "hydrajax.conversation": ("Chat",),
-    "hydrajax.decoding.acceptance": ("ExactSampling", "Greedy", "Typical"),
+    "hydrajax.decoding.acceptance": ("Greedy",),
     "hydrajax.decoding.decode": ("DecodeResult",),
     "hydrajax.decoding.processors": ("AllowedTokens", "LogitBias", "Penalties"),
     "hydrajax.decoding.rejection": ("RejectionSampling",),
     "hydrajax.decoding.program": ("Program",),
     "hydrajax.decoding.request": ("Request",),
+    "hydrajax.decoding.sampling": ("ExactSampling",),
     "hydrajax.decoding.state": ("Params",),
+    "hydrajax.decoding.typical": ("Typical",),
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),
     "hydrajax.grammar.grammar": ("Grammar",),

@@ -10,7 +10,7 @@ import numpy as np
 
 from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import Executor, State
-from hydrajax.decoding.processors import TokenCounts, count_tokens
+from hydrajax.decoding.processing import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.request import sampling_params
 from hydrajax.drafters.corpus import corpus_of

@@ -87,8 +87,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "rules": {
         "greedy": "hydrajax.decoding.acceptance:Greedy",
-        "typical": "hydrajax.decoding.acceptance:Typical",
-        "exact": "hydrajax.decoding.acceptance:ExactSampling",
+        "typical": "hydrajax.decoding.typical:Typical",
+        "exact": "hydrajax.decoding.sampling:ExactSampling",
         "rejection": "hydrajax.decoding.rejection:RejectionSampling",
     },
     "processors": {

@@ -16,7 +16,7 @@ from helpers.lab import quick_jit
 from helpers.recordings import as_recorded, copy_as_torch, need
 from helpers.tree_tools import leaf_paths
 from hydrajax.api import load, make_decode_fn
-from hydrajax.decoding.acceptance import Typical
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.attention import causal_mask

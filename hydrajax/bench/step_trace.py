@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.decoding.engine import true_float32
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import TokenIds, bucket
 from hydrajax.decoding.request import sampling_params
+from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.drafter import Trainable
 from hydrajax.models.base_model import BoundBase

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.decoding.engine import true_float32
 from hydrajax.decoding.prompt_batch import bucket, right_padded
+from hydrajax.decoding.step import true_float32
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import run_base
 

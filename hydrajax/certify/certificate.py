@@ -18,11 +18,12 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.bench.uncached_forward import all_logits, last_logits
-from hydrajax.decoding.acceptance import Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.constraints import Constraint, allowed_next
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import Sampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 

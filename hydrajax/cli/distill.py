@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli.options import add, add_model_arguments, draft_of, positive, tree_from
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use
 

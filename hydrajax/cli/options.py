@@ -16,8 +16,8 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets, plugins
-from hydrajax.decoding.keywords import RULES, make_request, rule_name
-from hydrajax.decoding.processors import PROCESSORS, processor_fields
+from hydrajax.decoding.keywords import RULES, make_request, processor_fields, rule_name
+from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import SEED_BITS, Request
 from hydrajax.errors import HydrajaxError, integer_in, one_line

@@ -1,8 +1,9 @@
 """Acceptance rules choose which path of a verified tree is accepted and which bonus token follows it.
 
-`Greedy` and `Typical` judge the whole tree at once. `ExactSampling` draws from the base's distribution node by node
-from the root down, so it evaluates only the nodes it reaches; `hydrajax.decoding.rejection.RejectionSampling` does the
-same. A rule reads the base's logits, processors included, through `VerifyResult`.
+`Greedy` and `hydrajax.decoding.typical.Typical` judge the whole tree at once.
+`hydrajax.decoding.sampling.ExactSampling` and `hydrajax.decoding.rejection.RejectionSampling` draw from the base's
+distribution node by node from the root down, so they evaluate only the nodes they reach. A rule reads the base's
+logits, processors included, through `VerifyResult`.
 
 A rule is a frozen dataclass of sampling parameters and a pytree of them (`hydrajax.decoding.parameters`): in a decode
 state they are arrays with one entry per sequence.
@@ -11,21 +12,18 @@ state they are arrays with one entry per sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, is_mixed, parameters_as_arrays
-from hydrajax.decoding.processors import NodeContext, TokenCounts, process
-from hydrajax.decoding.sampling import NEUTRAL, TOP_K, Sampling, check_cuts, check_temperature, shaped
+from hydrajax.decoding.parameters import parameters_as_arrays
+from hydrajax.decoding.processing import NodeContext, TokenCounts, process
 from hydrajax.drafters.drafter import Draw, Proposal
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.ops import best_token, over_rows
+from hydrajax.ops import best_token
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology, at_rows, take
 
@@ -97,8 +95,8 @@ class AcceptanceRule(Protocol):
     `hydrajax.decoding.parameters.parameters_as_arrays`. Its name in `hydrajax.plugins` makes it an argument of
     `generate`, ``--rule`` and a server, and its fields keywords and fields of JSON.
 
-    Random keys belong to positions of a sequence's output (`hydrajax.decoding.sampling.position_keys`), so a sequence
-    draws the same tokens in every batch.
+    Random keys belong to positions of a sequence's output (`hydrajax.decoding.random_keys.position_keys`), so a
+    sequence draws the same tokens in every batch.
 
     Attributes:
         needs_draws: The drafter must draw its candidates (`draw` does not return None).
@@ -170,107 +168,6 @@ class Greedy(JudgesBestGuesses):
         return ending_at(last, tree, jnp.take_along_axis(chosen, last[:, None], axis=1)[:, 0])
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
-class Typical(JudgesBestGuesses):
-    """Typical acceptance (medusa 2.3.1, hydra 6.3): accept a node x if p(x) > min(ε, α exp(-H(p))) and all its
-    ancestors are accepted; p is the base's distribution at its parent at ``temperature`` and H its entropy.
-
-    Of several longest paths the most likely wins, then the first in the released order. The root is always the argmax,
-    as in the released code. The output is *not* distributed as the base's.
-
-    Attributes:
-        epsilon: ε, the posterior threshold.
-        alpha: α; None for the papers' √ε.
-        temperature: The temperature of p, positive.
-        top_k, top_p, min_p: Truncate p as `hydrajax.decoding.sampling.Sampling` does, before the comparison.
-
-    Raises:
-        HydrajaxError: For a parameter out of range.
-    """
-
-    epsilon: float = 0.1
-    alpha: float | None = None
-    temperature: float = 0.7
-    top_k: int | None = field(default=None, kw_only=True, metadata=TOP_K)
-    top_p: float = field(default=1.0, kw_only=True)
-    min_p: float = field(default=0.0, kw_only=True)
-    NEUTRAL: ClassVar[dict[str, Any]] = NEUTRAL | {"alpha": lambda rule: np.sqrt(np.float32(rule.epsilon))}
-    draws: ClassVar[bool] = False
-    same_output: ClassVar[bool] = False
-
-    def __post_init__(self):
-        if not 0 <= self.epsilon <= 1:
-            raise HydrajaxError(f"epsilon: got {self.epsilon}, expected a number from 0 to 1")
-        if self.alpha is not None and not 0 <= self.alpha < float("inf"):
-            raise HydrajaxError(f"alpha: got {self.alpha}, expected a number from 0 up")
-        bound(self, alpha=(0, LARGEST_NUMBER))
-        check_temperature(self)
-        check_cuts(self)
-
-    def baseline(self):
-        return Greedy()
-
-    def first_root(self, logits, keys):
-        return best_token(logits)
-
-    def accept(self, verify_result, keys):
-        tree, tokens = verify_result.proposal.tree, verify_result.proposal.tokens[:, 1:]
-        # Only at nodes that may have children: two thirds of a static tree are leaves.
-        log_p = jax.nn.log_softmax(shaped(self, verify_result.at_inner()), axis=-1)
-        p = jnp.exp(log_p)
-        entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)  # the released code's guard against log 0
-        epsilon = over_rows(self.epsilon, entropy)
-        alpha = jnp.sqrt(epsilon) if self.alpha is None else over_rows(self.alpha, entropy)
-        slots = tree.parent_slot[..., 1:]
-        threshold = take(jnp.minimum(epsilon, alpha * jnp.exp(-entropy)), slots)
-        log_p_node = log_p[jnp.arange(len(tokens))[:, None], slots, jnp.maximum(tokens, 0)]
-        accepted = accepted_nodes((jnp.exp(log_p_node) > threshold) & (tokens >= 0), tree)
-        last = _likeliest_longest(accepted, jnp.pad(log_p_node, ((0, 0), (1, 0))), tree)
-        if verify_result.processors:
-            return ending_at(last, tree, best_token(verify_result.at(last, tree.at(tree.depths, last))))
-        root = best_token(jnp.take_along_axis(verify_result.logits, last[:, None, None], axis=1)[:, 0])
-        return ending_at(last, tree, root)
-
-
-@parameters_as_arrays
-@dataclass(frozen=True)
-class ExactSampling(Sampling, JudgesBestGuesses):
-    """Sample from the base's distribution at a node and move to the child that holds the sample, if there is one.
-
-    The output has the base's own distribution, as processors and `Sampling` shape it, for any draft (docs/design.md 3):
-    each token is a sample of the base given the text before it, and the tree only decides how many of them one step
-    finds. Without a tree this is plain sampling with the same tokens (up to rounding). Sequences at temperature 0 get
-    the tokens of `Greedy`, also in a batch with others.
-    """
-
-    same_output: ClassVar[bool] = True
-
-    def baseline(self):
-        return self
-
-    def first_root(self, logits, keys):
-        if not is_mixed(self):
-            return self.choose(keys, logits)
-        some = jnp.any(self.sampled_rows())
-        return jax.lax.cond(some, lambda: self.choose(keys, logits), lambda: best_token(logits))
-
-    def accept(self, verify_result, keys):
-        def node_by_node():
-            return walk(
-                verify_result.proposal, lambda node, depth: self.choose(keys[:, depth], verify_result.at(node, depth))
-            )
-
-        if not is_mixed(self):
-            return node_by_node()
-        # If no sequence samples and no processor is active, judge the whole tree at once.
-        some = jnp.any(self.sampled_rows())
-        if verify_result.processors:
-            some |= ~verify_result.unprocessed()
-        plain = verify_result._replace(processors=(), counts=None)
-        return jax.lax.cond(some, node_by_node, lambda: Greedy().accept(plain, keys))
-
-
 # --- parts that rules share -------------------------------------------------------------------------------------------
 
 
@@ -313,25 +210,6 @@ def accepted_nodes(agrees: Bool[Array, "B n"], tree: Topology) -> Bool[Array, "B
 def deepest(accepted: Bool[Array, "B N"], tree: Topology) -> Int[Array, " B"]:
     """Return the deepest accepted node: unique if siblings differ, else the first."""
     return jnp.argmax(jnp.where(accepted, tree.depths, -1), axis=1).astype(jnp.int32)
-
-
-def _likeliest_longest(
-    accepted: Bool[Array, "B N"], log_p_node: Float[Array, "B N"], tree: Topology
-) -> Int[Array, " B"]:
-    """Return the last node of the most likely of the longest accepted paths; ties as in the released code.
-
-    The released code scans its leaves from the last to the first and takes the first path that is good enough. Of two
-    nodes of one depth the one with the later last descendant therefore comes first.
-    """
-    on_path = jnp.arange(tree.depth + 1) <= tree.depths[..., None]
-    along = take(log_p_node, tree.paths.reshape(*tree.paths.shape[:-2], -1)).reshape(
-        len(accepted), *tree.paths.shape[-2:]
-    )
-    log_p_path = jnp.sum(jnp.where(on_path, along, 0.0), axis=-1)
-    longest = accepted & (tree.depths == jnp.max(jnp.where(accepted, tree.depths, 0), axis=1, keepdims=True))
-    likeliest = jnp.max(jnp.where(longest, log_p_path, -jnp.inf), axis=1, keepdims=True)
-    last_below = jnp.max(jnp.where(tree.mask, jnp.arange(tree.size)[:, None], -1), axis=-2)
-    return jnp.argmax(jnp.where(longest & (log_p_path == likeliest), last_below, -1), axis=1).astype(jnp.int32)
 
 
 def ending_at(last: Int[Array, " B"], tree: Topology, bonus_token: Int[Array, " B"]) -> Acceptance:

@@ -16,7 +16,7 @@ from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import TopTokens
 from hydrajax.decoding.parameters import batched, broadcast
-from hydrajax.decoding.processors import batched_processors
+from hydrajax.decoding.processing import batched_processors
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, check_prompts
 from hydrajax.decoding.request import Request, SamplingParams

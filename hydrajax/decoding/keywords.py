@@ -11,7 +11,7 @@ import numpy as np
 from hydrajax import plugins
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.processors import make_processors, processor_fields
+from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError, hint, not_allowed
 
@@ -44,6 +44,24 @@ def rule_name(kind: type[Any]) -> str:
 def parameters_of(rule: type[Any]) -> tuple[str, ...]:
     """Return the names of a rule's parameters: its fields."""
     return tuple(field.name for field in dataclasses.fields(rule))
+
+
+def processor_fields() -> dict[str, type]:
+    """Return the class of each processor's parameter."""
+    return {each.name: cls for cls in PROCESSORS.values() for each in dataclasses.fields(cls)}
+
+
+def make_processors(**given: Any) -> tuple[Any, ...]:
+    """Return the processors of these parameters (`processor_fields`), without those that have no effect.
+
+    A parameter that is None keeps its default. Raises `HydrajaxError` for a parameter out of range.
+    """
+    made: dict[type, dict[str, Any]] = {cls: {} for cls in PROCESSORS.values()}
+    for name, cls in processor_fields().items():
+        if given.get(name) is not None:
+            made[cls][name] = given[name]
+    processors = [cls(**own) for cls, own in made.items() if own]
+    return tuple(processor for processor in processors if processor.has_effect)
 
 
 # The other keywords of `hydrajax.LanguageModel`'s methods, and the names of other libraries for them.
@@ -122,7 +140,7 @@ def make_request(
         rule: A rule, or the name of one.
         processors: Applied after those that the parameters construct.
         fields: The other fields of the request.
-        parameters: Of a named rule, and of processors (`hydrajax.decoding.processors.processor_fields`) with any rule.
+        parameters: Of a named rule, and of processors (`hydrajax.decoding.keywords.processor_fields`) with any rule.
 
     Raises:
         HydrajaxError: As `make_rule`, for an unknown keyword, and for a rule's parameter together with a rule object.

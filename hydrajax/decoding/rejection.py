@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.decoding.acceptance import ExactSampling, walk
+from hydrajax.decoding.acceptance import walk
 from hydrajax.decoding.parameters import is_mixed, parameters_as_arrays
-from hydrajax.decoding.sampling import NEUTRAL, Sampling, check_temperature, sample
+from hydrajax.decoding.sampling import NEUTRAL, ExactSampling, Sampling, check_temperature, sample
 from hydrajax.drafters.drafter import Draw
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array

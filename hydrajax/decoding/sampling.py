@@ -1,4 +1,4 @@
-"""The distribution that sampling draws from: the base's, at a temperature, truncated to its most likely tokens.
+"""Exact sampling, and the distribution that sampling draws from: the base's, at a temperature and truncated.
 
 All rules and the autoregressive baseline share this code and agree to the bit. The parameters of a rule may be Python
 numbers, which apply to all sequences, or arrays with one number per sequence (`hydrajax.decoding.parameters`).
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.decoding.acceptance import Greedy, JudgesBestGuesses, walk
 from hydrajax.decoding.parameters import (
     LARGEST,
     LARGEST_NUMBER,
@@ -21,6 +22,7 @@ from hydrajax.decoding.parameters import (
     bound,
     effective,
     is_mixed,
+    parameters_as_arrays,
 )
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -156,32 +158,39 @@ def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
-# --- random keys ------------------------------------------------------------------------------------------------------
+@parameters_as_arrays
+@dataclass(frozen=True)
+class ExactSampling(Sampling, JudgesBestGuesses):
+    """Sample from the base's distribution at a node and move to the child that holds the sample, if there is one.
 
-
-def row_keys(rng: Array, batch: int, first: int = 0) -> Array:
-    """Return keys ``[batch]``: the given ones, or a single key folded with each sequence's number, starting at
-    ``first``.
-
-    Keys of `jax.random.PRNGKey`, uint32 ``[2]`` or ``[batch, 2]``, are accepted.
+    The output has the base's own distribution, as processors and `Sampling` shape it, for any draft (docs/design.md 3):
+    each token is a sample of the base given the text before it, and the tree only decides how many of them one step
+    finds. Without a tree this is plain sampling with the same tokens (up to rounding). Sequences at temperature 0 get
+    the tokens of `Greedy`, also in a batch with others.
     """
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        if rng.dtype != jnp.uint32 or rng.ndim not in (1, 2):
-            raise HydrajaxError(f"rng: got {rng.dtype} {list(rng.shape)}, expected a jax.random.key or one per prompt")
-        rng = jax.random.wrap_key_data(rng)
-    if rng.ndim == 1:
-        if rng.shape != (batch,):
-            raise HydrajaxError(f"rng: got {rng.shape[0]} keys for {batch} prompts, expected one or one per prompt")
-        return rng
-    return jax.vmap(jax.random.fold_in, (None, 0))(rng, first + jnp.arange(batch))
 
+    same_output: ClassVar[bool] = True
 
-def position_keys(keys: Array, positions: Int[Array, " B *n"]) -> Array:
-    """Return the keys for the tokens at these positions of each sequence's output.
+    def baseline(self):
+        return self
 
-    A sample there depends on nothing else: neither on the batch, nor on the tree and the drafter.
-    """
-    fold = jax.random.fold_in
-    for _ in positions.shape[1:]:
-        fold = jax.vmap(fold, (None, 0))
-    return jax.vmap(fold)(keys, positions)
+    def first_root(self, logits, keys):
+        if not is_mixed(self):
+            return self.choose(keys, logits)
+        some = jnp.any(self.sampled_rows())
+        return jax.lax.cond(some, lambda: self.choose(keys, logits), lambda: best_token(logits))
+
+    def accept(self, verify_result, keys):
+        def node_by_node():
+            return walk(
+                verify_result.proposal, lambda node, depth: self.choose(keys[:, depth], verify_result.at(node, depth))
+            )
+
+        if not is_mixed(self):
+            return node_by_node()
+        # If no sequence samples and no processor is active, judge the whole tree at once.
+        some = jnp.any(self.sampled_rows())
+        if verify_result.processors:
+            some |= ~verify_result.unprocessed()
+        plain = verify_result._replace(processors=(), counts=None)
+        return jax.lax.cond(some, node_by_node, lambda: Greedy().accept(plain, keys))

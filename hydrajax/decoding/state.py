@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
-from hydrajax.decoding.processors import TokenCounts
+from hydrajax.decoding.processing import TokenCounts
 from hydrajax.drafters.corpus import NAME as CORPUS
 from hydrajax.drafters.corpus import corpus_of
 from hydrajax.drafters.drafter import Drafter

@@ -17,7 +17,8 @@ from hydrajax.decoding.executor import Executor, FusedExecutor, State
 from hydrajax.decoding.host_work import AnyText
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.parameters import with_all_effects
-from hydrajax.decoding.processors import PROCESSORS, MinTokens, TokenCounts
+from hydrajax.decoding.processing import PROCESSORS, TokenCounts
+from hydrajax.decoding.processors import MinTokens
 from hydrajax.decoding.program import FORCED_NODES, Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params

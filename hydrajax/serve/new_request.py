@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.keywords import make_request
-from hydrajax.decoding.processors import MinTokens, processor_fields
+from hydrajax.decoding.keywords import make_request, processor_fields
+from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import growing_text
 from hydrajax.serve.executor_pool import ExecutorPool

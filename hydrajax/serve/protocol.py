@@ -19,7 +19,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from hydrajax.decoding.keywords import RULES
-from hydrajax.decoding.processors import PROCESSORS
+from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.jsonl import shown

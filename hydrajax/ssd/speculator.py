@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule
-from hydrajax.decoding.engine import exact
-from hydrajax.decoding.sampling import position_keys
+from hydrajax.decoding.random_keys import position_keys
+from hydrajax.decoding.step import exact
 from hydrajax.drafters.draft_model import FIRST, DraftModel, DraftState, Scratch
 from hydrajax.drafters.drafter import Outcome, Proposal
 from hydrajax.models.arrays import Array

@@ -19,10 +19,11 @@ import hydrajax
 from hydrajax import assets, plugins
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.cli import COMMANDS, evaluate, run_command
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.locking import in_use
 from hydrajax.trees import presets

@@ -14,8 +14,10 @@ from helpers.how import per_row
 from helpers.lab import quick_jit
 from helpers.tree_tools import leaf_paths, random_tree
 from hydrajax.certify.certificate import shaped
-from hydrajax.decoding.acceptance import Greedy, Typical, VerifyResult
-from hydrajax.decoding.processors import LogitBias, Penalties, TokenCounts, batched_processors
+from hydrajax.decoding.acceptance import Greedy, VerifyResult
+from hydrajax.decoding.processing import TokenCounts, batched_processors
+from hydrajax.decoding.processors import LogitBias, Penalties
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets

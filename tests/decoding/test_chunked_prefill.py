@@ -7,7 +7,8 @@ import pytest
 
 from helpers.how import how, sampling
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.processors import Penalties, TokenCounts
+from hydrajax.decoding.processing import TokenCounts
+from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.lookup import PromptLookup

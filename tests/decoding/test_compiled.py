@@ -19,12 +19,14 @@ from helpers.how import sampling
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding import engine as engine_module
-from hydrajax.decoding.acceptance import AcceptanceRule, ExactSampling, Greedy
+from hydrajax.decoding import step as step_module
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
@@ -244,8 +246,9 @@ class RewritingEngine(Engine):
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_control_a_write_without_the_data_dependency_is_found(monkeypatch, batch):
     """Without the data dependency in `append`, jax 0.10 copies every cache in the autoregressive loop on a CPU."""
-    append = engine_module.append
-    monkeypatch.setattr(engine_module, "append", lambda *args, index=None, after=None: append(*args, index=index))
+    append = step_module.append
+    for module in (step_module, engine_module):
+        monkeypatch.setattr(module, "append", lambda *args, index=None, after=None: append(*args, index=index))
     engine = make_engine("autoregressive")
     assert len(cache_copies(engine, optimised_hlo(engine, batch))) >= 2 * CONFIG.n_layers
     assert len(cache_copies(engine, extended_hlo(engine, batch))) >= 2 * CONFIG.n_layers

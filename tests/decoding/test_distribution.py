@@ -22,12 +22,13 @@ from helpers.lab import QUICK as QUICK_COMPILE
 from helpers.lab import Scripted
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Typical, walk
+from hydrajax.decoding.acceptance import walk
 from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import sample
+from hydrajax.decoding.sampling import ExactSampling, sample
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters import growing
 from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary

@@ -14,8 +14,8 @@ from scipy import stats
 from helpers.how import per_row
 from helpers.lab import quick_jit
 from hydrajax.decoding.acceptance import VerifyResult
+from hydrajax.decoding.random_keys import position_keys, row_keys
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import position_keys, row_keys
 from hydrajax.drafters import growing
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.trees.dynamic import DynamicTree

@@ -12,8 +12,10 @@ import pytest
 from helpers.how import how, per_row
 from helpers.lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, VerifyResult
+from hydrajax.decoding.acceptance import Greedy, VerifyResult
 from hydrajax.decoding.processors import LogitBias, Penalties
+from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import from_parents

@@ -18,15 +18,17 @@ from scipy import stats
 from helpers.host_grammars import END, Brackets, Changed, Place, Table
 from helpers.how import sampling
 from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, shared_lab
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets

@@ -10,10 +10,12 @@ from helpers.how import how, sampling
 from helpers.lab import NEW, VOCAB
 from helpers.log_probabilities import check_top, of_whole_text
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 

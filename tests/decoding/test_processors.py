@@ -17,12 +17,15 @@ from helpers.how import how, sampling
 from helpers.lab import NEW
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.uncached_forward import last_logits
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.keywords import make_request
-from hydrajax.decoding.processors import LogitBias, NodeContext, Penalties, TokenCounts, batched_processors, process
+from hydrajax.decoding.processing import NodeContext, TokenCounts, batched_processors, process
+from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 

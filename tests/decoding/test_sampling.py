@@ -9,10 +9,11 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from helpers.how import per_row
-from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.parameters import is_mixed
+from hydrajax.decoding.random_keys import position_keys, row_keys
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import Sampling, position_keys, row_keys
+from hydrajax.decoding.sampling import ExactSampling, Sampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 
 

@@ -11,12 +11,13 @@ import pytest
 from helpers.how import how, sampling
 from helpers.lab import arrays
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import DecodeState, Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.trees import presets

@@ -14,7 +14,7 @@ from helpers.how import sampling
 from helpers.lab import NEW, quick_jit
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw

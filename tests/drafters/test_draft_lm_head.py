@@ -13,7 +13,7 @@ from helpers.forced import forced_logits
 from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead, Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings

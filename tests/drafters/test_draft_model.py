@@ -13,9 +13,9 @@ from helpers.how import sampling
 from helpers.lab import VOCAB, quick_jit
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.errors import HydrajaxError

@@ -12,8 +12,9 @@ import pytest
 from helpers.how import sampling
 from helpers.lab import quick_jit
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from helpers.how import sampling
 from helpers.lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of

@@ -13,8 +13,9 @@ from jax.extend.core import jaxprs_in_params
 
 from helpers.lab import NEW, quick_jit
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Typical
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets

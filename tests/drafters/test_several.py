@@ -14,8 +14,10 @@ import pytest
 from helpers.lab import DRAFTERS, NEW, TREES, quick_jit, shared_lab
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.chains import Chains, estimated
 from hydrajax.drafters.corpus import NAME, Corpus
 from hydrajax.drafters.corpus_search import CorpusSearch

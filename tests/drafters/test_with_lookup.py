@@ -17,11 +17,13 @@ from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.questions.contenders import folder_name
 from hydrajax.bench.timing import example_topology
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.prompt_batch import right_padded
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError

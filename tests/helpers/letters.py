@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.lab import CONFIG, VOCAB, WIDTH, shared_lab
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate

@@ -14,8 +14,8 @@ from helpers import letters
 from helpers.lab import shared_lab
 from hydrajax import make_executor
 from hydrajax.conversation import Chat
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.language_model import LanguageModel

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import pytest
 
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
 
 for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):

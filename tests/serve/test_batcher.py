@@ -14,8 +14,9 @@ import pytest
 from helpers.compilations import no_compilation
 from helpers.lab import NEW, shared_lab
 from helpers.letters import END, TREE, answers, model, pool
-from hydrajax.decoding.acceptance import ExactSampling, Greedy
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError

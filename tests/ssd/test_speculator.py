@@ -16,7 +16,7 @@ from helpers.how import per_row
 from helpers.lab import CONFIG, CONTEXT, VOCAB, quick_jit
 from helpers.noise import noise
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.sampling import row_keys
+from hydrajax.decoding.random_keys import row_keys
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import init_base

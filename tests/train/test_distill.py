@@ -18,7 +18,7 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import distill as command
-from hydrajax.decoding.acceptance import ExactSampling
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.locking import in_use

@@ -10,7 +10,7 @@ import numpy as np
 import hydrajax
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.executor import Executor, FusedExecutor
-from hydrajax.decoding.processors import TokenCounts
+from hydrajax.decoding.processing import TokenCounts
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.text.tokenizer import decode_text

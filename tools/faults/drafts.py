@@ -10,14 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import DecodeResult, make_decode_fn
 from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError

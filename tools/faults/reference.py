@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.decoding.processors import NodeContext, TokenCounts, count_tokens, process
+from hydrajax.decoding.processing import NodeContext, TokenCounts, count_tokens, process
+from hydrajax.decoding.random_keys import position_keys
 from hydrajax.decoding.request import SamplingParams
-from hydrajax.decoding.sampling import position_keys
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.bench.questions.dialogue import Dialogue
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate
 from hydrajax.text.answers import Generation

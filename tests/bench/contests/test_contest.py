@@ -10,8 +10,9 @@ import pytest
 
 from hydrajax.bench import rounds
 from hydrajax.bench.contests.contest import contest
-from hydrajax.decoding.acceptance import AcceptanceRule, Greedy, Typical
+from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import DecodeResult
+from hydrajax.decoding.typical import Typical
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 

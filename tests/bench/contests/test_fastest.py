@@ -16,9 +16,9 @@ from helpers.compilations import no_compilation
 from hydrajax import Params, Typical, assets, stored_trees
 from hydrajax.bench.contests import fastest
 from hydrajax.bench.contests.contest import Measured
-from hydrajax.decoding.acceptance import ExactSampling
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel, make_executor
