@@ -24,8 +24,8 @@ from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
-from hydrajax.drafters.head_stack import AtOnce
 from hydrajax.drafters.kind import DrafterKind
+from hydrajax.drafters.medusa import AtOnce
 from hydrajax.drafters.settings import HeadSettings, at_least
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType

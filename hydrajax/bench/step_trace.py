@@ -17,7 +17,7 @@ from hydrajax.decoding.prompt_batch import TokenIds, bucket
 from hydrajax.decoding.request import sampling_params
 from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.block import BlockDrafter
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.trainable import Trainable
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import jit_on

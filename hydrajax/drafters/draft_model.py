@@ -19,9 +19,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
-from hydrajax.drafters.drafter import DrafterSpec, Draw, Outcome
+from hydrajax.drafters.drafter import Beam, DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.growing import Beam
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.ranks import token_ranks
 from hydrajax.errors import HydrajaxError

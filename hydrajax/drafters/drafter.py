@@ -1,28 +1,23 @@
 """The interface between the decode step and drafters.
 
 A drafter is a frozen dataclass. It defines the shapes of its parameters and its state but holds no arrays: parameters
-and state are passed in and returned. `Drafter` is the interface for decoding; `Trainable` and
-`TeacherForced` add those for training.
+and state are passed in and returned. `Drafter` is the interface for decoding;
+`hydrajax.drafters.trainable` adds those for training.
 docs/adding_a_drafter.md explains how to write one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
-from hydrajax.drafters.draft_lm_head import Vocabulary
-from hydrajax.drafters.settings import Settings
-from hydrajax.models.arrays import Array, DType
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.arrays import Array
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import cut_caches
-from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.sharded import replicate_features
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.topology import Topology
@@ -64,6 +59,31 @@ class Proposal(NamedTuple):
     log_q: Float[Array, "B P V"] | None = None
     scratch: Any = ()
     log_p: Float[Array, "B N"] | None = None
+
+
+class Beam(NamedTuple):
+    """The n nodes of one depth whose children are predicted next; at depth 0 the root.
+
+    In a dynamic tree they are the expanded nodes, most likely first; in a static one those with children, in node
+    order.
+
+    Attributes:
+        depth: Their depth.
+        tokens: int32 ``[B, n]``.
+        paths: int32 ``[B, n, depth + 1]`` the tokens from the root to each.
+        parents: int32 ``[B, n]`` each node's parent in the previous beam; NumPy ``[n]`` if it is the same for all
+            sequences.
+    """
+
+    depth: int
+    tokens: Int[Array, "B n"]
+    paths: Int[Array, "B n depth"]
+    parents: Int[Array, "*B n"]
+
+
+# guess(carry, beam) -> carry, float32 logits [B, n, V'] after each node of the beam, or [B, 1, V'] if one prediction
+# serves them all. carry: anything the drafter needs at the next level.
+Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"]]]
 
 
 class Outcome(NamedTuple):
@@ -244,96 +264,6 @@ class Drafter(Protocol):
         """
 
 
-@runtime_checkable
-class Trainable(Drafter, Protocol):
-    """A drafter with parameters, as training uses it: a frozen dataclass.
-
-    How its loss is computed depends on the kind: `TeacherForced` heads, or blocks (`hydrajax.drafters.block`).
-
-    Attributes:
-        Settings: The class of the user's choices in training.
-        dtype: Dtype of the computation, a field.
-        vocabulary: The tokens that the heads can propose; None for all.
-    """
-
-    Settings: ClassVar[type[Settings]]
-
-    @property
-    def dtype(self) -> DType: ...
-
-    @classmethod
-    def for_base(
-        cls, base: LlamaConfig, dtype: DType, settings: Any = None, target_counts: Int[np.ndarray, " V"] | None = None
-    ) -> Trainable:
-        """Return the drafter for a base of this shape.
-
-        Args:
-            base: The base's configuration.
-            dtype: Dtype of the computation.
-            settings: An instance of ``Settings``; None for its defaults.
-            target_counts: See `hydrajax.drafters.settings.vocabulary_of`.
-
-        Raises:
-            HydrajaxError: For settings that do not fit the base.
-        """
-
-    @property
-    def vocabulary(self) -> Vocabulary | None: ...
-
-    def reaching(self, depth: int) -> Trainable:
-        """Return the same drafter with at least ``depth`` heads, at most `DrafterSpec.depth`."""
-
-    def trained_on(self, found: Drafter) -> Trainable:
-        """Return the drafter for continuing the training of ``found``, which was read from files.
-
-        Properties that files do not hold, such as dropout, come from this drafter. Raises `HydrajaxError` if the two
-        compute different functions.
-        """
-
-    def init_boxed(self, rng: Array, base: BoundBase) -> Any:
-        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
-
-
-@runtime_checkable
-class TeacherForced(Trainable, Protocol):
-    """Draft heads that training runs at every position of a text.
-
-    Head k < `DrafterSpec.num_draft_heads` predicts token t + 2 + k at position t.
-    """
-
-    def teacher_hidden(
-        self,
-        params: DraftParams,
-        aux_hidden_states: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        base: BoundBase,
-        rng: Array | None = None,
-        positions: Int[Array, "B T"] | None = None,
-        mask: Bool[Array, "B 1 1 T T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], ...]:
-        """Return what the lm head of each draft head reads: the first half of the training forward pass.
-
-        Args:
-            params: The draft's parameters.
-            aux_hidden_states: ``[B, T, D]`` the base's hidden states.
-            tokens: int32 ``[B, T]``.
-            base: The base with its parameters.
-            rng: Key of the dropout, applied everywhere except at the lm head; None for none.
-            positions: Positions inside each packed document; None if a row is one document. Only drafters with
-                attention need ``positions`` and ``mask``, which are given together.
-            mask: ``mask[b, 0, 0, i, j]`` is true if token i sees token j.
-        """
-
-    def head_logits(
-        self, params: DraftParams, k: int, hidden: Float[Array, "*rows D"], base: BoundBase, rng: Array | None = None
-    ) -> Float[Array, "*rows V_"]:
-        """Return float32 logits of head k over its vocabulary, from any rows of ``teacher_hidden(...)[k]``: the second
-        half.
-
-        With an ``rng`` key, the dropout before the lm head is applied.
-        """
-
-
 class SeesAcceptedOnly:
     """Base of drafters that learn from a step what they would learn from the same tokens in a prompt.
 
@@ -351,15 +281,6 @@ class SeesAcceptedOnly:
 
     def rewind(self, state, lengths):
         return cut_caches(state, lengths)  # everything else belongs to the last token and is replaced with it
-
-
-def abstract_draft(drafter: Drafter, model: BaseModel):
-    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the drafter, without allocation.
-
-    A drafter that is not `Trainable` has no axes, so its leaves are not boxed and its parameters are replicated.
-    """
-    init = getattr(drafter, "init_boxed", drafter.init)
-    return jax.eval_shape(lambda base: init(jax.random.key(0), BoundBase(model, base)), nn.unbox(abstract_base(model)))
 
 
 def following_tokens(

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.drafters.draft_lm_head import LmHead, Mask
-from hydrajax.drafters.drafter import Draw, Proposal
-from hydrajax.drafters.growing import Beam, Guess, grow
+from hydrajax.drafters.drafter import Beam, Draw, Guess, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.ops import over_rows
 from hydrajax.trees.dynamic import CandidateTree, DynamicTree
@@ -33,7 +32,7 @@ def fill(
     Args:
         tree: The candidate tree.
         root: int32 ``[B]``.
-        guess: Returns the logits after the nodes of a beam (`hydrajax.drafters.growing.Guess`).
+        guess: Returns the logits after the nodes of a beam (`hydrajax.drafters.drafter.Guess`).
         carry: Passed to the first ``guess``, at the root's level 0.
         lm_head: Ranks and draws tokens.
         vocab_size: The base's.
@@ -43,6 +42,8 @@ def fill(
         The proposal and the last carry.
     """
     if isinstance(tree, DynamicTree):
+        from hydrajax.drafters.growing import grow
+
         return grow(tree.beams(), root, guess, carry, lm_head, vocab_size, draw)
     tokens, drawn_from, before = root[:, None], [], np.full(1, -1)
     estimates = jnp.zeros((len(root), 1)) if tree.estimates and draw is None else None

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead, Mask
-from hydrajax.drafters.drafter import Draw, Proposal
+from hydrajax.drafters.drafter import Beam, Draw, Guess, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.ops import over_rows
 from hydrajax.trees.dynamic import DynamicTree
@@ -19,31 +18,6 @@ from hydrajax.trees.topology import from_parents, take
 # Estimated probability that a drawn token is accepted, and what certainty of the draft adds. Of the values tried
 # (docs/trees.md) these gave the longest steps.
 ACCEPTED, WHEN_SURE = 0.5, 0.4
-
-
-class Beam(NamedTuple):
-    """The n nodes of one depth whose children are predicted next; at depth 0 the root.
-
-    In a dynamic tree they are the expanded nodes, most likely first; in a static one those with children, in node
-    order.
-
-    Attributes:
-        depth: Their depth.
-        tokens: int32 ``[B, n]``.
-        paths: int32 ``[B, n, depth + 1]`` the tokens from the root to each.
-        parents: int32 ``[B, n]`` each node's parent in the previous beam; NumPy ``[n]`` if it is the same for all
-            sequences.
-    """
-
-    depth: int
-    tokens: Int[Array, "B n"]
-    paths: Int[Array, "B n depth"]
-    parents: Int[Array, "*B n"]
-
-
-# guess(carry, beam) -> carry, float32 logits [B, n, V'] after each node of the beam, or [B, 1, V'] if one prediction
-# serves them all. carry: anything the drafter needs at the next level.
-Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"]]]
 
 
 def grow(

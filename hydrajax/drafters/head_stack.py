@@ -3,57 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cached_property
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
-from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly, last_observed
-from hydrajax.drafters.filling import fill
+from hydrajax.drafters.drafter import DrafterSpec, last_observed
 from hydrajax.drafters.prefix import Prefix
-from hydrajax.drafters.ranks import head_ranks
-from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
-from hydrajax.errors import HydrajaxError
+from hydrajax.drafters.settings import below
+from hydrajax.drafters.trained import TrainedStack
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, project, project_parts
 from hydrajax.ops import drop
 from hydrajax.ops.sharded import all_tokens, by_feature, by_token, replicate_features
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import CandidateTree, guesses_of
-
-
-@dataclass(frozen=True)
-class StackSettings(HeadSettings):
-    """Settings of Medusa and Hydra heads.
-
-    Attributes:
-        share_blocks: Blocks 2..n are one block applied repeatedly, as in the released code (docs/design.md 4).
-        prefix: Put a prefix layer in front of the heads, see `hydrajax.drafters.prefix.Prefix`.
-        prefix_window: Number of tokens that the prefix layer attends to, None for all; use the length of the training
-            rows if texts will be longer.
-        dropout: Dropout rate.
-        hidden_state_offset: Read the input of the n-th layer from the end; 0 for the base's last hidden states.
-    """
-
-    share_blocks: bool = True
-    prefix: bool = False
-    prefix_window: int | None = None
-    dropout: float = 0.0
-    hidden_state_offset: int = 0
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least("draft.prefix_window", self.prefix_window, 1)
-        if self.prefix_window is not None and not self.prefix:
-            raise HydrajaxError("draft.prefix_window: got a value, expected none without draft.prefix=true")
-        at_least("draft.hidden_state_offset", self.hidden_state_offset, 0)
-        below("draft.dropout", self.dropout, 1)
 
 
 class ResidualBlock(nn.Module):
@@ -183,20 +151,7 @@ class Head(nn.Module):
         return self.logits(self.hidden(x, path), base_logits)
 
 
-class Trained(SeesAcceptedOnly):
-    """Base of trained drafters: fresh parameters and ranks."""
-
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
-
-    def ranks(self, params, aux_hidden_states, batch, base, chunk_tokens, depth):
-        return head_ranks(self.reaching(depth), params, aux_hidden_states, batch, base, chunk_tokens, depth)
-
-    def reaching(self, depth):
-        return self
-
-
-class HeadStack(Trained):
+class HeadStack(TrainedStack):
     """Base of Medusa, Hydra and Amphista: K heads with parameters ``{"head_0": ...}``, and their training.
 
     A subclass is a frozen dataclass with ``num_draft_heads``, ``width``, ``vocab_size``, ``n_layers``,
@@ -208,23 +163,8 @@ class HeadStack(Trained):
     copy of the base's lm head (`LmHead.with_copy`).
     """
 
-    Settings = StackSettings
-    prefix: Prefix | None
-
     def __post_init__(self):
         below("dropout", self.dropout, 1)
-
-    @classmethod
-    def for_base(cls, base, dtype, settings=None, target_counts=None):
-        s = settings or StackSettings()
-        within_base("draft.hidden_state_offset", s.hidden_state_offset, base.n_layers, "layers")
-        heads = cls(
-            s.num_draft_heads, base.width, base.vocab_size, n_layers=s.n_layers, share_blocks=s.share_blocks,
-            dropout=s.dropout,
-            hidden_state_offset=s.hidden_state_offset, dtype=jnp.dtype(dtype),
-            small_lm_head=s.small_lm_head(base, target_counts),
-        )  # fmt: skip
-        return heads.with_prefix(base, s.prefix_window) if s.prefix else heads
 
     def path_length(self, k: int) -> int | None:
         """Return `Head.path_length` of head k."""
@@ -275,96 +215,11 @@ class HeadStack(Trained):
         # Replicated where it is made and where it is read, or XLA shards it between two steps.
         return replicate_features(state if self.prefix is None else state.hidden)
 
-    # --- training -----------------------------------------------------------------------------------------------------
-
-    def init_boxed(self, rng, base):
-        """Return fresh parameters; every lm head starts as a copy of the base's (medusa 2.1.1)."""
-        if self.prefix is None:
-            return self._init_heads(rng, base)
-        prefix = self.prefix.init_boxed(jax.random.fold_in(rng, 1), self.dtype)
-        return {"prefix": prefix, "heads": self._init_heads(jax.random.fold_in(rng, 2), base)}
-
-    def _init_heads(self, rng, base):
-        params = {}
-        for k in range(self.num_draft_heads):
-            head = self.head(k)
-            conditioned = head.path_length is not None
-            example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
-            path = jnp.zeros((1, head.width * (head.path_length or 0)), head.dtype)
-            fresh = dict(head.init(jax.random.fold_in(rng, k), example, path, base.logits)["params"])
-            for name, value in head.lm_head.like_base(base.head_kernel(), head.dtype).items():
-                fresh[name] = fresh[name].replace_boxed(value)
-            params[f"head_{k}"] = fresh
-        return params
-
-    def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
-        if self.prefix is not None:
-            aux_hidden_states = self.prefix.refine_rows(
-                params["prefix"], aux_hidden_states, tokens, self.dtype, positions, mask
-            )
-        inputs = self.teacher_inputs(aux_hidden_states, tokens, base)
-        keys = [None if rng is None else jax.random.fold_in(rng, k) for k in range(self.num_draft_heads)]
-        return tuple(
-            self.apply_head(params, k, *inputs[k], rng=keys[k], method="hidden") for k in range(self.num_draft_heads)
-        )
-
-    def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
-        return self.apply_head(params, k, hidden, self.lm_head.base_logits(params, base), rng, method="logits")
-
-    def trained_on(self, found):
-        """Return the drafter for continuing training; the vocabulary of the heads that were read stays."""
-        wanted = self
-        if type(found) is type(self):
-            known, asked = found.vocabulary, self.vocabulary
-            if known is not None and asked is not None and len(known) == len(asked):
-                lm_head = dataclasses.replace(self.lm_head, vocabulary=known)
-                wanted = dataclasses.replace(self, small_lm_head=lm_head)
-            if found.dropout != self.dropout:
-                found = dataclasses.replace(found, dropout=self.dropout)
-            if found.prefix and self.prefix and found.prefix.config == self.prefix.config:
-                found = dataclasses.replace(found, prefix=self.prefix)  # files may lack the window
-        if found != wanted:
-            raise HydrajaxError(f"draft: got heads {found}, expected {self} by the settings")
-        return wanted
-
-    def first_heads(self, params, n: int):
-        """Return the first n heads and their parameters. They propose what they did: no head reads a later one."""
-        heads = {f"head_{k}": (params if self.prefix is None else params["heads"])[f"head_{k}"] for k in range(n)}
-        kept = heads if self.prefix is None else {"prefix": params["prefix"], "heads": heads}
-        return dataclasses.replace(self, num_draft_heads=n), kept
-
     # --- one head -----------------------------------------------------------------------------------------------------
 
     def apply_head(self, params, k: int, *inputs, method: str, **settings):
         heads = params if self.prefix is None else params["heads"]
         return self.head(k).apply({"params": heads[f"head_{k}"]}, *inputs, method=method, **settings)
 
-
-class AtOnce(HeadStack):
-    """Heads that do not depend on each other's tokens, so that one pass drafts all levels."""
-
-    def filled(
-        self,
-        params,
-        hidden: Sequence[Float[Array, "B 1 D"]],
-        root: Int[Array, " B"],
-        tree: CandidateTree,
-        base,
-        draw: Draw | None,
-    ) -> Proposal:
-        """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
-        of_base, n_levels = self.lm_head.base_logits(params, base), len(guesses_of(tree))
-        base_logits = [of_base] * len(hidden)
-        if n_levels:
-            levels = replicate_features(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh
-            hidden = jnp.split(levels, n_levels, axis=1)
-            if self.lm_head.shared:
-                # One product for all levels, so that the base's lm head is read once.
-                shared = self.lm_head.of_base(levels, of_base)
-                base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(n_levels)]
-
-        def guess(nothing, beam):
-            k = beam.depth
-            return nothing, self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
-
-        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
+    def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
+        return self.apply_head(params, k, hidden, self.lm_head.base_logits(params, base), rng, method="logits")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.filling import fill
-from hydrajax.drafters.head_stack import HeadStack, StackSettings
+from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.prefix import Prefix
+from hydrajax.drafters.trained import StackSettings
 from hydrajax.models.arrays import DType
 from hydrajax.ops.sharded import by_token
 

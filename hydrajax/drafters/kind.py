@@ -16,7 +16,7 @@ class DrafterKind:
 
     Attributes:
         title: display name.
-        drafter: its class. A trained one has ``Settings`` (`hydrajax.drafters.drafter.Trainable`). One whose shape
+        drafter: its class. A trained one has ``Settings`` (`hydrajax.drafters.trainable.Trainable`). One whose shape
             depends on the base has ``for_base(config, dtype, settings)``.
         settings: of released heads, if not the defaults.
         about: help text of a drafter without weights, which ``--draft`` and `hydrajax.load` accept by name.

@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from hydrajax.drafters.draft_lm_head import LmHead
-from hydrajax.drafters.head_stack import AtOnce
+from hydrajax.drafters.drafter import Draw, Proposal
+from hydrajax.drafters.filling import fill
+from hydrajax.drafters.head_stack import HeadStack
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.prefix import Prefix
-from hydrajax.models.arrays import DType
-from hydrajax.trees.dynamic import guesses_of
+from hydrajax.models.arrays import Array, DType
+from hydrajax.ops.sharded import replicate_features
+from hydrajax.trees.dynamic import CandidateTree, guesses_of
+
+
+class AtOnce(HeadStack):
+    """Heads that do not depend on each other's tokens, so that one pass drafts all levels."""
+
+    def filled(
+        self,
+        params,
+        hidden: Sequence[Float[Array, "B 1 D"]],
+        root: Int[Array, " B"],
+        tree: CandidateTree,
+        base,
+        draw: Draw | None,
+    ) -> Proposal:
+        """Return the tree, given the inputs of each level's lm head (more heads are allowed)."""
+        of_base, n_levels = self.lm_head.base_logits(params, base), len(guesses_of(tree))
+        base_logits = [of_base] * len(hidden)
+        if n_levels:
+            levels = replicate_features(jnp.concatenate(hidden[:n_levels], axis=1))  # one collective on a mesh
+            hidden = jnp.split(levels, n_levels, axis=1)
+            if self.lm_head.shared:
+                # One product for all levels, so that the base's lm head is read once.
+                shared = self.lm_head.of_base(levels, of_base)
+                base_logits = [lambda *_, k=k: shared[:, k, None] for k in range(n_levels)]
+
+        def guess(nothing, beam):
+            k = beam.depth
+            return nothing, self.apply_head(params, k, hidden[k], base_logits[k], method="logits")
+
+        return fill(tree, root, guess, None, self.lm_head, self.vocab_size, draw)[0]
 
 
 @dataclass(frozen=True)

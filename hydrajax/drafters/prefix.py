@@ -16,7 +16,6 @@ from hydrajax.models.attention import causal_mask, rope_table, windowed
 from hydrajax.models.cache import KVCache, append, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.packed_forward import row_layout
 
 
 class PrefixLayer(nn.Module):
@@ -102,5 +101,7 @@ class Prefix:
     ) -> Float[Array, "B T D"]:
         """Run the layer over whole rows without a cache; see `TeacherForced.teacher_hidden`."""
         if positions is None:
+            from hydrajax.models.packed_forward import row_layout  # for training alone
+
             positions, mask = row_layout(tokens)
         return self.layer(dtype).apply({"params": params}, aux_hidden_states, positions, mask)[0]

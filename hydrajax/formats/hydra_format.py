@@ -15,7 +15,6 @@ The official code writes ``hydra_lm_head.pt`` and ``config.json`` with ``hydra_n
 from __future__ import annotations
 
 from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.interface import CONFIG, About, Files, cannot_write, drafter_name, integer
@@ -56,10 +55,11 @@ class Hydra(StackFormat):
                 f"{CONFIG}: hidden_state_offset: got {offset}, expected at most the base's {base.n_layers} layers"
             )
         window = integer(config, "prefix_window", 1) if "prefix_window" in config else None
-        heads: HydraHeads | MedusaHeads
         if config.get("grounded_heads", False):
             heads = HydraHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, offset)
         else:
+            from hydrajax.drafters.medusa import MedusaHeads
+
             heads = MedusaHeads(num_draft_heads, base.width, base.vocab_size, n_layers, False, True, offset)
         return self.checked(heads if arch == "mlp" else heads.with_prefix(base, window), files, base)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from hydrajax.drafters.drafter import Trainable, abstract_draft
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES
 from hydrajax.formats import native
@@ -162,11 +162,13 @@ def load_released(
 
 
 def _head_placer(
-    drafter: Trainable, base: LlamaConfig, mesh: Mesh | None
+    drafter: Drafter, base: LlamaConfig, mesh: Mesh | None
 ) -> Callable[[Keys, np.ndarray | Parameter], jax.Array]:
     """Return ``put(path, array)``, which places one parameter of a drafter."""
     place = placer(mesh)
     if mesh is None:  # axes are not needed, and tracing the drafter for them takes a tenth of a second
         return lambda path, array: place(array, None)
+    from hydrajax.drafters.trainable import abstract_draft
+
     axes = nn.get_partition_spec(abstract_draft(drafter, Llama(base, drafter.dtype)))
     return lambda path, array: place(array, leaf(axes, path))

@@ -21,7 +21,7 @@ import numpy as np
 
 from hydrajax import plugins
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
-from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums
 from hydrajax.formats.draft_registry import FILES, heads, kind_of

@@ -16,7 +16,7 @@ from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, of_all_kinds, with_layers
 from hydrajax.bench.roofline.traced import trace
 from hydrajax.drafters.block import BlockDrafter
-from hydrajax.drafters.drafter import Trainable, abstract_draft
+from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.drafter import TeacherForced
+from hydrajax.drafters.trainable import TeacherForced
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase

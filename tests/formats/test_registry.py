@@ -11,7 +11,7 @@ import pytest
 
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
-from hydrajax.drafters.drafter import Trainable
+from hydrajax.drafters.trainable import Trainable
 from hydrajax.formats.draft_registry import KINDS, heads, kind_of, trainable, without_weights
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets

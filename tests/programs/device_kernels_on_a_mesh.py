@@ -15,7 +15,7 @@ from helpers.described_programs import CONFIG
 from hydrajax import ops
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.random_models import random_base, random_draft
-from hydrajax.drafters.drafter import abstract_draft
+from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.models.base_model import abstract_base
 from hydrajax.ops import trace
 from hydrajax.sharding import make_mesh, tree_shardings

@@ -21,8 +21,8 @@ from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import abstract_draft
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.lowbit.quantized import Int4, Int8
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base

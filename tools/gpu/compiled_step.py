@@ -33,8 +33,9 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import Drafter, Trainable, abstract_draft
+from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.operators import Operator, at_depth
 from hydrajax.bench.roofline.traced import PLAIN, trace
-from hydrajax.drafters.drafter import Drafter, Outcome, Trainable, abstract_draft
+from hydrajax.drafters.drafter import Drafter, Outcome
+from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from hydrajax.drafters.block import BlockDrafter
-from hydrajax.drafters.drafter import TeacherForced, Trainable, abstract_draft
+from hydrajax.drafters.trainable import TeacherForced, Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import draft_registry
 from hydrajax.formats.draft_ref import DraftRef
@@ -52,7 +52,7 @@ TOP_K = 5  # head accuracies are reported for the first 1 to TOP_K guesses
 def make_drafter(
     draft: DraftConfig, base: LlamaConfig, dtype, target_counts: Int[np.ndarray, " V"] | None = None
 ) -> Trainable:
-    """Return the drafter with these settings; see `hydrajax.drafters.drafter.Trainable.for_base`."""
+    """Return the drafter with these settings; see `hydrajax.drafters.trainable.Trainable.for_base`."""
     return draft_registry.heads(draft.heads).for_base(base, dtype, draft.settings, target_counts)
 
 
