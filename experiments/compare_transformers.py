@@ -24,7 +24,7 @@ from side_by_side import side_by_side
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hydrajax
-from hydrajax.models.llama_config import PRESETS
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.trees import presets
 
 

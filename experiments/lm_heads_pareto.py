@@ -15,8 +15,9 @@ from hydrajax import assets
 from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.roofline.devices import DEVICES
 from hydrajax.bench.roofline.prediction import predict
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.formats.huggingface import read_config
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.run_config import draft_of
 from hydrajax.train.tasks.heads_task import make_drafter
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from hydrajax.bench.report.tables import print_table
 from hydrajax.bench.roofline.operators import Operator
 from hydrajax.bench.roofline.traced import trace
-from hydrajax.models.llama_config import PRESETS
+from hydrajax.bench.shapes import PRESETS
 
 CANDIDATES = (1, 16, 32, 48, 64, 80, 96, 112)  # the columns of all three
 BATCH_6, KEYS_7 = 16, 1024

@@ -40,9 +40,10 @@ from ssd_simulator import Outcomes, Speed, Times, best, predict
 import hydrajax
 from hydrajax import assets
 from hydrajax.bench.roofline.devices import DEVICES
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.bench.split_contest import joined, recorded, split_contest
 from hydrajax.decoding.prompt_batch import right_padded
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import Placement, last_devices
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.split_executor import SplitExecutor

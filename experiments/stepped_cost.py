@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from hydrajax.bench.random_models import random_base, random_draft
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import options
 from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import Executor, FusedExecutor
@@ -30,7 +31,6 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.files import WholeFile
 from hydrajax.machine import machine
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.trees import presets
 
 

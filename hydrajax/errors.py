@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
 NEAR = 0.75  # `SequenceMatcher.ratio` of typing errors; other words with the same letters have up to 0.7
@@ -72,3 +72,8 @@ def hint(found: str, names: Iterable[str], others: Mapping[str, str], prefix: st
     if meant.startswith("no "):
         return f"; hydrajax has {meant}"
     return meant and f"; did you mean {meant}?"
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Return names in quotes, the last after "or"."""
+    return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))

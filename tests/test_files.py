@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hydrajax.bench.report.outputs import find_results
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import LONGEST_TEXT, check_directory
 from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.load import load_draft
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.text.tokenizer import load_tokenizer
 
 READERS = {

@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase, init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import quantized_draft
 
 
@@ -47,7 +48,7 @@ def with_random_params(model: BaseModel, base, drafter: Drafter, seed: int = 0):
 
 
 def random_model(preset: str, kind: str = "none", dtype=jnp.float32, seed: int = 0, quantize: str | None = None):
-    """Return ``(model, drafter, params)`` of a shape in `hydrajax.models.llama_config.PRESETS`."""
+    """Return ``(model, drafter, params)`` of a shape in `hydrajax.bench.shapes.PRESETS`."""
     model, base = random_base(PRESETS[preset], dtype, seed, quantize)
     drafter, params = random_draft(model, base, kind, seed)
     return model, drafter, params._replace(draft=quantized_draft(params.draft, quantize))

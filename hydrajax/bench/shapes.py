@@ -1,8 +1,23 @@
-"""Shapes by name, for predictions and compilations: the presets, and published mixtures of experts."""
+"""Shapes by name, for benchmarks, predictions and compilations."""
 
 from __future__ import annotations
 
-from hydrajax.models.llama_config import PRESETS, Experts, LayerKind, LlamaConfig
+from hydrajax.models.expert_settings import Experts
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+
+# Published shapes, for benchmarks on random weights (`hydrajax bench --random NAME`). "25m" is the size used to compare
+# with transformers on a CPU; "tiny" is for trying a command out.
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(512, 64, 172, 3, 4, 4, 16, max_positions=1024),
+    "25m": LlamaConfig(4096, 512, 1536, 6, 8, 8, 64, max_positions=2048),
+    "1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64, max_positions=2048, norm_eps=1e-5),  # TinyLlama 1.1B
+    "7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128, max_positions=8192),  # LLaMA 7B, Vicuna 7B
+    "13b": LlamaConfig(32_000, 5120, 13_824, 40, 40, 40, 128, max_positions=8192),
+    "33b": LlamaConfig(32_000, 6656, 17_920, 60, 52, 52, 128, max_positions=8192),
+    "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 8B
+    "70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, max_positions=8192, norm_eps=1e-5),  # LLaMA 2 70B
+    "llama3-70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 70B
+}
 
 
 def _glm() -> LlamaConfig:

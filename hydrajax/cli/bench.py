@@ -15,6 +15,7 @@ from hydrajax.bench.benchmark import BenchmarkRow, first_nodes, run_benchmark
 from hydrajax.bench.random_models import random_draft, random_model
 from hydrajax.bench.report.records import of_bench
 from hydrajax.bench.report.tables import cell, print_table
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.bench.split_contest import split_contest
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
@@ -28,7 +29,6 @@ from hydrajax.formats.draft_registry import KINDS
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BaseModel
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.weights import WIDENED, described
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
 from hydrajax.text.prompt import PROMPT_FORMATS

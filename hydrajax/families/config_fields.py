@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama_config import ROPE_KINDS, LayerKind, LlamaConfig, RopeScaling, one_of
+from hydrajax.errors import HydrajaxError, one_of
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.rope_scaling import ROPE_KINDS, RopeScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 # A slip in the number of layers must not take all memory where every layer is listed.

@@ -21,7 +21,8 @@ from hydrajax.families.config_fields import (
     with_windows,
 )
 from hydrajax.families.family import Family
-from hydrajax.models.llama_config import Experts, LlamaConfig
+from hydrajax.models.expert_settings import Experts
+from hydrajax.models.llama_config import LlamaConfig
 
 MOST_EXPERTS = 4096  # a slip in their number must not take all memory where every expert is listed
 

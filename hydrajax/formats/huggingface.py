@@ -27,12 +27,12 @@ from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
 from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
-from hydrajax.models.adapter import with_adapter
+from hydrajax.models.adapter import low_rank, with_adapter
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import MODEL, Entry, Parameter, Stack, leaf, read, shapes, write
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import AS_STORED, Quantized, low_rank
+from hydrajax.models.weights import AS_STORED, Quantized
 from hydrajax.ops import trace
 
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights

@@ -18,12 +18,11 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
-from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter
+from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter, part_shapes
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.layout import ADAPTER, leaf
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import part_shapes
 
 WHAT = "adapter"
 CONFIG = "adapter_config.json"

@@ -25,7 +25,8 @@ from hydrajax.locking import one_at_a_time
 from hydrajax.lowbit.gguf_tensors import GGUF_FLOATS, GgufFiles, gguf_directory
 from hydrajax.lowbit.gguf_tokenizer import KNOWN_SPLITS, gguf_tokenizer
 from hydrajax.models.layout import shapes
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.optional_deps import needs
 from hydrajax.text.tokenizer import run_tokenizer, without_panic_text
 

@@ -7,11 +7,20 @@ projection, ``qkv_lora_b_q_proj``. `split_adapter` and `with_adapter` separate a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import Axes, Quantized, declare, project, project_parts
+from hydrajax.ops import drop, parts_first
 
 # Our kernels and the linear layers of transformers that each holds along its second-last axis. All but the first take
 # one index there: a key-value head has its queries, then its key and its value.
@@ -64,6 +73,25 @@ class Adapter:
         """Return the linear layers of one of our kernels that the adapter changes, in their order there."""
         return tuple(target for target in KERNELS.get(kernel, ()) if target in self.targets)
 
+    def declare(self, module: nn.Module, name: str, kernel: Array | Quantized, axes: Axes) -> LowRank:
+        """Return a kernel with declared weights: A as in PEFT, uniform up to 1 / sqrt(D) (kaiming with a = sqrt(5)), B
+        zero.
+        """
+        shape, targets = kernel.shape, self.of(name)
+        limit = 1 / math.sqrt(shape[0])
+
+        def uniform(rng, shape, dtype):
+            return jax.random.uniform(rng, shape, dtype, -limit, limit)
+
+        a = declare(module, f"{name}_lora_a", (shape[0], len(targets), self.rank), (axes[0], None, None), uniform)
+        parameters = {f"{name}_lora_a": a}
+        for part, features in part_shapes(name, shape).items():
+            if part in targets:
+                b = f"{name}_lora_b_{part}"
+                parameters[b] = declare(module, b, (self.rank, *features), (None, *axes[1:]), nn.initializers.zeros)
+        rng = module.make_rng("dropout") if self.dropout and module.has_rng("dropout") else None
+        return low_rank(name, kernel, parameters, self)._replace(dropout=self.dropout, rng=rng)
+
 
 def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
     """Raise `HydrajaxError` for an adapter that a base of this shape cannot have."""
@@ -98,3 +126,82 @@ def with_adapter(base: dict[str, Any], adapter: dict[str, Any]) -> dict[str, Any
     """Join the parts again (the inverse of `split_adapter`), without copying arrays."""
     inner = {name: with_adapter(base[name], part) for name, part in adapter.items() if isinstance(part, dict)}
     return base | adapter | inner
+
+
+class LowRank(NamedTuple):
+    """A frozen kernel ``W [D, *features]`` and an adapter's addition, ``scale * A B`` for each adapted part.
+
+    Attributes:
+        kernel: W.
+        a: ``[D, P, r]`` for the P adapted parts, so that one product serves them all.
+        b: For each part of the kernel (`hydrajax.models.adapter.KERNELS`) ``[r, *its features]``; None without adapter.
+        rng, dropout: Drop inputs of A in training; None for no dropout.
+    """
+
+    kernel: Array | Quantized
+    a: Float[Array, "D P r"]
+    b: tuple[Array | None, ...]
+    scale: float
+    dropout: float = 0.0
+    rng: Array | None = None
+
+    def delta(self) -> Float[Array, " D *features"]:
+        """Return the addition to the kernel as one array (NumPy if ``a`` is)."""
+        xp, rank = self.a.__array_namespace__(), self.a.shape[-1]
+        inputs = iter(xp.moveaxis(self.a, 1, 0))
+        products = [None if b is None else (next(inputs) @ b.reshape(rank, -1)) * self.scale for b in self.b]
+        return self._joined(products, xp)
+
+    def project(self, x: Float[Array, "*rows D"], dtype: DType) -> Float[Array, "*rows F"]:
+        """Return ``x @ (kernel + delta)`` in this dtype, as `hydrajax.models.weights.project` does."""
+        return project(x, self.kernel, dtype) + self._added(x, dtype)
+
+    def project_parts(self, x: Float[Array, "*rows D"]) -> Float[Array, "*parts *rows F"]:
+        """Return `project` with the parts of a fused kernel as leading axes."""
+        added = parts_first(self._added(x, x.dtype), self.kernel.shape[1:])
+        return project_parts(x, self.kernel) + added
+
+    def _added(self, x: Float[Array, "*rows D"], dtype) -> Float[Array, "*rows F"]:
+        """Return the adapter's addition to ``x @ W``."""
+        x = drop(x, self.dropout, self.rng)
+        n_parts, rank = self.a.shape[1:]
+        inner = project(x, self.a).reshape(*x.shape[:-1], n_parts, rank)
+        inputs = iter([inner[..., i, :] for i in range(n_parts)])
+        products = [None if b is None else project(next(inputs), b, dtype) * self.scale for b in self.b]
+        return self._joined(products, jnp).reshape(*x.shape[:-1], -1)
+
+    def _joined(self, products: list, xp):
+        """Return products ``[*rows, F]`` of the parts (None for parts without adapter) joined as ``[*rows,
+        *features]``.
+        """
+        features = self.kernel.shape[1:]
+        rows, dtype = next((x.shape[:-1], x.dtype) for x in products if x is not None)
+        if len(products) == 1:
+            return products[0].reshape(*rows, *features)
+        sizes = part_sizes(features[-2], len(products))
+        shapes = [(*rows, *features[:-2], size, features[-1]) for size in sizes]
+        parts = [
+            xp.zeros(shape, dtype=dtype) if x is None else x.reshape(shape)
+            for x, shape in zip(products, shapes, strict=True)
+        ]
+        return xp.concat(parts, axis=-2)
+
+
+def low_rank(name: str, kernel: Array | Quantized, parameters: dict, adapter: Adapter) -> LowRank:
+    """Return the kernel ``name`` with the adapter's parameters next to it in a nested dict."""
+    b = tuple(parameters.get(f"{name}_lora_b_{part}") for part in KERNELS[name])
+    return LowRank(kernel, parameters[f"{name}_lora_a"], b, adapter.scale)
+
+
+def part_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Return the features of each linear layer in our kernel of this name and shape, as in its B."""
+    features, parts = shape[1:], KERNELS[name]
+    if len(parts) == 1:
+        return {parts[0]: features}
+    sizes = part_sizes(features[-2], len(parts))
+    return {part: (*features[:-2], size, features[-1]) for part, size in zip(parts, sizes, strict=True)}
+
+
+def part_sizes(places: int, n_parts: int) -> tuple[int, ...]:
+    """Return the sizes of the parts along a fused kernel's second-last axis."""
+    return (places - n_parts + 1, *[1] * (n_parts - 1))

@@ -7,7 +7,6 @@ segments: the keys and values of the tokens fed now, and those in caches (`hydra
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Int8
 
 from hydrajax import ops
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 
 # Large enough that exp() underflows to zero after subtracting the row maximum, finite so that a fully masked row (a
@@ -212,36 +211,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     n_features = config.rotary_dim or config.head_dim
     exponents = np.arange(0, n_features, 2, dtype=np.float32) / n_features
     freqs = (1.0 / np.float32(config.rope_theta) ** exponents).astype(np.float32)
-    scaling = config.rope_scaling
-    if scaling is None:
-        return freqs
-    if scaling.kind == "linear":
-        return freqs / np.float32(scaling.factor)
-    if scaling.kind == "longrope":
-        return freqs / np.asarray(scaling.short_factors, np.float32)
-    if scaling.kind == "yarn":
-        smooth = _yarn_smooth(config, scaling)
-    else:  # LLaMA 3.1: wavelengths beyond the original context are divided by `factor`, short ones are kept.
-        wavelengths = 2 * np.pi / freqs
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0.0, 1.0)
-    return ((1 - smooth) * freqs / scaling.factor + smooth * freqs).astype(np.float32)
-
-
-def _yarn_smooth(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """Return the share of each frequency that YaRN keeps, between 1 for the first ones and 0 for the last ones."""
-    n_features = config.rotary_dim or config.head_dim
-
-    def place(turns: float) -> float:  # of the frequency that turns so often in the original context
-        wavelength = scaling.original_max_position / turns
-        return n_features * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.rope_theta))
-
-    first, last = place(scaling.beta_fast), place(scaling.beta_slow)
-    if scaling.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, n_features - 1)
-    width = np.float32(last - first or 0.001)
-    return 1 - np.clip((np.arange(n_features // 2, dtype=np.float32) - np.float32(first)) / width, 0.0, 1.0)
+    return freqs if config.rope_scaling is None else config.rope_scaling.scaled(freqs, config.rope_theta)
 
 
 def rope_table(

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a decoder layer's MLP (`hydrajax.models.llama_config.Experts`).
+"""A mixture of experts in place of a decoder layer's MLP (`hydrajax.models.expert_settings.Experts`).
 
 A router scores all experts for each token, and a token's output is a weighted sum of the MLPs of the best ones, perhaps
 with an MLP that every token passes through.
@@ -20,9 +20,9 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax import ops
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.llama_config import Experts
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.weights import Quantized, declare, declare_experts, declare_kernel, project, project_parts
-from hydrajax.ops.cpu.backend import matmul_experts
+from hydrajax.ops.cpu.experts import matmul_experts
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 from hydrajax.ops.trace import mesh_in_use
 from hydrajax.ops.xla import with_gradient_of

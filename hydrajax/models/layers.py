@@ -18,7 +18,6 @@ from hydrajax import ops
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate, rounded
-from hydrajax.models.experts import ExpertMLP
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 from hydrajax.ops.sharded import all_tokens, summed_by_token
@@ -141,6 +140,8 @@ class DecoderLayer(nn.Module):
             gate, up = project_parts(normed, gate_up_kernel)
             out = project(activation(gate) * up, down_kernel)
         else:
+            from hydrajax.models.experts import ExpertMLP
+
             out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
         out = summed_by_token(out)
         if c.norms != "before":

@@ -13,14 +13,15 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from hydrajax import ops
-from hydrajax.models.adapter import Adapter
+from hydrajax.models.adapter import Adapter, LowRank
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
 from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
-from hydrajax.models.llama_config import Experts, LlamaConfig
-from hydrajax.models.weights import LowRank, Quantized, declare, declare_kernel, project, quantized_type
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import Quantized, declare, declare_kernel, project, quantized_type
 from hydrajax.ops.sharded import by_token
 
 

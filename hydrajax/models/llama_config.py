@@ -4,116 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.models.expert_settings import Experts
+from hydrajax.models.rope_scaling import RopeScaling
 
-# Kinds of `RopeScaling`, of `LlamaConfig.norms` and of `LlamaConfig.activation`.
-ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
 NORMS = ("before", "both", "after")
 ACTIVATIONS = ("silu", "gelu_tanh")
-# Kinds of `Experts.scores` and of `Experts.block`.
-SCORES = ("softmax", "sigmoid")
-BLOCKS = ("mlp", "block_sparse_moe")
-
-
-def one_of(names: Sequence[str]) -> str:
-    """Return names in quotes, the last after "or"."""
-    return " or ".join(", ".join(map(repr, names)).rsplit(", ", 1))
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """A scaling of the rotary frequencies for longer contexts.
-
-    Attributes:
-        kind: ``"linear"``: every frequency is divided by ``factor``. ``"llama3"``: only low frequencies, with a smooth
-            transition between ``low_freq_factor`` and ``high_freq_factor`` (LLaMA 3.1). ``"yarn"``: those that turn
-            less than ``beta_slow`` times in the original context; those that turn more than ``beta_fast`` times stay
-            (YaRN, 2309.00071). ``"longrope"``: each frequency has a divisor of its own (LongRoPE, 2402.13753).
-        factor: The divisor; for longrope the context of ``long_factors`` over the original one.
-        original_max_position: Length of the texts before the extension.
-        attention_factor: Multiplies cosines and sines (yarn, longrope).
-        truncate: Round the ends of yarn's transition to whole features.
-        short_factors: The divisors of longrope, one per frequency, for texts of up to ``original_max_position`` tokens.
-        long_factors: Those for longer texts. They are kept for exports and not used.
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float = 1.0
-    truncate: bool = True
-    short_factors: tuple[float, ...] = ()
-    long_factors: tuple[float, ...] = ()
-
-    def __post_init__(self):
-        if self.kind not in ROPE_KINDS:
-            raise HydrajaxError(f"rope scaling: got type '{self.kind}', expected {one_of(ROPE_KINDS)}")
-        for name in ("factor", "attention_factor", "original_max_position", "beta_fast", "beta_slow"):
-            if not getattr(self, name) > 0:
-                raise HydrajaxError(f"rope scaling: {name}: got {getattr(self, name)}, expected a positive number")
-        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise HydrajaxError(
-                f"rope scaling: low_freq_factor: got {self.low_freq_factor}, expected less than high_freq_factor, "
-                f"{self.high_freq_factor}"
-            )
-        if self.kind == "longrope" and not all(x > 0 for x in self.short_factors + self.long_factors):
-            raise HydrajaxError("rope scaling: short_factor and long_factor: expected positive numbers")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of a layer's MLP (`hydrajax.models.experts`).
-
-    Attributes:
-        count: Number of experts.
-        per_token: Number of experts that each token passes through.
-        width: Width of an expert's MLP.
-        shared_width: Width of an MLP that every token passes through as well; 0 for none.
-        shared_gate: The shared MLP's output is multiplied by the sigmoid of a product with its input (Qwen 2 MoE).
-        scores: Of the router: ``"softmax"`` over all experts or ``"sigmoid"`` of each (DeepSeek-V3, GLM-4).
-        normalized: The weights of a token's experts are divided by their sum.
-        choice_bias: A bias per expert is added to the scores that choose, not to the weights (DeepSeek-V3, GLM-4).
-        groups: Number of groups of consecutive experts.
-        chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
-        scale: Multiplies the weights.
-        block: Name of the layer's MLP in files.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    shared_width: int = 0
-    shared_gate: bool = False
-    scores: str = "softmax"
-    normalized: bool = False
-    choice_bias: bool = False
-    groups: int = 1
-    chosen_groups: int = 1
-    scale: float = 1.0
-    block: str = "mlp"
-
-    def __post_init__(self):
-        for name in ("count", "per_token", "width", "groups", "chosen_groups"):
-            if getattr(self, name) < 1:
-                raise HydrajaxError(f"experts: {name}: got {getattr(self, name)}, expected at least 1")
-        if self.shared_width < 0:
-            raise HydrajaxError(f"experts: shared_width: got {self.shared_width}, expected 0 or more")
-        if self.chosen_groups > self.groups:
-            raise HydrajaxError(f"experts: chosen_groups: got {self.chosen_groups}, expected at most {self.groups}")
-        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
-            raise HydrajaxError(f"experts: groups: got {self.groups}, expected equal parts of {self.count} experts")
-        if self.per_token > (allowed := self.count // self.groups * self.chosen_groups):
-            raise HydrajaxError(f"experts: per_token: got {self.per_token}, expected at most {allowed}")
-        for name, known in (("scores", SCORES), ("block", BLOCKS)):
-            if getattr(self, name) not in known:
-                raise not_allowed(f"experts: {name}", getattr(self, name), known)
 
 
 @dataclass(frozen=True)
@@ -273,18 +171,3 @@ class LlamaConfig:
             kinds = itertools.islice(itertools.cycle(self.layer_kinds), changes["n_layers"])
             changes["layer_kinds"] = tuple(kinds)
         return dataclasses.replace(self, **changes)
-
-
-# Published shapes, for benchmarks on random weights (`hydrajax bench --random NAME`). "25m" is the size used
-# to compare with transformers on a CPU; "tiny" is for trying a command out.
-PRESETS: dict[str, LlamaConfig] = {
-    "tiny": LlamaConfig(512, 64, 172, 3, 4, 4, 16, max_positions=1024),
-    "25m": LlamaConfig(4096, 512, 1536, 6, 8, 8, 64, max_positions=2048),
-    "1b": LlamaConfig(32_000, 2048, 5632, 22, 32, 4, 64, max_positions=2048, norm_eps=1e-5),  # TinyLlama 1.1B
-    "7b": LlamaConfig(32_000, 4096, 11_008, 32, 32, 32, 128, max_positions=8192),  # LLaMA 7B, Vicuna 7B
-    "13b": LlamaConfig(32_000, 5120, 13_824, 40, 40, 40, 128, max_positions=8192),
-    "33b": LlamaConfig(32_000, 6656, 17_920, 60, 52, 52, 128, max_positions=8192),
-    "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 8B
-    "70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, max_positions=8192, norm_eps=1e-5),  # LLaMA 2 70B
-    "llama3-70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 70B
-}

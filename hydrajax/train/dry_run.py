@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from hydrajax.bench.roofline.devices import DEVICES
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.bench.shapes import SHAPES as PUBLISHED
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings
 from hydrajax.train.optimizer import optimizer_of
 from hydrajax.train.run_config import TrainConfig, check_length

@@ -41,9 +41,10 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.drafters.several import with_lookup
 from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import Experts, LayerKind, LlamaConfig
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 

@@ -20,8 +20,8 @@ from hydrajax.formats.draft_registry import kind_of, title_of
 from hydrajax.formats.export import describe, export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.llama_config import RopeScaling
 from hydrajax.models.packed_forward import run_base
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.trees import presets
 

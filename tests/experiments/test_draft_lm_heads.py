@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import pytest
 from draft_lm_heads import LM_HEADS, drafter_for
 
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 
 MODEL = Llama(PRESETS["tiny"], jnp.dtype("float32"))
 

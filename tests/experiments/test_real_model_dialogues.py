@@ -11,10 +11,10 @@ import numpy as np
 import real_model_dialogues as script
 
 from hydrajax import assets
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import run_command
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.text.tokenizer import load_tokenizer
 
 EOS = 2

@@ -10,8 +10,8 @@ from ssd_roofline import pair_times
 from helpers.operator_counts import flops, moved
 from hydrajax.bench.roofline.devices import DEVICES
 from hydrajax.bench.roofline.passes import forward
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 
 BASE, DRAFT, DEVICE = PRESETS["7b"], PRESETS["1b"], DEVICES["H200"]
 

@@ -18,7 +18,8 @@ from helpers.configs import as_transformers_reads, sizes, written
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES, from_llama_config, to_llama_config
-from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
 # --- fields left out ------------------------------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from transformers import AutoConfig
 
 from helpers.configs import FULL, SLIDING, as_transformers_reads, sizes, written
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.models.llama_config import LayerKind, LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "rms_norm_eps": 1e-5}
 MISTRAL |= sizes(4096, 14336, 32, 32, 8, 32000) | {"max_position_embeddings": 32768, "tie_word_embeddings": False}

@@ -23,7 +23,8 @@ from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 ODD = Vocabulary(range(1, VOCAB, 2))

@@ -10,12 +10,13 @@ import math
 
 import pytest
 
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.layout import shapes
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 
 LLAMA_8B = PRESETS["8b"]
 QWEN3_4B = LlamaConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960, qk_norm=True, tied_lm_head=True)

@@ -25,7 +25,7 @@ from hydrajax.lowbit import tiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import Parameter
-from hydrajax.models.llama_config import RopeScaling
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.ops import trace
 
 Q = "model.layers.1.self_attn.q_proj.weight"

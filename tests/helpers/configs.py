@@ -9,7 +9,9 @@ from pathlib import Path
 from transformers import AutoConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hydrajax.models.llama_config import Experts, LayerKind, LlamaConfig, RopeScaling
+from hydrajax.models.expert_settings import Experts
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXTRAL = "block_sparse_moe"

@@ -33,7 +33,7 @@ from hydrajax.lowbit.gguf_tensors import GgufFiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import MODEL
-from hydrajax.models.llama_config import RopeScaling
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.ops import trace
 from hydrajax.text.tokenizer import load_tokenizer
 

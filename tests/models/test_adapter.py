@@ -11,12 +11,12 @@ import pytest
 
 from helpers.released import refusal
 from hydrajax.lowbit.quantized import Int8
-from hydrajax.models.adapter import TARGETS, Adapter, check_adapter, split_adapter, with_adapter
+from hydrajax.models.adapter import TARGETS, Adapter, LowRank, check_adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
-from hydrajax.models.weights import LowRank, project
+from hydrajax.models.weights import project
 
 RANK, SCALE, WIDTH = 3, 1.5, 8
 SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.released import refusal
 from hydrajax.models import experts
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.experts import expert_sum, route
-from hydrajax.models.llama_config import Experts
 from hydrajax.ops import trace
 from hydrajax.ops.cpu.backend import Cpu
 

@@ -14,8 +14,9 @@ from helpers.few_bits import in_few_bits
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.cache import append
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import Experts, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 
 pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.train.losses import Objective
 from hydrajax.train.run_config import DataConfig, TrainConfig, config_from, load_config, recipes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import pytest
 
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.run_config import draft_of
 from hydrajax.train.tasks.heads_task import make_drafter

@@ -17,7 +17,8 @@ from hydrajax.decoding.request import SamplingParams
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig, RopeScaling
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 

@@ -37,13 +37,13 @@ from hydrajax import ops, plugins
 from hydrajax.bench.benchmark import TIMED_STEPS, autoregressive_bytes, first_nodes, room_for, step_timer
 from hydrajax.bench.device_memory import copy_bandwidth, peak_memory
 from hydrajax.bench.random_models import random_base, with_random_params
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.ops import trace
 from hydrajax.trees import presets
 

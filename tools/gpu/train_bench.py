@@ -28,7 +28,7 @@ from json_lines import write_lines
 from hydrajax.bench.device_memory import peak_memory
 from hydrajax.bench.random_models import random_base
 from hydrajax.bench.roofline.devices import device_of
-from hydrajax.models.llama_config import PRESETS
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import make_mesh
 from hydrajax.train.flops import forward_flops

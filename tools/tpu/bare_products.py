@@ -21,7 +21,8 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from compiled_tpu import cycles_of_loop  # noqa: E402
 
-from hydrajax.models.llama_config import PRESETS, LlamaConfig  # noqa: E402
+from hydrajax.bench.shapes import PRESETS  # noqa: E402
+from hydrajax.models.llama_config import LlamaConfig  # noqa: E402
 
 LAYERS = 2
 

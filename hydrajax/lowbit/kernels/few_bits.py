@@ -113,7 +113,7 @@ def matmul_experts(
 ) -> Float[Array, "pairs F"]:
     """Return `matmul` with the weight of its expert for each pair of a row and one of its experts.
 
-    See `hydrajax.ops.cpu.backend.matmul_experts`.
+    See `hydrajax.ops.cpu.experts.matmul_experts`.
     """
     out = jax.ShapeDtypeStruct((experts.size, width), jnp.float32)
     call = jax.ffi.ffi_call("hydrajax_matmul_few_bits_experts", out)

@@ -11,8 +11,6 @@ inputs.
 from __future__ import annotations
 
 import functools
-import math
-import re
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,6 +20,7 @@ from jaxtyping import Float, Int, Num
 
 from hydrajax.models.arrays import Array, DType
 from hydrajax.ops import trace
+from hydrajax.ops.cpu.rounded import contract_bfloat16, rounded_contract
 from hydrajax.ops.xla import FEW_ROWS, Xla, chosen_tokens, plain_norm, with_gradient_of
 
 DTYPES = (jnp.float32, jnp.bfloat16)
@@ -43,23 +42,6 @@ def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = j
         return jax.ffi.ffi_call("hydrajax_matmul", out, vmap_method="sequential")(x, weight)
 
     return kernel(x, weight)
-
-
-def matmul_experts(
-    x: Float[Array, "R_or_pairs D"], experts: Int[Array, "R k"], weight: Float[Array, "E D F"], dtype: DType
-) -> Float[Array, "pairs F"]:
-    """Return ``x @ weight[e]`` in ``dtype`` for each pair of a row and one of its experts; without a gradient.
-
-    Only the chosen experts' weights are read, each once. A pair's result does not depend on the others.
-
-    Args:
-        x: A row per token, or one per pair.
-        experts: The pairs, row by row. Those outside 0 to E - 1 give zeros.
-        weight: The experts' matrices.
-        dtype: Of the result; sums are float32.
-    """
-    out = jax.ShapeDtypeStruct((experts.size, weight.shape[2]), dtype)
-    return jax.ffi.ffi_call("hydrajax_matmul_experts", out)(x, experts.astype(jnp.int32), weight)
 
 
 @with_gradient_of(lambda x, weight: jnp.matmul(x, weight.T, preferred_element_type=jnp.float32))
@@ -146,9 +128,9 @@ class Cpu(Xla):
         for a float32 result only, so bfloat16 is accumulated in float32.
         """
         if trace.rounds_float32() and a.dtype == jnp.float32:
-            return _rounded_contract(spec, a, b).astype(dtype)
+            return rounded_contract(spec, a, b).astype(dtype)
         if a.dtype == b.dtype == dtype == jnp.bfloat16:
-            return _contract_bfloat16(spec, a, b).astype(dtype)
+            return contract_bfloat16(spec, a, b).astype(dtype)
         return super().contract(spec, a, b, dtype)
 
     def _matmul_rows(self, x, kernel, dtype, stored):
@@ -225,46 +207,3 @@ class Cpu(Xla):
         from hydrajax.ops.cpu import call_host
 
         return call_host
-
-
-def _contract_bfloat16(spec: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(spec, a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rounded_contract(spec: str, a: Array, b: Array) -> Array:
-    return _contract_bfloat16(spec, a, b)
-
-
-def _rounded_contract_forward(spec: str, a: Array, b: Array):
-    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # stays rounded: half the memory between the two passes
-    return _contract_bfloat16(spec, a, b), (a, b)
-
-
-def _rounded_contract_backward(spec: str, inputs, gradient: Array):
-    a, b = inputs
-    left, right, out = re.split(",|->", spec)
-    gradient = gradient.astype(jnp.bfloat16)
-    to_a = _contract_bfloat16(f"{out},{right}->{left}", gradient, b)
-    return to_a, _contract_rows_of_both(f"{left},{out}->{right}", a, gradient)
-
-
-def _contract_rows_of_both(spec: str, a: Array, b: Array) -> Array:
-    """Return ``einsum(spec, a, b)`` of bfloat16 inputs in float32, where ``spec`` is a gradient's sum over rows.
-
-    Without batch axes it is written as a matmul of two matrices: XLA compiles ``rd,rpf->dpf`` to an instruction that
-    fails when it runs ("Unsupported element type for DotThunk::Execute", jax 0.10.2 on a CPU without AMX).
-    """
-    left, right, out = re.split(",|->", spec)
-    if set(left) & set(right) & set(out):
-        return _contract_bfloat16(spec, a, b)
-    rows = "".join(axis for axis in left if axis not in out)
-    of_a, of_b = ("".join(axis for axis in axes if axis in out) for axes in (left, right))
-    a, b = jnp.einsum(f"{left}->{rows + of_a}", a), jnp.einsum(f"{right}->{rows + of_b}", b)
-    shape = (*a.shape[len(rows) :], *b.shape[len(rows) :])
-    n_rows = math.prod(a.shape[: len(rows)])
-    flat = _contract_bfloat16("rd,rf->df", a.reshape(n_rows, -1), b.reshape(n_rows, -1))
-    return jnp.einsum(f"{of_a + of_b}->{out}", flat.reshape(shape))
-
-
-_rounded_contract.defvjp(_rounded_contract_forward, _rounded_contract_backward)

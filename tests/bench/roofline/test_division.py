@@ -14,10 +14,11 @@ from hydrajax.bench.roofline.division import Division
 from hydrajax.bench.roofline.operators import Operator
 from hydrajax.bench.roofline.passes import begin, forward, observe, propose
 from hydrajax.bench.roofline.prediction import Workload, predict
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 
 SEVEN, SEVENTY = PRESETS["7b"], PRESETS["70b"]

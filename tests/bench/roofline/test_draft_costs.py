@@ -10,11 +10,12 @@ import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.bench.roofline.passes import begin, draft_parameters, propose
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.cpu import library
 from hydrajax.trees import DynamicTree, presets
 

@@ -12,12 +12,13 @@ from hydrajax.bench.roofline.devices import DEVICES
 from hydrajax.bench.roofline.division import Division
 from hydrajax.bench.roofline.passes import forward, propose
 from hydrajax.bench.roofline.prediction import predict
-from hydrajax.bench.shapes import MIXTURES
+from hydrajax.bench.shapes import MIXTURES, PRESETS
 from hydrajax.bench.woken_experts import woken
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.formats.draft_registry import KINDS
+from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, Experts, LayerKind, LlamaConfig
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.train.flops import forward_flops
 from hydrajax.trees import presets
 

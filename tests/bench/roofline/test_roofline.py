@@ -16,11 +16,12 @@ from hydrajax.bench.roofline.devices import DEVICES, Device
 from hydrajax.bench.roofline.operators import Operator
 from hydrajax.bench.roofline.passes import forward
 from hydrajax.bench.roofline.prediction import Workload, predict
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS, LlamaConfig
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.cpu import library
 from hydrajax.trees import presets
 

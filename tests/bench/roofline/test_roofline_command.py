@@ -13,9 +13,9 @@ import pytest
 from hydrajax.bench.benchmark import BenchmarkRow
 from hydrajax.bench.roofline import comparison, meter
 from hydrajax.bench.roofline.devices import Device
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli import roofline as command
-from hydrajax.models.llama_config import PRESETS
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from hydrajax.bench.roofline import passes
 from hydrajax.bench.roofline.operators import Operator
 from hydrajax.bench.roofline.passes import begin, forward, observe, propose
 from hydrajax.bench.roofline.traced import trace
+from hydrajax.bench.shapes import PRESETS
 from hydrajax.drafters.several import with_lookup
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import PRESETS
 from hydrajax.models.weights import project
 from hydrajax.trees import presets
 

@@ -1,0 +1,60 @@
+"""The settings of a mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydrajax.errors import HydrajaxError, not_allowed
+
+# Kinds of `Experts.scores` and of `Experts.block`.
+SCORES = ("softmax", "sigmoid")
+BLOCKS = ("mlp", "block_sparse_moe")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of a layer's MLP (`hydrajax.models.experts`).
+
+    Attributes:
+        count: Number of experts.
+        per_token: Number of experts that each token passes through.
+        width: Width of an expert's MLP.
+        shared_width: Width of an MLP that every token passes through as well; 0 for none.
+        shared_gate: The shared MLP's output is multiplied by the sigmoid of a product with its input (Qwen 2 MoE).
+        scores: Of the router: ``"softmax"`` over all experts or ``"sigmoid"`` of each (DeepSeek-V3, GLM-4).
+        normalized: The weights of a token's experts are divided by their sum.
+        choice_bias: A bias per expert is added to the scores that choose, not to the weights (DeepSeek-V3, GLM-4).
+        groups: Number of groups of consecutive experts.
+        chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
+        scale: Multiplies the weights.
+        block: Name of the layer's MLP in files.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    scores: str = "softmax"
+    normalized: bool = False
+    choice_bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+    block: str = "mlp"
+
+    def __post_init__(self):
+        for name in ("count", "per_token", "width", "groups", "chosen_groups"):
+            if getattr(self, name) < 1:
+                raise HydrajaxError(f"experts: {name}: got {getattr(self, name)}, expected at least 1")
+        if self.shared_width < 0:
+            raise HydrajaxError(f"experts: shared_width: got {self.shared_width}, expected 0 or more")
+        if self.chosen_groups > self.groups:
+            raise HydrajaxError(f"experts: chosen_groups: got {self.chosen_groups}, expected at most {self.groups}")
+        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            raise HydrajaxError(f"experts: groups: got {self.groups}, expected equal parts of {self.count} experts")
+        if self.per_token > (allowed := self.count // self.groups * self.chosen_groups):
+            raise HydrajaxError(f"experts: per_token: got {self.per_token}, expected at most {allowed}")
+        for name, known in (("scores", SCORES), ("block", BLOCKS)):
+            if getattr(self, name) not in known:
+                raise not_allowed(f"experts: {name}", getattr(self, name), known)
