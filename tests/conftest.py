@@ -24,7 +24,16 @@ from helpers import programs, recordings, type_checks
 # The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
 # must precede the first import of hydrajax.
 CHECKED = (
-    *("models", "ops", "lowbit.quantized", "lowbit.tiles", "lowbit.products", "lowbit.kernels"),
+    *(
+        "models",
+        "ops",
+        "lowbit.quantized",
+        "lowbit.int4",
+        "lowbit.int4_tiles",
+        "lowbit.tiles",
+        "lowbit.products",
+        "lowbit.kernels",
+    ),
     *("drafters", "amphista.heads", "lookahead.drafter", "trees.topology", "bench.trees.simulation"),
     *("decoding", "train.losses", "train.chunks"),
 )

@@ -12,15 +12,9 @@ import numpy as np
 import pytest
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.lowbit.int4_tiles import Int4Tiles, Int4TilesBy64, Int4TilesBy128
 from hydrajax.lowbit.kernels import few_bits
-from hydrajax.lowbit.tiles import (
-    Int4Tiles,
-    Int4TilesBy64,
-    Int4TilesBy128,
-    Int8Tiles,
-    Int8TilesBy64,
-    Int8TilesBy128,
-)
+from hydrajax.lowbit.tiles import Int8Tiles, Int8TilesBy64, Int8TilesBy128
 from hydrajax.ops import trace
 from hydrajax.ops.cpu import library
 

@@ -22,8 +22,9 @@ from helpers.lora_files import apply_lora, write_lora
 from helpers.low_bit_layers import CASES, UP, change, compressed, read_all
 from helpers.released import refusal
 from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.export_base import export_merged
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import export_merged, load_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.tensors import open_base_tensors, save_safetensors
 from hydrajax.lowbit.files import low_bit_tensors
 from hydrajax.models.attention import causal_mask

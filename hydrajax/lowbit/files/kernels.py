@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hydrajax.lowbit.files.stored_linear import FP8, Integers
+from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.kernels.few_bits import GROUPS
 from hydrajax.lowbit.quantized import Fp8
-from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models.layout import Entry
 
 BITS = 4

@@ -22,8 +22,8 @@ from hydrajax.lowbit.files.fp8 import Fp8 as Fp8Method
 from hydrajax.lowbit.files.gptq import Gptq
 from hydrajax.lowbit.files.kernels import four_bit_kernel, fp8_kernel
 from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
+from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.quantized import Fp8
-from hydrajax.lowbit.tiles import Int4Tiles
 from hydrajax.models.layout import MODEL, Shape
 
 METHODS: dict[str, Callable[[Settings], Method]] = {

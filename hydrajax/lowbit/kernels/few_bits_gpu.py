@@ -1,7 +1,7 @@
 """GPU kernel: products of a few 16-bit rows with weights of 4 bits in groups, which are widened on the chip.
 
 XLA multiplies 8-bit weights with one scale per output as they lie in memory, but writes weights with a scale per group
-out in 16 bits in every step (`hydrajax.lowbit.quantized.Int4`). Here a program widens some columns
+out in 16 bits in every step (`hydrajax.lowbit.int4.Int4`). Here a program widens some columns
 of some groups in registers. The groups of a narrow weight are split among programs, whose sums are added after them.
 
 Written in Pallas for Triton, like `hydrajax.ops.gpu.tree_attention`. It needs compute capability 8.0.
