@@ -16,7 +16,6 @@ from hydrajax.decoding.decode import DecodeFn
 from hydrajax.decoding.keywords import Rule, make_request
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -194,6 +193,8 @@ def load(
     if placement.split and ref.is_none:
         raise HydrajaxError("draft_devices: requires a draft model, got no draft")
     if corpus is not None:
+        from hydrajax.drafters.corpus import Corpus
+
         Corpus(corpus)  # refuses an invalid number
     use_compilation_cache()
     files = Checkpoint(resolve(base, "base"))

@@ -13,7 +13,6 @@ from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processing import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.request import sampling_params
-from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import drawn, growing_text, keys_of
 from hydrajax.text.templates import make_encoder
@@ -185,7 +184,7 @@ class Chat:
                 self.turn.first_tokens, self.turn.first_seconds = len(emitted), self.turn.seconds
             if piece := text.grow(emitted, final=done):
                 yield piece
-        if (corpus := corpus_of(executor.params.draft)) is not None:
+        if (corpus := executor.params.corpus) is not None:
             corpus.remember(emitted, ids)
         self.turn.full = len(ids) + len(emitted) >= self._context
         self._cached, self._state = ids + emitted, state

@@ -15,7 +15,6 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.keywords import rule_name
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.request import Request, sampling_params
-from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 from hydrajax.processes import agreed
 from hydrajax.text.answers import Generation
@@ -208,7 +207,7 @@ def row_result(
 
 def remember(executor: Executor, result: Generation) -> None:
     """Add an output to the corpus that the executor's draft reads, if it reads one."""
-    if (corpus := corpus_of(executor.params.draft)) is not None:
+    if (corpus := executor.params.corpus) is not None:
         corpus.remember(result.output_ids, result.prompt_ids)
 
 

@@ -24,10 +24,8 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.corpus import NAME as CORPUS
-from hydrajax.drafters.corpus import Corpus, corpus_of
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.checkpoint import Checkpoint
@@ -40,9 +38,7 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import Quantized, described
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement
-from hydrajax.stored_trees import FastestTree, stored
 from hydrajax.text.answers import Generation
-from hydrajax.text.built_in import built_in_prompts
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import OnePrompt, Prompt, is_conversation, items
 from hydrajax.trees import presets
@@ -51,6 +47,8 @@ from hydrajax.trees.smaller import with_size
 
 if TYPE_CHECKING:
     from hydrajax.conversation import Chat
+    from hydrajax.drafters.corpus import Corpus
+    from hydrajax.stored_trees import FastestTree
 
 Tree = CandidateTree | str | Path | Sequence[Sequence[int]]
 AUTO = "auto"  # the tree that is measured to be the fastest
@@ -147,7 +145,7 @@ class LanguageModel:
     @property
     def corpus(self) -> Corpus | None:
         """The past outputs that the draft reads; None without (`hydrajax.drafters.corpus.Corpus`)."""
-        return corpus_of(self.params.draft)
+        return self.params.corpus
 
     # --- how to decode ------------------------------------------------------------------------------------------------
 
@@ -286,6 +284,8 @@ class LanguageModel:
         """
         if self.placement.split:
             return None
+        from hydrajax.stored_trees import stored
+
         return stored(self._with_any_tree(request), batch_size, self.draft_directory)
 
     def _measured(
@@ -489,6 +489,8 @@ class LanguageModel:
 
     def built_in_prompts(self) -> Iterator[Int[np.ndarray, " P"]]:
         """Yield the token ids of the built-in prompts (`hydrajax.text.built_in`) that this base can read."""
+        from hydrajax.text.built_in import built_in_prompts
+
         for prompt in [] if self.tokenizer is None else built_in_prompts(self.tokenizer):
             try:
                 yield encode_prompt(prompt, prompt.where, self.tokenizer, self.config)

@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hydrajax.drafters.corpus import NAME, TOKENS, Corpus
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import native
@@ -68,8 +67,10 @@ def find_draft(
         inner = _one_draft(draft, m, base_directory, confidence)
     drafter, params = draft.wrap(inner.drafter), inner.params
     if drafter.spec.remembers:
+        from hydrajax.drafters.corpus import TOKENS, Corpus
+
         tokens = TOKENS if corpus is None else corpus
-        params = {**params, NAME: Corpus(tokens, lambda x: m.placement.place_base(x, None))}
+        params = {**params, CORPUS: Corpus(tokens, lambda x: m.placement.place_base(x, None))}
     return LoadedDraft(drafter, params, inner.directory)
 
 

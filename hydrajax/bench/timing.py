@@ -25,8 +25,9 @@ from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.models.cache import KVCache, after_reads
 from hydrajax.sharding import jit_on
+from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.topology import Topology, from_parents
+from hydrajax.trees.topology import Topology
 
 
 def _is_feature(x) -> bool:

@@ -24,7 +24,6 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import Sampling
 from hydrajax.decoding.typical import Typical
-from hydrajax.drafters.corpus import corpus_of
 from hydrajax.errors import HydrajaxError
 
 # The chi-square test enumerates all continuations of this length among the most likely tokens.
@@ -116,7 +115,7 @@ def certify(
 
 def _fill_corpus(executor: Executor, prompts, seed: int) -> None:
     """Let a draft with a corpus read what the base generates without it: an empty one drafts nothing."""
-    if (corpus := corpus_of(executor.params.draft)) is None:
+    if (corpus := executor.params.corpus) is None:
         return
     plain = executor.autoregressive()
     for prompt in prompts:

@@ -6,6 +6,7 @@ Every array's first axis is the batch, so a server can insert, remove and move s
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -15,9 +16,7 @@ from jaxtyping import Bool, Int
 
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.processing import TokenCounts
-from hydrajax.drafters.corpus import NAME as CORPUS
-from hydrajax.drafters.corpus import corpus_of
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
@@ -33,6 +32,12 @@ class Params(NamedTuple):
 
     base: Any
     draft: Any
+
+    @property
+    def corpus(self) -> Any | None:
+        """The past outputs that the draft reads (`hydrajax.drafters.corpus.Corpus`); None without."""
+        found = self.draft.get(CORPUS) if isinstance(self.draft, Mapping) else None
+        return found if hasattr(found, "remember") else None
 
     def __repr__(self) -> str:
         """Count the parameters. The default would fetch and print the weights."""
@@ -57,7 +62,7 @@ class ParamsCheck:
         given = structure, [(getattr(x, "shape", None), getattr(x, "dtype", None)) for x in leaves]
         if given != self._passed:
             base, draft = _abstract(self._model, self._drafter, trace.platform(), trace.has_few_bits())
-            if (corpus := corpus_of(params.draft)) is not None:
+            if (corpus := params.corpus) is not None:
                 draft = draft | {CORPUS: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.int32), corpus)}
             _compare(_by_path(params), _by_path(Params(base, draft)))
             self._passed = given

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
+from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.dynamic import BestFirstTree
-from hydrajax.trees.topology import from_parents
 
 
 class Nodes(NamedTuple):

@@ -11,7 +11,8 @@ from jaxtyping import Int
 
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
-from hydrajax.trees.topology import Topology, take, with_chain
+from hydrajax.trees.built_trees import with_chain
+from hydrajax.trees.topology import Topology, take
 
 
 def with_branch(proposal: Proposal, chain: Int[Array, "B n"], nodes: int) -> Proposal:

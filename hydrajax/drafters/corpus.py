@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,6 @@ from hydrajax.models.arrays import Array
 TOKENS, MOST_TOKENS = 65536, 2**24  # of a corpus; a token takes 8 bytes on the device and on the host
 CONTEXT = 32  # tokens before a place that are compared
 END, NOTHING = -1, -2  # between texts; before the beginning of a query. Neither equals a token
-NAME = "corpus"  # among the parameters of a draft
 
 
 class Index(NamedTuple):
@@ -176,9 +175,3 @@ def _unflatten(_, arrays) -> Corpus:
 
 # Registered as a node, so that every call reads the index of that moment, also through copies of the parameters.
 jax.tree_util.register_pytree_node(Corpus, _flatten, _unflatten)
-
-
-def corpus_of(draft_params: Any) -> Corpus | None:
-    """Return the corpus among the parameters of a draft, if there is one."""
-    found = draft_params.get(NAME) if isinstance(draft_params, Mapping) else None
-    return found if isinstance(found, Corpus) else None

@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.drafters.chains import estimated, leading
-from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Index
+from hydrajax.drafters.corpus import CONTEXT, END, NOTHING, Index
+from hydrajax.drafters.drafter import CORPUS
 from hydrajax.models.arrays import Array
 
 # Estimates of acceptance (`hydrajax.drafters.chains.estimated`), measured as docs/reference/drafts.md describes.
@@ -67,9 +68,9 @@ class CorpusSearch:
         self, params, state: Tail, root: Int[Array, " B"], depth: int
     ) -> tuple[Int[Array, "B M K"], Int[Array, "B M"]]:
         """Return what follows the M longest matches, with `END` after each text, and their lengths."""
-        if NAME not in params:
+        if CORPUS not in params:
             return jnp.full((len(root), self.matches, depth), END), jnp.zeros((len(root), self.matches), jnp.int32)
-        index = params[NAME].index
+        index = params[CORPUS].index
         end = jnp.concatenate([root[:, None], jnp.flip(state.tokens, axis=1)], axis=1)
         first = lower_bound(index, end)[:, None]
         each = np.arange(self.neighbours)

@@ -24,6 +24,7 @@ from hydrajax.trees.topology import Topology
 
 DraftParams = Any  # a nested dict of arrays
 DraftState = Any  # a pytree of arrays with leading batch axis
+CORPUS = "corpus"  # the parameter of a draft that remembers: its `hydrajax.drafters.corpus.Corpus`
 
 
 class Draw(NamedTuple):

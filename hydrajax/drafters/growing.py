@@ -12,8 +12,9 @@ from hydrajax.drafters.draft_lm_head import LmHead, Mask
 from hydrajax.drafters.drafter import Beam, Draw, Guess, Proposal
 from hydrajax.models.arrays import Array
 from hydrajax.ops import over_rows
+from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.topology import from_parents, take
+from hydrajax.trees.topology import take
 
 # Estimated probability that a drawn token is accepted, and what certainty of the draft adds. Of the values tried
 # (docs/trees.md) these gave the longest steps.

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from hydrajax.drafters.chains import NO_TOKEN, Chains, prefixes_agree
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
-from hydrajax.trees.topology import Topology, from_parents, take
+from hydrajax.trees.built_trees import from_parents
+from hydrajax.trees.topology import Topology, take
 
 # log-probability that a token of a drafter without estimates is accepted
 UNKNOWN = float(np.log(0.6))

@@ -19,9 +19,8 @@ from jaxtyping import Int
 
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.chains import Chains, Source, by_rank, joined
-from hydrajax.drafters.corpus import NAME
 from hydrajax.drafters.corpus_search import CorpusSearch
-from hydrajax.drafters.drafter import Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import CORPUS, Drafter, DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
@@ -198,7 +197,7 @@ def with_lookup(drafter: Drafter, nodes: int = LOOKUP_NODES) -> Several:
 
 def _own(params: Any) -> Any:
     """Return a draft's parameters without the corpus."""
-    return {name: value for name, value in params.items() if name != NAME}
+    return {name: value for name, value in params.items() if name != CORPUS}
 
 
 def names_of(sources: Iterable[Source]) -> str:

@@ -38,8 +38,9 @@ from hydrajax.drafters.drafter import DrafterSpec, Proposal
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
+from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
-from hydrajax.trees.topology import Topology, from_parents
+from hydrajax.trees.topology import Topology
 
 NO_TOKEN = -1
 MOST_GUESSES = 999  # the largest number in a tree's name

@@ -30,10 +30,10 @@ from hydrajax.decoding.sampling import ExactSampling, sample
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters import growing
-from hydrajax.drafters.corpus import NAME, Corpus
+from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.drafter import Proposal
+from hydrajax.drafters.drafter import CORPUS, Proposal
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
@@ -132,7 +132,7 @@ def draft_params(name: str):
     if name == "corpus with far":
         corpus = Corpus(400)
         corpus.remember(np.random.default_rng(0).integers(0, VOCAB, 300))
-        return {NAME: corpus}
+        return {CORPUS: corpus}
     if name == "none" or name.endswith(("near", "far")):
         return {}
     drafter = DRAFTERS[name]

@@ -17,8 +17,8 @@ from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Proposal
+from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.static_tree import TreeTopology
-from hydrajax.trees.topology import from_parents
 
 N_NODES, DEPTH = 12, 4
 # Only size and depth are used.

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.corpus import CONTEXT, END, NAME, NOTHING, Corpus, corpus_of
+from hydrajax.drafters.corpus import CONTEXT, END, NOTHING, Corpus
 from hydrajax.drafters.corpus_search import DOUBT, SURVIVAL, CorpusSearch, Tail
+from hydrajax.drafters.drafter import CORPUS
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import remember
 
@@ -83,15 +84,15 @@ def test_of_equal_contexts_the_latest_comes_first():
 
 def test_a_corpus_is_what_it_was_when_the_program_was_called():
     corpus = Corpus(CAPACITY)
-    count = jax.jit(lambda params: params[NAME].index.count[0])
-    assert count({NAME: corpus}) == 0
+    count = jax.jit(lambda params: params[CORPUS].index.count[0])
+    assert count({CORPUS: corpus}) == 0
     corpus.remember([5, 6, 7])
-    assert count({NAME: corpus}) == 3
+    assert count({CORPUS: corpus}) == 3
     corpus.clear()
-    assert count({NAME: corpus}) == len(corpus) == 0
+    assert count({CORPUS: corpus}) == len(corpus) == 0
     assert count._cache_size() == 1
-    assert corpus_of({NAME: corpus}) is corpus
-    assert corpus_of({}) is corpus_of(()) is None
+    assert Params({}, {CORPUS: corpus}).corpus is corpus
+    assert Params({}, {}).corpus is Params({}, ()).corpus is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_corpus_is_what_it_was_when_the_program_was_called():
     [
         lambda corpus: jax.tree.map(lambda x: x, corpus),
         lambda corpus: jax.tree.map(np.asarray, corpus),
-        lambda corpus: pickle.loads(pickle.dumps({NAME: corpus}))[NAME],
+        lambda corpus: pickle.loads(pickle.dumps({CORPUS: corpus}))[CORPUS],
         copy.copy,
         copy.deepcopy,
         lambda corpus: jax.device_put(corpus, jax.devices()[-1]),
@@ -126,7 +127,7 @@ def test_a_copy_remembers_by_itself(copied):
 
 def test_outputs_are_remembered_if_the_draft_reads_a_corpus():
     corpus, result = Corpus(CAPACITY), SimpleNamespace(output_ids=[1, 2, 3], prompt_ids=[4])
-    remember(SimpleNamespace(params=Params({}, {NAME: corpus})), result)
+    remember(SimpleNamespace(params=Params({}, {CORPUS: corpus})), result)
     assert len(corpus) == 3
     assert np.asarray(corpus.index.tokens)[:5].tolist() == [4, 1, 2, 3, END]
     remember(SimpleNamespace(params=Params({}, {})), result)
@@ -146,7 +147,7 @@ search = CorpusSearch()
 
 @jax.jit
 def found_chains(corpus, tail, root):
-    given = {NAME: corpus}, tail, root, DEPTH
+    given = {CORPUS: corpus}, tail, root, DEPTH
     return search.chains(*given), search.best_matches(*given)[1]
 
 

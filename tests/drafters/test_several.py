@@ -19,9 +19,9 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.chains import Chains, estimated
-from hydrajax.drafters.corpus import NAME, Corpus
+from hydrajax.drafters.corpus import Corpus
 from hydrajax.drafters.corpus_search import CorpusSearch
-from hydrajax.drafters.drafter import Draw, Proposal
+from hydrajax.drafters.drafter import CORPUS, Draw, Proposal
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
 from hydrajax.drafters.several import FromText, Several
@@ -139,7 +139,7 @@ def drafts(lab, name: str, texts=()) -> dict:
     corpus = Corpus(512)
     for ids, prompt in texts:
         corpus.remember(ids, prompt)
-    return {NAME: corpus} if name == "text" else {**lab.draft(name, 0), NAME: corpus}
+    return {CORPUS: corpus} if name == "text" else {**lab.draft(name, 0), CORPUS: corpus}
 
 
 CASES = [

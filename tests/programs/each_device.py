@@ -23,7 +23,8 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.trainable import abstract_draft
-from hydrajax.lowbit.quantized import Int4, Int8
+from hydrajax.lowbit.int4 import Int4
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.attention import Filled, KVSegment, attend
 from hydrajax.models.base_model import abstract_base
 from hydrajax.models.llama_config import LlamaConfig

@@ -10,7 +10,8 @@ import pytest
 
 from helpers.tree_tools import random_tree
 from hydrajax.trees import presets
-from hydrajax.trees.topology import Topology, from_parents, take, with_chain
+from hydrajax.trees.built_trees import from_parents, with_chain
+from hydrajax.trees.topology import Topology, take
 
 DEPTH, MOST_CHILDREN = 4, 6
 made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
