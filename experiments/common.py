@@ -43,7 +43,7 @@ from hydrajax.files import WholeFile
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.text.prompt import read_prompts
+from hydrajax.text.prompt_files import read_prompts
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree
 

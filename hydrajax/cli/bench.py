@@ -31,7 +31,7 @@ from hydrajax.machine import machine
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import WIDENED, described
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
-from hydrajax.text.prompt import PROMPT_FORMATS
+from hydrajax.text.prompt_files import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 

@@ -11,7 +11,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.models.weights import described
-from hydrajax.text.prompt import PROMPT_FORMATS
+from hydrajax.text.prompt_files import PROMPT_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

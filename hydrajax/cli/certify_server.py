@@ -14,7 +14,7 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import machine
-from hydrajax.text.prompt import read_prompts
+from hydrajax.text.prompt_files import read_prompts
 
 KEY = "OPENAI_API_KEY"
 NEEDS_SERVER = (

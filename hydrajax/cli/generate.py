@@ -34,7 +34,8 @@ from hydrajax.generation import generate, stream
 from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
-from hydrajax.text.prompt import PROMPT_FORMATS, Prompt, read_prompts
+from hydrajax.text.prompt import Prompt
+from hydrajax.text.prompt_files import PROMPT_FORMATS, read_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ from hydrajax.models.weights import WIDENED
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
-from hydrajax.text.prompt import read_prompts
+from hydrajax.text.prompt_files import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.tree_json import content_of

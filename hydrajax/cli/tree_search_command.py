@@ -22,7 +22,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel, make_executor
 from hydrajax.locking import in_use
-from hydrajax.text.prompt import PROMPT_FORMATS, read_prompts
+from hydrajax.text.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from hydrajax.families.expert_layout import expert_mlp
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -65,11 +64,17 @@ def decoder_layer(
         for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
         if c.qk_norm or c.qk_norm_all_heads
     ]
+    if c.experts is None:
+        mlp = _mlp(path, prefix, c)
+    else:
+        from hydrajax.families.expert_layout import expert_mlp
+
+        mlp = expert_mlp(path, prefix, c, fused_experts)
     return [
         *norms,
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
         transposed((*path, "out"), f"{attention}o_proj.weight", c.width, c.n_heads * c.head_dim),
-        *(_mlp(path, prefix, c) if c.experts is None else expert_mlp(path, prefix, c, fused_experts)),
+        *mlp,
         *biases,
         *head_norms,
     ]

@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.expert_layout import has_fused_experts
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import to_llama_config
 from hydrajax.files import check_directory
@@ -27,6 +26,7 @@ WHAT = "base"
 # Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), and MTP
 # modules (`hydrajax.formats.mtp_format`, see also `Checkpoint.ignored`).
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
+MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 
 
@@ -73,6 +73,10 @@ class Checkpoint:
     @cached_property
     def layout(self) -> Layout:
         """The map from tensors to parameters."""
+        if not self.config.any_experts:
+            return base_layout(self.config)
+        from hydrajax.families.expert_layout import has_fused_experts
+
         return base_layout(self.config, has_fused_experts(self.config, self.files))
 
     @cached_property

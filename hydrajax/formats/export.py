@@ -18,7 +18,8 @@ from hydrajax.formats.draft_registry import FILES, formats, heads, kind_of
 from hydrajax.formats.hub import REPOSITORY
 from hydrajax.formats.interface import About, HeadFormat, MadeFor, cannot_write
 from hydrajax.formats.load import RECORD
-from hydrajax.formats.tensors import save_safetensors, save_torch
+from hydrajax.formats.tensors import save_safetensors
+from hydrajax.formats.torch_files import save_torch
 from hydrajax.models.layout import write
 
 WRITTEN = {format.name: format for format in formats() if format.read_by}

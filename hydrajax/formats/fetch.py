@@ -1,7 +1,7 @@
 """Fetch draft heads that are published as a ``.pt`` file, and save them as safetensors.
 
 The official Hydra code writes only ``hydra_lm_head.pt``. A pickle is downloaded by this command alone, and only tensors
-are read from it (`hydrajax.formats.tensors.TorchFiles`).
+are read from it (`hydrajax.formats.torch_files.TorchFiles`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.directories import exported
 from hydrajax.formats.draft_registry import formats
 from hydrajax.formats.hub import downloaded
-from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json, save_safetensors, torch_module
+from hydrajax.formats.tensors import expect_tensors, holds, open_tensors, read_json, save_safetensors
+from hydrajax.formats.torch_files import torch_module
 from hydrajax.models.layout import MODEL
 from hydrajax.optional_deps import needs
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
-from hydrajax.formats.checkpoint import Checkpoint
-from hydrajax.formats.huggingface import MERGED
+from hydrajax.formats.checkpoint import MERGED, Checkpoint
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -23,7 +22,7 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
     """Return ``{"shapes": {...}, "sha256": ...}``, and ``"adapter"`` with a hash of the adapter if there is one.
 
     Numbers are rounded to bfloat16 first, so the fingerprint does not depend on the stored dtype. A base into which an
-    adapter was merged (`hydrajax.formats.huggingface.export_merged`) has the fingerprint of base and adapter.
+    adapter was merged (`hydrajax.formats.export_base.export_merged`) has the fingerprint of base and adapter.
 
     Args:
         base: the base in Hugging Face's format.

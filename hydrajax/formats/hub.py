@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from hydrajax import assets, plugins
 from hydrajax.errors import HydrajaxError, nearest_first, one_line
 from hydrajax.formats.fingerprint import shapes_of
-from hydrajax.formats.known_bases import KNOWN_BASES, known_base_file
 from hydrajax.formats.tensors import GGUF_INDEX, GGUF_SUFFIX
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.plugins import outdated
@@ -78,10 +78,10 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
     if flag not in ("draft", "adapter"):
         if text in assets.SHIPPED_BASE:
             return assets.path(assets.SHIPPED_BASE[text])
-        if text in KNOWN_BASES:
+        if text in _known_bases().KNOWN_BASES:
             gguf = plugins.find("base_files", "gguf")
             gguf.check_installed(flag)  # before the file is downloaded
-            return gguf.described(known_base_file(text, flag), flag)
+            return gguf.described(_known_bases().known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
     if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
         raise HydrajaxError(f"{flag}: no such directory: {text}{_known_names(text, flag)}")
@@ -110,13 +110,19 @@ def _known_names(text: str, flag: str) -> str:
             return f"; '{text}' is a kind of draft with weights: name the directory with its files"
         names, older = dict.fromkeys([*without_weights(), OWN, *assets.DRAFT_NAMES]), outdated()
     else:
-        names, older = dict.fromkeys([*assets.SHIPPED_BASE, *KNOWN_BASES]), ""
+        names, older = dict.fromkeys([*assets.SHIPPED_BASE, *_known_bases().KNOWN_BASES]), ""
     return f"; known names: {', '.join(nearest_first(text, names))}{older}"
+
+
+def _known_bases() -> ModuleType:
+    from hydrajax.formats import known_bases  # for names that are neither bundled nor directories
+
+    return known_bases
 
 
 def without_hub(name: str | Path, flag: str) -> Path:
     """Return the directory of a base without asking the Hub: of a GGUF file, a known or bundled base, else ``name``."""
-    named = str(name).endswith(GGUF_SUFFIX) or str(name) in (*KNOWN_BASES, *assets.SHIPPED_BASE)
+    named = str(name).endswith(GGUF_SUFFIX) or str(name) in (*assets.SHIPPED_BASE, *_known_bases().KNOWN_BASES)
     return downloaded(name, flag, ()) if named else Path(name)
 
 

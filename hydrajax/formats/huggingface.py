@@ -1,7 +1,7 @@
-"""Read and write a base in a Hugging Face directory: ``config.json`` and weights.
+"""Read a base in a Hugging Face directory: ``config.json`` and weights.
 
-Weights are read from safetensors or PyTorch files and written as safetensors. The files must hold exactly the model's
-tensors, in the right shapes. Quantised files are widened (`hydrajax.lowbit.files`).
+Weights are read from safetensors or PyTorch files, which must hold exactly the model's tensors, in the right shapes.
+Quantised files are widened (`hydrajax.lowbit.files`). `hydrajax.formats.export_base` writes such directories.
 """
 
 from __future__ import annotations
@@ -18,24 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hydrajax.errors import HydrajaxError
-from hydrajax.families.expert_layout import BIAS
-from hydrajax.families.family_layout import base_layout
-from hydrajax.families.family_registry import from_llama_config
 from hydrajax.formats.checkpoint import WHAT, Checkpoint
-from hydrajax.formats.directories import WHAT as EXPORT
-from hydrajax.formats.directories import cast, exported
-from hydrajax.formats.tensors import save_safetensors
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import low_rank, with_adapter
 from hydrajax.models.base_model import abstract_base
-from hydrajax.models.layout import MODEL, Entry, Parameter, Stack, leaf, read, shapes, write
+from hydrajax.models.layout import Entry, Parameter, Stack, leaf, read, shapes
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import AS_STORED, Quantized
 from hydrajax.ops import trace
 
-MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 Progress = Callable[[int, int], None]  # called with the numbers of parameters loaded and in total
 
 
@@ -191,66 +183,3 @@ def _quantised_each(kind: type[Quantized], stack: Stack) -> Quantized:
         for name, array in kernel.arrays().items():
             found.setdefault(name, np.empty((len(stack.parts), *array.shape), array.dtype))[i] = array
     return dataclasses.replace(kernel, **found)
-
-
-def export_llama(
-    directory: str | Path,
-    model: Llama,
-    params: Any,
-    *,
-    tokenizer=None,
-    dtype=jnp.bfloat16,
-    eos_ids: tuple[int, ...] = (),
-    extra: dict | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Save a base in transformers' format: the inverse of `load_llama`, bit for bit. Replaces an earlier export.
-
-    Args:
-        tokenizer: anything with transformers' ``save_pretrained``.
-        dtype: of the file; None keeps each parameter's own.
-        eos_ids: the ids that end generation, for ``config.json``.
-        extra: more fields for ``config.json``.
-        overwrite: replace a directory with any content.
-
-    Raises:
-        HydrajaxError: the base is quantised or has an adapter, or the directory may not be replaced or written.
-    """
-    if model.quantize:
-        raise HydrajaxError(f"{EXPORT}: quantize: got a base in {model.quantize}, expected float weights")
-    if model.adapter:
-        raise HydrajaxError(f"{EXPORT}: adapter: got a base with an adapter; merge it first")
-    with exported(directory, overwrite) as (folder, config):
-        tensors = write(base_layout(model.config), params)
-        exact = {key: x for key, x in tensors.items() if key.endswith(BIAS)}
-        tensors = cast(tensors, dtype) | exact
-        save_safetensors(folder / f"{MODEL}.safetensors", tensors)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        eos = (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None
-        config |= from_llama_config(model.config, EXPORT) | {
-            "torch_dtype": tensors["model.norm.weight"].dtype.name,
-            "bos_token_id": getattr(tokenizer, "bos_token_id", None),
-            "eos_token_id": eos,  # written even if null, as transformers' default is id 2
-        }
-        config |= extra or {}
-
-
-def export_merged(
-    directory: str | Path, base: str | Path, adapter: str | Path, *, dtype=None, overwrite: bool = False
-) -> None:
-    """Save a base with an adapter merged into its weights, for transformers and ``--base``.
-
-    Args:
-        dtype: Of the file, to which the float32 sums are rounded; None for the base's main one. See `export_llama`.
-    """
-    base = Checkpoint(base)
-    # Stays on the host, as nothing is computed with it.
-    model, params = load_llama(
-        base, dtype or base.dtype, lambda array, _: np.asarray(array), adapter=adapter, merge=True
-    )
-    extra = {MERGED: base.adapter(adapter).sha256}
-    export_llama(
-        directory, model, params, tokenizer=base.tokenizer(), dtype=model.dtype, eos_ids=base.eos_ids,
-        extra=extra, overwrite=overwrite,
-    )  # fmt: skip

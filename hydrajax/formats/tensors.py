@@ -1,4 +1,4 @@
-"""Tensors by name in safetensors and PyTorch files, and in files of other kinds that `hydrajax.plugins` names.
+"""Tensors by name in safetensors files, and in files of other kinds that `hydrajax.plugins` names.
 
 Nothing is executed, and files must hold exactly what is expected. Tensors are read one at a time and the file is closed
 after each, so that the host never holds a whole model (measured by ``experiments/load_memory.py``). Of a safetensors
@@ -24,7 +24,6 @@ from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import check_file
 from hydrajax.models.layout import ADAPTER, MODEL, Entry, Shape
 from hydrajax.models.weights import Quantized
-from hydrajax.optional_deps import needs
 
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' names, NumPy's
 FP8 = "F8_E4M3"  # safetensors' name
@@ -177,88 +176,16 @@ def _starts(path: Path) -> dict[str, int]:
     return {name: 8 + length + x["data_offsets"][0] for name, x in header.items() if name != "__metadata__"}
 
 
-def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-class TorchFiles(TensorFiles):
-    """State dicts saved by ``torch.save``, from which only tensors are unpickled."""
-
-    def _open(self, path):
-        torch = torch_module()
-        if torch is None:
-            raise HydrajaxError(f"{self._what}: cannot read {path.name}: {needs('torch')}")
-        if not path.is_file():
-            raise HydrajaxError(f"{self._what}: no such file: {path}")
-        try:
-            # Files of torch before 1.6 cannot be mapped and are read whole.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_zip(path))
-            tensors, problem = self._plain(state, torch)
-            storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}
-            if sum(storages.values()) > path.stat().st_size:
-                problem = "must hold no more bytes of tensors than the file has"
-        except Exception as error:  # torch raises many types for a damaged or unsafe file
-            # Around the reason torch explains how to run the code that a file names.
-            found = str(error).rpartition("WeightsUnpickler error:")[2].strip()
-            reason = one_line(re.split(r"\. |\n", found)[0] or type(error).__name__)
-            raise HydrajaxError(f"{self._what}: {path} is damaged or holds more than tensors: {reason}") from None
-        if problem:
-            raise HydrajaxError(f"{self._what}: {path} {problem}")
-        return tensors
-
-    @staticmethod
-    def _plain(state: Any, torch) -> tuple[dict, str]:
-        """Return the tensors by name, and the problem if one is not dense or not stored in the file."""
-        if not isinstance(state, dict):
-            return {}, "must hold a state dict of tensors"
-        tensors = {}
-        for name, tensor in dict.items(state):  # a subclass may override items
-            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-                return {}, "must hold a state dict of tensors"
-            tensor = tensors[name] = torch.Tensor.detach(tensor)  # without attributes that a file attached to it
-            if tensor.is_nested or tensor.is_quantized or tensor.layout != torch.strided or tensor.device.type != "cpu":
-                return {}, f"must hold dense tensors: got '{name}'"
-            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-                return {}, f"must hold all numbers of a tensor: got '{name}'"
-        return tensors, ""
-
-    def _describe(self, file):
-        return {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in file.items()}
-
-    def _read(self, file, key, rows):
-        tensor = file[key][:rows] if rows else file[key]
-        tensor = tensor.clone(memory_format=torch_module().contiguous_format)  # a copy, as the mapped file is closed
-        if str(tensor.dtype) == "torch.bfloat16":  # which torch cannot convert to NumPy
-            return tensor.view(torch_module().int16).numpy().view(jnp.bfloat16)
-        if str(tensor.dtype) == "torch.float8_e4m3fn":
-            return tensor.view(torch_module().uint8).numpy().view(jnp.float8_e4m3fn)
-        return tensor.numpy()
-
-
-def torch_module():
-    """Return torch, imported only to read or write its files; None if it is not installed."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch
-
-
-def _candidates(directory: Path, stem: str) -> list[tuple[Path, type[TensorFiles]]]:
-    """Files and, for a model, indices of shards; in transformers' order."""
-    torchs = TORCH_FILES.get(stem, f"{stem}.pt")
-    found: list[tuple[Path, type[TensorFiles]]] = []
-    for name, kind in ((f"{stem}.safetensors", SafetensorFiles), (torchs, TorchFiles)):
-        found.append((directory / name, kind))
-        if stem == MODEL:
-            found.append((directory / f"{name}.index.json", kind))
-    return found
+def _candidates(directory: Path, stem: str) -> list[Path]:
+    """Return the files and, for a model, the indices of shards; in transformers' order."""
+    names = f"{stem}.safetensors", TORCH_FILES.get(stem, f"{stem}.pt")
+    kinds = ("", ".index.json") if stem == MODEL else ("",)
+    return [directory / f"{name}{kind}" for name in names for kind in kinds]
 
 
 def holds(directory: Path, stem: str) -> bool:
     """Return True if the directory has files that `open_tensors` would open."""
-    return any(path.exists() for path, _ in _candidates(directory, stem)) or _is_gguf(directory, stem)
+    return any(path.exists() for path in _candidates(directory, stem)) or _is_gguf(directory, stem)
 
 
 def _is_gguf(directory: Path, stem: str) -> bool:
@@ -275,14 +202,14 @@ def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
         HydrajaxError: begins with ``what``; the files are missing or damaged.
     """
     candidates = _candidates(directory, stem)
-    for path, kind in candidates:
-        if path.suffix == ".json" and path.exists():
-            return kind(_shards(directory, path, what), what)
-        if path.suffix != ".json" and path.is_file():
-            return kind([path], what)
+    for path in candidates:
+        is_index = path.suffix == ".json"
+        if path.exists() if is_index else path.is_file():
+            kind = SafetensorFiles if ".safetensors" in path.suffixes else plugins.find("base_files", "torch")
+            return kind(_shards(directory, path, what) if is_index else [path], what)
     if _is_gguf(directory, stem):
         return plugins.find("base_files", "gguf_tensors")(directory, what)
-    names = " nor ".join(path.name for path, _ in candidates if path.suffix != ".json")
+    names = " nor ".join(path.name for path in candidates if path.suffix != ".json")
     raise HydrajaxError(f"{what}: {directory} has neither {names}" + ", nor their .index.json" * (stem == MODEL))
 
 
@@ -336,21 +263,6 @@ def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disk
         raise OSError(one_line(error)) from None
-
-
-def save_torch(path: Path, tensors: dict[str, np.ndarray]) -> bool:
-    """Write a state dict as ``torch.save`` does. Returns False, and writes nothing, if torch is not installed."""
-    torch = torch_module()
-    if torch is None:
-        return False
-
-    def tensor(x):
-        if x.dtype == jnp.bfloat16:
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(x)
-
-    torch.save({name: tensor(np.array(x, order="C")) for name, x in tensors.items()}, path)
-    return True
 
 
 def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: str = "(?!)") -> None:

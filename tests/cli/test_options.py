@@ -8,7 +8,8 @@ import pytest
 from hydrajax.cli import bench, build_parser, options
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.ops.trace import Platform, tracing
 from hydrajax.trees import presets
 

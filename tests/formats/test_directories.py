@@ -13,7 +13,8 @@ from safetensors.numpy import load_file
 from helpers.draft_heads import identical
 from helpers.released import refusal
 from hydrajax.formats import tensors
-from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
 
 
 class FakeTokenizer:

@@ -20,7 +20,8 @@ from helpers.draft_heads import VOCAB, identical
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.checkpoint import Checkpoint
-from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.lowbit import tiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase

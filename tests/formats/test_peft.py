@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from helpers.lora_files import LAYERS, apply_lora, linear_layers, write_lora
 from helpers.released import refusal
 from helpers.rounded import with_int8
+from hydrajax.formats.export_base import export_merged
 from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
-from hydrajax.formats.huggingface import export_merged, load_llama, read_config
+from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
 from hydrajax.models.adapter import TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base

@@ -22,7 +22,8 @@ from transformers import LlamaForCausalLM
 
 from helpers.released import refusal
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.formats.tensors import SafetensorFiles, TorchFiles, save_safetensors, save_torch
+from hydrajax.formats.tensors import SafetensorFiles, save_safetensors
+from hydrajax.formats.torch_files import TorchFiles, save_torch
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"

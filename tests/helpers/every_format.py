@@ -25,9 +25,11 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.formats.export import export_heads
+from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import export_llama, load_llama
-from hydrajax.formats.tensors import save_safetensors, save_torch
+from hydrajax.formats.huggingface import load_llama
+from hydrajax.formats.tensors import save_safetensors
+from hydrajax.formats.torch_files import save_torch
 from hydrajax.models.base_model import BoundBase, abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig

@@ -23,7 +23,8 @@ from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 

@@ -22,7 +22,8 @@ from helpers.released import refusal
 from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
 from hydrajax import plugins
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.formats.huggingface import export_llama, load_llama
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.models.adapter import Adapter, check_adapter
 from hydrajax.models.packed_forward import run_base

@@ -15,7 +15,8 @@ from transformers import BatchEncoding
 
 from helpers import letters
 from hydrajax.errors import HydrajaxError
-from hydrajax.text.prompt import Prompt, items, read_prompts
+from hydrajax.text.prompt import Prompt, items
+from hydrajax.text.prompt_files import read_prompts
 
 
 class Tokenizer:

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from helpers.runs import refused
 from hydrajax import load
 from hydrajax.drafters.draft_model import DraftModel
+from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.huggingface import export_llama
 from hydrajax.models.base_model import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig

@@ -16,8 +16,9 @@ import hydrajax
 from helpers.lora_files import apply_lora
 from helpers.loss_examples import random_params, rows_with_gaps
 from helpers.released import refusal
+from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.quantized import Int8
-from hydrajax.lowbit.tiles import Int4Tiles, Int8Tiles
+from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, init_base
 from hydrajax.models.packed_forward import run_base

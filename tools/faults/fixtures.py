@@ -36,7 +36,7 @@ def base(trial: Trial) -> Path:
         import jax
         import jax.numpy as jnp
 
-        from hydrajax.formats.huggingface import export_llama
+        from hydrajax.formats.export_base import export_llama
         from hydrajax.models.base_model import init_base
         from hydrajax.models.llama import Llama
         from hydrajax.models.llama_config import LlamaConfig

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from hydrajax.formats.huggingface import export_llama
+from hydrajax.formats.export_base import export_llama
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base, init_base
 from hydrajax.models.llama import Llama

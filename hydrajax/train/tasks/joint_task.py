@@ -22,8 +22,8 @@ from jaxtyping import Array, Float
 
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats.export_base import export_merged
 from hydrajax.formats.hub import resolve
-from hydrajax.formats.huggingface import export_merged
 from hydrajax.formats.peft import save_adapter
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
 from hydrajax.models.base_model import BoundBase, abstract_base, init_base
