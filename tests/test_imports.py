@@ -35,6 +35,8 @@ CORE = (
     "host_memory",
     "models.arrays",
     "ops",
+    "models.rope_scaling",
+    "models.expert_settings",
     "models.llama_config",
     "models",
     "sharding",

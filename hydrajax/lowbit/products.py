@@ -1,6 +1,6 @@
 """Products with weights of 8 and 4 bits away from a CPU: by our kernels, by integers, or by XLA, which widens them.
 
-The stored types are in `hydrajax.lowbit.quantized` and `int4`, the products on a CPU in `hydrajax.lowbit.kernels.few_bits`.
+The types are in `hydrajax.lowbit.quantized` and `int4`, the products on a CPU in `hydrajax.lowbit.kernels.few_bits`.
 """
 
 from __future__ import annotations
