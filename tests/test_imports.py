@@ -258,7 +258,7 @@ def test_torch_and_transformers_are_imported_inside_functions_only():
         counts = {module: heavy_imports(path.read_text(), name) for module, path in MODULES.items()}
         assert [module for module, (top, _) in counts.items() if top] == []
         users[name] = {module for module, (_, lazy) in counts.items() if lazy}
-    assert users["torch"] == {"hydrajax.formats.tensors"}
+    assert users["torch"] == {"hydrajax.formats.torch_files"}
     assert users["transformers"], "the check finds no imports"
 
 

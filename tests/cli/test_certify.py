@@ -13,11 +13,12 @@ import pytest
 from helpers.recordings import need
 from hydrajax import assets, plugins
 from hydrajax.certify.certificate import pooled
-from hydrajax.decoding.acceptance import ExactSampling, Greedy, Typical, walk
+from hydrajax.decoding.acceptance import Greedy, walk
 from hydrajax.decoding.parameters import parameters_as_arrays
-from hydrajax.decoding.processors import NodeContext, process
+from hydrajax.decoding.processing import NodeContext, process
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.sampling import sample
+from hydrajax.decoding.sampling import ExactSampling, sample
+from hydrajax.decoding.typical import Typical
 from hydrajax.ops import best_token
 from hydrajax.trees.topology import at_rows
 

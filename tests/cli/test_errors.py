@@ -271,11 +271,11 @@ def without_weights(shape, kind, dtype, seed, quantize=None):
     import flax.linen as nn
     import jax
 
+    from hydrajax.bench.shapes import PRESETS
     from hydrajax.decoding.state import Params
     from hydrajax.formats.draft_registry import KINDS
     from hydrajax.models.base_model import BoundBase, abstract_base
     from hydrajax.models.llama import Llama
-    from hydrajax.models.llama_config import PRESETS
 
     model = Llama(PRESETS[shape], dtype)
     drafter, base = KINDS[kind].build(model.config, dtype), nn.unbox(abstract_base(model))
