@@ -12,7 +12,7 @@ import hydrajax
 from helpers.released import refusal
 from hydrajax.ops.trace import Platform, tracing
 
-GPU, T4 = Platform("gpu", 1, 9.0), Platform("gpu", 1, 7.5)
+CPU, GPU, T4 = Platform("cpu", 1), Platform("gpu", 1, 9.0), Platform("gpu", 1, 7.5)
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +36,28 @@ def dtypes(loaded: hydrajax.LanguageModel) -> set[str]:
     return {loaded.model.dtype.name} | {leaf.dtype.name for leaf in jax.tree.leaves(loaded.params.base)}
 
 
-def test_float32_on_a_cpu(stored_in):
-    with tracing(platform=Platform("cpu", 1)):
-        assert dtypes(hydrajax.load(stored_in("bfloat16"))) == {"float32"}
+def test_the_dtype_of_the_checkpoint_and_the_device(stored_in):
+    for platform, stored, loaded in (
+        (CPU, "bfloat16", "float32"),
+        (GPU, "float32", "float32"),
+        (GPU, "bfloat16", "bfloat16"),
+        (GPU, "float16", "bfloat16"),
+        (GPU, "float64", "float32"),
+        (T4, "bfloat16", "float16"),  # without bfloat16
+        (T4, "float32", "float32"),
+    ):
+        with tracing(platform=platform):
+            assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}, (platform, stored)
+    with tracing(platform=GPU):  # a few wide parameters do not count
+        assert dtypes(hydrajax.load(stored_in("bfloat16", norms="float32"))) == {"bfloat16"}
 
 
-@pytest.mark.parametrize(
-    ("stored", "loaded"),
-    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "bfloat16"), ("float64", "float32")],
-)
-def test_the_dtype_of_the_checkpoint_on_an_accelerator(stored_in, stored, loaded):
-    with tracing(platform=GPU):
-        assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
-
-
-@pytest.mark.parametrize(("stored", "loaded"), [("bfloat16", "float16"), ("float32", "float32")])
-def test_float16_on_a_gpu_without_bfloat16(stored_in, stored, loaded):
-    with tracing(platform=T4):
-        assert dtypes(hydrajax.load(stored_in(stored))) == {loaded}
+def test_an_explicit_dtype(stored_in):
+    folder = stored_in("float16")
+    for platform in (CPU, GPU):
+        for named in ("float32", "bfloat16", jnp.dtype("bfloat16"), "float16"):
+            with tracing(platform=platform):
+                assert dtypes(hydrajax.load(folder, dtype=named)) == {str(named)}
 
 
 def test_a_weight_beyond_float16(tiny_checkpoint, tmp_path):
@@ -64,21 +68,7 @@ def test_a_weight_beyond_float16(tiny_checkpoint, tmp_path):
     refusal(lambda: hydrajax.load(tmp_path, dtype="float16"), expected)
 
 
-def test_a_few_wide_parameters_do_not_count(stored_in):
-    with tracing(platform=GPU):
-        assert dtypes(hydrajax.load(stored_in("bfloat16", norms="float32"))) == {"bfloat16"}
-
-
-@pytest.mark.parametrize("platform", [Platform("cpu", 1), GPU], ids=["cpu", "gpu"])
-@pytest.mark.parametrize("named", ["float32", "bfloat16", jnp.dtype("bfloat16"), "float16"])
-def test_an_explicit_dtype(stored_in, platform, named):
-    with tracing(platform=platform):
-        assert dtypes(hydrajax.load(stored_in("float16"), dtype=named)) == {str(named)}
-
-
 def test_unknown_dtype(tiny_checkpoint):
     for name in ("float64", None):
-        refusal(
-            lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name),
-            f"dtype: got '{name}', expected auto, float32, bfloat16, float16",
-        )
+        expected = f"dtype: got '{name}', expected auto, float32, bfloat16, float16"
+        refusal(lambda name=name: hydrajax.load(tiny_checkpoint, dtype=name), expected)

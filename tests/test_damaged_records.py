@@ -278,39 +278,49 @@ def fast(monkeypatch):
     monkeypatch.setattr("hydrajax.bench.questions.summary.RESAMPLES", 9)
 
 
-@pytest.mark.quick("searched tree", "answers of evaluate", "metrics of a resumed run")
-@pytest.mark.parametrize("name", RECORDS)
-def test_any_field_may_be_wrong(name, tmp_path):
+QUICK = ("searched tree", "answers of evaluate", "metrics of a resumed run")
+
+
+@pytest.mark.parametrize("names", [QUICK, pytest.param(set(RECORDS) - set(QUICK), marks=pytest.mark.slow)])
+def test_any_field_may_be_wrong(names, tmp_path):
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        check_fields(name, folder)
+
+
+def check_fields(name: str, folder: Path) -> None:
     record, refused = RECORDS[name], 0
-    path = record.make(tmp_path)
-    record.read(tmp_path)
-    record.make(tmp_path)
-    whole = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    path = record.make(folder)
+    record.read(folder)
+    record.make(folder)
+    whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     lines = path.read_text(encoding="utf-8").split("\n")
     in_lines = path.suffix == ".jsonl"
     chosen = 1 if in_lines and len(lines) > 2 else 0
     few = name in ("training settings", "answers of evaluate")  # PyYAML takes its time, and so does asking anew
     for what, text in wrong_fields(lines[chosen] if in_lines else path.read_text(encoding="utf-8"), few):
         changed = "\n".join([*lines[:chosen], text, *lines[chosen + 1 :]]) if in_lines else text
-        error = read_whatever(record, tmp_path, path, changed.encode(), what)
+        error = read_whatever(record, folder, path, changed.encode(), f"{name}: {what}")
         if error is not None:
             refused += 1
             if name != "training settings":  # whose messages name the setting alone
                 one_line_about(error, path)
-        restore(tmp_path, whole)
+        restore(folder, whole)
     assert refused or name in DONE_WITHOUT
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_the_whole_text_may_be_wrong(name, tmp_path):
-    record = RECORDS[name]
-    path = record.make(tmp_path)
-    whole = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    for what, text in wrong_texts(path.read_text(encoding="utf-8")):
-        error = read_whatever(record, tmp_path, path, text, what)
-        if error is not None:
-            one_line_about(error, path)
-        restore(tmp_path, whole)
+def test_the_whole_text_may_be_wrong(tmp_path):
+    for name, record in RECORDS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        path = record.make(folder)
+        whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for what, text in wrong_texts(path.read_text(encoding="utf-8")):
+            error = read_whatever(record, folder, path, text, f"{name}: {what}")
+            if error is not None:
+                one_line_about(error, path)
+            restore(folder, whole)
 
 
 # Of these a damaged one is made anew, with or without a word.

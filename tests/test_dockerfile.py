@@ -26,66 +26,32 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
-def mistakes(text: str) -> list[str]:
-    """Return what hadolint and common sense object to; hadolint's codes are in brackets."""
-    found, steps = [], instructions(text)
-    given = {name: [value for each, value in steps if each == name] for name in ("FROM", "RUN", "USER", "ADD")}
-    found += [f"untagged or latest [DL3006, DL3007]: {image}" for image in given["FROM"] if not tagged(image)]
-    for command in given["RUN"]:
-        if "apt-get install" in command:
-            wanted = ("apt-get update", "--no-install-recommends", " -y ", "rm -rf /var/lib/apt/lists/*")
-            found += [f"apt-get without {part} [DL3009, DL3014, DL3015]" for part in wanted if part not in command]
-        if "pip install" in command and "--no-cache-dir" not in command:
-            found.append("pip keeps its cache [DL3042]")
-    found += ["ADD instead of COPY [DL3020]"] * len(given["ADD"])
-    if not given["USER"] or re.match(r"root\b|0\b", given["USER"][-1]):
-        found.append("runs as root [DL3002]")
-    for name in ("CMD", "ENTRYPOINT", "HEALTHCHECK"):
-        values = [value for each, value in steps if each == name]
-        if not values:
-            found.append(f"no {name}")
-        found += [f"{name} is no JSON array [DL3025]" for value in values if array(value) is None]
-    secret = re.compile(r"(?i)\b\w*(key|token|password|secret)\w*\s*=")
-    found += [f"a secret in {name}" for name, value in steps if name in ("ENV", "ARG") and secret.search(value)]
-    return found
-
-
-def tagged(image: str) -> bool:
-    return bool(re.match(r"[\w./-]+:(?!latest\b)[\w.-]+( AS \w+)?$", image))
-
-
-def array(value: str) -> list[str] | None:
+def array(value: str) -> list[str]:
     """Return the JSON array at the end of an instruction."""
-    try:
-        return json.loads(value[value.index("[") :])
-    except ValueError:
-        return None
+    return json.loads(value[value.index("[") :])
+
+
+STEPS = instructions(TEXT)
 
 
 def argument(name: str) -> str:
-    return next(value for each, value in instructions(TEXT) if each == name)
+    return next(value for each, value in STEPS if each == name)
 
 
 def test_common_mistakes_are_absent():
-    assert mistakes(TEXT) == []
-
-
-def test_the_check_itself():
-    for old, new, message in [
-        ("FROM python:3.12-slim-bookworm AS", "FROM python:latest AS", "untagged or latest"),
-        ("FROM python:3.12-slim-bookworm AS", "FROM python AS", "untagged or latest"),
-        ("--no-install-recommends ", "", "apt-get without --no-install-recommends"),
-        ("&& rm -rf /var/lib/apt/lists/*", "&& true", "apt-get without rm -rf"),
-        ("--no-cache-dir ", "", "pip keeps its cache"),
-        ("USER 1000", "USER root", "runs as root"),
-        ("USER 1000", "", "runs as root"),
-        ('CMD ["--base", "shipped", "--draft", "draft-model"]', "CMD --base shipped", "CMD is no JSON array"),
-        ("HEALTHCHECK", "LABEL", "no HEALTHCHECK"),
-        ("COPY hydrajax", "ADD hydrajax", "ADD instead of COPY"),
-        ("ARG EXTRA=", "ENV HYDRAJAX_API_KEY=abc", "a secret in ENV"),
-    ]:
-        assert old in TEXT
-        assert any(found.startswith(message) for found in mistakes(TEXT.replace(old, new)))
+    """Of hadolint's rules, those that apply to this file; the image holds no secret and does not run as root."""
+    assert all(re.match(r"[\w./-]+:(?!latest\b)[\w.-]+", value) for name, value in STEPS if name == "FROM")
+    runs = [value for name, value in STEPS if name == "RUN"]
+    assert all("--no-cache-dir" in value for value in runs if "pip install" in value)
+    for value in [value for value in runs if "apt-get install" in value]:
+        assert "apt-get update" in value
+        assert "--no-install-recommends" in value
+        assert "rm -rf /var/lib/apt/lists/*" in value
+    assert [value for name, value in STEPS if name == "USER"][-1] == "1000"
+    assert "ADD" not in dict(STEPS)
+    settings = [value for name, value in STEPS if name in ("ENV", "ARG")]
+    assert not [value for value in settings if re.search(r"(?i)(key|token|password|secret)\w*\s*=", value)]
+    assert all(array(argument(name)) for name in ("CMD", "ENTRYPOINT", "HEALTHCHECK"))
 
 
 def test_hadolint_finds_nothing():
@@ -100,7 +66,7 @@ def test_files_extras_and_options_exist():
     """Copied files are not ignored, extras are those of the package, and the command serves at the exposed port."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignored
-    copied = [value for each, value in instructions(TEXT) if each == "COPY" and not value.startswith("--from")]
+    copied = [value for each, value in STEPS if each == "COPY" and not value.startswith("--from")]
     for name in [part for value in copied for part in value.split()[:-1]]:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignored

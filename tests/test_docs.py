@@ -25,17 +25,11 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
-def with_blocks(language: str) -> list:
-    return [pytest.param(page, id=page.stem) for page in PAGES if blocks(page, language)]
+SAMPLES = [page for page in PAGES if blocks(page, "python")]
 
 
-def command_lines(page: Path) -> list[str]:
-    """Return the lines of the shell blocks of a page, with continued lines joined."""
-    return [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
-
-
-@pytest.mark.parametrize("page", with_blocks("python"))
 @pytest.mark.quick("README")
+@pytest.mark.parametrize("page", SAMPLES, ids=[page.stem for page in SAMPLES])
 def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
     """Run all samples of a page in order in an empty directory, on the shipped model, which is no download."""
     monkeypatch.chdir(tmp_path)
@@ -47,38 +41,37 @@ def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.strip()
 
 
-@pytest.mark.parametrize("page", with_blocks("bash"))
-def test_commands_parse(page):
-    for line in command_lines(page):
+def test_commands_parse():
+    shell = "".join(block for page in PAGES for block in blocks(page, "bash")).replace("\\\n", " ")
+    for line in shell.splitlines():
         words = shlex.split(line, comments=True)
         if words[:3] == ["python", "-m", "hydrajax.train"]:
             words = ["hydrajax", "train", *words[3:]]
-        if words[0] == "hydrajax" and words[1] in COMMANDS:
+        if words[:1] == ["hydrajax"] and words[1] in COMMANDS:
             try:
                 build_parser(words[1:]).parse_args(words[1:])
             except HydrajaxError as error:
-                pytest.fail(f"{page.name}: {line}: {error}")
-        elif words[0] == "hydrajax":
+                pytest.fail(f"{line}: {error}")
+        elif words[:1] == ["hydrajax"]:
             assert words[1].startswith("--"), line
         for word in words:
             if word.startswith("experiments/"):
-                assert (ROOT / word).exists(), f"{page.name}: {line}: there is no {word}"
+                assert (ROOT / word).exists(), f"{line}: there is no {word}"
 
 
-@pytest.mark.parametrize("page", with_blocks("yaml"))
-def test_yaml_samples_load(page, tmp_path):
-    for block in blocks(page, "yaml"):
+def test_yaml_samples_load(tmp_path):
+    for block in [block for page in PAGES for block in blocks(page, "yaml")]:
         (tmp_path / "run.yaml").write_text(block, encoding="utf-8")
         load_config(tmp_path / "run.yaml")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_link_targets_exist(page):
-    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        path, _, _ = target.partition("#")
-        if path and ":" not in path:
-            assert (page.parent / path).exists(), f"{page.name}: {target}"
+def test_link_targets_exist():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, _ = target.partition("#")
+            if path and ":" not in path:
+                assert (page.parent / path).exists(), f"{page.name}: {target}"
 
 
 def speeds() -> dict[str, list[str]]:

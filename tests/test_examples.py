@@ -1,4 +1,4 @@
-"""Five user stories: decode with draft heads, train heads on your own text, serve and ask, add a drafter, certify.
+"""User stories: train heads on your own text, serve and ask, add a drafter.
 
 They use the public API and the commands only. The base is the small LLaMA of tests/golden, which was trained on Python
 code, with its Hydra++ heads. Outputs are compared with the base's greedy text as transformers computes it.
@@ -55,21 +55,6 @@ def greedy(base) -> Callable[[str], list[int]]:
         return found[0, ids.shape[1] :].tolist()
 
     return run
-
-
-@pytest.mark.slow  # the README's samples do the same
-def test_decode_with_draft_heads(model, greedy):
-    """Load a base and its draft heads, and generate: the text is the base's own, in fewer forward passes.
-
-    `make_decode_fn` returns the pure, jitted function that does it: a batch of token ids in, a batch of token ids out.
-    """
-    answer = model.generate(PROMPTS[0], max_new_tokens=NEW)
-    assert answer.output_ids == greedy(PROMPTS[0])
-    assert answer.steps < 0.6 * answer.new_tokens
-
-    decode_fn = hydrajax.make_decode_fn(model, tree="chain-2", max_new_tokens=NEW)
-    result = decode_fn(model.params, *model.encode(PROMPTS))
-    assert model.decode(result) == [model.tokenizer.decode(greedy(prompt)) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
@@ -163,20 +148,3 @@ def test_add_a_drafter(base, greedy):
         lengths.append(1 + [*shared, False].index(False))
     assert answer.emitted_per_step == lengths
     assert max(lengths) > 1
-
-
-@pytest.mark.slow
-def test_certify(base, heads, model, greedy, tmp_path, capsys):
-    """Certify that a base with a draft and a tree generates the base's own tokens: exit code 0, a JSON certificate."""
-    prompts, certificate = tmp_path / "prompts.jsonl", tmp_path / "certificate.json"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    choices = ["--draft", str(heads), "--tree", "chain-2", "--max-new-tokens", str(NEW)]
-    files = ["--prompts", str(prompts), "--json", str(certificate)]
-    assert main(["certify", "--base", str(base), *choices, *files]) == 0
-    assert capsys.readouterr().out.endswith("certified\n")
-
-    answers = model.generate(PROMPTS, tree="chain-2", max_new_tokens=NEW)
-    assert [answer.output_ids for answer in answers] == [greedy(prompt) for prompt in PROMPTS]
-    (check,) = json.loads(certificate.read_text())["checks"]
-    assert check["holds"]
-    assert f"2 prompts, {2 * NEW} tokens in {sum(answer.steps for answer in answers)} steps" in check["summary"]

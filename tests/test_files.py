@@ -22,34 +22,27 @@ READERS = {
 }
 
 
-def put_pipe(path: Path) -> None:
-    os.mkfifo(path)
+def test_a_file_without_end_is_refused_by_name(tmp_path):
+    def put_much(path: Path) -> None:
+        with path.open("wb") as file:
+            file.truncate(LONGEST_TEXT + 1)
 
+    def put_device(path: Path) -> None:
+        path.symlink_to("/dev/zero")
 
-def put_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def put_much(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(LONGEST_TEXT + 1)
-
-
-@pytest.mark.parametrize(
-    ("put", "said"),
-    [
-        (put_pipe, "expected a regular file"),
+    for put, said in (
+        (os.mkfifo, "expected a regular file"),
         (put_device, "expected a regular file"),
         (put_much, f"{LONGEST_TEXT + 1} bytes"),
-    ],
-)
-@pytest.mark.parametrize("name", READERS)
-def test_a_file_without_end_is_refused_by_name(tmp_path, name, put, said):
-    (tmp_path / "tokenizer.json").write_text("{}")
-    put(tmp_path / name)
-    for read in READERS[name]:
-        with pytest.raises(HydrajaxError, match=f"{name} .*{said}"):
-            read(tmp_path)
+    ):
+        for name, readers in READERS.items():
+            folder = tmp_path / f"{put.__name__} {name}"
+            folder.mkdir()
+            (folder / "tokenizer.json").write_text("{}")
+            put(folder / name)
+            for read in readers:
+                with pytest.raises(HydrajaxError, match=f"{name} .*{said}"):
+                    read(folder)
 
 
 def test_links_as_the_hub_makes_them_are_files(tmp_path):

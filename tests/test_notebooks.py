@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
@@ -57,46 +58,40 @@ def at_cell_level(source: str):
 # --- the files ----------------------------------------------------------------------------------------------------
 
 
-def test_every_notebook_is_tested():
-    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_imports_exist(name):
+def test_imports_exist():
     """A quick check; the slow tests run the notebooks."""
-    source = "\n".join(python(cell) for cell in code_cells(read(name)))
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    assert imports
-    for node in imports:
-        found = importlib.import_module(node.module)
-        for wanted in node.names:
-            assert hasattr(found, wanted.name) or importlib.import_module(f"{node.module}.{wanted.name}")
+    for name in NAMES:
+        source = "\n".join(python(cell) for cell in code_cells(read(name)))
+        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        assert imports
+        for node in imports:
+            found = importlib.import_module(node.module)
+            for wanted in node.names:
+                assert hasattr(found, wanted.name) or importlib.import_module(f"{node.module}.{wanted.name}")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_colab_badge_and_gpu(name):
-    notebook = read(name)
-    nbformat.validate(notebook)
-    badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
-    assert badge in notebook.cells[0].source
-    assert notebook.metadata["accelerator"] == "GPU"
-    assert notebook.metadata["colab"]["gpuType"] == "T4"
+def test_colab_badge_and_gpu():
+    assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == NAMES
+    for name in NAMES:
+        notebook = read(name)
+        nbformat.validate(notebook)
+        badge = f"https://colab.research.google.com/github/hydrajax/hydrajax/blob/main/notebooks/{name}.ipynb"
+        assert badge in notebook.cells[0].source
+        assert notebook.metadata["accelerator"] == "GPU"
+        assert notebook.metadata["colab"]["gpuType"] == "T4"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_of_one_run_are_saved(name):
-    cells = code_cells(read(name))
-    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    for cell in cells:
-        calls = [ast.unparse(node.func) for node in at_cell_level(python(cell)) if isinstance(node, ast.Call)]
-        if "print" in calls:
-            assert text_of([cell]), cell.source
-        if "plt.show" in calls:
-            assert pictures([cell]), cell.source
-        assert {output.output_type for output in cell.outputs} <= {"stream", "display_data", "execute_result"}
-        assert "execution" not in cell.metadata  # when it ran
-    folders = re.findall(r"(?<![\w/.])/(?!dev/)\w+/[\w/.-]*", text_of(cells))
-    assert all(folder.startswith("/tmp/hydrajax-") for folder in folders), folders
+def test_outputs_of_one_run_are_saved():
+    for cells in [code_cells(read(name)) for name in NAMES]:
+        assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+        for cell in cells:
+            calls = [ast.unparse(node.func) for node in at_cell_level(python(cell)) if isinstance(node, ast.Call)]
+            assert text_of([cell]) or "print" not in calls, cell.source
+            assert pictures([cell]) or "plt.show" not in calls, cell.source
+            assert {output.output_type for output in cell.outputs} <= {"stream", "display_data", "execute_result"}
+            assert "execution" not in cell.metadata  # when it ran
+        folders = re.findall(r"(?<![\w/.])/(?!dev/)\w+/[\w/.-]*", text_of(cells))
+        assert all(folder.startswith("/tmp/hydrajax-") for folder in folders), folders
 
 
 def test_saved_training_improves_the_heads():
@@ -111,66 +106,54 @@ def test_all_have_the_same_first_cells():
     assert all(cells == begin[0] for cells in begin)
 
 
-@pytest.fixture
-def install(monkeypatch):
-    """``install(colab, files, **variables)``: run the first cell with these device files and variables.
+def install(patch, colab: bool, files: tuple[str, ...] = (), **variables: str) -> tuple[list[str], dict]:
+    """Run the first cell with these device files and variables; return the commands that it ran, and its names."""
+    exists = Path.exists
+    there = lambda path: str(path) in files or (path.parts[1:2] != ("dev",) and exists(path))  # noqa: E731
+    patch.setattr(Path, "exists", there)
+    patch.setattr(Path, "glob", lambda folder, pattern: [f for f in map(Path, files) if f.match(f"{folder}/{pattern}")])
+    for name, value in variables.items():
+        patch.setenv(name, value)
+    if colab:
+        patch.setitem(sys.modules, "google.colab", sys)
 
-    Returns the commands that it ran, and its names.
-    """
+    class Shell:
+        def run_line_magic(self, magic: str, line: str) -> None:
+            commands.append(f"{magic} {DollarFormatter().vformat(line, (), names)}")  # as IPython fills in {names}
 
-    def run(colab: bool, files: tuple[str, ...] = (), **variables: str) -> tuple[list[str], dict]:
-        exists = Path.exists
-        monkeypatch.setattr(
-            Path, "exists", lambda path: str(path) in files or (path.parts[1:2] != ("dev",) and exists(path))
-        )
-        monkeypatch.setattr(
-            Path, "glob", lambda folder, pattern: [f for f in map(Path, files) if f.match(f"{folder}/{pattern}")]
-        )
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        if colab:
-            monkeypatch.setitem(sys.modules, "google.colab", sys)
-
-        class Shell:
-            def run_line_magic(self, magic: str, line: str) -> None:
-                commands.append(f"{magic} {DollarFormatter().vformat(line, (), names)}")  # as IPython fills in {names}
-
-        commands: list[str] = []
-        names = {"get_ipython": Shell}
-        exec(python(code_cells(read(NAMES[0]))[0]), names)
-        return commands, names
-
-    return run
+    commands: list[str] = []
+    names = {"get_ipython": Shell}
+    exec(python(code_cells(read(NAMES[0]))[0]), names)
+    return commands, names
 
 
-def test_nothing_is_installed_outside_colab(install):
-    commands, names = install(False, files=("/dev/nvidia0",))
+def test_nothing_is_installed_outside_colab(monkeypatch):
+    commands, names = install(monkeypatch, False, files=("/dev/nvidia0",))
     assert commands == []
     assert names["has_gpu"]
 
 
-@pytest.mark.parametrize(
-    ("files", "variables", "extra"),
-    [
+def test_colab_installs_the_jax_of_its_runtime():
+    extras = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for files, variables, extra in (
         (("/dev/nvidia0",), {}, "[cuda12]"),
         (("/dev/accel0",), {}, "[tpu]"),
         (("/dev/vfio/0",), {}, "[tpu]"),
         (("/dev/vfio/vfio",), {}, ""),  # the driver's own file, there without a device too
         ((), {"COLAB_TPU_ADDR": "10.0.0.2:8470"}, "[tpu]"),
         ((), {"TPU_NAME": ""}, ""),
-        ((), {}, ""),
-    ],
-)
-def test_colab_installs_the_jax_of_its_runtime(install, files, variables, extra):
-    commands, _ = install(True, files, **variables)
-    assert commands == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            commands, _ = install(patch, True, files, **variables)
+        assert commands == [f'pip install -q "hydrajax{extra} @ {REPOSITORY}"']
+        assert not extra or extras[extra[1:-1]][0].startswith(f"jax{extra}")
 
 
-def test_an_imported_package_that_pip_replaces_stops_the_notebook(install, monkeypatch):
+def test_an_imported_package_that_pip_replaces_stops_the_notebook(monkeypatch):
     versions = {"jax": iter(["0.7.2", "0.12.0.1"]), "numpy": iter(["2.1.3", "2.1.3"])}
     monkeypatch.setattr("importlib.metadata.version", lambda name: next(versions.get(name, iter(["1"]))))
     with pytest.raises(SystemExit, match=r"^jax replaced after import: Runtime > Restart session"):
-        install(True)
+        install(monkeypatch, True)
 
 
 def test_hydrajax_refuses_an_import_that_pip_replaced(monkeypatch):
@@ -180,12 +163,6 @@ def test_hydrajax_refuses_an_import_that_pip_replaced(monkeypatch):
         machine.check_imported("jax", "flax")
 
 
-def test_the_extras_exist():
-    text = (FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'cuda12 = ["jax[cuda12]' in text
-    assert 'tpu = ["jax[tpu]' in text
-
-
 def look(monkeypatch, platform: str, **names) -> None:
     """Run the second cell with jax on this platform."""
     here = {"jax": "0.0", "device": "one", "cores": 2, "platform": platform}
@@ -193,23 +170,15 @@ def look(monkeypatch, platform: str, **names) -> None:
     exec(python(code_cells(read(NAMES[0]))[1]), {"os": importlib.import_module("os"), **names})
 
 
-@pytest.mark.parametrize(
-    ("platform", "has_gpu", "has_tpu"), [("cpu", False, False), ("gpu", True, False), ("tpu", False, True)]
-)
-def test_expected_device_is_printed(monkeypatch, capsys, platform, has_gpu, has_tpu):
+def test_expected_device_is_printed(monkeypatch, capsys):
+    """An idle accelerator stops the notebook, unless JAX_PLATFORMS asks for it."""
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    look(monkeypatch, platform, has_gpu=has_gpu, has_tpu=has_tpu)
-    assert f"jax 0.0 computes in float32 on: {platform}, one" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("has_gpu", "extra"), [(True, "cuda12"), (False, "tpu")])
-def test_an_idle_accelerator_stops_the_notebook(monkeypatch, has_gpu, extra):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    with pytest.raises(SystemExit, match=rf"Restart session.*hydrajax\[{extra}\]"):
-        look(monkeypatch, "cpu", has_gpu=has_gpu, has_tpu=not has_gpu)
-
-
-def test_jax_platforms_cpu_does_not(monkeypatch):
+    for platform in ("cpu", "gpu", "tpu"):
+        look(monkeypatch, platform, has_gpu=platform == "gpu", has_tpu=platform == "tpu")
+        assert f"jax 0.0 computes in float32 on: {platform}, one" in capsys.readouterr().out
+    for has_gpu, extra in ((True, "cuda12"), (False, "tpu")):
+        with pytest.raises(SystemExit, match=rf"Restart session.*hydrajax\[{extra}\]"):
+            look(monkeypatch, "cpu", has_gpu=has_gpu, has_tpu=not has_gpu)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     look(monkeypatch, "cpu", has_gpu=True, has_tpu=False)
 

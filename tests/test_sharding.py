@@ -6,14 +6,12 @@ XLA fixes the number of CPU devices when it starts, so the work runs in one subp
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 from safetensors.numpy import save_file
 
-from helpers.asked import asked_parameters
 from hydrajax.errors import HydrajaxError
 from hydrajax.sharding import AXES, make_mesh, sharding
 
@@ -22,14 +20,11 @@ MAX_NEW = 20
 PROMPTS = [[5, 17, 60, 2, 33], [90, 1, 4, 4, 71, 8, 12, 50, 29]]
 TREE = [[rank] for rank in range(24)] + [[rank, 0] for rank in range(12)]  # wide: random heads guess badly
 
-MESHES = {"single": None, "data2_model4": {"data": 2, "model": 4}, "model4": {"model": 4}}
-MODEL4 = pytest.param("model4", marks=pytest.mark.slow)  # its axis is one of the other's
+MESHES = {"single": None, "mesh": {"data": 2, "model": 4}}
 
 
 @pytest.fixture(scope="module")
-def found(request, llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
-    asked = asked_parameters(request, "mesh")
-    meshes = {name: sizes for name, sizes in MESHES.items() if name != "model4" or name in asked}
+def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     folder = tmp_path_factory.mktemp("sharding")
     base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
     random = np.random.default_rng(11)
@@ -43,14 +38,13 @@ def found(request, llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict
     save_file(heads, folder / "hydra_lm_head.safetensors")
     config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
     (folder / "config.json").write_text(json.dumps(config))
-    settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": meshes}
+    settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
     (folder / "settings.json").write_text(json.dumps(settings))
     flags = "--xla_backend_optimization_level=0"  # compiles faster
     return on_eight_devices(folder, "decode_on_meshes", base, flags=flags)
 
 
-@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
-def test_parameters_are_sharded(found, mesh):
+def test_parameters_are_sharded(found):
     """The matrices are split in 4 along the axis their rule names (columns, then rows: two all-reduces per layer)."""
     expected = {
         "embedding": [VOCAB // 4, WIDTH],
@@ -66,19 +60,18 @@ def test_parameters_are_sharded(found, mesh):
             f"layers_{i}/attention_norm/scale": [WIDTH],
             f"layers_{i}/mlp_norm/scale": [WIDTH],
         }
-    leaves, n_devices = found[mesh]["base"], math.prod(MESHES[mesh].values())
+    leaves = found["mesh"]["base"]
     assert leaves.keys() == expected.keys()
     for name, shard in expected.items():
         leaf = leaves[name]
-        assert leaf["shards"] == [shard] * n_devices, name
+        assert leaf["shards"] == [shard] * 8, name
         # Different devices hold different quarters; the data axis repeats them.
         assert leaf["distinct"] == (1 if leaf["shape"] == shard else 4), name
 
 
-@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
-def test_draft_heads_are_sharded(found, mesh):
+def test_draft_heads_are_sharded(found):
     """Blocks over their outputs and lm heads over the vocabulary."""
-    leaves, quarter, n_devices = found[mesh]["draft"], WIDTH // 4, math.prod(MESHES[mesh].values())
+    leaves, quarter = found["mesh"]["draft"], WIDTH // 4
     block = {"bias": [2, quarter], "shared_kernel": [2 * WIDTH, 2, quarter]}
     expected = {f"head_{k}/conditioned/{name}": shape for k in range(2) for name, shape in block.items()}
     expected["head_1/conditioned/path_kernel"] = [WIDTH, 2, quarter]
@@ -86,32 +79,29 @@ def test_draft_heads_are_sharded(found, mesh):
         expected |= {f"head_{k}/lm_bias": [VOCAB // 4], f"head_{k}/lm_kernel": [WIDTH, VOCAB // 4]}
     assert leaves.keys() == expected.keys()
     for name, shard in expected.items():
-        assert leaves[name]["shards"] == [shard] * n_devices, name
+        assert leaves[name]["shards"] == [shard] * 8, name
         assert leaves[name]["distinct"] == 4, name
 
 
-@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
-def test_sharded_run_equals_single_device(found, mesh):
+def test_sharded_run_equals_single_device(found):
     """The parameters put together again are the file's, and tree decoding gives the same ids and accepted lengths."""
     assert found["single"]["base"]["embedding"]["shards"] == [[VOCAB, WIDTH]]
-    assert found[mesh]["values_equal"]
+    assert found["mesh"]["values_equal"]
     tokens = np.array(found["single"]["tokens"])
     assert tokens.shape == (len(PROMPTS), MAX_NEW)
     assert len(np.unique(tokens)) > 5  # not one token repeated, which any error could give too
-    np.testing.assert_array_equal(found[mesh]["tokens"], tokens)
+    np.testing.assert_array_equal(found["mesh"]["tokens"], tokens)
     assert max(map(max, found["single"]["emitted"])) > 1
-    assert found[mesh]["emitted"] == found["single"]["emitted"]
+    assert found["mesh"]["emitted"] == found["single"]["emitted"]
 
 
-@pytest.mark.parametrize("mesh", ["data2_model4", MODEL4])
-def test_an_executor_divides_the_sequences_over_the_data_axis(found, mesh):
+def test_an_executor_divides_the_sequences_over_the_data_axis(found):
     """And key-value heads over the model axis."""
     batch, kv_heads, slots, head_dim = found["single"]["keys"]["shape"]
-    groups = MESHES[mesh].get("data", 1)
-    keys = found[mesh]["keys"]
-    assert keys["shards"] == [[batch // groups, kv_heads // 4, slots, head_dim]] * (4 * groups)
-    assert keys["distinct"] == 4 * groups
-    assert found[mesh]["empty_keys"] == keys
+    keys = found["mesh"]["keys"]
+    assert keys["shards"] == [[batch // 2, kv_heads // 4, slots, head_dim]] * 8
+    assert keys["distinct"] == 8
+    assert found["mesh"]["empty_keys"] == keys
 
 
 def test_heads_that_do_not_divide_are_refused_when_loading(found):

@@ -32,69 +32,62 @@ def points(axes) -> list[tuple[float, float]]:
     return [tuple(point) for line in axes.lines for point in line.get_xydata().tolist()]
 
 
+def labels(axis_labels) -> list[str]:
+    return [label.get_text() for label in axis_labels]
+
+
 def test_scores_have_intervals():
     left, right = draw(result("quality")).axes
     assert (left.get_title(), left.get_xlabel(), right.get_xlabel()) == ("HumanEval", "pass@1", "exact match")
-    assert [label.get_text() for label in left.get_yticklabels()] == ["greedy", "typical, epsilon 0.1"]
+    assert labels(left.get_yticklabels()) == ["greedy", "typical, epsilon 0.1"]
     assert {x for x, _ in points(left)} == {31.5, 20.0, 40.0}
-    assert len({y for _, y in points(left)}) == 4  # two rules, two configurations
 
 
-def test_bars_have_the_rates_as_lengths():
+def test_bars():
     left, right = draw(result("speed")).axes
     assert [bar.get_width() for bar in left.patches] == [200.4, 311.0]
     assert [bar.get_width() for bar in right.patches] == [2.5, 2.5]
-    assert [label.get_text() for label in left.get_yticklabels()] == ["autoregressive", "hydra | tree"]
+    assert labels(left.get_yticklabels()) == ["autoregressive", "hydra | tree"]
+    (axes,) = draw(result("overhead")).axes
+    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
+    np.testing.assert_allclose(bars, [(0, 0), (0, 1.2), (0, 0.3), (1.2, 0.6), (0.3, 0.25), (1.8, 1.4)])  # stacked
+    (axes,) = draw(result("steps")).axes
+    assert sum(bar.get_width() for bar in axes.patches) == 0.25 + 2.5 + 0.125 + 0.0625
+    assert {x for x, _ in points(axes)} == {2.0}  # the autoregressive step
+    (axes,) = draw(result("categories")).axes
+    assert [bar.get_height() for bar in axes.patches] == [1.0, 1.0, 1.9, 1.9]
+    figure = draw(result("program"))
+    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in figure.axes[0].patches]
+    np.testing.assert_allclose(bars, [(-0.2, 1.25), (0.2, 1.5), (1.2, 2.0)])  # hydra++ has none at batch 1
+    assert labels(figure.legends[0].get_texts()) == ["batch 1, context 512", "batch 8, context 512"]
+    (bar,) = draw(result("tpu_program")).axes[0].patches  # a program that does not fit has no bar
+    assert bar.get_height() == pytest.approx(2.5 / 2.1)
 
 
-def test_batches_are_curves_of_throughput_and_latency():
+def test_curves():
     rows = [ROWS["speed"][0] | {"batch": batch, "tokens_per_second": rate} for batch, rate in ((4, 400.0), (1, 200.0))]
     left, right = draw(result("speed", rows=rows)).axes
     assert points(left) == [(1, 200), (4, 400)]
     assert points(right) == [(1, 5), (4, 10)]  # ms for a token of each row
+    above, below = draw(result("acceptance")).axes
+    assert [point for point in points(above) if 0 < point[0] < 1] == [(0.1, 3.5), (0.2, 3.0)]
+    assert [point for point in points(below) if 0 < point[0] < 1] == [(0.1, 3.0), (0.2, 2.0)]
+    assert {line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1} == {2.0}  # constant rules
+    for axes, shares in zip(draw(result("accuracy")).axes, ([(1, 0.1), (5, 0.5)], [(1, 0.2), (5, 0.6)]), strict=True):
+        np.testing.assert_allclose(points(axes), shares * 2)
+    (axes,) = draw(result("prediction")).axes
+    assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
+    (axes,) = draw(result("curve")).axes
+    assert (points(axes), axes.get_xlabel()) == ([(0, 1.5), (1e6, 2.5)] * 2, "training tokens")
 
 
 def test_trees_are_drawn_over_nodes_with_a_star_at_the_fastest():
     above, below = draw(result("trees")).axes
-    found = points(above)
-    for row in ROWS["trees"]:
-        assert (row["nodes"], row["tokens_per_second"]) in found
+    assert {(row["nodes"], row["tokens_per_second"]) for row in ROWS["trees"]} <= set(points(above))
     (star,) = (line for line in above.lines if line.get_marker() == "*")
     assert star.get_xydata().tolist() == [[8, 400]]
     (predicted,) = (line for line in below.lines if line.get_linestyle() == ":" and len(line.get_xdata()))
     assert predicted.get_xydata().tolist() == [[1, 1], [2, 1.6], [8, 2.6]]
-
-
-def test_rules_are_curves_over_the_varied_parameter_or_constant_lines():
-    above, below = draw(result("acceptance")).axes
-    assert [point for point in points(above) if 0 < point[0] < 1] == [(0.1, 3.5), (0.2, 3.0)]
-    assert [point for point in points(below) if 0 < point[0] < 1] == [(0.1, 3.0), (0.2, 2.0)]
-    assert {line.get_ydata()[0] for line in above.lines if len(set(line.get_ydata())) == 1} == {2.0}
-
-
-def test_costs_are_stacked():
-    (axes,) = draw(result("overhead")).axes
-    bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
-    np.testing.assert_allclose(bars, [(0, 0), (0, 1.2), (0, 0.3), (1.2, 0.6), (0.3, 0.25), (1.8, 1.4)])
-    (axes,) = draw(result("steps")).axes
-    assert sum(bar.get_width() for bar in axes.patches) == 0.25 + 2.5 + 0.125 + 0.0625
-    assert {x for x, _ in points(axes)} == {2.0}  # the autoregressive step
-
-
-def test_categories_accuracies_and_predictions():
-    (axes,) = draw(result("categories")).axes
-    assert [bar.get_height() for bar in axes.patches] == [1.0, 1.0, 1.9, 1.9]
-    first, second = draw(result("accuracy")).axes
-    np.testing.assert_allclose(points(first), [(1, 0.1), (5, 0.5)] * 2)
-    np.testing.assert_allclose(points(second), [(1, 0.2), (5, 0.6)] * 2)
-    (axes,) = draw(result("prediction")).axes
-    assert {(10.0, 9.0), (3.0, 3.3)} <= set(points(axes))
-
-
-def test_curves_rise_from_left_to_right():
-    (axes,) = draw(result("curve")).axes
-    assert points(axes) == [(0, 1.5), (1e6, 2.5)] * 2
-    assert axes.get_xlabel() == "training tokens"
 
 
 def test_sizes_are_points_with_a_pareto_front():
@@ -105,8 +98,8 @@ def test_sizes_are_points_with_a_pareto_front():
     np.testing.assert_allclose(fronts[2], [[0.2, 0.75], [0.8, 1.1], [3, 1.25]])
     for axes, (x, y) in zip(figure.axes, [(24, 2.1), (300, 2.1), (2.4, 1.05)], strict=True):
         assert (x, y) in points(axes)
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
+    names = ["Pareto front", "medusa, full", "medusa, shared", "amphista, full", "amphista, shared"]
+    assert labels(figure.legends[0].get_texts()) == names
 
 
 def test_the_front_is_pareto_optimal():
@@ -119,26 +112,6 @@ def test_the_front_is_pareto_optimal():
             if not any((sign * a >= sign * x and b >= y) and (a, b) != (x, y) for a, b in numbers)
         ]
         assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
-
-
-def test_programs_are_bars_over_the_floor():
-    figure = draw(result("program"))
-    (axes,) = figure.axes
-    bars = [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in axes.patches]
-    np.testing.assert_allclose(bars, [(-0.2, 1.25), (0.2, 1.5), (1.2, 2.0)])  # hydra++ has none at batch 1
-    assert {y for _, y in points(axes)} == {1.0}  # the floor
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["ar", "hydra++"]
-    assert axes.get_ylabel() == "bytes moved / floor"
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["batch 1, context 512", "batch 8, context 512"]
-
-
-def test_a_tpu_program_shows_cycles_over_the_floor():
-    """A program that does not fit has no bar."""
-    figure = draw(result("tpu_program"))
-    (bar,) = figure.axes[0].patches
-    assert bar.get_height() == pytest.approx(2.5 / 2.1)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["v5e, batch 1"]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

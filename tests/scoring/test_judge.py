@@ -52,19 +52,17 @@ def judge(server, key="k-1") -> Judge:
 
 
 def test_rating():
-    for reply, value in [
-        ("Fine.\n[[7]]", 7.0),
-        ("[[ 8.5 ]]", 8.5),
-        ("[[10]]", 10.0),
-        ("It says [[10]] of itself, but no: [[1]]", 1.0),
-        ("[[0]]", None),
-        ("[[11]]", None),
-        ("[[-3]]", None),
-        ("[7]", None),
-        ("Rating: 7", None),
-        ("", None),
-    ]:
-        assert rating(reply) == value
+    for reply, value in {
+        "Fine.\n[[7]]": 7.0,
+        "[[ 8.5 ]]": 8.5,
+        "[[10]]": 10.0,
+        "It says [[10]] of itself, but no: [[1]]": 1.0,
+        "[[0]]": None,
+        "[[11]]": None,
+        "[[-3]]": None,
+        "Rating: [7]": None,
+    }.items():
+        assert rating(reply) == value, reply
 
 
 def test_both_turns_are_graded(server):
@@ -86,11 +84,6 @@ def test_both_turns_are_graded(server):
     assert "<reference>\nA haiku.\n</reference>" in second
 
 
-def test_one_turn_has_no_figures_by_turn(server):
-    server.replies += ["[[3]]"]
-    assert judge(server).of(Question(1, "a", ("b",)), ["c"]).values == {"rating": 3.0}
-
-
 def test_replies_without_a_rating_are_asked_for_again_and_then_given_up(server):
     server.replies += ["no idea", b"not JSON", "[[4]]", b'{"choices": []}', b'{"choices": [{"message": null}]}', b"[]"]
     assert judge(server).of(QUESTION, TEXTS) is None  # the second turn's three replies hold none
@@ -98,30 +91,24 @@ def test_replies_without_a_rating_are_asked_for_again_and_then_given_up(server):
 
 
 def test_a_busy_server_is_asked_again(server):
+    """One turn has no figures by turn."""
     server.replies += [429, 503, "[[9]]"]
     assert judge(server).of(Question(1, "a", ("b",)), ["c"]).values == {"rating": 9.0}
 
 
-@pytest.mark.parametrize(
-    ("replies", "message", "asked"),
-    [
+def test_a_server_that_refuses_or_is_not_there(server):
+    for replies, message, asked in (
         ([500, 502, 429], "returned 429: no key ... here", 3),
         ([401], "returned 401: no key ... here", 1),
         ([302], "returned 302: no key ... here", 1),  # a redirect is not followed: the key would go with it
-        ([307], "returned 307: no key ... here", 1),
-    ],
-)
-def test_a_server_that_refuses(server, replies, message, asked):
-    server.replies += replies
-    with pytest.raises(HydrajaxError, match=rf"^judge: {server.url} {message}$"):
-        judge(server).of(QUESTION, TEXTS)
-    assert len(server.seen) == asked
-
-
-def test_a_server_that_is_not_there(server):
-    gone = Judge("http://127.0.0.1:9/v1", "m", pauses=(0,))
+    ):
+        server.replies += replies
+        server.seen.clear()
+        with pytest.raises(HydrajaxError, match=rf"^judge: {server.url} {message}$"):
+            judge(server).of(QUESTION, TEXTS)
+        assert len(server.seen) == asked
     with pytest.raises(HydrajaxError, match=r"^judge: cannot reach http://127.0.0.1:9/v1: .*refused"):
-        gone.of(QUESTION, TEXTS)
+        Judge("http://127.0.0.1:9/v1", "m", pauses=(0,)).of(QUESTION, TEXTS)
 
 
 def test_addresses_that_are_none():

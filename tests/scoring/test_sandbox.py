@@ -26,21 +26,22 @@ def outcome(body: str, before: str = "", **limits) -> str:
 
 
 def test_outcomes():
-    for body, expected in [
-        ("return x + 1", PASSED),
-        ("return x", "AssertionError"),
-        ("return x / 0", "ZeroDivisionError"),
-        ("return nothing", "NameError"),
-        ("return (", "SyntaxError"),
-        ("import sys\nsys.exit(0)", "SystemExit"),
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("import os\nos._exit(0)", NO_REPORT),
-        ("print('x' * 10**6)\nreturn x + 1", PASSED),  # nobody reads it
-        ("return x + len(input())", "EOFError"),
-        ("import numpy\nreturn x + 1", "ModuleNotFoundError"),
-        ("import os\nassert not os.environ.get('HOME') and not os.listdir()\nreturn x + 1", PASSED),
-    ]:
-        assert outcome(body) == expected
+    before = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'int' = 1\n"
+    assert outcome("return x + A().b", before) == PASSED  # annotations work as in a file
+    for body, expected in {
+        "return x + 1": PASSED,
+        "return x": "AssertionError",
+        "return x / 0": "ZeroDivisionError",
+        "return (": "SyntaxError",
+        "import sys\nsys.exit(0)": "SystemExit",
+        "raise KeyboardInterrupt": "KeyboardInterrupt",
+        "import os\nos._exit(0)": NO_REPORT,
+        "print('x' * 10**6)\nreturn x + 1": PASSED,  # nobody reads it
+        "return x + len(input())": "EOFError",
+        "import numpy\nreturn x + 1": "ModuleNotFoundError",
+        "import os\nassert not os.environ.get('HOME') and not os.listdir()\nreturn x + 1": PASSED,
+    }.items():
+        assert outcome(body) == expected, body
 
 
 def test_nothing_passes_that_was_not_checked():
@@ -52,11 +53,6 @@ def test_nothing_passes_that_was_not_checked():
 def test_a_report_without_the_nonce_is_none():
     forged = 'import os\nfor n in range(3, 20):\n    try:\n        os.write(n, b\'{"outcome": "passed"}\')\n'
     assert outcome(forged + "    except OSError:\n        pass\nos._exit(0)") == NO_REPORT
-
-
-def test_dataclasses_and_annotations_work_as_in_a_file():
-    before = "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'int' = 1\n"
-    assert outcome("return x + A().b", before) == PASSED
 
 
 def test_time():
@@ -73,23 +69,20 @@ def test_memory():
 
 @filtered
 def test_what_linux_refuses():
-    for body, expected in [
-        ("import os\nif os.fork() == 0:\n    os._exit(0)\nreturn x + 1", "PermissionError"),
-        ("import subprocess\nsubprocess.run(['/bin/true'])\nreturn x + 1", "PermissionError"),
-        ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
-        ("import threading\nthreading.Thread(target=print).start()\nreturn x + 1", "RuntimeError"),
-        ("import socket\nsocket.create_connection(('127.0.0.1', 9), 1)\nreturn x + 1", "PermissionError"),
-        ("import os\nos.kill(os.getppid(), 0)\nreturn x + 1", "PermissionError"),
-        ("open('here.txt', 'w')\nreturn x + 1", "PermissionError"),
-        ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))", "ValueError"),  # EPERM
-        ("open('/proc/self/mem', 'r+b')", "PermissionError"),
-        (
-            "import ctypes\nif ctypes.CDLL(None).fork() == 0:\n    import os\n    os._exit(0)\nreturn x",
-            "AssertionError",
-        ),
-        ("import os\nreturn x + (open(os.__file__).read() != '')", PASSED),  # reading is not refused, and documented
-    ]:
-        assert outcome(body) == expected
+    for body, expected in {
+        "import os\nif os.fork() == 0:\n    os._exit(0)": "PermissionError",
+        "import ctypes\nif ctypes.CDLL(None).fork() == 0:\n    import os\n    os._exit(0)\nreturn x": "AssertionError",
+        "import subprocess\nsubprocess.run(['/bin/true'])": "PermissionError",
+        "import os\nos.execv('/bin/true', ['true'])": "PermissionError",
+        "import threading\nthreading.Thread(target=print).start()": "RuntimeError",
+        "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)": "PermissionError",
+        "import os\nos.kill(os.getppid(), 0)": "PermissionError",
+        "open('here.txt', 'w')": "PermissionError",
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (99, 99))": "ValueError",  # so Python calls EPERM
+        "open('/proc/self/mem', 'r+b')": "PermissionError",
+        "import os\nreturn x + (open(os.__file__).read() != '')": PASSED,  # reading is not refused, and documented
+    }.items():
+        assert outcome(body) == expected, body
 
 
 @filtered
