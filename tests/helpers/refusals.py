@@ -23,4 +23,5 @@ def assert_refused(call: Callable, *cases) -> None:
         else:
             pytest.fail(f"{arguments}: not refused")
         assert "\n" not in found, found
+        found.encode()  # can be printed
         assert re.search(".*".join(map(re.escape, message.split("..."))), found), f"{arguments}: {found}"

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import yaml
 
-from hydrajax.errors import HydrajaxError
+from helpers.refusals import assert_refused
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.train.losses import Objective
@@ -15,15 +15,7 @@ from hydrajax.train.run_config import DataConfig, TrainConfig, config_from, load
 
 PROJECT_CONFIGS = "experiments/configs"
 MINIMAL = {"output": "out", "model": "base", "steps": 3, "data": {"files": ["a.json"]}}
-SCRATCH = {
-    "vocab_size": 300,
-    "width": 32,
-    "mlp_width": 48,
-    "n_layers": 1,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-}
+SCRATCH = {"vocab_size": 300, "width": 32, "mlp_width": 48, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
 
 
 @pytest.fixture
@@ -80,31 +72,24 @@ def test_overrides(load):
 REFUSED = [
     # unknown keys
     ("stepz=3", "unknown key stepz; did you mean steps?"),
-    ("draft.num_draft_head=3", "unknown key draft.num_draft_head; did you mean draft.num_draft_heads?"),
     ("optimizer.learning_rate=3", "unknown key optimizer.learning_rate; did you mean optimizer.lr?"),
     ("stream=3", "unknown key stream; expected one of output, task"),
-    ("optimizer.xyz=3", "unknown key optimizer.xyz; expected one of name, lr, schedule"),
     ("scratch.widht=3", "unknown key scratch.widht; did you mean scratch.width?"),
     # wrong types: nothing is guessed
     ("steps=abc", "steps: got 'abc', expected an integer"),
-    ("steps=1.5", "steps: got 1.5, expected an integer"),
     ("steps=true", "steps: got True, expected an integer"),
     ("batch_size=null", "batch_size: got None, expected an integer"),
-    ("optimizer.lr=fast", "optimizer.lr: got 'fast', expected a number"),
     ("optimizer.lr=true", "optimizer.lr: got True, expected a number"),
     ("draft.prefix=1", "draft.prefix: got 1, expected true or false"),
     ("data.files=a.json", "data.files: got 'a.json', expected a list such as [a, b]"),
     ("data.files=[1]", "data.files[0]: got 1, expected text"),
     ("output=null", "output: got None, expected text"),
-    ("model=[a]", "model: got ['a'], expected text"),
     ("draft=null", "draft: got None, expected a section of settings"),
-    ("draft=hydra", "draft: got 'hydra', expected a section of settings"),
     # outside the range
     ("steps=0", "steps: got 0, expected at least 1"),
     ("epochs=0", "steps, epochs: got both, expected one"),
     ("seed=-1", "seed: got -1, expected an integer from 0"),
     ("optimizer.lr=.nan", "optimizer.lr: got nan, expected a positive number"),
-    ("optimizer.lr=0", "optimizer.lr: got 0.0, expected a positive number"),
     ("optimizer.clip_norm=0", "optimizer.clip_norm: got 0.0, expected a positive number or null"),
     ("draft.heads=swan", "draft.heads: got 'swan', expected hydra, medusa, eagle, eagle3"),
     ("draft.dropout=1", "draft.dropout: got 1.0, expected at least 0 and less than 1"),
@@ -114,7 +99,6 @@ REFUSED = [
     ("dtype=float16", "dtype: got 'float16', expected float32, bfloat16"),
     ("objective.teacher_weight=0", "objective: set at least one of lm_weight"),
     ("objective.lm_weight=-0.1", "objective.lm_weight: got -0.1, expected a finite number of at least 0"),
-    ("objective.noise_alpha=.nan", "objective.noise_alpha: got nan, expected a finite number of at least 0"),
     ("objective.head_decay=.inf", "objective.head_decay: got inf, expected a finite number of at least 0"),
     ("objective.chunk_tokens=0", "objective.chunk_tokens: got 0, expected at least 1"),
     # contradictions
@@ -127,14 +111,11 @@ REFUSED = [
     ("draft.lm_head=tiny", "draft.lm_head: got 'tiny', expected full, shared, low_rank"),
     ("draft.lm_head=low_rank", "draft.lm_rank: expected with draft.lm_head low_rank"),
     ("draft={heads: amphista, prefix: true}", "draft.prefix: has no effect with draft.heads amphista, remove it"),
-    ("draft={heads: amphista, dropout: 0.2}", "draft.dropout: has no effect with draft.heads amphista"),
-    ("draft={heads: eagle, prefix: true}", "draft.prefix: has no effect with draft.heads eagle"),
     ("draft.prefix_window=64", "draft.prefix_window: got a value, expected none without draft.prefix=true"),
     ("draft={heads: hydra, prefix: true, prefix_window: 0}", "draft.prefix_window: got 0, expected at least 1"),
     ("draft={heads: eagle, prefix_window: 64}", "draft.prefix_window: has no effect with draft.heads eagle"),
     ("draft.reads_token=false", "draft.reads_token: has no effect with draft.heads hydra"),
     ("draft={heads: amphista, adaptation_layers: -1}", "draft.adaptation_layers: got -1, expected at least 0"),
-    ("draft={heads: amphista, auto_embedding_layers: -1}", "draft.auto_embedding_layers: got -1, expected at least 0"),
     ("draft={heads: amphista, mlp_width: 0}", "draft.mlp_width: got 0, expected at least 1"),
     ("matmul_precision=tf32", "matmul_precision: got 'tf32', expected default, bfloat16"),
     ("data.new_tokenizer=300", "data.new_tokenizer: has no effect with task heads"),
@@ -143,52 +124,37 @@ REFUSED = [
     ("steps", "override: got 'steps', expected key.sub=value"),
     ("steps.x=3", "got steps.x, but 'steps' is a value and not a section"),
     ("steps=[", "steps: got [, which is not YAML"),
-    ("steps=2026-13-41", "steps: got 2026-13-41, which is not YAML"),
     ('output="a\\0b"', "output: got 'a\\x00b', expected text without the character NUL"),
 ]
 
 
-@pytest.mark.parametrize(("override", "message"), REFUSED, ids=[override for override, _ in REFUSED])
-def test_refused(load, override, message):
-    with pytest.raises(HydrajaxError) as error:
-        load(MINIMAL, override)
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
+def test_refused(load):
+    assert_refused(load, *((MINIMAL, override, message) for override, message in REFUSED))
 
 
 def test_more_contradictions():
     base = {"output": "out", "task": "base", "steps": 3, "scratch": SCRATCH}
-    text = {"files": ["a"], "format": "text"}
-    for changes, message in [
+    text, short = {"files": ["a"], "format": "text"}, SCRATCH | {"max_positions": 32}
+    cases = [
         ({"data": text | {"hidden_cache_gb": 1}}, "data.hidden_cache_gb: has no effect with task base"),
         ({"data": text | {"tokenizer": "t", "new_tokenizer": 300}}, "data: got tokenizer and new_tokenizer"),
         ({"data": {"dataset": "name", "format": "text"}}, "data.format text reads files"),
-        (
-            {"data": text | {"length": 64}, "scratch": SCRATCH | {"max_positions": 32}},
-            "got 64, expected at most the base's context 32",
-        ),
+        ({"data": text | {"length": 64}, "scratch": short}, "got 64, expected at most the base's context 32"),
         ({"data": text, "model": "m"}, "scratch, model: got both, but task base takes one"),
         ({"data": text, "scratch": None}, "scratch, model: got neither, but task base takes one"),
-        (
-            {"data": text | {"new_tokenizer": 300}, "teacher": "t"},
-            "data.new_tokenizer: cannot be used with model or teacher",
-        ),
+        ({"data": text | {"new_tokenizer": 300}, "teacher": "t"}, "data.new_tokenizer: cannot be used with model or"),
         ({"data": text, "scratch": {"width": 3}}, "scratch.vocab_size, scratch.mlp_width"),
-    ]:
-        with pytest.raises(HydrajaxError, match=message):
-            config_from(base | changes)
+    ]
+    assert_refused(config_from, *((base | changes, message) for changes, message in cases))
 
 
-@pytest.mark.parametrize("content", ["", "- a\n- b", "just text", "a: [1", "a: b: c", "\x00"])
-def test_not_settings(load, content):
-    with pytest.raises(HydrajaxError, match=r"config: .*run.yaml"):
-        load(content)
+def test_not_settings(load):
+    contents = ("", "- a\n- b", "just text", "a: [1", "a: b: c", "\x00")
+    assert_refused(load, *((content, "config: ...run.yaml") for content in contents))
 
 
 def test_missing_file_and_folder(tmp_path):
-    for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(HydrajaxError, match="config: cannot read"):
-            load_config(path)
+    assert_refused(load_config, *((path, "config: cannot read") for path in (tmp_path / "none.yaml", tmp_path)))
 
 
 def test_every_setting_has_a_type_that_the_loader_converts():
@@ -207,12 +173,8 @@ def test_every_setting_has_a_type_that_the_loader_converts():
     }  # fmt: skip
 
 
-def shipped_configs(root):
-    return sorted((root / PROJECT_CONFIGS).rglob("*.yaml"))
-
-
 def test_every_shipped_config_loads(pytestconfig):
-    found = shipped_configs(pytestconfig.rootpath)
+    found = sorted((pytestconfig.rootpath / PROJECT_CONFIGS).rglob("*.yaml"))
     assert {"base.yaml", "demo_hydra.yaml"} <= {path.name for path in found}
     for path in found:
         load_config(path)
@@ -225,8 +187,7 @@ def test_recipes_load_by_name_unless_a_file_has_it(tmp_path, monkeypatch):
     assert {"medusa1", "hydra", "hydra_pp", "amphista", "own_text"} <= recipes().keys()
     for name, file in recipes().items():
         assert load_config(name) == load_config(file)
-    with pytest.raises(HydrajaxError, match=r"^config: cannot read own_txt: .*; recipes: own_text, "):
-        load_config("own_txt")
+    assert_refused(load_config, ("own_txt", "config: cannot read own_txt: ...; recipes: own_text, "))
     (tmp_path / "own_text").write_text("output: mine\nmodel: base\nsteps: 3\ndata: {files: [a.json]}\n")
     assert load_config("own_text").output == "mine"
 

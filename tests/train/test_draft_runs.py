@@ -36,18 +36,13 @@ KINDS = {
 OF_ONE_PASS = ("dspark", "dflash")
 
 
-def settings_of(kind: str, settings: dict) -> dict:
-    """A run with packed sequences and frequent checkpoints."""
-    data = settings["data"] | {"rows": "pack"}
-    return settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     kind, base, settings, program, config_file, tmp_path, monkeypatch
 ):
-    settings = settings_of(kind, settings)
+    data = settings["data"] | {"rows": "pack"}
+    settings = settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
     config = config_file(**settings)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert program("--config", config, f"output={whole}").code == 0

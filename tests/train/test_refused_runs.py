@@ -1,10 +1,15 @@
-"""Settings that contradict each other, the base or the data are refused in one line, and nothing is written."""
+"""Runs whose settings, base, data or output are refused in one line; nothing is written."""
 
 from __future__ import annotations
+
+import os
+import shutil
 
 import pytest
 
 from helpers.runs import refused
+from hydrajax.locking import in_use
+from hydrajax.train.data.corpus import train_tokenizer
 
 JOINT = {
     "task": "joint",
@@ -50,18 +55,69 @@ OF_JOINT = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "overrides", "message"),
-    [
-        *(({}, *case) for case in OF_HEADS),
-        *((JOINT, *case) for case in OF_JOINT),
-    ],
-)
-def test_contradictions(program, config_file, tmp_path, changes, overrides, message):
-    assert refused(program("--config", config_file(**changes), *overrides.split("; "))).startswith(message)
+@pytest.mark.parametrize(("changes", "cases"), [({}, OF_HEADS), (JOINT, OF_JOINT)], ids=["heads", "joint"])
+def test_contradictions(program, config_file, tmp_path, changes, cases):
+    config = config_file(**changes)
+    for overrides, message in cases:
+        assert refused(program("--config", config, *overrides.split("; "))).startswith(message)
     assert not any((tmp_path / "run" / name).exists() for name in ("base", "heads"))
 
 
-def test_a_config_that_is_missing(program, tmp_path):
-    assert "--config: cannot read" in refused(program("--config", tmp_path / "none.yaml"))
+def test_missing_and_empty_inputs(program, config_file, texts, tmp_path):
+    missing, empty = tmp_path / "nowhere", tmp_path / "empty.txt"
+    empty.write_text("")
+    config = config_file()
+    for override, message in (
+        (f"model={missing}", f"model: no such directory: {missing}"),
+        (f"model={texts}", str(texts)),  # a folder without a model
+        (f"data.tokenizer={missing}", "data.tokenizer: "),
+        (f"data.files=[{missing}]", str(missing)),
+        (f"data.files=[{empty}]", "found no text"),
+        ("data.length=65", "data.length: got 65, expected at most the base's context 64"),
+    ):
+        assert message in refused(program("--config", config, override)), override
+    assert "--config: cannot read" in refused(program("--config", missing))
     assert "--config" in refused(program())
+
+
+def test_a_tokenizer_of_another_base(program, config_file, texts, tmp_path):
+    other, data = tmp_path / "other", tmp_path / "words.d"
+    words = " ".join(f"word{i} tree" for i in range(300))
+    train_tokenizer([words] + [path.read_text() for path in texts.iterdir()], 600).save_pretrained(other)
+    shutil.copytree(texts, data)
+    for i in range(3):
+        (data / f"w{i}.txt").write_text(words)
+    line = refused(program("--config", config_file(), f"data.tokenizer={other}", f"data.files=[{data}]"))
+    assert line.startswith("data.tokenizer: got token id ")
+    assert line.endswith("expected 0 to 299, the base's vocabulary; use the base's tokenizer")
+
+
+def test_outputs(program, config_file, tmp_path):
+    """An output in use by another run, or one that cannot be made."""
+    output, file = tmp_path / "run", tmp_path / "file"
+    output.mkdir()
+    with in_use(output):
+        for task in ("heads", "base", "joint"):
+            line = refused(program("--config", config_file(task=task)))
+            assert line.startswith(f"output: {output} is in use by process {os.getpid()} on ")
+    assert list(output.iterdir()) == []
+    file.write_text("in the way")
+    for wrong in (file, file / "run"):
+        line = refused(program("--config", config_file(output=str(wrong))))
+        assert line.startswith(f"output: cannot make the directory {wrong}")
+
+
+def test_settings_of_several_processes(program, config_file, monkeypatch):
+    for variables, message in (
+        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
+        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID: got 2, expected less than JAX_NUM_PROCESSES = 2",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
+                patch.setenv(name, value)
+            assert message in refused(program("--config", config_file()))

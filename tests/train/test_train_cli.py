@@ -1,10 +1,8 @@
-"""`python -m hydrajax.train`: refusals, the guard against NaN, and a base and data of others."""
+"""Runs of `python -m hydrajax.train`: a draft's vocabulary, the guard against NaN, and a base and data of others."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import Counter
 
 import jax.numpy as jnp
@@ -13,63 +11,18 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from helpers.runs import refused
+from helpers.runs import heads_file, refused
 from hydrajax import load
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
+from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
-from hydrajax.locking import in_use
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.train.metrics import read_metrics
 from hydrajax.trees import presets
 
 
 def train_lines(output) -> list[dict]:
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
-
-
-def test_missing_and_empty_inputs(program, config_file, settings, texts, tmp_path):
-    missing = tmp_path / "nowhere"
-    assert refused(program("--config", config_file(model=str(missing)))) == f"model: no such directory: {missing}"
-    assert refused(program("--config", config_file(), f"data.tokenizer={missing}")).startswith("data.tokenizer: ")
-    assert str(texts) in refused(program("--config", config_file(model=str(texts))))  # a folder without a model
-    assert str(missing) in refused(program("--config", config_file(), f"data.files=[{missing}]"))
-    (tmp_path / "empty.txt").write_text("")
-    assert "found no text" in refused(program("--config", config_file(), f"data.files=[{tmp_path / 'empty.txt'}]"))
-
-
-def test_data_the_base_cannot_read(program, config_file, base, texts, tmp_path):
-    assert refused(program("--config", config_file(), "data.length=65")).startswith(
-        "data.length: got 65, expected at most the base's context 64"
-    )
-    from hydrajax.train.data.corpus import train_tokenizer
-
-    other = tmp_path / "other"
-    words = " ".join(f"word{i} tree" for i in range(300))
-    train_tokenizer([words] + [path.read_text() for path in texts.iterdir()], 600).save_pretrained(other)
-    data = tmp_path / "words.d"
-    shutil.copytree(texts, data)
-    for i in range(3):
-        (data / f"w{i}.txt").write_text(words)
-    line = refused(program("--config", config_file(), f"data.tokenizer={other}", f"data.files=[{data}]"))
-    assert line.startswith("data.tokenizer: got token id ")
-    assert line.endswith("expected 0 to 299, the base's vocabulary; use the base's tokenizer")
-
-
-@pytest.mark.parametrize("task", ["heads", "base", "joint"])
-def test_a_second_run_in_one_output(program, config_file, tmp_path, task):
-    (tmp_path / "run").mkdir()
-    with in_use(tmp_path / "run"):
-        line = refused(program("--config", config_file(task=task)))
-    assert line.startswith(f"output: {tmp_path / 'run'} is in use by process {os.getpid()} on ")
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_output_that_cannot_be_written(program, config_file, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    line = refused(program("--config", config_file(output=str(tmp_path / "file" / "run"))))
-    assert line.startswith(f"output: cannot make the directory {tmp_path / 'file' / 'run'}")
-    assert refused(program("--config", config_file(output=str(tmp_path / "file")))).startswith("output: cannot make")
+    return [line for line in read_metrics(output / "metrics.jsonl") if line["kind"] == "train"]
 
 
 @pytest.mark.slow
@@ -78,7 +31,7 @@ def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, t
     config = config_file(draft={"heads": "medusa", "num_draft_heads": 2, "vocabulary": 9})
     done = program("--config", config, "steps=1", f"output={tmp_path / 'first'}")
     assert done.code == 0, done.err
-    evaluated = [json.loads(line) for line in (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()][-1]
+    evaluated = read_metrics(tmp_path / "first" / "metrics.jsonl")[-1]
     assert 1 <= evaluated["tokens_per_step"] <= 3
     loaded = load(base, tmp_path / "first" / "heads", dtype="float32")
     tokens = loaded.drafter.vocabulary.tokens.tolist()
@@ -135,49 +88,17 @@ def test_heads_for_another_base_from_conversations(program, golden, settings, tm
     text.write_text(json.dumps(conversations))
     base = golden / "base" / "mha"
 
-    data = {
-        "files": [str(text)],
-        "template": "vicuna",
-        "length": 64,
-        "rows": "pack",
-        "held_out": 0.1,
-        "limit": 60,
-    }
+    data = {"files": [str(text)], "template": "vicuna", "length": 64, "rows": "pack", "held_out": 0.1, "limit": 60}
     draft = {"heads": "hydra", "num_draft_heads": 2}
     changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
     config = tmp_path / "golden.yaml"
     config.write_text(yaml.safe_dump(settings | changes))
-    line = refused(program("--config", config, "data.template=auto"))
-    assert "template" in line
+    assert "template" in refused(program("--config", config, "data.template=auto"))
     result = program("--config", config)
     assert result.code == 0, result.err
     found = train_lines(tmp_path / "run")
     assert len(found) == 3
     assert np.isfinite([line["loss"] for line in found]).all()
-    c = json.loads((base / "config.json").read_text())
-    shape = LlamaConfig(
-        c["vocab_size"], c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"], c["num_attention_heads"],
-        c["num_key_value_heads"], c["hidden_size"] // c["num_attention_heads"], c["max_position_embeddings"],
-    )  # fmt: skip
-    drafter, _ = load_draft(tmp_path / "run" / "heads", shape, jnp.float32)
+    drafter, _ = load_draft(tmp_path / "run" / "heads", read_config(base, "model"), jnp.float32)
     assert drafter.spec.depth == 2
-    tensors = load_file(next((tmp_path / "run" / "heads").glob("*.safetensors")))
-    assert all(np.isfinite(tensor).all() for tensor in tensors.values())
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
-        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
-        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID: got 2, expected less than JAX_NUM_PROCESSES = 2",
-        ),
-    ],
-)
-def test_invalid_settings_of_several_processes(program, config_file, monkeypatch, variables, message):
-    for name, value in ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
-        monkeypatch.setenv(name, value)
-    assert message in refused(program("--config", config_file()))
+    assert all(np.isfinite(tensor).all() for tensor in load_file(heads_file(tmp_path / "run")).values())

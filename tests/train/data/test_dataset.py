@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hydrajax.errors import HydrajaxError
+from helpers.refusals import assert_refused
 from hydrajax.train.data import dataset
 from hydrajax.train.data.corpus import train_tokenizer
 from hydrajax.train.losses import IGNORED
@@ -75,16 +75,12 @@ def test_a_seed_always_gives_the_same_split(texts, tokenizer):
     assert any(other != names[0] for other in names[2:])
 
 
-def test_nothing_held_out(texts, tokenizer):
-    found, _ = build(settings(texts, held_out=0.0), tokenizer)
-    assert found.held_out is None
-    assert found.bytes_per_token is None
-
-
-def test_limit(texts, tokenizer):
+def test_limit_and_nothing_held_out(texts, tokenizer):
+    everything, _ = build(settings(texts, held_out=0.0), tokenizer)
+    assert (everything.held_out, everything.bytes_per_token) == (None, None)
     found, logged = build(settings(texts, limit=3, held_out=0.0), tokenizer)
     assert logged[-1].startswith("data: 3 documents")
-    assert len(found.train.tokens) < len(build(settings(texts, held_out=0.0), tokenizer)[0].train.tokens)
+    assert len(found.train.tokens) < len(everything.train.tokens)
 
 
 def test_a_new_tokenizer_has_never_seen_the_held_out_text(tmp_path):
@@ -108,14 +104,9 @@ def test_generations_train_on_what_the_base_wrote(tmp_path, tokenizer):
     assert rows.labels.tolist() == [[IGNORED, IGNORED, 7, 8, 9, IGNORED, IGNORED, IGNORED]]
     config = DataConfig(files=(str(path),), format="generations", length=8, held_out=0.0, targets="all")
     assert build(config, tokenizer)[0].train.labels[0].tolist() == [5, 6, 7, 8, 9, *[IGNORED] * 3]
-
-
-def test_generations_of_another_vocabulary_are_refused(tmp_path, tokenizer):
-    path = tmp_path / "g.jsonl"
     path.write_text(json.dumps({"prompt_ids": [5], "output_ids": [len(tokenizer)]}))
-    config = DataConfig(files=(str(path),), format="generations", length=8, held_out=0.0)
-    with pytest.raises(HydrajaxError, match=r"g.jsonl line 1: has a token id outside the tokenizer's vocabulary"):
-        build(config, tokenizer)
+    message = "g.jsonl line 1: has a token id outside the tokenizer's vocabulary"
+    assert_refused(build, (config, tokenizer, message))
 
 
 def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
@@ -131,31 +122,23 @@ def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
     assert "grow a tree" in tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"length": 100_000}, "data.length: got 100000, expected at most"),
-        ({"files": ("no/such/folder",)}, "no/such/folder"),
-        ({"limit": 1, "held_out": 0.001}, "data.held_out: too little to evaluate on; raise it, or 0 for none"),
-    ],
-)
-def test_refused(texts, tokenizer, changes, message):
-    with pytest.raises(HydrajaxError, match=message):
-        build(settings(texts, **changes), tokenizer)
-
-
-def test_empty_data(tmp_path, tokenizer):
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(HydrajaxError, match=r"data.files: found no text"):
-        build(settings(tmp_path), tokenizer)
-
-
-def test_stream_needs_an_end_of_text(texts, tokenizer):
+def test_refused(texts, tokenizer, tmp_path):
     class Endless:
         eos_token_id = None
 
         def __call__(self, texts):
             return tokenizer(texts)
 
-    with pytest.raises(HydrajaxError, match=r"data.rows: stream needs a tokenizer with an end-of-text token"):
-        build(settings(texts), Endless())
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert_refused(
+        build,
+        (settings(texts, length=100_000), tokenizer, "data.length: got 100000, expected at most"),
+        (settings(texts, files=("no/such/folder",)), tokenizer, "no/such/folder"),
+        (
+            settings(texts, limit=1, held_out=0.001),
+            tokenizer,
+            "data.held_out: too little to evaluate on",
+        ),
+        (settings(tmp_path), tokenizer, "data.files: found no text"),
+        (settings(texts), Endless(), "data.rows: stream needs a tokenizer with an end-of-text token"),
+    )

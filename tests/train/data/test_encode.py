@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 
-from hydrajax.errors import HydrajaxError
+from helpers.refusals import assert_refused
 from hydrajax.text.templates import VICUNA_SYSTEM
 from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.encode import encode_conversations
@@ -71,11 +71,8 @@ def tokenizer(request):
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    texts = [content for _, content in TURNS[:3]] * 3 + [
-        "USER: ASSISTANT: graph [INST] [/INST]:\n        .</s>",
-        "]:::",
-        "]: ::",
-    ] * 3
+    others = ["USER: ASSISTANT: graph [INST] [/INST]:\n        .</s>", "]:::", "]: ::"]
+    texts = [*(content for _, content in TURNS[:3]), *others] * 3
     bpe.train_from_iterator(texts, trainer)
     bos = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bpe.token_to_id("<s>"))])
     trim = processors.ByteLevel(trim_offsets=request.param == "offsets trimmed")
@@ -107,26 +104,25 @@ def target_texts(document, tokenizer) -> list[str]:
 ANSWERS = [TURNS[1][1], TURNS[3][1]]
 
 
-@pytest.mark.parametrize(
-    ("source", "before", "after"),
-    [
-        (CHATML, "", "<|im_end|>"),  # without the newline that the template writes after it
-        (LLAMA_2, " ", " </s>"),  # the generation prompt is "[/INST]": the model writes the space
-        (PLAIN_MARK, "", "\n### end"),  # the end mark is not a special token
-        (NO_MARK, "", ""),  # the last byte of the last answer ends it
-        (GENERATION, " ", "</s>"),  # the end mark is just outside {% generation %}
-        (GENERATION_WITHOUT_MARK, "", ""),  # there is no end mark: <s> begins the next turn
-    ],
-)
-def test_answers_and_end_marks_are_learnt(with_template, source, before, after):
-    tokenizer = with_template(source)
-    document = encode_conversation(tokenizer, conversation(*TURNS))
-    assert target_texts(document, tokenizer) == [before + answer + after for answer in ANSWERS]
-    # The ids are transformers' own for the conversation.
-    messages = [{"role": role, "content": content} for role, content in TURNS]
-    assert document.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
-    assert document.ids.dtype == np.int32
-    assert document.targets.dtype == bool
+TEMPLATES = [
+    (CHATML, "", "<|im_end|>"),  # without the newline that the template writes after it
+    (LLAMA_2, " ", " </s>"),  # the generation prompt is "[/INST]": the model writes the space
+    (PLAIN_MARK, "", "\n### end"),  # the end mark is not a special token
+    (NO_MARK, "", ""),  # the last byte of the last answer ends it
+    (GENERATION, " ", "</s>"),  # the end mark is just outside {% generation %}
+    (GENERATION_WITHOUT_MARK, "", ""),  # there is no end mark: <s> begins the next turn
+]
+MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
+
+
+def test_answers_and_end_marks_are_learnt(with_template):
+    for source, before, after in TEMPLATES:
+        tokenizer = with_template(source)
+        document = encode_conversation(tokenizer, conversation(*TURNS))
+        assert target_texts(document, tokenizer) == [before + answer + after for answer in ANSWERS]
+        # The ids are transformers' own for the conversation.
+        assert document.ids.tolist() == tokenizer.apply_chat_template(MESSAGES, return_dict=False)
+        assert (document.ids.dtype, document.targets.dtype) == (np.int32, bool)
 
 
 def test_marked_templates_agree_with_the_mask_of_transformers(with_template):
@@ -135,8 +131,7 @@ def test_marked_templates_agree_with_the_mask_of_transformers(with_template):
         "{% endgeneration %}{{ eos_token }}", "{{ eos_token }}{% endgeneration %}"
     )
     tokenizer = with_template(source)
-    messages = [{"role": role, "content": content} for role, content in TURNS]
-    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(MESSAGES, return_dict=True, return_assistant_tokens_mask=True)
     document = encode_conversation(tokenizer, conversation(*TURNS))
     assert document.ids.tolist() == theirs["input_ids"]
     assert document.targets.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
@@ -162,23 +157,20 @@ def test_plain(tokenizer):
     assert target_texts(document, tokenizer) == [f"{a1}</s>", f"{a2}</s>"]
 
 
-@pytest.mark.parametrize(
-    ("between", "answer", "expected"),
-    [
+def test_a_token_that_reaches_into_the_prompt(with_template):
+    """It is a target if it covers only spaces of the prompt, and not if it covers words."""
+    for between, answer, expected in (
         (" ", "graph", " graph</s>"),  # the token " graph" takes the space that ends the prompt
         ("]:", ":Yes", "Yes</s>"),  # "]::" is one token of this vocabulary
-    ],
-)
-def test_a_token_that_reaches_into_the_prompt(with_template, between, answer, expected):
-    """It is a target if it covers only spaces of the prompt, and not if it covers words."""
-    source = (
-        "{% for m in messages %}{{ m.role + '" + between + "' + m.content }}"
-        "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant" + between + "' }}{% endif %}"
-    )
-    tokenizer = with_template(source)
-    document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", answer)))
-    assert target_texts(document, tokenizer) == [expected]
+    ):
+        source = (
+            "{% for m in messages %}{{ m.role + '" + between + "' + m.content }}"
+            "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ 'assistant" + between + "' }}{% endif %}"
+        )
+        tokenizer = with_template(source)
+        document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", answer)))
+        assert target_texts(document, tokenizer) == [expected]
 
 
 def test_a_token_that_reaches_into_the_next_prompt_does_not_count(with_template):
@@ -198,35 +190,34 @@ def test_a_question_after_the_last_answer_is_not_learnt(with_template):
     assert target_texts(document, tokenizer) == [ANSWERS[0] + "<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    ("source", "turns", "reason"),
-    [
-        (LLAMA_2, [("system", "s"), *TURNS], "the chat template failed: no system here$"),
-        # As in templates of reasoning models: earlier answers are cut, or the prompt opens the reasoning.
-        (
-            CHATML.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content[1:])"),
-            TURNS,
-            "changes message 2 once others follow",
-        ),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 unlike its generation"),
-        # The text contains the answer, but at another place.
-        (
-            CHATML.replace("m.content", "(m.content if m.role == 'user' else 'x')"),
-            [("user", "Yes"), ("assistant", "Yes")],
-            "changes the answer 'Yes'",
-        ),
-        (CHATML.replace("m.content", "m.content.upper()"), TURNS, "changes the answer 'A  graph without"),
-        (CHATML.replace("m.content", "(m.content[:5])"), TURNS, "changes the answer 'A  graph without"),
-        (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 contains the special token </s>"),
-        (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], r"message 2 contains the special token <\|im_end\|>"),
-        ("{{ bos_token + bos_token }}" + CHATML, TURNS, "writes BOS twice"),
-        (GENERATION.replace("'assistant'", "'user'"), [*TURNS[:2], TURNS[2]], "marks 2 answers, expected 1"),
-    ],
-)
-def test_conversations_that_are_refused(with_template, source, turns, reason):
-    tokenizer = with_template(source)
-    with pytest.raises(HydrajaxError, match=f"none of 2 conversations can be encoded; the first: f line 1: .*{reason}"):
-        encode_conversations(tokenizer, [conversation(*turns)] * 2)
+OTHERS = "m.content if m.role == 'user' else "
+UNENCODABLE = [
+    (LLAMA_2, [("system", "s"), *TURNS], "the chat template failed: no system here"),
+    # As in templates of reasoning models: earlier answers are cut, or the prompt opens the reasoning.
+    (
+        CHATML.replace("m.content", f"({OTHERS}m.content if loop.last else m.content[1:])"),
+        TURNS,
+        "changes message 2 once others follow",
+    ),
+    (CHATML.replace("assistant\n", "assistant\n<think>"), TURNS, "begins message 2 unlike its generation"),
+    # The text contains the answer, but at another place.
+    (
+        CHATML.replace("m.content", f"({OTHERS}'x')"),
+        [("user", "Yes"), ("assistant", "Yes")],
+        "changes the answer 'Yes'",
+    ),
+    (CHATML.replace("m.content", "m.content.upper()"), TURNS, "changes the answer 'A  graph without"),
+    (CHATML, [("user", "say </s>"), TURNS[1]], "message 1 contains the special token </s>"),
+    (CHATML, [TURNS[0], ("assistant", "a<|im_end|>b")], "message 2 contains the special token <|im_end|>"),
+    ("{{ bos_token + bos_token }}" + CHATML, TURNS, "writes BOS twice"),
+    (GENERATION.replace("'assistant'", "'user'"), TURNS[:3], "marks 2 answers, expected 1"),
+]
+
+
+def test_conversations_that_are_refused(with_template):
+    for source, turns, reason in UNENCODABLE:
+        message = f"none of 2 conversations can be encoded; the first: f line 1: ...{reason}"
+        assert_refused(encode_conversations, (with_template(source), [conversation(*turns)] * 2, message))
 
 
 def test_one_bad_conversation_among_good_ones(with_template):
@@ -239,12 +230,12 @@ def test_one_bad_conversation_among_good_ones(with_template):
 
 def test_settings_that_do_not_go_together_are_named_as_the_config_names_them(with_template):
     tokenizer, one = with_template(None), conversation(*TURNS)
-    with pytest.raises(HydrajaxError, match=r"^data\.template: the tokenizer has no chat .*data\.template=plain"):
-        encode_conversation(tokenizer, one)
-    with pytest.raises(HydrajaxError, match=r"^data\.template: got 'alpaca', expected auto, vicuna, plain"):
-        encode_conversations(tokenizer, [one], "alpaca")
-    with pytest.raises(HydrajaxError, match=r"^data\.tokenizer: got object, expected a fast tokenizer"):
-        encode_conversation(object(), one, "vicuna")
+    assert_refused(
+        encode_conversations,
+        (tokenizer, [one], "data.template: the tokenizer has no chat ...data.template=plain"),
+        (tokenizer, [one], "alpaca", "data.template: got 'alpaca', expected auto, vicuna, plain"),
+        (object(), [one], "vicuna", "data.tokenizer: got object, expected a fast tokenizer"),
+    )
 
 
 def test_a_tokenizer_that_adds_eos_gives_one(tokenizer):
@@ -260,9 +251,11 @@ def test_a_tokenizer_that_adds_eos_gives_one(tokenizer):
     assert not document.targets[0]
 
 
-@pytest.mark.parametrize("source", [CHATML, GENERATION])
-def test_templates_that_read_parts_only_give_the_same_targets(with_template, source):
-    texts = encode_conversation(with_template(source), conversation(*TURNS))
-    parts = encode_conversation(with_template(source.replace("m.content", "m.content[0].text")), conversation(*TURNS))
-    assert parts.ids.tolist() == texts.ids.tolist()
-    assert parts.targets.tolist() == texts.targets.tolist()
+def test_templates_that_read_parts_only_give_the_same_targets(with_template):
+    for source in (CHATML, GENERATION):
+        texts, parts = (
+            encode_conversation(with_template(source.replace("m.content", content)), conversation(*TURNS))
+            for content in ("m.content", "m.content[0].text")
+        )
+        assert parts.ids.tolist() == texts.ids.tolist()
+        assert parts.targets.tolist() == texts.targets.tolist()

@@ -9,19 +9,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from helpers.runs import heads_file, refused
+from hydrajax.train.metrics import read_metrics
+
 BYTES = 32 * 4  # per token: width 32, float32
-
-
-def lines(output) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def heads(output) -> dict:
-    return load_file(next((output / "heads").glob("*.safetensors")))
 
 
 def data(settings, **changes) -> dict:
     return {"data": settings["data"] | {"hidden_cache_gb": 0.5} | changes}
+
+
+def same_lines(output, expected) -> None:
+    """Compare the metrics of two runs."""
+    for ours, theirs in zip(*(read_metrics(run / "metrics.jsonl") for run in (output, expected)), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in {"loss", "teacher", "agreement", "tokens_per_step"} & ours.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
 
 
 @pytest.mark.slow
@@ -38,12 +41,9 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     told = f"hidden states: {size / 1e9:.2f} GB to write to {cached} (limit 0.5 GB)"
     assert told in first.out
 
-    for ours, theirs in zip(lines(cached), lines(plain), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name in {"loss", "teacher", "tokens_per_step"} & ours.keys():
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
-    expected = heads(plain)
-    for name, tensor in heads(cached).items():
+    same_lines(cached, plain)
+    expected = load_file(heads_file(plain))
+    for name, tensor in load_file(heads_file(cached)).items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
     # The next run with the same data reads it; a run with other data does not.
@@ -72,9 +72,7 @@ def test_heads_with_a_vocabulary_share_a_cache(program, config_file, settings, t
     assert "found in" in program("--config", config_file(output=str(second), **shared)).out
     assert not (first / "hidden.bin").exists()
     for output in (first, second):
-        for ours, theirs in zip(lines(output), lines(plain), strict=True):
-            for name in {"loss", "teacher", "agreement", "tokens_per_step"} & ours.keys():
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (ours["step"], name)
+        same_lines(output, plain)
 
 
 def test_other_data_is_noticed(tmp_path, base, settings):
@@ -100,30 +98,22 @@ def test_other_data_is_noticed(tmp_path, base, settings):
     assert fingerprint(rows._replace(labels=tokens * 0), params) == prints[0]  # no hidden state depends on labels
 
 
-def test_too_large_is_refused_before_anything_is_written(program, config_file, settings, tmp_path):
-    result = program("--config", config_file(**data(settings, hidden_cache_gb=1e-6)))
-    assert result.code == 2
-    assert result.err.strip().splitlines()[-1].startswith("hydrajax: data.hidden_cache_gb: got 1e-06 (free disk ")
-    assert "hidden states: 0.00 GB to write" in result.out
-    assert not (tmp_path / "run" / "hidden.bin").exists()
-
-
-def test_a_write_that_fails_is_one_line(program, config_file, settings, tmp_path, monkeypatch):
-    from hydrajax.train.data import hidden_cache
+def test_refused(program, config_file, settings, tmp_path, monkeypatch):
+    """A cache that is too large, that cannot be written, or for several processes."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hidden_cache, "write", full)
-    result = program("--config", config_file(**data(settings)))
-    assert result.code == 2
-    assert f"data.hidden_cache_gb: cannot write to {tmp_path / 'run'}: No space left" in result.err
-    assert not (tmp_path / "run" / "hidden.json").exists()
-
-
-def test_several_processes_have_no_cache(program, config_file, settings, monkeypatch):
+    output = tmp_path / "run"
+    result = program("--config", config_file(**data(settings, hidden_cache_gb=1e-6)))
+    assert refused(result).startswith("data.hidden_cache_gb: got 1e-06 (free disk ")
+    assert "hidden states: 0.00 GB to write" in result.out
+    assert not (output / "hidden.bin").exists()
+    config = config_file(**data(settings))
+    monkeypatch.setattr("hydrajax.train.data.hidden_cache.write", full)
+    line = refused(program("--config", config))
+    assert line.startswith(f"data.hidden_cache_gb: cannot write to {output}: No space left")
+    assert not (output / "hidden.json").exists()
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("hydrajax.train.several_processes.main_does", lambda work: work())  # without asking others
-    result = program("--config", config_file(**data(settings)))
-    assert result.code == 2
-    assert "data.hidden_cache_gb: got 0.5, expected 0 with several processes" in result.err
+    assert refused(program("--config", config)) == "data.hidden_cache_gb: got 0.5, expected 0 with several processes"

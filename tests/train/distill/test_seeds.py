@@ -6,9 +6,8 @@ import json
 from collections import Counter
 
 import numpy as np
-import pytest
 
-from hydrajax.errors import HydrajaxError
+from helpers.refusals import assert_refused
 from hydrajax.train.data.packing import all_targets
 from hydrajax.train.distill.seeds import cut, read_seeds, temperature_of
 
@@ -43,8 +42,7 @@ def test_a_beginning_depends_on_the_seed_and_its_number_alone():
 
 
 def test_no_document_is_long_enough():
-    with pytest.raises(HydrajaxError, match="prompt_tokens: got 31, longer than every document"):
-        cut(NAMES, documents(), 3, 31, seed=0)
+    assert_refused(cut, (NAMES, documents(), 3, 31, 0, "prompt_tokens: got 31, longer than every document"))
 
 
 def test_temperatures_are_shared_out_evenly_and_not_in_turn():
@@ -92,9 +90,10 @@ def test_questions(tmp_path):
 
 
 def test_refused_files(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"^seeds: got none\.jsonl, expected a file, org/name or one of mt_bench, "):
-        read_seeds("none.jsonl")
     strange = tmp_path / "strange.jsonl"
     strange.write_text('{"text": "a"}\n')
-    with pytest.raises(HydrajaxError, match=r"strange\.jsonl line 1: got the fields text, expected one of turns"):
-        read_seeds(str(strange))
+    assert_refused(
+        read_seeds,
+        ("none.jsonl", "seeds: got none.jsonl, expected a file, org/name or one of mt_bench, "),
+        (str(strange), "strange.jsonl line 1: got the fields text, expected one of turns"),
+    )
