@@ -311,7 +311,8 @@ def read_layers(config: dict[str, Any], base: LlamaConfig) -> tuple[LlamaConfig,
     The layers are those of Qwen 3 whatever the file's ``model_type``.
     """
     refuse_quantized(config)
-    for name in config.get("architectures") or ():
+    names = config.get("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
         if str(name).startswith(OTHERS):
             raise HydrajaxError(f"{CONFIG}: architectures: got {name!r}, expected the layers of Qwen 3")
     hidden = {"sliding_window": None, "use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}

@@ -76,12 +76,13 @@ class PEagleFormat(FeatureFormat):
         expect(config, VARIANTS)
         refuse_quantized(config)
         refuse_quantized(fields)
-        if read_windows(fields, integer(fields, "num_hidden_layers", 1)):
+        n_layers = integer(fields, "num_hidden_layers", 1)
+        if n_layers > MOST:
+            raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {n_layers}, expected at most {MOST}")
+        if read_windows(fields, n_layers):
             raise HydrajaxError(f"{CONFIG}: layer_types: got a sliding window, expected full_attention in every layer")
         layers = to_llama_config(fields | {"model_type": "llama"}, CONFIG)
         check_sizes((layers.vocab_size, layers.width), base)
-        if layers.n_layers > MOST:
-            raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {layers.n_layers}, expected at most {MOST}")
         return PEagle(
             layers.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head),
             read_aux_layers(config.get(AUX_LAYERS), base, AUX_LAYERS),
