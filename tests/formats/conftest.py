@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from helpers.every_format import write_formats
 from helpers.fake_hub import FakeHub
 from helpers.lab import Lab, shared_lab
 from hydrajax.formats.huggingface import load_llama
@@ -65,3 +67,10 @@ def base_state(tiny_checkpoint) -> dict:
 @pytest.fixture(scope="module")
 def base_config(tiny_checkpoint) -> dict:
     return json.loads((tiny_checkpoint / "config.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def formats(tmp_path_factory) -> Path:
+    """Return a folder with a directory of every format (`helpers.every_format`), which tests must not change."""
+    write_formats(root := tmp_path_factory.mktemp("formats"))
+    return root

@@ -1,26 +1,35 @@
-"""EAGLE drafts in the layouts of vLLM, SGLang and speculators, variants that are refused, and official drafts."""
+"""EAGLE drafts as released and in the layouts of vLLM, SGLang and speculators: read, refused, and exported for torch
+modules that load them strictly and give our logits."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from helpers.draft_heads import identical
+from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_params
 from helpers.released import refusal
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
-from hydrajax.errors import HydrajaxError
+from hydrajax.drafters.draft_lm_head import Vocabulary
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.formats.export import export_heads
+from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
-BASE = LlamaConfig(61, 32, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
+BASE = LlamaConfig(VOCAB, WIDTH, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
 TINY = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -60,7 +69,10 @@ def speculators_1(state: dict) -> dict:
 COPIES = {"embed_tokens.weight": torch.ones(61, 32), "lm_head.weight": torch.ones(61, 32)}  # of the base's
 ONE, THREE = tensors_of(1), tensors_of(3)
 RENAMED, BIASED = tensors_of(3, released=False), tensors_of(1, bias=True)
+ALL = {key: x for key, x in tensors_of(3).items() if key not in ("d2t", "t2d")} | {"lm_head.weight": torch.ones(61, 32)}
 LAYOUTS = {  # config.json, tensors, and what they are released as
+    "released with a copy and a bias, the default": (TINY, BIASED | COPIES, BIASED),
+    "EAGLE-3 of all tokens": (TINY | {"draft_vocab_size": 61}, ALL, ALL),
     "vLLM's own": (NESTED | {"architectures": ["EAGLEModel"]}, ONE | COPIES, ONE),
     "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61}, ONE, ONE),
     "vLLM's own with a bias": (NESTED | {"bias": True}, BIASED, BIASED),
@@ -139,26 +151,11 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     ("speculators", {"layer": {"attention_bias": True}}, {}, "transformer_layer_config: attention_bias: got True"),
     ("speculators", {"layer": {"layer_types": ["sliding_attention"]}}, {}, "layer_types: got ['sliding_attention']"),
     ("speculators", {"layer": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor: got 0.5"),
-    (
-        "speculators",
-        {"layer": {"hidden_size": 64}},
-        {},
-        "width: got 64, expected 32; the heads were made",
-    ),
-    (
-        "speculators",
-        {"layer": {"vocab_size": 62}},
-        {},
-        "vocabulary: got 62, expected 61; the heads",
-    ),
+    ("speculators", {"layer": {"hidden_size": 64}}, {}, "width: got 64, expected 32; the heads were made"),
+    ("speculators", {"layer": {"vocab_size": 62}}, {}, "vocabulary: got 62, expected 61; the heads"),
     ("speculators", {}, {"mask_hidden": torch.ones(96)}, "unexpected tensor 'mask_hidden'"),
     # layers that the base does not have, or does not read in this order
-    (
-        "speculators",
-        {LAYERS: [2, 4, 8]},
-        {},
-        "expected increasing numbers from 0 to 7 for this base of 8",
-    ),
+    ("speculators", {LAYERS: [2, 4, 8]}, {}, "expected increasing numbers from 0 to 7 for this base of 8"),
     ("speculators", {LAYERS: [4, 2, 5]}, {}, "got [4, 2, 5], expected increasing numbers"),
     ("speculators", {LAYERS: "2"}, {}, "eagle_aux_hidden_state_layer_ids: got '2'"),
     ("speculators", {LAYERS: [2, 4]}, {}, "fc.weight: got shape [32, 96], expected [32, 64]"),
@@ -172,16 +169,25 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     # of EAGLE-3 as released
     ("released", {"norm_before_residual": 1}, {}, "norm_before_residual: got 1, expected true or false"),
     ("released", {"norm_output": True}, {}, "norm_output: got True"),
-    (
-        "released",
-        {"eagle_config": {"use_aux_hidden_state": False}},
-        {},
-        "use_aux_hidden_state: got False",
-    ),
+    ("released", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state: got False"),
     ("released", {"eagle_config": 3}, {}, "eagle_config: got 3, expected an object"),
     ("released", {}, {"t2d": torch.arange(61) < 20}, "t2d: got other tokens than in d2t"),
     ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d: got BOOL [60], expected bool [61]"),
+    ("released", {}, {"d2t": torch.zeros(20)}, "d2t: got float32 [20], expected int64 [20]"),
+    ("released", {}, {"d2t": -torch.arange(20)}, "d2t: expected increasing token ids"),
+    ("released", {}, {"d2t": torch.full((20,), 61)}, "d2t: expected increasing token ids"),
+    ("released", {"draft_vocab_size": 62}, {}, "draft_vocab_size: got 62, expected at most"),
+    ("released", {"draft_vocab_size": 0}, {}, "draft_vocab_size: got 0, expected an integer of at least 1"),
+    ("released", {"draft_vocab_size": 61}, {}, "lm_head.weight: got shape [20, 32], expected [61, 32]"),
     # of EAGLE-1
+    ("released 1", {"bias": False}, {"fc.bias": torch.ones(32)}, "unexpected tensor 'fc.bias'"),
+    ("released 1", {"bias": True}, {}, "missing tensor 'fc.bias'"),
+    ("released 1", {"bias": "no"}, {}, "config.json: bias: got 'no', expected true or false"),
+    ("released 1", {"hidden_size": 64}, {}, "width: got 64, expected 32; the heads were made for another base"),
+    ("released 1", {"num_hidden_layers": 2}, {}, "num_hidden_layers: got 2, expected 1 in an EAGLE draft"),
+    ("released 1", {"num_attention_heads": 0}, {}, "n_heads: got 0"),
+    ("released 1", {}, {"embed_tokens.weight": torch.ones(7, 32)}, "vocabulary: got 7, expected 61"),
+    ("released 1", {}, {"layers.1.mlp.up_proj.weight": torch.ones(48, 32)}, "unexpected tensor 'layers.1.mlp.up_proj"),
     ("speculators 1", {"layernorms": True}, {}, "layernorms: got True"),
     ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias: got 'yes', expected true or false"),
     ("speculators 1", {"fusion_bias": True}, {}, "missing tensor 'fusion_fc.bias'"),
@@ -196,6 +202,7 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
 PLAIN = {
     "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED),
     "released": (TINY | {"draft_vocab_size": 20}, THREE),
+    "released 1": (TINY | {"bias": False}, ONE),
     "speculators 1": (ONE_FIELDS, speculators_1(ONE)),
     "nested": (NESTED, ONE),
 }
@@ -210,10 +217,12 @@ def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path, layout, fiel
     refusal(lambda: load_draft(tmp_path, BASE), "draft", str(tmp_path), message)
 
 
-def test_vllms_own_without_weights(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(NESTED))
-    with pytest.raises(HydrajaxError, match="no draft heads of a supported format"):
-        load_draft(tmp_path, BASE)
+def test_other_refusals(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(NESTED))  # without weights
+    refusal(lambda: load_draft(tmp_path, BASE), "draft", "no draft heads of a supported format")
+    save(tmp_path, *PLAIN["released"])
+    for n_layers in (2, 5):  # of which not three can be read
+        refusal(lambda n=n_layers: load_draft(tmp_path, BASE.replace(n_layers=n)), "draft", f"got {n_layers} layers")
 
 
 # --- the drafts of the official code --------------------------------------------------------------------------
@@ -223,11 +232,7 @@ def test_vllms_own_without_weights(tmp_path):
 def test_official_drafts_are_written_again(golden, tmp_path, arch):
     """The export equals the official file without the embedding, and every chain of formats keeps it."""
     source = golden / "eagle" / arch / "draft"
-    raw = json.loads((golden / "base" / "mha" / "config.json").read_text())
-    base = LlamaConfig(
-        raw["vocab_size"], raw["hidden_size"], raw["intermediate_size"], raw["num_hidden_layers"],
-        raw["num_attention_heads"], raw["num_key_value_heads"], 16, raw["max_position_embeddings"],
-    )  # fmt: skip
+    base = read_config(golden / "base" / "mha")
     drafter, params = load_draft(source, base, None)
     official = load_file(source / "model.safetensors")
     official.pop("embed_tokens.weight", None)
@@ -238,11 +243,270 @@ def test_official_drafts_are_written_again(golden, tmp_path, arch):
         identical(params, again)
     written = load_file(tmp_path / "None" / "model.safetensors")
     assert written.keys() == official.keys()
-    for name, tensor in official.items():
-        assert tensor.dtype == written[name].dtype
-        np.testing.assert_array_equal(tensor, written[name])
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "None"))
+    assert all(torch.equal(tensor, written[name]) for name, tensor in official.items())
+    before, after = config_in(source), config_in(tmp_path / "None")
     unsaid = {"initializer_range", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"}
     assert {name: after[name] for name in before if name not in unsaid} == {
         name: value for name, value in before.items() if name not in unsaid
     }
+
+
+# --- exports --------------------------------------------------------------------------------------------------
+
+TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
+ODD = Vocabulary(range(1, VOCAB, 2))
+MHA = BASE.replace(n_kv_heads=4, rope_theta=500.0, norm_eps=1e-5, mlp_width=48)
+CASES = {
+    "eagle": (MHA, {"fc_bias": True}),
+    "eagle, no bias": (BASE, {"fc_bias": False, "depth": 5}),
+    "eagle, scaled": (BASE.replace(rope_scaling=RopeScaling("linear", 4.0)), {}),
+    "eagle, some tokens": (BASE, {"vocabulary": ODD}),
+    "eagle3": (MHA, {}),
+    "eagle3, some tokens": (BASE, {"vocabulary": ODD}),
+    "eagle3, normed": (BASE, {"vocabulary": ODD, "norm_before_residual": True}),
+    "eagle3, llama 3.1": (BASE.replace(rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32), tied_lm_head=True), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tiny_model):
+    """The tiny base; drafts need its embedding and lm head."""
+    return BoundBase(*tiny_model)
+
+
+def drafter_of(name: str):
+    config, settings = CASES[name]
+    kind = Eagle3 if name.startswith("eagle3") else Eagle
+    return dataclasses.replace(kind.for_base(config, jnp.float32), **settings)
+
+
+def params_of(drafter, small) -> dict:
+    return random_params(drafter, (small.model, small.params))
+
+
+def official_module(drafter, format: str) -> torch.nn.Module:
+    released, c = format != "speculators", drafter.config
+    if isinstance(drafter, Eagle):
+        return Eagle1(c, drafter.fc_bias, ("fc", "layers") if released else ("fusion_fc", "transformer"))
+    known = None if drafter.vocabulary is None else len(drafter.vocabulary)
+    variant = {"norm_before_residual": drafter.norm_before_residual}
+    return TorchEagle3(c, len(drafter.spec.aux_hidden_layers), known, released, **variant)
+
+
+OF_EAGLE_3 = [name for name in CASES if name.startswith("eagle3")]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *(
+            (name, format)
+            for name in ("eagle", "eagle, no bias", "eagle, scaled")
+            for format in ("eagle", "speculators")
+        ),
+        *((name, format) for name in OF_EAGLE_3 for format in ("eagle-3", "speculators") if "normed" not in name),
+        ("eagle3, normed", "speculators"),
+    ],
+)
+@pytest.mark.quick(
+    *("eagle-eagle", "eagle, no bias-speculators", "eagle, scaled-eagle", "eagle3, llama 3.1-eagle-3"),
+    *("eagle3, some tokens-eagle-3", "eagle3, some tokens-speculators", "eagle3, normed-speculators"),
+)
+def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_path, name, format):
+    """And it is read back bit for bit, except for the depth, which only our own format stores."""
+    drafter, base = drafter_of(name), CASES[name][0]
+    params = params_of(drafter, small)
+    export_heads(tmp_path, drafter, params, format=format, dtype=None)
+    found, kept = load_draft(tmp_path, base, None)
+    assert found == dataclasses.replace(drafter, depth=type(drafter).depth)
+    identical(params, kept)
+    official = official_module(drafter, format)
+    official.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    if "llama 3.1" in name:  # whose scaling torch's plain module does not have
+        return
+
+    random = np.random.default_rng(5)
+    tokens = random.integers(0, VOCAB, (2, 10))
+    aux_hidden_states = random.standard_normal((2, 10, len(drafter.spec.aux_hidden_layers) * WIDTH)).astype(np.float32)
+    following = np.asarray(small.params["embedding"])[np.roll(tokens, -1, axis=1)]
+    with torch.no_grad():
+        theirs = official(torch.tensor(following), torch.tensor(aux_hidden_states)).numpy()
+
+    @jax.jit
+    def logits_of(params):
+        one = dataclasses.replace(drafter, depth=1)
+        hidden = one.teacher_hidden(params, jnp.asarray(aux_hidden_states), jnp.asarray(tokens), small)
+        return one.head_logits(params, 0, hidden[0], small)
+
+    if isinstance(drafter, Eagle):
+        theirs = theirs @ np.asarray(small.head_kernel())
+    elif drafter.vocabulary is not None:  # d2t and t2d agree
+        known = official.d2t.numpy() + np.arange(len(official.d2t))
+        assert known.tolist() == np.flatnonzero(official.t2d).tolist() == ODD.tokens.tolist()
+    assert 0.3 < theirs.std() < 10
+    np.testing.assert_allclose(theirs, logits_of(params), atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["eagle, some tokens", "eagle3, normed"])
+def test_what_the_released_format_cannot_express_is_exported_in_another(small, tmp_path, name):
+    drafter = drafter_of(name)
+    params = params_of(drafter, small)
+    export_heads(tmp_path, drafter, params, dtype=None)
+    assert ("hydrajax_draft" in config_in(tmp_path)) == (name == "eagle, some tokens")
+    found, kept = load_draft(tmp_path, BASE, None)
+    assert found == drafter
+    identical(params, kept)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3, some tokens"])
+def test_another_dtype_is_the_one_that_is_asked_for(small, tmp_path, name):
+    drafter, base = drafter_of(name), CASES[name][0]
+    params = params_of(drafter, small)
+    export_heads(tmp_path, drafter, params, dtype=jnp.float16)
+    assert config_in(tmp_path)["torch_dtype"] == "float16"
+    for asked, dtype in ((None, jnp.float16), (jnp.float32, jnp.float32)):
+        found, kept = load_draft(tmp_path, base, asked)
+        assert found.dtype == dtype
+        identical(jax.tree.map(lambda x: np.asarray(x, np.float16), params), kept, dtype)
+
+
+@pytest.mark.parametrize("name", ["eagle, no bias", "eagle, scaled", "eagle3, some tokens"])
+def test_what_the_programs_need(small, tmp_path, name):
+    """Fields without a default in eagle/model/{ea_model,configs,cnets,cnets1}.py, and in
+    vllm/transformers_utils/configs/speculators, src/speculators/{config.py,models/eagle3/config.py}.
+    """
+    drafter = drafter_of(name)
+    c, params, one = drafter.config, params_of(drafter, small), isinstance(drafter, Eagle)
+    for format in ("eagle" if one else "eagle-3", "speculators"):
+        export_heads(tmp_path / format, drafter, params, format=format, base_name="lab/base")
+    config = config_in(tmp_path / ("eagle" if one else "eagle-3"))
+    layer = {
+        "hidden_size": WIDTH, "intermediate_size": c.mlp_width, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 1, "vocab_size": VOCAB, "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta,
+        "model_type": "llama",
+    }  # fmt: skip
+    own = {"bias": drafter.fc_bias, "architectures": ["LlamaForCausalLM"]} if one else {
+        "draft_vocab_size": len(ODD), "architectures": ["LlamaForCausalLMEagle3"]
+    }  # fmt: skip
+    more = {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "base_model_name_or_path": "lab/base"}
+    assert (layer | own | more).items() <= config.items()
+    assert config["rope_scaling"] == ({"type": "linear", "factor": 4.0} if "scaled" in name else None)
+
+    config = config_in(tmp_path / "speculators")
+    kind = "eagle" if one else "eagle3"
+    assert config["speculators_model_type"] == kind
+    found = config["speculators_config"]
+    assert (found["algorithm"], found["verifier"]["name_or_path"]) == (kind, "lab/base")
+    assert found["default_proposal_method"] in [method["proposal_type"] for method in found["proposal_methods"]]
+    assert found["proposal_methods"][0]["speculative_tokens"] == 5
+    assert (layer | {"head_dim": 8}).items() <= config["transformer_layer_config"].items()
+    if one:
+        assert (config["fusion_bias"], config["layernorms"]) == (drafter.fc_bias, False)
+    else:
+        assert config["norm_before_residual"] is False  # a missing one means true to vLLM
+        assert config["draft_vocab_size"] == len(ODD)
+        assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # of 8 layers: 2, L // 2 and L - 3
+
+
+@pytest.mark.parametrize("layers", [[1, 5], [4, 7, 9], [0, 2, 5, 11]])
+def test_other_layers_are_written_by_speculators_alone(small, tmp_path, layers):
+    """[4, 7, 9] is the default of 10 layers counted from the end, which is why the base's depth must be known."""
+    base = BASE.replace(n_layers=12)
+    drafter = Eagle3(base.plain_layer, tuple(12 - layer for layer in layers))
+    params, record = params_of(drafter, small), {"shapes": {"n_layers": 12}, "sha256": "0"}
+    export_heads(tmp_path / "heads", drafter, params, dtype=None, base_fingerprint=record)
+    assert config_in(tmp_path / "heads")["eagle_aux_hidden_state_layer_ids"] == layers
+    assert load_draft(tmp_path / "heads", base, None)[0] == drafter
+    pieces = ("expected one of speculators, native", f"layers {layers}", "2, L // 2 and L - 3")
+    refused(tmp_path, drafter, "eagle-3", *pieces, base_fingerprint=record)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3, 6, 7, 11, 32])
+def test_the_default_layers_need_no_recorded_depth(small, tmp_path, n_layers):
+    base = BASE.replace(n_layers=n_layers)
+    drafter = Eagle3(base.plain_layer, default_aux_hidden_layers(n_layers))
+    export_heads(tmp_path, drafter, params_of(drafter, small), dtype=None)
+    assert load_draft(tmp_path, base, None)[0] == drafter
+    assert ("speculators_config" in config_in(tmp_path)) == (n_layers not in (3, 7, 11, 32))  # others have not three
+
+
+@pytest.mark.parametrize(
+    ("format", "drafter", "pieces"),
+    [
+        ("eagle", drafter_of("eagle3"), ("eagle for EAGLE-3 heads", "one of eagle-3, speculators, native")),
+        ("eagle-3", drafter_of("eagle"), ("eagle-3 for EAGLE heads", "one of eagle, speculators, native")),
+        ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual: got True", "one of speculators, native")),
+        ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
+        ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
+        ("eagle", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61", "one of native")),
+        ("speculators", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61",)),
+        ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
+        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
+        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),
+    ],
+)
+def test_formats_that_cannot_express_it(tmp_path, format, drafter, pieces):
+    refused(tmp_path, drafter, format, *pieces)
+
+
+def refused(folder: Path, drafter, format, *pieces: str, **settings) -> None:
+    """The export fails and leaves no files."""
+    refusal(lambda: export_heads(folder / "refused", drafter, {}, format=format, **settings), "export", *pieces)
+    assert not (folder / "refused").exists()
+
+
+@pytest.fixture(scope="module")
+def native(small, tmp_path_factory) -> Path:
+    """Drafts in our own format."""
+    drafter, folder = drafter_of("eagle3, some tokens"), tmp_path_factory.mktemp("native")
+    export_heads(folder, drafter, params_of(drafter, small), format="native")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "pieces"),
+    [
+        ("depth", 0, ("depth: got 0",)),
+        ("depth", 10**9, ("depth: got 1000000000",)),
+        ("ttt_length", 0, ("ttt_length: got 0",)),
+        ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
+        ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
+        ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
+        ("aux_hidden_layers", [], ("drafter",)),
+        ("aux_hidden_layers", 3, ("drafter",)),
+        ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
+        ("vocabulary", [1.5], ("drafter",)),
+        ("vocabulary", "all", ("drafter",)),
+        ("config", 3, ("drafter",)),
+        ("config", {"vocab_size": VOCAB}, ("drafter",)),
+        ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
+        ("config.width", 64, ("another base", "width: got 64, expected 32")),
+        ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
+        ("config.head_dim", 10**9, ("heads of 1000000000",)),
+        ("config.n_layers", 2, ("plain layer",)),
+        ("config.qk_norm", True, ("plain layer",)),
+        ("config.width", True, ("width of config: got True",)),
+        ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
+        ("config.rope_scaling", {"kind": "dynamic", "factor": 2.0}, ("rope scaling", "'dynamic'")),
+        ("config.rope_scaling", 7, ("drafter",)),
+        ("config.extra", 1, ("config: got unknown fields extra",)),
+        ("unknown", 1, ("drafter",)),
+    ],
+)
+def test_invalid_settings_and_those_of_another_base(native, tmp_path, name, value, pieces):
+    config = config_in(native)  # the only file that is looked at before the settings
+    at, *parts = config["drafter"]["settings"], *name.split(".")
+    for part in parts[:-1]:
+        at = at[part]
+    at[parts[-1]] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refusal(lambda: load_draft(tmp_path, BASE), "draft", *pieces)
+
+
+def test_no_prefix_layer_before_an_eagle_draft(small, tmp_path):
+    drafter = drafter_of("eagle")
+    export_heads(tmp_path, drafter, params_of(drafter, small), format="native")
+    config = config_in(tmp_path)
+    config["drafter"]["prefix"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix: got true, expected false: eagle has no prefix layer")

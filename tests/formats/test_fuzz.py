@@ -35,7 +35,7 @@ from helpers.damage import (
     safetensors_parts,
     torch_file,
 )
-from helpers.every_format import FORMATS, write_formats
+from helpers.every_format import FORMATS
 from helpers.watched import outcomes
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.tensors import save_safetensors
@@ -47,18 +47,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-# --- a directory of every format ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def formats(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("formats")
-    write_formats(root)
-    for name in FORMATS:
-        assert all(loads for loads in outcomes(root / name, root / "llama").values()), name
-    return root
 
 
 @pytest.fixture

@@ -363,11 +363,7 @@ FAILURES = {
     "read-only token": ("/commit/main", 403, f"the Hub answered 403 Forbidden: it failed; {LOGIN}"),
     "server": ("/api/repos/create", 500, "the Hub answered 500 Internal Server Error: it failed"),
     "server later": ("/preupload/", 500, "the Hub answered 500 Internal Server Error: it failed"),
-    "model card": (
-        "/api/validate-yaml",
-        400,
-        "{exchange}ValueError: Invalid metadata in README.md.",
-    ),
+    "model card": ("/api/validate-yaml", 400, "{exchange}ValueError: Invalid metadata in README.md."),
 }
 
 

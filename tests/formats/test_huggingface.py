@@ -174,8 +174,7 @@ def test_missing_config_field(copy, field):
 
 
 @pytest.mark.parametrize(
-    ("text", "piece"),
-    [(b"{not json", "as JSON"), (b"\xff\xfe\x00", "as JSON"), (b"[1, 2]", "JSON object")],
+    ("text", "piece"), [(b"{not json", "as JSON"), (b"\xff\xfe\x00", "as JSON"), (b"[1, 2]", "JSON object")]
 )
 def test_config_that_is_not_a_json_object(copy, text, piece):
     (copy / "config.json").write_bytes(text)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.torch_heads import Medusa2, medusa_2_config, randomise, refused, save, vllm, vllm_config
+from helpers.released import Medusa2, medusa_config, randomise, refusal, save, vllm, vllm_config
 from hydrajax import api, assets
-from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
 
 
@@ -42,9 +42,7 @@ def some_heads(base, tmp_path_factory) -> tuple:
 
 @pytest.fixture
 def marked_heads(request, tiny_checkpoint, some_heads, tmp_path) -> Path:
-    """Heads that record the tiny checkpoint as their base, whose name is ``lab/tiny``; Medusa's unless
-    parametrised.
-    """
+    """Heads that record the tiny checkpoint as their base, named ``lab/tiny``; Medusa's unless parametrised."""
     mark = {"base_name": "lab/tiny", "base_fingerprint": fingerprint(tiny_checkpoint)}
     export_heads(tmp_path / "heads", *some_heads, format=getattr(request, "param", "medusa"), dtype=None, **mark)
     return tmp_path / "heads"
@@ -66,8 +64,7 @@ def test_a_bundled_name_means_the_heads_for_the_base():
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.lm_head.shared) == (4, 8192, True)
     assert params.keys() == {f"head_{k}" for k in range(4)}
     assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
-    with pytest.raises(HydrajaxError, match="draft"):
-        load_draft(own, read_config(assets.base()))
+    refusal(lambda: load_draft(own, read_config(assets.base())), "draft: ", "another base")
     drafter, _ = load_draft(resolve("hydra++", "draft", SMOLLM2), SMOLLM2)
     assert (drafter.spec.depth, len(drafter.vocabulary), drafter.prefix.window) == (3, 8192, 512)
     drafter, _ = load_draft(resolve("dspark", "draft", SMOLLM2), SMOLLM2)
@@ -77,54 +74,41 @@ def test_a_bundled_name_means_the_heads_for_the_base():
 def test_a_bundled_name_of_another_base_alone_is_refused():
     assert resolve("dspark", "draft") == assets.path("smollm2_dspark")
     shipped = read_config(assets.base())
-    with pytest.raises(HydrajaxError, match="draft"):
-        load_draft(resolve("dspark", "draft", shipped), shipped)
+    refusal(lambda: load_draft(resolve("dspark", "draft", shipped), shipped), "draft: ", "another base")
+
+
+def refused(directory: Path, base: BoundBase, *pieces: str, **options) -> str:
+    return refusal(lambda: load_draft(directory, base.config, **options), "draft", "made for another base", *pieces)
 
 
 in_every_format = pytest.mark.parametrize("marked_heads", ["medusa", "vllm-medusa", "native"], indirect=True)
 
 
 @in_every_format
-def test_heads_of_another_fine_tune_are_refused(base, marked_heads, tiny_checkpoint, other_weights):
+def test_heads_of_another_base_are_refused_unless_forced(base, marked_heads, tiny_checkpoint, other_weights):
     load_draft(marked_heads, base.config, base_directory=tiny_checkpoint)
-    pieces = ("made for another base", "lab/tiny", str(other_weights), "other weights", "'force'")
+    pieces = ("lab/tiny", str(other_weights), "other weights", "'force' loads them")
     refused(marked_heads, base, *pieces, base_directory=other_weights)
     load_draft(marked_heads, base.config)  # nothing to compare with
-    load_draft(marked_heads, base.config, base_directory=None)
-
-
-def test_heads_of_a_base_of_another_depth_are_refused(base, marked_heads, llama_checkpoint):
-    """Width and vocabulary would fit."""
-    deeper = llama_checkpoint(num_hidden_layers=3)
-    message = refused(marked_heads, base, "lab/tiny", str(deeper), "shapes", base_directory=deeper)
-    assert "'n_layers': 2" in message
-    assert "'n_layers': 3" in message
-    assert "force" not in message  # it would not help
-
-
-@in_every_format
-def test_force_loads_heads_of_another_base(marked_heads, tiny_checkpoint, other_weights):
-    assert api.load(tiny_checkpoint, marked_heads).drafter.num_draft_heads == 2
-    with pytest.raises(HydrajaxError, match=r"^draft: .*made for another base, lab/tiny: .*; 'force' loads them$"):
-        api.load(other_weights, marked_heads)
+    refusal(lambda: api.load(other_weights, marked_heads), "draft: ", "made for another base, lab/tiny", "'force'")
     assert api.load(other_weights, marked_heads, force=True).drafter.num_draft_heads == 2
 
 
-def test_force_loads_no_heads_of_another_width(marked_heads, llama_checkpoint):
-    with pytest.raises(HydrajaxError, match=r"width: got 32, expected 64; the heads were made for another base"):
-        api.load(llama_checkpoint(hidden_size=64), marked_heads, force=True)
+def test_heads_of_a_base_of_other_shapes(base, marked_heads, llama_checkpoint):
+    """Another depth, where width and vocabulary would fit, and another width: forcing them would not help."""
+    deeper = llama_checkpoint(num_hidden_layers=3)
+    message = refused(
+        marked_heads, base, "lab/tiny", str(deeper), "'n_layers': 2", "'n_layers': 3", base_directory=deeper
+    )
+    assert "force" not in message
+    wide, width = llama_checkpoint(hidden_size=64), "width: got 32, expected 64; the heads were made for another base"
+    refusal(lambda: api.load(wide, marked_heads, force=True), width)
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        (torch.float32, torch.bfloat16),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.float16),
-        (torch.float16, torch.float32),
-        (torch.float16, torch.bfloat16),
-    ],
-    ids=lambda dtype: str(dtype).removeprefix("torch."),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float16, torch.float32)],
+    ids=str,
 )
 def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_config, some_heads, tmp_path, first, then):
     one = {name: x.to(first) for name, x in base_state.items()}
@@ -137,7 +121,7 @@ def test_the_same_base_in_another_dtype_is_the_same(base, base_state, base_confi
 
 def test_a_medusa_2_checkpoint_is_the_base_in_it(tiny_checkpoint, base_state, base_config, tmp_path):
     state = base_state | randomise(Medusa2(2, 1)).state_dict()
-    save(tmp_path, state, medusa_2_config(base_config, 2, 1), "safetensors shards")
+    save(tmp_path, state, base_config | medusa_config(2, 1), "safetensors shards")
     assert fingerprint(tmp_path) == fingerprint(tiny_checkpoint)
 
 
@@ -147,4 +131,4 @@ def test_an_empty_record_is_another_base(marked_heads, base, tiny_checkpoint, re
     config = json.loads(path.read_text())
     config["hydrajax"]["base"] = record
     path.write_text(json.dumps(config))
-    refused(marked_heads, base, "made for another base", base_directory=tiny_checkpoint)
+    refused(marked_heads, base, base_directory=tiny_checkpoint)

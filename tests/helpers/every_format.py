@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -38,6 +39,7 @@ BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_di
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
 HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
+HYDRA_PLUS_PLUS = dataclasses.replace(HYDRA, hidden_state_offset=1).with_prefix(BASE, 5)
 MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
@@ -50,8 +52,8 @@ AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_dra
 HEADS = {  # drafter, format, as .pt
     "hydra": (HYDRA, "hydra", False),
     "hydra_pt": (HYDRA, "hydra", True),
-    "prefix": (HYDRA.with_prefix(BASE), "hydra", False),
-    "prefix_pt": (HYDRA.with_prefix(BASE), "hydra", True),
+    "prefix": (HYDRA_PLUS_PLUS, "hydra", False),
+    "prefix_pt": (HYDRA_PLUS_PLUS, "hydra", True),
     "medusa": (MEDUSA, "medusa", False),
     "medusa_pt": (MEDUSA, "medusa", True),
     "vllm": (MEDUSA, "vllm-medusa", False),
@@ -78,6 +80,18 @@ def random_like(shapes):
     return jax.tree.map(lambda x: numbers.standard_normal(x.shape).astype(x.dtype), shapes)
 
 
+@functools.cache
+def params_of(drafter, base: Path) -> dict:
+    """Return random bits as a drafter's parameters, also subnormal numbers and negative zeros, but all finite."""
+    bound, random = BoundBase(*load_llama(base)), np.random.default_rng(0)
+
+    def draw(leaf):
+        bits = random.integers(0, 2**32, leaf.shape, np.uint32).view(np.float32)
+        return np.where(np.isfinite(bits), bits, np.float32(-0.0))
+
+    return jax.tree.map(draw, jax.eval_shape(lambda: drafter.init(jax.random.key(0), bound)))
+
+
 def split_in_two(directory: Path, stem: str, suffix: str, save) -> None:
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
@@ -101,10 +115,9 @@ def write_formats(root: Path) -> None:
     save_torch(root / "bin" / "pytorch_model.bin", load_file(root / "bin" / "model.safetensors"))
     (root / "bin" / "model.safetensors").unlink()
 
-    bound = BoundBase(*load_llama(root / "llama"))
     record = fingerprint(root / "llama")
     for name, (drafter, format, with_pt) in HEADS.items():
-        params = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
+        params = params_of(drafter, root / "llama")
         settings = {"format": format, "torch_file": with_pt, "base_fingerprint": record}
         export_heads(root / name, drafter, params, dtype=None, **settings)
         if with_pt:

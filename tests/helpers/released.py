@@ -1,20 +1,23 @@
-"""Released draft heads as plain torch modules with the official parameter names, and a helper for error messages.
+"""Released draft heads as plain torch modules with the official parameter names, and their files.
 
-The modules follow the formulas of docs/design.md 4 and the layout of vLLM.
+The modules follow the formulas of docs/design.md 4 and the layout of vLLM. `refusal` checks error messages.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaModel
 
 from hydrajax.errors import HydrajaxError
 
-WIDTH = 32  # of the tiny models
+WIDTH, VOCAB = 32, 96  # of the tiny checkpoint
 
 
 class Block(nn.Module):
@@ -107,6 +110,76 @@ class VLLMMedusa(nn.Module):
     def forward(self, aux_hidden_states, tokens=None):
         pairs = zip(self.blocks, self.lm_heads, strict=True)
         return torch.stack([lm_head(block(aux_hidden_states)) for block, lm_head in pairs])
+
+
+class Medusa2(nn.Module):
+    """The heads under their name in a Medusa-2 model."""
+
+    def __init__(self, n_heads: int, n_layers: int):
+        super().__init__()
+        self.medusa_head = Medusa(n_heads, n_layers, VOCAB)
+
+    def forward(self, aux_hidden_states, tokens=None):
+        return self.medusa_head(aux_hidden_states)
+
+
+def vllm(n_heads: int, n_layers: int, bias: bool) -> VLLMMedusa:
+    return VLLMMedusa(n_heads, n_layers, VOCAB, bias=bias)
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    """Return weights in the nonlinear range of SiLU; the base's embedding stays."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not name.startswith("input_embed_fn"):
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1 + 0.2 * noise if "norm" in name else noise * parameter.shape[-1] ** -0.5)
+    return module.eval()
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") -> Path:
+    """Write ``config.json`` and the tensors. kind: ``safetensors``, ``bin``, or shards of either with their index.
+
+    ``bin`` means ``.pt`` for released Hydra and Medusa heads, as their official code saves them.
+    """
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    suffix = kind.split()[0]
+    stem = "pytorch_model" if suffix == "bin" else "model"
+    if "hydra_num_heads" in config or ("medusa_num_heads" in config and "model_type" not in config):
+        stem = "hydra_lm_head" if "hydra_num_heads" in config else "medusa_lm_head"
+        suffix = "pt" if suffix == "bin" else suffix
+    write = save_file if suffix == "safetensors" else torch.save
+    if suffix == "safetensors":  # which refuses tensors that share memory
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    if not kind.endswith("shards"):
+        write(state, directory / f"{stem}.{suffix}")
+        return directory
+    names, weight_map = sorted(state), {}
+    for shard in range(3):  # every third name, so that each head spans several files
+        file = f"{stem}-{shard + 1:05}-of-00003.{suffix}"
+        write({name: state[name] for name in names[shard::3]}, directory / file)
+        weight_map |= dict.fromkeys(names[shard::3], file)
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return directory
+
+
+def hydra_config(n_heads: int, n_layers: int, arch: str = "mlp", grounded: bool = True) -> dict:
+    config = {"hydra_num_heads": n_heads, "hydra_num_layers": n_layers, "hydra_head_arch": arch}
+    return config | {"grounded_heads": grounded, "hidden_state_offset": 0}
+
+
+def medusa_config(n_heads: int, n_layers: int) -> dict:
+    return {"medusa_num_heads": n_heads, "medusa_num_layers": n_layers}
+
+
+def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
+    sizes = {"num_heads": n_heads, "num_hidden_layers": n_layers, "hidden_size": WIDTH, "vocab_size": VOCAB}
+    return {"architectures": ["MedusaModel"], "model_type": "medusa", "truncated_vocab_size": None} | sizes | more
 
 
 def refusal(call: Callable, *pieces: str) -> str:

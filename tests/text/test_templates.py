@@ -13,11 +13,7 @@ from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import BUILT_IN, VICUNA_SYSTEM, make_encoder
 from hydrajax.train.data.corpus import END_OF_TEXT, train_tokenizer
 
-MESSAGES = [
-    {"role": "user", "content": "q"},
-    {"role": "assistant", "content": "a"},
-    {"role": "user", "content": "r"},
-]
+MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}, {"role": "user", "content": "r"}]
 OWN = (
     "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '>' }}{% endif %}"
@@ -76,11 +72,7 @@ class SlowTokenizer:
         ({}, "auto", "template: the tokenizer has no chat template; .*--template plain"),
         ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
-        (
-            {"eos_token": None},
-            "vicuna",
-            "template: vicuna ends answers with EOS, but the tokenizer has no EOS token",
-        ),
+        ({"eos_token": None}, "vicuna", "template: vicuna ends answers with EOS, but the tokenizer has no EOS token"),
     ],
 )
 def test_settings_that_do_not_go_together(tokenizer, changes, template, message):

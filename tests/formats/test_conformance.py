@@ -1,0 +1,146 @@
+"""Every format of heads: what is written is read back and written again, and what is damaged is refused by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from orbax.checkpoint import v1 as ocp
+from safetensors.torch import load_file, save_file
+
+from helpers.draft_heads import config_in, identical
+from helpers.every_format import BASE, HEADS, params_of
+from helpers.released import refusal
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats import native
+from hydrajax.formats.export import NATIVE, WRITTEN, export_heads
+from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.load import load_draft
+
+FOREIGN = [*(name for name, (_, format, _) in HEADS.items() if format != NATIVE), "medusa_2"]
+
+
+def test_every_format_that_is_written_is_here():
+    assert {format for _, format, _ in HEADS.values()} == {*WRITTEN, NATIVE} - {
+        "eagle-3"
+    }  # tests/formats/test_eagle.py
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_written_and_read_back_bit_for_bit(formats, tmp_path, name):
+    drafter, format, _ = HEADS[name]
+    base, record = formats / "llama", fingerprint(formats / "llama")
+    found, params = load_draft(formats / name, BASE, None, base_directory=base)
+    assert found == drafter
+    identical(params_of(drafter, base), params)
+    for through in (NATIVE, None, format):
+        export_heads(tmp_path / "next", found, params, format=through, dtype=None, base_fingerprint=record)
+        found, params = load_draft(tmp_path / "next", BASE, None, base_directory=base)
+        assert found == drafter
+        identical(params_of(drafter, base), params)
+    assert config_in(tmp_path / "next").keys() == config_in(formats / name).keys()
+    for path in (formats / name).glob("*.safetensors"):
+        assert (tmp_path / "next" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.fixture
+def tensors(request, formats, tmp_path):
+    """``(directory, state, save)`` of a format's tensors; ``save(state)`` replaces them."""
+    folder = shutil.copytree(formats / request.param, tmp_path / request.param)
+    (path,) = (path for path in folder.iterdir() if path.suffix in (".pt", ".safetensors"))
+    if path.suffix == ".pt":
+        return folder, torch.load(path), lambda state: torch.save(state, path)
+    return folder, load_file(path), lambda state: save_file({key: x.contiguous() for key, x in state.items()}, path)
+
+
+SHOW_THE_FORMAT = (
+    "input_proj",
+    "eh_proj",
+    "midlayer.hidden_norm",
+    "mask_hidden",
+)  # without them it is another, or none
+
+
+@pytest.mark.parametrize("tensors", FOREIGN, indirect=True)
+def test_every_tensor_is_needed_with_its_name_shape_and_dtype(formats, tensors):
+    folder, state, save = tensors
+    heads = [key for key in state if "medusa_2" not in folder.name or key.startswith("medusa_head.")]
+    for key in heads:
+        x, others = state[key], {name: x for name, x in state.items() if name != key}
+
+        def refused(changes: dict, *pieces: str, others=others) -> None:
+            save(others | changes)
+            for dtype in (None, "float32"):
+                refusal(lambda dtype=dtype: load_draft(folder, BASE, dtype), "draft: ", str(folder), *pieces)
+
+        if key != "t2d":  # follows from d2t
+            refused({}, *() if any(name in key for name in SHOW_THE_FORMAT) else (f"missing tensor '{key}'",))
+        refused({f"{key}.x": x}, *() if any(name in key for name in SHOW_THE_FORMAT) else (f"'{key}",))
+        refused({key: x[..., None]}, f"{key}: got ")
+        refused({key: x.to(torch.int8)}, f"{key}: got ")
+        save(others | {key: torch.cat([x, x[:1]])})
+        message = refusal(lambda: load_draft(folder, BASE), "draft: ", str(folder))
+        assert f"{key}: got " in message or "vocabulary: got 7, expected 6; the heads were made for another" in message
+    save(state)
+    load_draft(folder, BASE, None)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_truncated_or_missing_file(formats, tmp_path, name):
+    folder = shutil.copytree(formats / name, tmp_path / name)
+    for path in [path for path in folder.iterdir() if path.name != "README.md"]:
+        content = path.read_bytes()
+        for keep in (0, 4, len(content) // 2, len(content) - 2):
+            path.write_bytes(content[:keep])
+            refusal(lambda: load_draft(folder, BASE), "draft: ", str(folder))
+        path.unlink()
+        refusal(lambda: load_draft(folder, BASE), "draft: ", str(folder))
+        path.write_bytes(content)
+    load_draft(folder, BASE, None)
+
+
+VALUES = (None, "x", -1, 10**9, [], {}, True)
+MEAN = {  # other values of these are valid, and mean another drafter of the same tensors
+    *("rms_norm_eps", "norm_eps", "rope_theta", "max_positions", "depth", "ttt_length", "dropout", "layer_types"),
+    *("norm_before_residual", "mask_token_id", "mask_token", "ptd_token_id", "num_speculative_tokens", "tied_lm_head"),
+    *("embedding_first", "before_final_norm", "windows", "sliding_window", "causal_head", "num_anchors"),
+    "prefix_window",
+}
+
+
+def drafter_or_message(folder: Path, base: Path):
+    try:
+        return load_draft(folder, BASE, base_directory=base)[0]
+    except HydrajaxError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", [*(name for name in HEADS if not name.endswith("_pt")), "medusa_2"])
+def test_a_changed_field_is_refused_or_changes_nothing(formats, tmp_path, monkeypatch, name):
+    """Or it is one of those that may have other values. The arrays are not read, which takes a tenth of a second."""
+    monkeypatch.setattr(ocp, "load", lambda path, target: target)
+    monkeypatch.setattr(native, "_check_files", lambda directory, files: None)
+    folder = shutil.copytree(formats / name, tmp_path / name)
+    path = folder / "config.json"
+    whole, drafter = path.read_text(), load_draft(folder, BASE)[0]
+    config = json.loads(whole)
+    refused = 0
+    layer = config.get("transformer_layer_config") or config.get("dflash_config") or {}  # of speculators, of DFlash
+    own = [config["drafter"], config["drafter"]["settings"]] if name.startswith(NATIVE) else [config, layer]
+    for node in own:
+        for field, before in list(node.items()):
+            for value in VALUES:
+                node[field] = value
+                path.write_text(json.dumps(config))
+                found = drafter_or_message(folder, formats / "llama")
+                if isinstance(found, str):
+                    assert found.startswith("draft: "), (field, value)
+                    assert "\n" not in found, (field, value)
+                    refused += 1
+                else:
+                    assert found == drafter or field in MEAN, (field, value)
+            node[field] = before
+    assert refused > 5
