@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
+from helpers.refusals import assert_refused
 from hydrajax.bench.contests.contest import Measured
 from hydrajax.bench.contests.tree_search import EXPANSIONS, QUICK_ROUNDS, TOP_K, name_of, search, usable
 from hydrajax.errors import HydrajaxError
@@ -55,21 +57,19 @@ def best_at(size: int, expansions: int, top_k: int, gain: float = 2.0):
     return speed
 
 
-@pytest.mark.parametrize("shapes", ["both", "dynamic"])
-@pytest.mark.parametrize("wanted", [(16, 3, 8), (8, 1, 4), (32, 5, 12), (12, 7, 2)])
-def test_the_best_numbers_are_found_one_after_the_other(shapes, wanted):
-    race = KnownRace(best_at(*wanted))
-    found = search(race, CHAINS if shapes == "both" else [], SIZES, supported(10), 5)
-    assert found.trees[found.fastest.name] == DynamicTree(*wanted)
-    assert [purpose for purpose, *_ in race.ran] == [
-        "choosing the number of nodes", "choosing the number of expansions", "choosing the number of children",
-        "measuring",
-    ]  # fmt: skip
-    assert [rounds for *_, rounds in race.ran] == [QUICK_ROUNDS] * 3 + [5]
-    assert [len(rows) for rows in found.tried] == [len(names) for _, names, _ in race.ran[:-1]]
-    assert sum(len(names) for _, names, _ in race.ran[1:3]) <= len(EXPANSIONS) + len(
-        TOP_K
-    )  # all that is tried of D and K
+@pytest.mark.parametrize("chains", [CHAINS, []], ids=["both", "dynamic"])
+def test_the_best_numbers_are_found_one_after_the_other(chains):
+    for wanted in ((16, 3, 8), (8, 1, 4), (32, 5, 12), (12, 7, 2)):
+        race = KnownRace(best_at(*wanted))
+        found = search(race, chains, SIZES, supported(10), 5)
+        assert found.trees[found.fastest.name] == DynamicTree(*wanted)
+        numbers = ("nodes", "expansions", "children")
+        purposes = [*(f"choosing the number of {number}" for number in numbers), "measuring"]
+        assert [purpose for purpose, *_ in race.ran] == purposes
+        assert [rounds for *_, rounds in race.ran] == [QUICK_ROUNDS] * 3 + [5]
+        assert [len(rows) for rows in found.tried] == [len(names) for _, names, _ in race.ran[:-1]]
+        # All that is tried of D and K.
+        assert sum(len(names) for _, names, _ in race.ran[1:3]) <= len(EXPANSIONS) + len(TOP_K)
 
 
 def test_only_sizes_near_the_fastest_are_tried_unless_they_are_named():
@@ -99,20 +99,18 @@ def test_static_trees_only_are_timed_once():
 def test_a_drafter_of_depth_one_has_flat_trees():
     found = search(KnownRace(best_at(6, 0, 5)), [], [4, 6, 8], supported(1), 1)
     assert set(found.trees) == {"dynamic-4-0-3", "dynamic-6-0-5", "dynamic-8-0-7"}
-    with pytest.raises(HydrajaxError, match="shapes: no dynamic tree of 4 to 4 nodes fits this draft"):
-        search(KnownRace(best_at(4, 1, 2)), [], [4], lambda tree: False, 1)
+    race = KnownRace(best_at(4, 1, 2))
+    message = "shapes: no dynamic tree of 4 to 4 nodes fits this draft"
+    assert_refused(search, (race, [], [4], lambda tree: False, 1, message))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 13, 64, 100])
-@pytest.mark.parametrize("expansions", [0, 1, 3, 9])
-@pytest.mark.parametrize("top_k", TOP_K)
-def test_usable_trees_can_fill_their_nodes(size, expansions, top_k):
-    tree = usable(size, expansions, top_k)
-    assert tree.size == size
-    assert tree.depth == tree.expansions + 1  # as deep as its nodes allow
-    assert tree.top_k <= size - 1
-    if tree.top_k > top_k:  # it was too few
-        with pytest.raises(HydrajaxError, match="too few"):
-            DynamicTree(size, tree.expansions, top_k)
-    else:
-        assert tree.top_k == min(top_k, size - 1)
+def test_usable_trees_can_fill_their_nodes():
+    for size, expansions, top_k in itertools.product((2, 3, 5, 13, 64, 100), (0, 1, 3, 9), TOP_K):
+        tree = usable(size, expansions, top_k)
+        assert tree.size == size
+        assert tree.depth == tree.expansions + 1  # as deep as its nodes allow
+        assert tree.top_k <= size - 1
+        if tree.top_k > top_k:  # it was too few
+            assert_refused(DynamicTree, (size, tree.expansions, top_k, "too few"))
+        else:
+            assert tree.top_k == min(top_k, size - 1)

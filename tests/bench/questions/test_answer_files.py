@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from helpers.answering import FAST, PLAIN, PROMPTER, QUESTIONS, SETTINGS, Decoder, lines_of, run, without_chance
+from helpers.refusals import assert_refused
 from hydrajax.bench.questions.answer_files import AnswerFiles
 from hydrajax.bench.questions.asking import evaluate
 from hydrajax.bench.questions.summary import MT_BENCH
-from hydrajax.errors import HydrajaxError
 
 # --- what the published scripts read ----------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("calls", [0, 3, 9, 14, 20, 25])
+@pytest.mark.parametrize("calls", [0, 9, 20, 25])
 def test_a_run_that_was_broken_off_is_taken_up(tmp_path, calls):
     whole, part = tmp_path / "whole", tmp_path / "part"
     run(whole, repeats=2)
@@ -176,34 +176,33 @@ def test_other_settings_are_refused(tmp_path):
     AnswerFiles(tmp_path, [PLAIN], {"rule": "typical"})  # no answers yet: nothing to mix
     run(tmp_path)
     before = (tmp_path / f"{FAST}.jsonl").read_bytes()
-    found = r'other settings: rule: got "exact", expected "greedy"; choose another directory, or remove'
-    with pytest.raises(HydrajaxError, match=found):
-        run(tmp_path, settings=SETTINGS | {"rule": "exact"})
-    with pytest.raises(HydrajaxError, match="other settings: seed: got 1, expected null"):
-        run(tmp_path, settings=SETTINGS | {"seed": 1})
-    with pytest.raises(HydrajaxError, match=r"other settings: tree: got null, expected \[\[0\], \[0, 0\]\]"):
-        run(tmp_path, settings={"rule": "greedy"})
+    found = 'other settings: rule: got "exact", expected "greedy"; choose another directory, or remove'
+    tree = "other settings: tree: got null, expected [[0], [0, 0]]"
+    assert_refused(
+        lambda settings: run(tmp_path, settings=settings),
+        (SETTINGS | {"rule": "exact"}, found),
+        (SETTINGS | {"seed": 1}, "other settings: seed: got 1, expected null"),
+        ({"rule": "greedy"}, tree),
+    )
     (tmp_path / "settings.json").unlink()
-    with pytest.raises(HydrajaxError, match="holds answers, but no readable settings"):
-        run(tmp_path)
+    assert_refused(run, (tmp_path, "holds answers, but no readable settings"))
     assert (tmp_path / f"{FAST}.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", [b"{}", b"[]", b"", b"nonsense", b'{"choices": [{"turns": []}], "question_id": 5}'])
-def test_a_damaged_line_is_named(tmp_path, damage):
+def test_a_damaged_line_is_named(tmp_path):
     run(tmp_path)
     path = tmp_path / f"{FAST}.jsonl"
-    lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([lines[0], damage, *lines[2:]]) + b"\n")
-    with pytest.raises(
-        HydrajaxError, match=r"tiny-hydra\.jsonl line 2: .*; the line is damaged or not from this program"
-    ):
-        run(tmp_path)
+    first, _, *others = path.read_bytes().splitlines()
+    for damage in (b"{}", b"[]", b"", b"nonsense", b'{"choices": [{"turns": []}], "question_id": 5}'):
+        path.write_bytes(b"\n".join([first, damage, *others]) + b"\n")
+        message = "tiny-hydra.jsonl line 2: ...; the line is damaged or not from this program"
+        assert_refused(run, (tmp_path, message))
 
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(HydrajaxError, match=r"output: .*file is a file, expected a directory"):
-        AnswerFiles(tmp_path / "file", [PLAIN], {})
-    with pytest.raises(HydrajaxError, match=r"output: cannot make .*: Not a directory"):
-        AnswerFiles(tmp_path / "file" / "below", [PLAIN], {})
+    assert_refused(
+        AnswerFiles,
+        (tmp_path / "file", [PLAIN], {}, "output: ...file is a file, expected a directory"),
+        (tmp_path / "file" / "below", [PLAIN], {}, "output: cannot make ...: Not a directory"),
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from helpers.answering import FAST, PLAIN, PROMPTER, QUESTIONS, Decoder, words
+from helpers.refusals import assert_refused
 from hydrajax.bench.questions.answer_files import AnswerFiles
 from hydrajax.bench.questions.asking import Prompter, evaluate
 from hydrajax.errors import HydrajaxError
@@ -44,8 +43,8 @@ def test_long_prompts_lose_their_beginning_but_not_bos():
     assert prompter([]) == ([1, *range(23, 30)], 13)
     assert Prompter(prompter.encode, 16, 8)([]) == ([*range(22, 30)], 13)
     assert Prompter(prompter.encode, 29, 8, 1)([]) == ([1, *range(10, 30)], 0)
-    with pytest.raises(HydrajaxError, match="max_new_tokens: got 15, expected at most 14: the model's context of 16"):
-        Prompter(prompter.encode, 16, 15)
+    message = "max_new_tokens: got 15, expected at most 14: the model's context of 16"
+    assert_refused(Prompter, (prompter.encode, 16, 15, message))
 
 
 def test_a_question_that_cannot_be_encoded_is_named(tmp_path):
@@ -53,5 +52,5 @@ def test_a_question_that_cannot_be_encoded_is_named(tmp_path):
         raise HydrajaxError("the chat template failed: no")
 
     files = AnswerFiles(tmp_path, [PLAIN], {})
-    with pytest.raises(HydrajaxError, match='question "x/4": the chat template failed: no'):
-        evaluate(QUESTIONS[3:], [Decoder(PLAIN, 1)], Prompter(refuse, 256, 8), files)
+    arguments = QUESTIONS[3:], [Decoder(PLAIN, 1)], Prompter(refuse, 256, 8), files
+    assert_refused(evaluate, (*arguments, 'question "x/4": the chat template failed: no'))

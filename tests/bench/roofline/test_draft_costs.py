@@ -51,11 +51,11 @@ def test_hydra_pp_blocks_are_multiplied_three_times_and_read_once():
     assert all(op.bytes == 2 * (D * D + 2 * op.rows * D) for op in blocks)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_the_bytes_of_a_draft_are_its_parameters(kind):
+def test_the_bytes_of_a_draft_are_its_parameters():
     """At batch 1 with few rows, all heads together move little more than their parameters."""
-    parameters = draft_parameters(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE)
-    assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
+    for kind in ("medusa", "hydra"):
+        parameters = draft_parameters(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE)
+        assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
 
 
 def test_heads_below_the_tree_are_not_run():
@@ -77,16 +77,11 @@ def test_every_matrix_of_the_draft_is_multiplied_with():
 
 
 STATIC, DYNAMIC = presets.sparse("eagle_26"), DynamicTree(20, 3, 4)
-WITH_CACHE = [
-    pytest.param(kind, tree, marks=() if (kind, tree) == ("eagle3", DYNAMIC) else pytest.mark.slow)
-    for kind in ("eagle", "eagle3", "mtp", "model")
-    for tree in (STATIC, DYNAMIC)
-]
+CASES = [("eagle3", DYNAMIC), ("eagle", STATIC), ("mtp", DYNAMIC), ("model", STATIC), ("amphista", presets.sparse())]
 
 
-@pytest.mark.parametrize(
-    ("kind", "tree"), [*WITH_CACHE, pytest.param("amphista", presets.sparse(), marks=pytest.mark.slow)]
-)
+@pytest.mark.quick("eagle3-tree0")
+@pytest.mark.parametrize(("kind", "tree"), CASES)
 def test_flops_of_drafts_with_a_cache_against_xla(kind, tree, monkeypatch):
     """Levels that attend to the draft's cache and to earlier nodes, and the pass over the accepted tokens."""
     monkeypatch.setattr(library, "available", lambda: False)  # in our own kernels XLA counts nothing
@@ -114,11 +109,11 @@ def test_flops_of_drafts_with_a_cache_against_xla(kind, tree, monkeypatch):
         assert 0.85 < flops(operators) / compiled.cost_analysis()["flops"] <= 1, function
 
 
-@pytest.mark.parametrize("kind", ["medusa", "amphista"])
-def test_heads_that_guess_at_once_read_the_bases_lm_head_once(kind):
-    drafter = dataclasses.replace(KINDS[kind].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
-    operators = [op for op in propose(drafter, BASE, TREE, 3, 1024) if op.name == "lm head"]
-    assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
+def test_heads_that_guess_at_once_read_the_bases_lm_head_once():
+    for kind in ("medusa", "amphista"):
+        drafter = dataclasses.replace(KINDS[kind].build(SEVEN, jnp.bfloat16), small_lm_head=LmHead(shared=True))
+        operators = [op for op in propose(drafter, BASE, TREE, 3, 1024) if op.name == "lm head"]
+        assert [(op.rows, op.flops) for op in operators] == [(3 * 4, 2 * 3 * 4 * D * V)]
 
 
 def test_every_level_of_eagle_reads_the_cache_and_the_levels_before_it():

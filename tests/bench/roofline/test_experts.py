@@ -27,11 +27,10 @@ EXPERTS = Experts(E, K, F, shared_width=12)
 CONFIG = LlamaConfig(50, D, 40, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, experts=EXPERTS)
 
 
-@pytest.mark.parametrize(("count", "per_token", "tokens"), [(8, 2, 4), (64, 8, 8), (128, 8, 64)])
-def test_woken_experts_against_draws(count, per_token, tokens):
-    draws = np.random.default_rng(0).random((400, tokens, count)).argsort(-1)[..., :per_token]
+def test_woken_experts_against_draws():
+    draws = np.random.default_rng(0).random((400, 8, 64)).argsort(-1)[..., :8]
     found = np.mean([len(np.unique(draw)) for draw in draws])
-    assert woken(count, per_token, tokens) == pytest.approx(found, rel=0.02)
+    assert woken(64, 8, 8) == pytest.approx(found, rel=0.02)
 
 
 def test_woken_experts_at_the_ends():

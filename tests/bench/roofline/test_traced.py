@@ -92,25 +92,16 @@ def test_products_of_masks_are_not_counted():
     assert not counted(run)
 
 
-@pytest.mark.parametrize("kind", ["none", "lookup", "lookahead"])
-def test_a_drafter_without_weights_multiplies_nothing(kind):
-    drafter = KINDS[kind].build(BASE.config, jnp.float32)
-    tree = presets.by_name(drafter.spec.default_tree)
-    assert not propose(drafter, BASE, tree, 2, 64)
-    assert not observe(drafter, BASE, tree, 2, 64)
-    assert not begin(drafter, BASE, 2, 16, 64)
-
-
 def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
     """Four layers from one and two, also if a pass omits most of the last layer."""
     config = BASE.config.replace(n_layers=6)
-    drafters = [KINDS["model"].build(config, jnp.float32), with_lookup(KINDS["model"].build(config, jnp.float32), 3)]
-    given = [(drafter, BASE, presets.chain(3)) for drafter in drafters]
+    model = KINDS["model"].build(config, jnp.float32)
+    both, chain = with_lookup(model, 3), presets.chain(3)
 
     def everything():
-        yield from (propose.__wrapped__(*each, 2, 70) for each in given)
-        yield from (observe.__wrapped__(*each, 2, 70) for each in given)
-        yield from (begin.__wrapped__(drafter, BASE, 2, 10, 70) for drafter in drafters)
+        yield propose.__wrapped__(both, BASE, chain, 2, 70)
+        yield observe.__wrapped__(both, BASE, chain, 2, 70)
+        yield begin.__wrapped__(model, BASE, 2, 10, 70)
         yield forward.__wrapped__(Llama(config.replace(n_layers=4)), 2, 6, 70)
 
     ours = [set(operators) for operators in everything()]
