@@ -25,8 +25,8 @@ from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, load_llama
 from hydrajax.formats.load import find_own_heads
 from hydrajax.language_model import LanguageModel, Tree
-from hydrajax.models.attention import KV_CACHES
 from hydrajax.models.base_model import BaseModel
+from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.models.weights import AS_STORED, WIDENED
 from hydrajax.sharding import Placement, check_divides
 from hydrajax.trees import presets

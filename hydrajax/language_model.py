@@ -33,7 +33,8 @@ from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.generation import Stream, generate, stream
 from hydrajax.loading import find_draft
-from hydrajax.models.base_model import BaseModel, abstract_base
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import Quantized, described
 from hydrajax.ops import trace

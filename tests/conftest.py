@@ -46,7 +46,7 @@ import pytest
 
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.llama import Llama
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 
 PROJECT = Path(__file__).resolve().parents[1]
 QUICK = (

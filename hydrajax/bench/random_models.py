@@ -9,7 +9,8 @@ from hydrajax.bench.shapes import PRESETS
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models.base_model import BaseModel, BoundBase, init_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import quantized_draft

@@ -20,12 +20,13 @@ from hydrajax.formats.export import FORMATS, export_heads
 from hydrajax.formats.export_base import export_merged
 from hydrajax.formats.fetch import fetch_heads
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.formats.hub import push, resolve
+from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import RECORD, load_draft, load_own_heads
 from hydrajax.formats.tensors import read_json
-from hydrajax.models.attention import KV_CACHES
+from hydrajax.formats.upload import push
 from hydrajax.models.base_model import BaseModel
+from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.models.weights import WIDENED
 from hydrajax.text.prompt_files import PROMPT_FORMATS
 

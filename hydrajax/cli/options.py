@@ -27,7 +27,7 @@ from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.known_bases import KNOWN_BASES
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.language_model import AUTO, LanguageModel
-from hydrajax.models.attention import KV_CACHES
+from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.models.weights import WIDENED
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement, last_devices, make_mesh

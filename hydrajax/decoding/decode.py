@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 
 from hydrajax import ops
 from hydrajax.decoding.acceptance import AcceptanceRule
+from hydrajax.decoding.batching import batched, broadcast
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import TopTokens
-from hydrajax.decoding.parameters import batched, broadcast
 from hydrajax.decoding.processing import batched_processors
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, check_prompts

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from hydrajax.decoding.batching import broadcast
 from hydrajax.decoding.logprobs import Logprobs
-from hydrajax.decoding.parameters import broadcast
 from hydrajax.decoding.processing import NodeContext, TokenCounts, count_tokens, process
 from hydrajax.decoding.random_keys import position_keys, row_keys
 from hydrajax.decoding.request import SamplingParams

@@ -6,17 +6,11 @@ parameter without effect (`effective`) is not a leaf, so a program contains only
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-
-from hydrajax.errors import HydrajaxError
-from hydrajax.models.arrays import Array
 
 T = TypeVar("T")
 LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
@@ -29,9 +23,9 @@ def parameters_as_arrays(cls: type[T]) -> type[T]:
     """Register a frozen dataclass of sampling parameters as a pytree of these parameters.
 
     ``NEUTRAL`` of the class gives the values without effect; a function gives that of an omitted one (None) from the
-    others. An instance is ``mixed`` if the arrays of some sequences
-    may hold such values (`batched`); this is part of the tree's structure. Leaves may be arrays or anything that JAX
-    puts in their place, and are not validated.
+    others. An instance is ``mixed`` if the arrays of some sequences may hold such values
+    (`hydrajax.decoding.batching.batched`); this is part of the tree's structure. Leaves may be arrays or anything that
+    JAX puts in their place, and are not validated.
     """
     names = [field.name for field in dataclasses.fields(cls)]
 
@@ -70,14 +64,6 @@ def effective(item: Any, name: str) -> Any:
     return None if is_number and value == getattr(item, "NEUTRAL", {}).get(name) else value
 
 
-def with_all_effects(cls: type[T]) -> T:
-    """Return an instance of which every parameter counts as having an effect, as `batched` takes it in ``like``."""
-    found = cls()
-    for name in getattr(cls, "NEUTRAL", {}):
-        object.__setattr__(found, name, np.float32(0))
-    return found
-
-
 def is_mixed(item: Any) -> bool:
     """Return whether the sequences of a batch may differ in which parameters have an effect."""
     return getattr(item, "mixed", False)
@@ -89,55 +75,3 @@ def bound(item: Any, **bounds: tuple[float, float]) -> None:
         value = getattr(item, name)
         if value is not None and not least <= value <= most:
             object.__setattr__(item, name, least if value < least else most)
-
-
-def batched(rows: Sequence[T], like: Sequence[T] = ()) -> T:
-    """Stack the parameters of several sequences into arrays ``[B]``: float32, int32 for integers.
-
-    A parameter with an effect in some sequences is written out in the others, and the result is ``mixed``.
-
-    Args:
-        rows: The rules or processors of the sequences.
-        like: Give the result the structure that it would have with these in the batch, so that all batches share a
-            program.
-
-    Raises:
-        HydrajaxError: For sequences of several kinds, and for a parameter that some omit and that has no neutral value.
-    """
-    every, first = (*rows, *like), rows[0]
-    if any(type(row) is not type(first) for row in every):
-        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same parameters")
-    neutral = getattr(first, "NEUTRAL", {})
-    used = [name for name in neutral if any(effective(row, name) is not None for row in every)]
-    lacking = any(effective(row, name) is None for row in every for name in used)
-    mixed = lacking or any(map(is_mixed, every))
-
-    def written_out(row):
-        found = copy.copy(row)
-        for name in used:
-            value = getattr(row, name)
-            if value is None:
-                value = neutral[name](row) if callable(neutral[name]) else LARGEST
-            object.__setattr__(found, name, _as_array(value))
-        object.__setattr__(found, "mixed", mixed)
-        return found
-
-    rows = [written_out(row) for row in rows]
-    if len({jax.tree.structure(row) for row in rows}) > 1:
-        raise HydrajaxError("rule: got several kinds in one batch, expected one kind with the same parameters")
-    return jax.tree.map(lambda *xs: _xp(xs[0]).stack([_as_array(x) for x in xs]), *rows)
-
-
-def broadcast(item: T, batch: int) -> T:
-    """Repeat parameters for every sequence of a batch; arrays ``[B]`` stay as they are."""
-    return jax.tree.map(lambda x: _xp(x).broadcast_to(_as_array(x), (batch, *np.shape(x)[1:])), item)
-
-
-def _xp(x: Any):
-    """Return NumPy for numbers on the host, so that a call of a compiled function dispatches nothing else."""
-    return jnp if isinstance(x, jax.Array) else np
-
-
-def _as_array(x: Any) -> Array:
-    xp = _xp(x)
-    return xp.asarray(x, np.int32 if xp.issubdtype(xp.result_type(x), np.integer) else np.float32)

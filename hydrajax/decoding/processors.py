@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
-from hydrajax.decoding import parameters
+from hydrajax.decoding.batching import batched
 from hydrajax.decoding.parameters import LARGEST_NUMBER, bound, effective, parameters_as_arrays
 from hydrajax.drafters.draft_lm_head import is_allowed
 from hydrajax.errors import HydrajaxError, integer_in
@@ -47,7 +47,7 @@ class NumericProcessor:
 
     @classmethod
     def batched(cls, rows, vocab_size, like=()):
-        return parameters.batched(rows, like)
+        return batched(rows, like)
 
 
 @parameters_as_arrays

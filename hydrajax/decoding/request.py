@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
+from hydrajax.decoding.batching import batched
 from hydrajax.decoding.constraints import Constraint, GrammarLike
-from hydrajax.decoding.parameters import batched
 from hydrajax.decoding.processing import batched_processors
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array

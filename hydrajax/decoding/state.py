@@ -19,8 +19,9 @@ from hydrajax.decoding.processing import TokenCounts
 from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.cache import KVCache
+from hydrajax.models.init import abstract_base
 from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
 

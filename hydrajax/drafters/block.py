@@ -25,12 +25,13 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.block_network import BlockNetwork, BlockState, Text
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.markov import MarkovHead
 from hydrajax.drafters.ranks import ranks_among
 from hydrajax.drafters.settings import Settings, at_least, below
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment

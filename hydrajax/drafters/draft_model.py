@@ -18,16 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Beam, DrafterSpec, Draw, Outcome
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.ranks import token_ranks
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BaseModel, BoundBase, Forward, init_base
+from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import Block, KVCache, PendingKVCache, append, cut_caches
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base

@@ -12,10 +12,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.drafters.settings import at_least, below, one_of, vocabulary_of
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import DType
 from hydrajax.models.llama_config import LlamaConfig

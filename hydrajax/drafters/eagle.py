@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Beam, DrafterSpec, following_tokens, last_observed
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import Settings, at_least, vocabulary_of
 from hydrajax.drafters.trained import Trained
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table

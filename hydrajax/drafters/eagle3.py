@@ -9,10 +9,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of, within_base
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import DrafterSpec, last_observed
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.settings import below
 from hydrajax.drafters.trained import TrainedStack
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, project, project_parts

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
 from hydrajax.drafters.kind import DrafterKind
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.base_model import BEFORE_FINAL_NORM

@@ -25,11 +25,12 @@ from jaxtyping import Float, Int
 from hydrajax import ops
 from hydrajax.drafters.block import ROWS_AT_ONCE, BlockDrafter, BlockSettings, one_by_one
 from hydrajax.drafters.block_network import Text
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, causal_mask, rope_table

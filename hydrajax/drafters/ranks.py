@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.trainable import TeacherForced
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.llama_config import LlamaConfig
 

@@ -9,11 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.drafter import Drafter, DraftParams
 from hydrajax.drafters.settings import Settings
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 
 

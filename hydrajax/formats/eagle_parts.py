@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config

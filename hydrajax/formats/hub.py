@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: download a model or draft heads by name, upload an export.
+"""The Hugging Face Hub: download a model or draft heads by name. `hydrajax.formats.upload` uploads an export.
 
 Requests go through huggingface_hub, with its cache, login and environment variables (``HF_HOME``, ``HF_TOKEN``,
 ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``). Only files that hydrajax reads are downloaded. None can contain code, except the
@@ -20,8 +20,6 @@ from hydrajax.formats.tensors import GGUF_INDEX, GGUF_SUFFIX
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.plugins import outdated
 
-WHAT = "push"
-
 # Patterns of huggingface_hub, whose `*` crosses folders.
 READ = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json"),
@@ -31,7 +29,6 @@ READ = (
     "tree_b*.json",  # of hydrajax tree search
     "params/*",  # orbax's files
 )
-WRITTEN = (*READ, "*.pt", "README.md")
 NEVER = tuple(f"*/*.{kind}" for kind in ("safetensors*", "bin", "ckpt", "pickle", "pkl", "pt", "pth", "py"))
 
 REPOSITORY = re.compile(r"\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
@@ -83,7 +80,7 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
             gguf.check_installed(flag)  # before the file is downloaded
             return gguf.described(_known_bases().known_base_file(text, flag), flag)
     repository, at, revision = text.partition("@")
-    if os.path.exists(text) or not _is_repository(repository) or (at and not REVISION.fullmatch(revision)):
+    if os.path.exists(text) or not is_repository(repository) or (at and not REVISION.fullmatch(revision)):
         raise HydrajaxError(f"{flag}: no such directory: {text}{_known_names(text, flag)}")
 
     from huggingface_hub import snapshot_download  # slow to import
@@ -93,8 +90,9 @@ def downloaded(name: str | Path, flag: str, files: Sequence[str]) -> Path:
             repository, revision=revision or None, allow_patterns=list(files), ignore_patterns=list(NEVER)
         )
     except Exception as error:  # of the library, its HTTP client, its storage backend or the disk
-        reason = _reason(error, repository, revision)
-        raise HydrajaxError(f"{flag}: '{text}' is no local directory, and {reason}") from None
+        raise HydrajaxError(
+            f"{flag}: '{text}' is no local directory, and {reason(error, repository, revision)}"
+        ) from None
     return Path(folder)
 
 
@@ -126,73 +124,26 @@ def without_hub(name: str | Path, flag: str) -> Path:
     return downloaded(name, flag, ()) if named else Path(name)
 
 
-def push(directory: str | Path, repository: str, *, private: bool = False, message: str | None = None) -> str:
-    """Upload an export in one commit and return the commit's URL.
-
-    Only files that an export writes are uploaded, and no file on the Hub is deleted.
-
-    Args:
-        directory: an exported directory.
-        repository: ``org/name``, created if needed.
-        private: create it as private; by default the owner's default visibility.
-        message: of the commit.
-
-    Raises:
-        HydrajaxError: the upload fails, a ``private`` repository exists as public, or a file is a link out of the
-            directory.
-    """
-    directory = Path(directory)
-    if not os.path.isdir(directory):
-        raise HydrajaxError(f"{WHAT}: no such directory: {directory}")
-    if not os.path.isfile(directory / "config.json"):
-        raise HydrajaxError(f"{WHAT}: {directory} has no config.json, expected an exported directory")
-    if not _is_repository(repository):
-        raise HydrajaxError(f"{WHAT}: repository: got {repository!r}, expected a name such as 'org/name'")
-
-    from huggingface_hub import CommitOperationAdd, HfApi, get_token
-    from huggingface_hub.utils import filter_repo_objects
-
-    try:
-        found = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        files = list(filter_repo_objects(found, allow_patterns=list(WRITTEN), ignore_patterns=list(NEVER)))
-        for file in files:  # in a directory from elsewhere it may lead to a secret of this machine
-            if not (directory / file).resolve().is_relative_to(directory.resolve()):
-                raise HydrajaxError(f"{WHAT}: {directory / file} is a link out of {directory}")
-        if get_token() is None:
-            raise HydrajaxError(f"{WHAT}: not logged in to the Hub: run `hf auth login` or set HF_TOKEN")
-        api = HfApi()
-        api.create_repo(repository, private=private or None, exist_ok=True)  # False would override the owner's default
-        if private and not api.model_info(repository).private:
-            raise HydrajaxError(f"{WHAT}: private: '{repository}' exists and is public")
-        # Not upload_folder, whose several commits may leave a part of the files there.
-        additions = [CommitOperationAdd(path_in_repo=file, path_or_fileobj=directory / file) for file in files]
-        return api.create_commit(repository, additions, commit_message=message or "Upload from hydrajax").commit_url
-    except HydrajaxError:
-        raise
-    except Exception as error:  # as in `downloaded`
-        raise HydrajaxError(f"{WHAT}: cannot upload to '{repository}': {_reason(error, repository)}") from None
-
-
-def _is_repository(text: str) -> bool:
+def is_repository(text: str) -> bool:
     """Return True for a name that the Hub allows; a local path with one `/` may also pass."""
     return bool(REPOSITORY.fullmatch(text)) and not re.search(r"--|\.\.|\.git$", text)
 
 
-def _reason(error: BaseException, repository: str, revision: str = "") -> str:
+def reason(error: BaseException, repository: str, revision: str = "") -> str:
     """Explain an error of huggingface_hub in one line."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
-        return f"{_reason(error.__cause__, repository, revision)}; the cache has no complete copy"
+        return f"{reason(error.__cause__, repository, revision)}; the cache has no complete copy"
     gated = f"accept its terms at {constants.ENDPOINT}/{repository} and log in with `hf auth login`"
-    for kind, reason in (  # GatedRepoError is a RepositoryNotFoundError
+    for kind, explained in (  # GatedRepoError is a RepositoryNotFoundError
         (errors.OfflineModeIsEnabled, "huggingface_hub is offline (HF_HUB_OFFLINE is set)"),
         (errors.GatedRepoError, f"the Hub's repository is gated: {gated}"),
         (errors.RepositoryNotFoundError, "the Hub has no such repository (or it is private and you are not logged in)"),
         (errors.RevisionNotFoundError, f"the Hub's repository has no branch, tag or commit '{revision}'"),
     ):
         if isinstance(error, kind):
-            return reason
+            return explained
     if isinstance(error, errors.HfHubHTTPError):
         answer = f"the Hub answered {error.response.status_code} {error.response.reason_phrase}"
         if error.server_message:

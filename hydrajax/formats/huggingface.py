@@ -21,7 +21,7 @@ import numpy as np
 from hydrajax.formats.checkpoint import WHAT, Checkpoint
 from hydrajax.models.adapter import MARK as ADAPTER_MARK
 from hydrajax.models.adapter import low_rank, with_adapter
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.layout import Entry, Parameter, Stack, leaf, read, shapes
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax import plugins
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.trainable import abstract_draft
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums
 from hydrajax.formats.draft_registry import FILES, heads, kind_of

@@ -19,7 +19,7 @@ from hydrajax.families.config_fields import unsupported
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter, part_shapes
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.layout import ADAPTER, leaf
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig

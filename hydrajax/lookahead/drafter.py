@@ -39,7 +39,8 @@ from hydrajax.drafters.kind import DrafterKind
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.trees.built_trees import from_parents
-from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
+from hydrajax.trees.choices import MAX_NODES
+from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.topology import Topology
 
 NO_TOKEN = -1

@@ -5,13 +5,9 @@ A base consists of a Flax module (`BaseModel`) and its parameters; `BoundBase` h
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
@@ -19,7 +15,6 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask
 from hydrajax.models.cache import Block, KVCache, PendingKVCache
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.ops import trace
 
 BEFORE_FINAL_NORM = -1  # among ``aux_hidden_layers`` of `BaseModel.__call__`
 
@@ -137,33 +132,3 @@ class BoundBase:
     def _apply(self, *args, **settings):
         rngs = None if self.rng is None else {"dropout": self.rng}
         return self.model.apply({"params": self.params}, *args, rngs=rngs, **settings)
-
-
-def init_boxed(model: BaseModel, rng: Array):
-    """Return random parameters with their logical axes (`flax.core.meta` boxes)."""
-    position = jnp.zeros((1, 1), jnp.int32)
-    return model.init(rng, position, position, np.ones((1, 1), bool))["params"]
-
-
-def init_base(model: BaseModel, rng: Array) -> dict:
-    """Return random base parameters (normal, std 0.02) as a nested dict of arrays."""
-    return nn.unbox(init_boxed(model, rng))
-
-
-def abstract_base(model: BaseModel) -> dict:
-    """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation.
-
-    All layers with the same experts are alike, so only one of them is traced, once per model and platform.
-    """
-    c, found, layers = model.config, {}, {}
-    for kind in {kind.experts: kind for kind in reversed(c.kinds)}.values():  # of each the first one
-        one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)
-        found = dict(_abstract_first(model.clone(config=one), trace.platform(), trace.has_few_bits()))
-        layers[kind.experts] = found.pop("layers_0")
-    return found | {f"layers_{i}": layers[kind.experts] for i, kind in enumerate(c.kinds)}
-
-
-@functools.lru_cache(maxsize=64)
-def _abstract_first(model: BaseModel, traced_for: trace.Platform, in_tiles: bool) -> dict:
-    """Return the shapes of a model of one layer. The platform decides how quantised weights are stored."""
-    return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

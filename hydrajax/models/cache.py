@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int, Num
 
 from hydrajax import ops
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import Filled, KeyValue, KVSegment, Vectors, empty
+from hydrajax.models.attention import Filled, KVSegment
+from hydrajax.models.kv_vectors import KeyValue, Vectors, empty
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.sharded import DATA, MODEL, shard
 
@@ -68,7 +69,7 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
     """Return an empty cache of at least ``slots`` slots, zeroed because 0 * NaN would poison masked attention.
 
     On a mesh its sequences and key-value heads are sharded, as in attention. ``kv_cache`` names a type of
-    fewer bits (`hydrajax.models.attention.KV_CACHES`).
+    fewer bits (`hydrajax.models.kv_vectors.KV_CACHES`).
     """
     shape = (batch, config.n_kv_heads, ops.here().padded_slots(slots), config.head_dim)
 

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from hydrajax import ops
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.expert_settings import Experts
-from hydrajax.models.weights import Quantized, declare, declare_experts, declare_kernel, project, project_parts
+from hydrajax.models.weights import Quantized, declare, declare_kernel, project, project_parts, quantized_type
 from hydrajax.ops.cpu.experts import matmul_experts
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 from hydrajax.ops.trace import mesh_in_use
@@ -72,6 +72,27 @@ class ExpertMLP(nn.Module):
             gate = declare(self, "shared_gate", (width, 1), (None, None), normal)
             shared = shared * jax.nn.sigmoid(ops.matmul_float32(x, gate)).astype(shared.dtype)
         return out + shared
+
+
+def declare_experts(module: nn.Module, name: str, count: int, shape: tuple[int, ...]) -> Array | Quantized:
+    """Declare the kernels of all experts, of this shape each. Every array has a leading axis for experts, and only this
+    is sharded.
+    """
+    if isinstance(stored := module.get_variable("params", name), Quantized):
+        return stored
+
+    def each(key: Array) -> Array | Quantized:
+        if kind := quantized_type(module.quantize, name):
+            return nn.unbox(kind.boxed(shape, (None,) * len(shape)))
+        return nn.initializers.normal(0.02)(key, shape, module.dtype)
+
+    def of_all(rng: Array):
+        def boxed(x: Array):
+            return nn.LogicallyPartitioned(x, ("experts", *[None] * (x.ndim - 1)))
+
+        return jax.tree.map(boxed, jax.vmap(each)(jax.random.split(rng, count)))
+
+    return module.param(name, of_all)
 
 
 def route(

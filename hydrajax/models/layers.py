@@ -17,7 +17,8 @@ from jaxtyping import Float
 from hydrajax import ops
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.attention import KeyValue, KVSegment, attend, rotate, rounded
+from hydrajax.models.attention import KVSegment, attend, rotate
+from hydrajax.models.kv_vectors import KeyValue, rounded
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 from hydrajax.ops.sharded import all_tokens, summed_by_token
@@ -56,7 +57,7 @@ class DecoderLayer(nn.Module):
     it can be sharded by heads. For the same reason the layer returns its contribution to the residual stream
     separately: the next norm adds the two. Norms, scales and the activation are those of the config.
 
-    ``kv_cache`` names the type of keys and values (`hydrajax.models.attention.KV_CACHES`); None is ``dtype``.
+    ``kv_cache`` names the type of keys and values (`hydrajax.models.kv_vectors.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig
@@ -119,7 +120,8 @@ class DecoderLayer(nn.Module):
             )
         if rope is not None:
             queries, keys = rotate(queries, rope), rotate(keys, rope)
-        keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
+        if self.kv_cache is not None:
+            keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
         if only_keys_values:
             return None, None, (keys, values)
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5

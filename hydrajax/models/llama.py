@@ -37,7 +37,7 @@ class Llama(nn.Module):
             is the lm head too and the type stores it.
         adapter: Adds low-rank weights, in the computation's dtype.
         remat: Keep only a layer's input for the gradient and recompute the rest.
-        kv_cache: The type of keys and values (`hydrajax.models.attention.KV_CACHES`); None is ``dtype``.
+        kv_cache: The type of keys and values (`hydrajax.models.kv_vectors.KV_CACHES`); None is ``dtype``.
     """
 
     config: LlamaConfig

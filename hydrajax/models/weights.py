@@ -198,24 +198,3 @@ def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: A
     kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02), module.quantize)
     adapter = module.adapter
     return adapter.declare(module, name, kernel, axes) if adapter is not None and adapter.of(name) else kernel
-
-
-def declare_experts(module: nn.Module, name: str, count: int, shape: tuple[int, ...]) -> Array | Quantized:
-    """Declare the kernels of all experts, of this shape each. Every array has a leading axis for experts, and only this
-    is sharded.
-    """
-    if isinstance(stored := module.get_variable("params", name), Quantized):
-        return stored
-
-    def each(key: Array) -> Array | Quantized:
-        if kind := quantized_type(module.quantize, name):
-            return nn.unbox(kind.boxed(shape, (None,) * len(shape)))
-        return nn.initializers.normal(0.02)(key, shape, module.dtype)
-
-    def of_all(rng: Array):
-        def boxed(x: Array):
-            return nn.LogicallyPartitioned(x, ("experts", *[None] * (x.ndim - 1)))
-
-        return jax.tree.map(boxed, jax.vmap(each)(jax.random.split(rng, count)))
-
-    return module.param(name, of_all)

@@ -11,12 +11,12 @@ from importlib.util import find_spec
 import jax
 import numpy as np
 
+from hydrajax.decoding.batching import with_all_effects
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor, FusedExecutor, State
 from hydrajax.decoding.host_work import AnyText
 from hydrajax.decoding.keywords import RULES
-from hydrajax.decoding.parameters import with_all_effects
 from hydrajax.decoding.processing import PROCESSORS, TokenCounts
 from hydrajax.decoding.processors import MinTokens
 from hydrajax.decoding.program import FORCED_NODES, Program

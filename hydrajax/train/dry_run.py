@@ -27,7 +27,7 @@ from hydrajax.bench.shapes import SHAPES as PUBLISHED
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings

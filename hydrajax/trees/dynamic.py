@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.static_tree import MAX_NODES, TreeTopology, check_depth
+from hydrajax.trees.choices import MAX_NODES
+from hydrajax.trees.static_tree import TreeTopology, check_depth
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from pathlib import Path
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
-from hydrajax.trees.tree_json import read_tree
 
 
 @functools.cache
@@ -70,8 +69,14 @@ def searched(directory: Path | None, batch_size: int) -> CandidateTree | None:
     """Return the tree that was searched for these heads and the nearest batch size up to this one, or None."""
     for size in range(batch_size, 0, -1):
         if directory is not None and searched_path(directory, size).is_file():
-            return read_tree(searched_path(directory, size))
+            return _of_file(searched_path(directory, size))
     return None
+
+
+def _of_file(path: str | Path) -> CandidateTree:
+    from hydrajax.trees.tree_json import read_tree
+
+    return read_tree(path)
 
 
 def tree_of(tree: CandidateTree | str | Path | Sequence[Sequence[int]]) -> CandidateTree:
@@ -79,7 +84,7 @@ def tree_of(tree: CandidateTree | str | Path | Sequence[Sequence[int]]) -> Candi
     if isinstance(tree, (TreeTopology, DynamicTree)):
         return tree
     if isinstance(tree, Path):
-        return read_tree(tree)
+        return _of_file(tree)
     return by_name(tree) if isinstance(tree, str) else TreeTopology(tree)
 
 
@@ -122,7 +127,7 @@ def by_name(name: str) -> CandidateTree:
     if is_inline(name):
         return TreeTopology.from_text(name)
     if name.endswith(".json"):
-        return read_tree(name)
+        return _of_file(name)
     if name == "root":
         return root()
     if name in _released():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from hydrajax.trees.choices import Choice
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.presets import chain
-from hydrajax.trees.static_tree import Choice, TreeTopology
+from hydrajax.trees.static_tree import TreeTopology
 
 # Assumed acceptance of a guess of rank 0, and its factor for each further rank. Only the order of paths depends on it.
 FIRST_RANK, NEXT_RANK = 0.6, 0.3

@@ -15,12 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.trees.choices import Choice, canonical, shortened
 from hydrajax.trees.topology import Topology
-
-Choice = tuple[int, ...]
-
-# The mask alone takes N * N bytes, and no device verifies thousands of nodes faster than it generates tokens.
-MAX_NODES = 4096
 
 
 class Level(NamedTuple):
@@ -49,42 +45,6 @@ def check_depth(depth: int, draft_depth: int) -> None:
         raise HydrajaxError(
             f"tree: got a depth of {depth}, expected at most the {draft_depth} tokens that the draft proposes"
         )
-
-
-def _cut(value: object) -> str:
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = f"a {type(value).__name__} that nests too deeply to be shown"
-    return _shortened(text)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def canonical(choices: Iterable[Sequence[int]]) -> tuple[Choice, ...]:
-    """Return validated rank paths sorted by (length, lexicographic); `TreeTopology` lists the errors."""
-    paths = []
-    for choice in choices:
-        if not isinstance(choice, (list, tuple)) or not choice:
-            raise HydrajaxError(f"tree: got the choice {_cut(choice)}, expected a non-empty list of ranks")
-        for rank in choice:
-            if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or rank < 0:
-                raise HydrajaxError(
-                    f"tree: got the rank {_cut(rank)} in {_cut(list(choice))}, expected integers from 0 up"
-                )
-        paths.append(tuple(int(rank) for rank in choice))
-        if len(paths) >= MAX_NODES:
-            raise HydrajaxError(f"tree: got more than {MAX_NODES} nodes, expected at most {MAX_NODES}, root included")
-    known = set(paths)
-    if len(known) != len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise HydrajaxError(f"tree: got the choice {list(twice)} more than once, expected it once")
-    for path in paths:
-        if len(path) > 1 and path[:-1] not in known:
-            raise HydrajaxError(f"tree: got the choice {list(path)} without its parent: add {list(path[:-1])}")
-    return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
 @dataclass(frozen=True, init=False)
@@ -122,7 +82,7 @@ class TreeTopology:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
             allowed = "a JSON list of choices such as [[0], [0, 0], [1]]"
-            raise HydrajaxError(f"tree: got '{_shortened(text)}', expected {allowed}: {error}") from None
+            raise HydrajaxError(f"tree: got '{shortened(text)}', expected {allowed}: {error}") from None
         return cls.from_choices(content)
 
     @property

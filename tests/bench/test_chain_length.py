@@ -19,7 +19,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.trees import presets
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from hydrajax.bench.quantization import logit_effect
 from hydrajax.formats.huggingface import load_llama
-from hydrajax.models.attention import KV_CACHES
+from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.ops import trace
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.

@@ -274,7 +274,8 @@ def without_weights(shape, kind, dtype, seed, quantize=None):
     from hydrajax.bench.shapes import PRESETS
     from hydrajax.decoding.state import Params
     from hydrajax.formats.draft_registry import KINDS
-    from hydrajax.models.base_model import BoundBase, abstract_base
+    from hydrajax.models.base_model import BoundBase
+    from hydrajax.models.init import abstract_base
     from hydrajax.models.llama import Llama
 
     model = Llama(PRESETS[shape], dtype)

@@ -40,8 +40,9 @@ from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
 from hydrajax.drafters.several import with_lookup
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.expert_settings import Experts
+from hydrajax.models.init import init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LayerKind, LlamaConfig

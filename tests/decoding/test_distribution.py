@@ -31,7 +31,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters import growing
 from hydrajax.drafters.corpus import Corpus
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import CORPUS, Proposal
 from hydrajax.drafters.eagle import Eagle
@@ -41,8 +41,10 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.several import Several, with_lookup
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import over_rows, sampled_tokens

@@ -17,7 +17,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.corpus import Corpus
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 

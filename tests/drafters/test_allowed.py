@@ -11,11 +11,12 @@ from helpers.host_grammars import Table, mask_after
 from hydrajax.decoding.constraints import words
 from hydrajax.decoding.host_work import AnyText, HostWork, Plan
 from hydrajax.decoding.program import Program
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.ops.trace import tracing
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree, with_estimates

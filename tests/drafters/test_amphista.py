@@ -16,8 +16,9 @@ from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.packed_forward import row_layout, run_base
 from hydrajax.train.losses import Objective, draft_loss

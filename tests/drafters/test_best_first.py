@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from hydrajax.drafters.best_first import best_first
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.filling import fill
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree

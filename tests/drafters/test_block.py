@@ -20,11 +20,11 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters import block
 from hydrajax.drafters.block import BlockSettings, default_target_layers
 from hydrajax.drafters.dflash import DFlash, JetSpec
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.several import with_lookup
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base

@@ -14,13 +14,14 @@ from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.sampling import ExactSampling
-from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets

@@ -21,7 +21,8 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS, kind_of, title_of
 from hydrajax.models.attention import QUERY_CHUNK, causal_mask
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets

@@ -16,9 +16,9 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of
 from hydrajax.trees.dynamic import DynamicTree

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from helpers.lab import quick_jit
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.growing import grow
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.trees.dynamic import DynamicTree
 
 VOCAB, BATCH = 19, 4

@@ -13,7 +13,7 @@ import real_model_dialogues as script
 from hydrajax import assets
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import run_command
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.text.tokenizer import load_tokenizer
 

@@ -15,9 +15,9 @@ from helpers.draft_heads import identical
 from helpers.recordings import need
 from helpers.released import refusal
 from hydrajax.drafters.dflash import DFlash, JetSpec
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.markov import MarkovHead
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import read_config

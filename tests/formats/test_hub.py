@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.hub import push, resolve
+from hydrajax.formats.hub import resolve
+from hydrajax.formats.upload import push
 
 NAME = "org/name"
 NOT_HERE = f"base: '{NAME}' is no local directory, and "

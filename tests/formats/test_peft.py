@@ -25,7 +25,8 @@ from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 from hydrajax.formats.huggingface import load_llama, read_config
 from hydrajax.formats.peft import load_adapter, save_adapter
 from hydrajax.models.adapter import TARGETS, Adapter, split_adapter, with_adapter
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 from hydrajax.ops import trace

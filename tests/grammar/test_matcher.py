@@ -22,7 +22,7 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar import matcher as matchers
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets

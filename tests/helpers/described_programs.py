@@ -25,7 +25,8 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace

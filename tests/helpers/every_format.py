@@ -17,7 +17,6 @@ from helpers.damage import VOCAB, WIDTH, edit
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash, JetSpec
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -25,13 +24,15 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.tensors import save_safetensors
 from hydrajax.formats.torch_files import save_torch
-from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 

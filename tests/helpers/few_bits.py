@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.layout import leaf
 from hydrajax.models.llama import Llama
 from hydrajax.models.weights import Quantized

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.parameters import batched, broadcast
+from hydrajax.decoding.batching import batched, broadcast
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 
 

@@ -17,7 +17,6 @@ from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.eagle import Eagle
@@ -26,8 +25,10 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets

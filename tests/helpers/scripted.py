@@ -10,7 +10,7 @@ from helpers.lab import CONFIG
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.language_model import LanguageModel
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 
 TEXT = " tre🌳 {"  # after each prompt that ends with " the"

@@ -12,7 +12,7 @@ import pytest
 from helpers.released import refusal
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.adapter import TARGETS, Adapter, LowRank, check_adapter, split_adapter, with_adapter
-from hydrajax.models.base_model import abstract_base, init_base
+from hydrajax.models.init import abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base

@@ -7,18 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hydrajax.models.attention import (
-    KV_CACHES,
-    Causal,
-    Filled,
-    Int8Vectors,
-    KVSegment,
-    attend,
-    attend_plain,
-    rounded,
-    widened,
-)
+from hydrajax.models.attention import Causal, Filled, KVSegment, attend, attend_plain
 from hydrajax.models.cache import KVCache, append, cut_caches, init_cache
+from hydrajax.models.kv_vectors import KV_CACHES, Int8Vectors, rounded, widened
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 

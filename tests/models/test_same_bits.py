@@ -12,9 +12,10 @@ import pytest
 
 from helpers.few_bits import in_few_bits
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import append
 from hydrajax.models.expert_settings import Experts
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace

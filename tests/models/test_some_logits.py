@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from helpers.few_bits import in_few_bits
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 

@@ -20,7 +20,7 @@ from hydrajax.bench.roofline import passes
 from hydrajax.bench.roofline.traced import PLAIN
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.ops import sharded, trace
 from hydrajax.ssd.split_executor import _program

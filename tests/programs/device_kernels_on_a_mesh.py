@@ -16,7 +16,7 @@ from hydrajax import ops
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.drafters.trainable import abstract_draft
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.ops import trace
 from hydrajax.sharding import make_mesh, tree_shardings
 

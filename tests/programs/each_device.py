@@ -26,7 +26,7 @@ from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.lowbit.int4 import Int4
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.attention import Filled, KVSegment, attend
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import top_tokens
 from hydrajax.ops.sharded import all_tokens, summed_by_token

@@ -18,7 +18,6 @@ import numpy as np
 from helpers.every_format import random_like
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -26,6 +25,7 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.peagle import PEagle, PEagleSettings
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.export_base import export_llama
@@ -34,7 +34,8 @@ from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
 from hydrajax.formats.tensors import SafetensorFiles
 from hydrajax.formats.torch_files import save_torch
-from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import Placement, make_mesh, placer

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from helpers.leaves import by_path
 from hydrajax.models.adapter import Adapter
-from hydrajax.models.base_model import abstract_base, init_base
+from hydrajax.models.init import abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.sharding import make_mesh, tree_shardings

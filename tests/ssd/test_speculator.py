@@ -19,7 +19,7 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.random_keys import row_keys
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.ssd.fan_out import FanOut
 from hydrajax.ssd.speculator import MISS, NO_ROUND, Speculator, VerificationOutcome

@@ -41,7 +41,7 @@ def texts(tmp_path_factory) -> Path:
 def make_base(tmp_path_factory, texts):
     """``make(seed) -> Path``: a random one-layer base with a byte-level tokenizer, as a Hugging Face directory."""
     from hydrajax.formats.export_base import export_llama
-    from hydrajax.models.base_model import init_base
+    from hydrajax.models.init import init_base
     from hydrajax.models.llama import Llama
     from hydrajax.models.llama_config import LlamaConfig
     from hydrajax.train.data.corpus import train_tokenizer

@@ -14,7 +14,7 @@ from hydrajax import load
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.fingerprint import fingerprint
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.metrics import read_metrics

@@ -11,8 +11,8 @@ from helpers.draft_heads import random_params
 from helpers.loss_examples import check_ranks
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.flops import drafter_forward_flops

@@ -20,7 +20,8 @@ from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.packed_forward import run_base
 from hydrajax.ops import trace
 from hydrajax.sharding import make_mesh

@@ -18,10 +18,12 @@ import torch
 
 from helpers.forced import forced_logits
 from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import chunk_width
 from hydrajax.train.losses import (

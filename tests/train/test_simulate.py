@@ -16,13 +16,13 @@ from helpers.loss_examples import check_ranks, random_params
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.bench.trees.simulation import accepted_lengths, runs
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.ranks import head_ranks
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base

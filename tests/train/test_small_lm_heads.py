@@ -10,7 +10,8 @@ import pytest
 
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
-from hydrajax.models.base_model import BoundBase, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base

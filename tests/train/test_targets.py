@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import (

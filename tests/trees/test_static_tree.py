@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from helpers.tree_tools import leaf_paths
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.static_tree import MAX_NODES, TreeTopology
+from hydrajax.trees.choices import MAX_NODES
+from hydrajax.trees.static_tree import TreeTopology
 
 SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
 

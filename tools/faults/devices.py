@@ -18,7 +18,8 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models.base_model import BaseModel, abstract_base
+from hydrajax.models.base_model import BaseModel
+from hydrajax.models.init import abstract_base
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.ssd.split_executor import SplitExecutor
 from hydrajax.trees import presets

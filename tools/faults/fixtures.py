@@ -37,7 +37,7 @@ def base(trial: Trial) -> Path:
         import jax.numpy as jnp
 
         from hydrajax.formats.export_base import export_llama
-        from hydrajax.models.base_model import init_base
+        from hydrajax.models.init import init_base
         from hydrajax.models.llama import Llama
         from hydrajax.models.llama_config import LlamaConfig
         from hydrajax.train.data.corpus import train_tokenizer

@@ -15,7 +15,7 @@ from hydrajax.decoding.processing import NodeContext, TokenCounts, count_tokens,
 from hydrajax.decoding.random_keys import position_keys
 from hydrajax.decoding.request import SamplingParams
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import init_base
+from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.rope_scaling import RopeScaling

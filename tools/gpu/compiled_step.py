@@ -38,7 +38,8 @@ from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.ops import trace
 from hydrajax.ops.gpu import append_rows, tree_attention

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.base_model import abstract_base
+from hydrajax.models.init import abstract_base
 from hydrajax.ops import trace
 from hydrajax.sharding import AXES
 from hydrajax.train.dry_run import abstract_run, abstract_task

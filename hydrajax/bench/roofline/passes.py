@@ -22,7 +22,8 @@ from hydrajax.bench.roofline.traced import PLAIN, trace
 from hydrajax.drafters.drafter import Drafter, Outcome
 from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase, abstract_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.ops.trace import tracing
 from hydrajax.trees.dynamic import CandidateTree

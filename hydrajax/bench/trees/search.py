@@ -20,7 +20,8 @@ from jaxtyping import Float, Int
 from hydrajax.bench.trees.simulation import accepted_lengths, walk
 from hydrajax.bench.trees.speculation import expected_tokens
 from hydrajax.errors import HydrajaxError
-from hydrajax.trees.static_tree import Choice, TreeTopology
+from hydrajax.trees.choices import Choice
+from hydrajax.trees.static_tree import TreeTopology
 
 WIDEST = 64  # higher ranks are ignored: no released tree has a child beyond rank 17
 

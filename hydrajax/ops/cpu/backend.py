@@ -75,7 +75,7 @@ def attend(
 ) -> Float[Array, "B T width"]:
     """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
 
-    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.attention.Int8Vectors`, the
+    Keys and values are float32, as the queries must then be, bfloat16 or `hydrajax.models.kv_vectors.Int8Vectors`, the
     same in all parts. Slots before the first and after the last visible one are not read.
     """
 

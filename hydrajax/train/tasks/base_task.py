@@ -19,7 +19,8 @@ from jaxtyping import Float
 
 from hydrajax.formats.export_base import export_llama
 from hydrajax.models.arrays import Array
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base, init_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.init import abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base

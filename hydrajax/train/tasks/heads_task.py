@@ -25,7 +25,8 @@ from hydrajax.formats.export import export_heads
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import load_draft, load_own_heads
-from hydrajax.models.base_model import BaseModel, BoundBase, abstract_base
+from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.init import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, jit_on, replicated, tree_shardings

@@ -26,7 +26,8 @@ from hydrajax.formats.export_base import export_merged
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.peft import save_adapter
 from hydrajax.models.adapter import check_adapter, split_adapter, with_adapter
-from hydrajax.models.base_model import BoundBase, abstract_base, init_base
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import abstract_base, init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
