@@ -19,9 +19,9 @@ from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_param
 from helpers.released import refusal
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft

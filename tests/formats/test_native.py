@@ -23,7 +23,8 @@ from helpers import draft_heads
 from helpers.draft_heads import VOCAB, config_in, identical, random_params
 from helpers.released import refusal
 from hydrajax.amphista.heads import AmphistaHeads
-from hydrajax.drafters.draft_lm_head import LmHead, Vocabulary
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 
