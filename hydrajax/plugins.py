@@ -187,7 +187,8 @@ class Group(Mapping[str, Any]):
 
 
 def imported(group: str) -> Iterator[str]:
-    """Yield the names whose modules are imported, which a part in use must be."""
+    """Yield the names whose modules are imported, which a part in use must be, and those of added parts."""
+    yield from ADDED[group]
     yield from (name for name, value in BUILT_IN[group].items() if value.partition(":")[0] in sys.modules)
     yield from (name for name, (entry, *_) in declared(group).items() if entry.module in sys.modules)
 

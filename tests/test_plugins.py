@@ -49,6 +49,13 @@ def test_a_package_adds_a_part_that_is_imported_when_it_is_named(install):
     assert "strange" in plugins.imported("rules")
 
 
+def test_a_part_that_a_process_adds_is_imported(monkeypatch):
+    monkeypatch.setitem(plugins.ADDED, "rules", {})
+    plugins.add("rules", "mine", 5)
+    assert "mine" in plugins.imported("rules")
+    assert plugins.find("rules", "mine") == 5
+
+
 def test_an_unknown_name():
     with pytest.raises(HydrajaxError, match="rules: got 'nothing', expected greedy, typical, exact, rejection"):
         plugins.find("rules", "nothing")
