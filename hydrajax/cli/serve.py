@@ -12,16 +12,18 @@ from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.cli.signals import Terminated
 from hydrajax.decoding.keywords import RULES
-from hydrajax.language_model import AUTO
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from hydrajax.serve import Server  # noqa: F401 (names a missing package)
+    from hydrajax.serve.options import ServerOptions
+
     options.add_model_arguments(parser, apart=True, corpus=True)
     default, positive, integer = "(default %(default)s)", options.positive, options.integer
-    parser.add_argument("--template", metavar="NAME", default="auto", help=f"use a chat template, see chat {default}")
+    parser.add_argument("--template", metavar="NAME", help=f"use a chat template, see chat {default}")
     web = parser.add_argument_group("API")
-    web.add_argument("--host", default="127.0.0.1", help=f"listen on this address {default}")
-    web.add_argument("--port", type=integer, default=8000, help=f"listen on this port, 0 for a free one {default}")
+    web.add_argument("--host", help=f"listen on this address {default}")
+    web.add_argument("--port", type=integer, help=f"listen on this port, 0 for a free one {default}")
     web.add_argument(
         "--api-key", metavar="KEY", help="require this key below /v1 (default: $HYDRAJAX_API_KEY, or no key)"
     )
@@ -29,57 +31,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cors",
         metavar="ORIGIN",
         action="append",
-        default=[],
         help="let web pages of this origin ask the server, such as https://example.org, or * for all; repeatable",
     )
     web.add_argument("--any-model", action="store_true", help="answer requests for unknown models (default: 404)")
-    web.add_argument("--name", default="hydrajax", help=f"name the model for clients {default}")
+    web.add_argument("--name", help=f"name the model for clients {default}")
     web.add_argument(
         "--also",
         metavar="DRAFT[@TREE]",
         action="append",
-        default=[],
         help="also serve the base with another draft, or with none, as model NAME:DRAFT[@TREE]; repeatable",
     )
-    web.add_argument(
-        "--timeout", metavar="S", type=positive, default=600, help=f"cut answers off after S seconds {default}"
-    )
-    web.add_argument(
-        "--grace", metavar="S", type=integer, default=30, help=f"finish answers for S seconds at shutdown {default}"
-    )
-    web.add_argument(
-        "--max-body", metavar="BYTES", type=positive, default=4 << 20, help=f"limit request bodies to BYTES {default}"
-    )
+    seconds = "(default %(default)g)"
+    web.add_argument("--timeout", metavar="S", type=positive, help=f"cut answers off after S seconds {seconds}")
+    web.add_argument("--grace", metavar="S", type=integer, help=f"finish answers for S seconds at shutdown {seconds}")
+    web.add_argument("--max-body", metavar="BYTES", type=positive, help=f"limit request bodies to BYTES {default}")
     web.add_argument(
         "--max-connections",
         metavar="N",
         type=positive,
-        default=1000,
         help=f"keep at most N connections open, and at most half of the free file descriptors {default}",
     )
     web.add_argument("--quiet", action="store_true", help="log warnings only")
     requests = parser.add_argument_group("defaults of requests")
-    requests.add_argument(
-        "--max-new-tokens", metavar="N", type=positive, default=256, help=f"limit of tokens {default}"
-    )
-    requests.add_argument(
-        "--temperature", metavar="T", type=float, default=0.0, help=f"temperature, 0 is greedy {default}"
-    )
+    requests.add_argument("--max-new-tokens", metavar="N", type=positive, help=f"limit of tokens {default}")
+    requests.add_argument("--temperature", metavar="T", type=float, help=f"temperature, 0 is greedy {default}")
     requests.add_argument(
         "--rule",
         metavar="NAME",
-        default="exact",
         choices=list(RULES),
         help=f"accept drafts by this rule, whose parameters are fields of requests: %(choices)s {default}",
     )
     batch = parser.add_argument_group("batch")
-    batch.add_argument(
-        "--slots", metavar="B", type=positive, default=8, help=f"run up to B sequences at once {default}"
-    )
-    batch.add_argument("--queue", metavar="N", type=integer, default=64, help=f"let up to N requests wait {default}")
-    batch.add_argument(
-        "--chunk", metavar="N", type=positive, default=256, help=f"prefill prompts in chunks of N tokens {default}"
-    )
+    batch.add_argument("--slots", metavar="B", type=positive, help=f"run up to B sequences at once {default}")
+    batch.add_argument("--queue", metavar="N", type=integer, help=f"let up to N requests wait {default}")
+    batch.add_argument("--chunk", metavar="N", type=positive, help=f"prefill prompts in chunks of N tokens {default}")
     batch.add_argument(
         "--max-prompt", metavar="N", type=positive, help="limit prompts to N tokens (default: the context)"
     )
@@ -94,14 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     batch.add_argument(
         "--penalties",
         action=argparse.BooleanOptionalAction,
-        default=True,
         help="support penalties and min_tokens, for 5 bytes per sequence and token of the vocabulary (default: on)",
     )
     batch.add_argument(
         "--top-logprobs",
         metavar="K",
         type=options.alternatives,
-        default=0,
         help=f"support log-probabilities of the K most likely tokens, up to 20 {default}",
     )
     batch.add_argument(
@@ -110,37 +93,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="compile at first use only (default: all programs, while the server answers)",
     )
+    defaults = {name: field.default for name, field in ServerOptions.model_fields.items()}
+    parser.set_defaults(**defaults | {"quiet": False})
 
 
 def run(args: argparse.Namespace) -> int:
-    from hydrajax.serve import Server  # names a missing package
+    from uvicorn.config import LOGGING_CONFIG
+
+    from hydrajax.serve import Server
     from hydrajax.serve.connections import listen
     from hydrajax.serve.options import ServerOptions
 
     given = {name: value for name, value in vars(args).items() if name in ServerOptions.model_fields}
     ServerOptions.checked(given)
     options.tree_from(args, measures=True)  # checks it
-    tree, measures, choice = (None if args.tree == AUTO else args.tree), args.tree == AUTO, None
     listener = listen(args.host, args.port)  # before the model is loaded
-    with status("loading") as report:
-        model = options.load_from(args, report)
-        if measures:
-            choice = model.autotune(quiet=True, on_status=report)
-        elif tree is None:
-            choice = model.measured_tree()
-    if choice is not None and choice.tree is not None:
-        print(choice, file=sys.stderr)
     about = {"draft": str(options.draft_of(args) or "none")}
-    from uvicorn.config import LOGGING_CONFIG
-
-    logging.config.dictConfig(LOGGING_CONFIG)
     show = partial(print, file=sys.stderr, flush=True)
 
     def on_status(line: str) -> None:
         if not args.quiet or line.startswith("serving"):
             show(line)
 
-    server = Server(model, tree=tree, about=about, on_status=on_status, **given)
+    with status("loading") as report:
+        model = options.load_from(args, report)
+        server = Server(model, tree=args.tree, about=about, on_status=report, **given)
+    server.on_status = on_status
+    if server.choice is not None and server.choice.tree is not None:
+        show(server.choice)
+    logging.config.dictConfig(LOGGING_CONFIG)
     show(repr(model))
     number = 0
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background job

@@ -32,6 +32,8 @@ class Server:
 
     Attributes:
         batchers: the batcher of each model by name while the server runs.
+        choice: the measured tree of batch size 1 that the first model uses; None without one.
+        on_status: called with lines of progress.
 
     Example:
         ```python
@@ -70,9 +72,11 @@ class Server:
             checked.slots, checked.chunk, penalties=checked.penalties, logprobs=checked.top_logprobs, rule=checked.rule
         )
         name = tree if isinstance(tree, str) and tree != AUTO else None
+        self.choice = None
         if isinstance(tree, str) and tree == AUTO:
-            model.autotune(quiet=True, on_status=on_status)
-            tree = None
+            self.choice, tree = model.autotune(quiet=True, on_status=on_status), None
+        elif tree is None:
+            self.choice = model.measured_tree()
         found = {checked.name: (model, "", name, None if tree is None else presets.tree_of(tree))}
         for other, wanted in checked.others.items():
             if isinstance(wanted, str):
@@ -101,7 +105,7 @@ class Server:
         on_status: Callable[[str], None],
     ) -> None:
         executor = next(iter(pools.values())).executor
-        self._options, self._pools, self._on_status = options, pools, on_status
+        self._options, self._pools, self.on_status = options, pools, on_status
         self._encoder = RequestEncoder(executor.tokenizer, executor.model.config, options.template, options.max_prompt)
         self._about = {name: {"conversations": self._encoder.has_chat_template} | own for name, own in about.items()}
         self._memory()  # checks the limit
@@ -150,11 +154,11 @@ class Server:
             batcher.start()
         http.start()
         asks = "API key required" if options.key else "no API key required"
-        self._on_status(
+        self.on_status(
             f"serving on {self._url}/v1, {memory.limit / 1e6:.0f} MB for KV caches; chat page: {self._url}; {asks}"
         )
         if warm_up is not None:
-            self._on_status(f"compiling {warm_up.total} programs, see {self._url}/health")
+            self.on_status(f"compiling {warm_up.total} programs, see {self._url}/health")
             warm_up.start()
         return self
 
@@ -190,7 +194,7 @@ class Server:
 
     def _measure(self, served: list[ServedModel], warm_up: WarmUp) -> None:
         """Measure steps while no request runs, after the warm-up and on its thread."""
-        self._on_status(f"all {warm_up.total} programs are compiled")
+        self.on_status(f"all {warm_up.total} programs are compiled")
         pools, batchers = list(self._pools.values()), [each.batcher for each in served]
         for pool, batcher in zip(pools, batchers, strict=True):
             if pool.drops_draft and (times := while_idle(partial(idle_times, pool), batchers, warm_up.wait)):
