@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
-import pytest
+import jax.numpy as jnp
 import yaml
 
 from helpers.draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
+from hydrajax.drafters.draft_lm_head import Vocabulary
+from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.formats.export import export_heads
 
 
@@ -24,7 +27,11 @@ def card_of(folder: Path) -> tuple[dict, str, dict[str, str]]:
 
 
 def card(tiny_model, folder: Path, kind: str = "medusa", format: str | None = None, **more):
-    drafter = heads_of(kind, tiny_model[0].config, n_layers=1 + kind.startswith("hydra"))
+    if kind == "eagle":
+        eagle = Eagle3.for_base(tiny_model[0].config.replace(n_layers=8), jnp.float32)
+        drafter = dataclasses.replace(eagle, vocabulary=Vocabulary(range(1, VOCAB, 2)))
+    else:
+        drafter = heads_of(kind, tiny_model[0].config, n_layers=1 + kind.startswith("hydra"))
     export_heads(folder / "heads", drafter, random_params(drafter, tiny_model), format=format, **more)
     return card_of(folder / "heads")
 
@@ -54,49 +61,52 @@ def test_card_of_missing_facts(tiny_model, tmp_path):
     assert "Hydra heads with a prefix layer" in text
 
 
-@pytest.mark.parametrize(
-    ("format", "piece"),
-    [
-        ("hydra", "official Hydra code"),
-        ("medusa", "text-generation-inference"),
-        ("vllm-medusa", '"num_speculative_tokens": 3'),
-        ("native", "hydrajax convert export"),
-    ],
-)
-def test_card_of_every_format(tiny_model, tmp_path, format, piece):
-    _, text, rows = card(tiny_model, tmp_path, "hydra" if format == "hydra" else "medusa", format)
-    assert rows["format"] == format
-    assert piece in text
-    assert "hydrajax generate --base BASE --draft THIS" in text
+READERS = {  # the kind of heads, and words about who reads its format
+    "hydra": ("hydra", "official Hydra code"),
+    "medusa": ("medusa", "text-generation-inference"),
+    "vllm-medusa": ("medusa", '"num_speculative_tokens": 3'),
+    "native": ("medusa", "hydrajax convert export"),
+    "eagle-3": ("eagle", "SGLang"),
+    "speculators": ("eagle", "vLLM"),
+}
 
 
-@pytest.mark.parametrize("name", ["lab/tiny", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/b"])
-def test_base_with_a_name_on_the_hub(tiny_model, tmp_path, name):
-    assert card(tiny_model, tmp_path, base_name=name)[0]["base_model"] == name
+def test_card_of_every_format(tiny_model, tmp_path):
+    for format, (kind, piece) in READERS.items():
+        _, text, rows = card(tiny_model, tmp_path, kind, format)
+        assert rows["format"] == format
+        assert piece in text.split("Read by:")[1]
+        assert "hydrajax generate --base BASE --draft THIS" in text
+    assert rows["draft vocabulary"] == "30"
+    assert "EAGLE-3 heads" in text
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "vicuna", "/models/vicuna", "/vicuna", "./vicuna", "../vicuna", "a/b/c", "~/vicuna", "lab/", "lab/my tiny"],
-)
-def test_base_without_a_name_on_the_hub(tiny_model, tmp_path, name):
-    """The Hub would refuse a path as base_model, or link it to another model."""
-    front, _, rows = card(tiny_model, tmp_path, base_name=name)
-    assert "base_model" not in front
-    assert rows["base"] == (name or "not recorded")
+def test_names_of_bases(tiny_model, tmp_path):
+    """The Hub would refuse a path as base_model, or link it to another model; a revision is no part of it."""
+    for name in ("lab/tiny", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/b"):
+        assert card(tiny_model, tmp_path, base_name=name)[0]["base_model"] == name
+    paths = (
+        "",
+        "vicuna",
+        "/models/vicuna",
+        "/vicuna",
+        "./vicuna",
+        "../vicuna",
+        "a/b/c",
+        "~/vicuna",
+        "lab/",
+        "lab/my tiny",
+    )
+    for name in (*paths, "lab/tiny@v1.5"):
+        front, _, rows = card(tiny_model, tmp_path, base_name=name)
+        assert "base_model" not in front
+        assert rows["base"] == (name or "not recorded")
 
 
-def test_base_named_with_a_revision(tiny_model, tmp_path):
-    """The Hub's base_model is a repository without a revision."""
-    front, _, rows = card(tiny_model, tmp_path, base_name="lab/tiny@v1.5")
-    assert front.get("base_model") in (None, "lab/tiny")
-    assert rows["base"] == "lab/tiny@v1.5"
-
-
-@pytest.mark.parametrize("text", ["chat | code", "two\nlines", "with: a colon # and a hash", '"quoted" ünïcödé', "---"])
-def test_card_with_any_text_is_still_a_table(tiny_model, tmp_path, text):
-    story = {"data": text, "recipe": text, "tokens_per_step": text}
-    _, _, rows = card(tiny_model, tmp_path, base_name=text, story=story)
-    for name in ("base", "data", "recipe", "tokens_per_step (τ)"):
-        assert rows[name].replace("\\|", "|").split() == text.split()
-    assert rows["format"] == "medusa"
+def test_card_with_any_text_is_still_a_table(tiny_model, tmp_path):
+    for text in ("chat | code", "two\nlines", "with: a colon # and a hash", '"quoted" ünïcödé', "---"):
+        story = {"data": text, "recipe": text, "tokens_per_step": text}
+        _, _, rows = card(tiny_model, tmp_path, base_name=text, story=story)
+        for name in ("base", "data", "recipe", "tokens_per_step (τ)"):
+            assert rows[name].replace("\\|", "|").split() == text.split()
+        assert rows["format"] == "medusa"

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_params
-from helpers.released import refusal
+from helpers.released import refusal, save
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
 from hydrajax.drafters.eagle import Eagle
@@ -53,12 +53,6 @@ def tensors_of(version: int, **settings) -> dict:
     state = TorchEagle3(c, 3, 20, **settings).state_dict()
     state["d2t"] = 2 * torch.arange(20)
     return state | {"t2d": (torch.arange(61) % 3 == 0) & (torch.arange(61) < 60)}
-
-
-def save(folder: Path, config: dict, state: dict) -> Path:
-    save_file(state, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def speculators_1(state: dict) -> dict:
@@ -106,8 +100,7 @@ LAYOUTS = {  # config.json, tensors, and what they are released as
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_layouts_hold_the_released_tensors(tmp_path, name):
     config, state, released = LAYOUTS[name]
-    (tmp_path / "theirs").mkdir()
-    drafter, params = load_draft(save(tmp_path / "theirs", config, state), BASE, None)
+    drafter, params = load_draft(save(tmp_path / "theirs", state, config), BASE, None)
     assert drafter.config.mlp_width == 48
     export_heads(tmp_path / "ours", drafter, params, dtype=None)
     found = load_file(tmp_path / "ours" / "model.safetensors")
@@ -127,7 +120,7 @@ def test_other_layouts_hold_the_released_tensors(tmp_path, name):
     ],
 )
 def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers):
-    drafter, _ = load_draft(save(tmp_path, TINY | {"draft_vocab_size": 20} | fields, THREE), BASE)
+    drafter, _ = load_draft(save(tmp_path, THREE, TINY | {"draft_vocab_size": 20} | fields), BASE)
     assert [8 - place for place in drafter.spec.aux_hidden_layers] == layers
     assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
 
@@ -208,19 +201,19 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize(("layout", "fields", "more", "message"), REFUSED)
-def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path, layout, fields, more, message):
+@pytest.mark.parametrize("layout", PLAIN)
+def test_what_is_not_computed_here_is_refused_by_its_name(tmp_path, layout):
     config, state = PLAIN[layout]
-    fields = dict(fields)
-    layer = {"transformer_layer_config": TINY | fields.pop("layer")} if "layer" in fields else {}
-    save(tmp_path, config | fields | layer, state | more)
-    refusal(lambda: load_draft(tmp_path, BASE), "draft", str(tmp_path), message)
+    for fields, more, message in [row[1:] for row in REFUSED if row[0] == layout]:
+        layer = {"transformer_layer_config": TINY | fields["layer"]} if "layer" in fields else {}
+        save(tmp_path, state | more, config | fields | layer)
+        refusal(lambda: load_draft(tmp_path, BASE), "draft", str(tmp_path), message)
 
 
 def test_other_refusals(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(NESTED))  # without weights
     refusal(lambda: load_draft(tmp_path, BASE), "draft", "no draft heads of a supported format")
-    save(tmp_path, *PLAIN["released"])
+    save(tmp_path, *reversed(PLAIN["released"]))
     for n_layers in (2, 5):  # of which not three can be read
         refusal(lambda n=n_layers: load_draft(tmp_path, BASE.replace(n_layers=n)), "draft", f"got {n_layers} layers")
 
@@ -430,23 +423,23 @@ def test_the_default_layers_need_no_recorded_depth(small, tmp_path, n_layers):
     assert ("speculators_config" in config_in(tmp_path)) == (n_layers not in (3, 7, 11, 32))  # others have not three
 
 
-@pytest.mark.parametrize(
-    ("format", "drafter", "pieces"),
-    [
-        ("eagle", drafter_of("eagle3"), ("eagle for EAGLE-3 heads", "one of eagle-3, speculators, native")),
-        ("eagle-3", drafter_of("eagle"), ("eagle-3 for EAGLE heads", "one of eagle, speculators, native")),
-        ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual: got True", "one of speculators, native")),
-        ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
-        ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
-        ("eagle", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61", "one of native")),
-        ("speculators", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61",)),
-        ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
-        ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
-        ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),
-    ],
-)
-def test_formats_that_cannot_express_it(tmp_path, format, drafter, pieces):
-    refused(tmp_path, drafter, format, *pieces)
+CANNOT = [
+    ("eagle", drafter_of("eagle3"), ("eagle for EAGLE-3 heads", "one of eagle-3, speculators, native")),
+    ("eagle-3", drafter_of("eagle"), ("eagle-3 for EAGLE heads", "one of eagle, speculators, native")),
+    ("eagle-3", drafter_of("eagle3, normed"), ("norm_before_residual: got True", "one of speculators, native")),
+    ("hydra", drafter_of("eagle"), ("got hydra for EAGLE heads",)),
+    ("medusa", drafter_of("eagle3"), ("got medusa for EAGLE-3 heads",)),
+    ("eagle", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61", "one of native")),
+    ("speculators", drafter_of("eagle, some tokens"), ("vocabulary: got 30 tokens, expected all 61",)),
+    ("eagle", Eagle(BASE.replace(n_layers=1, qkv_bias=True)), ("qkv_bias=True", "LLaMA's plain layer")),
+    ("speculators", Eagle3(BASE.plain_layer, (9, 2)), ("aux_hidden_layers: got (9, 2)", "unknown depth")),
+    ("speculators", Eagle3(BASE.plain_layer, (3, 5)), ("aux_hidden_layers: got (3, 5)", "unknown depth")),
+]
+
+
+def test_formats_that_cannot_express_it(tmp_path):
+    for format, drafter, pieces in CANNOT:
+        refused(tmp_path, drafter, format, *pieces)
 
 
 def refused(folder: Path, drafter, format, *pieces: str, **settings) -> None:
@@ -455,52 +448,47 @@ def refused(folder: Path, drafter, format, *pieces: str, **settings) -> None:
     assert not (folder / "refused").exists()
 
 
-@pytest.fixture(scope="module")
-def native(small, tmp_path_factory) -> Path:
-    """Drafts in our own format."""
-    drafter, folder = drafter_of("eagle3, some tokens"), tmp_path_factory.mktemp("native")
-    export_heads(folder, drafter, params_of(drafter, small), format="native")
-    return folder
+NATIVE = [  # the setting, its value, parts of the message
+    ("depth", 0, ("depth: got 0",)),
+    ("depth", 10**9, ("depth: got 1000000000",)),
+    ("ttt_length", 0, ("ttt_length: got 0",)),
+    ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
+    ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
+    ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
+    ("aux_hidden_layers", [], ("drafter",)),
+    ("aux_hidden_layers", 3, ("drafter",)),
+    ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
+    ("vocabulary", [1.5], ("drafter",)),
+    ("vocabulary", "all", ("drafter",)),
+    ("config", 3, ("drafter",)),
+    ("config", {"vocab_size": VOCAB}, ("drafter",)),
+    ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
+    ("config.width", 64, ("another base", "width: got 64, expected 32")),
+    ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
+    ("config.head_dim", 10**9, ("heads of 1000000000",)),
+    ("config.n_layers", 2, ("plain layer",)),
+    ("config.qk_norm", True, ("plain layer",)),
+    ("config.width", True, ("width of config: got True",)),
+    ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
+    ("config.rope_scaling", {"kind": "dynamic", "factor": 2.0}, ("rope scaling", "'dynamic'")),
+    ("config.rope_scaling", 7, ("drafter",)),
+    ("config.extra", 1, ("config: got unknown fields extra",)),
+    ("unknown", 1, ("drafter",)),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "pieces"),
-    [
-        ("depth", 0, ("depth: got 0",)),
-        ("depth", 10**9, ("depth: got 1000000000",)),
-        ("ttt_length", 0, ("ttt_length: got 0",)),
-        ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
-        ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
-        ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
-        ("aux_hidden_layers", [], ("drafter",)),
-        ("aux_hidden_layers", 3, ("drafter",)),
-        ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
-        ("vocabulary", [1.5], ("drafter",)),
-        ("vocabulary", "all", ("drafter",)),
-        ("config", 3, ("drafter",)),
-        ("config", {"vocab_size": VOCAB}, ("drafter",)),
-        ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
-        ("config.width", 64, ("another base", "width: got 64, expected 32")),
-        ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
-        ("config.head_dim", 10**9, ("heads of 1000000000",)),
-        ("config.n_layers", 2, ("plain layer",)),
-        ("config.qk_norm", True, ("plain layer",)),
-        ("config.width", True, ("width of config: got True",)),
-        ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
-        ("config.rope_scaling", {"kind": "dynamic", "factor": 2.0}, ("rope scaling", "'dynamic'")),
-        ("config.rope_scaling", 7, ("drafter",)),
-        ("config.extra", 1, ("config: got unknown fields extra",)),
-        ("unknown", 1, ("drafter",)),
-    ],
-)
-def test_invalid_settings_and_those_of_another_base(native, tmp_path, name, value, pieces):
-    config = config_in(native)  # the only file that is looked at before the settings
-    at, *parts = config["drafter"]["settings"], *name.split(".")
-    for part in parts[:-1]:
-        at = at[part]
-    at[parts[-1]] = value
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refusal(lambda: load_draft(tmp_path, BASE), "draft", *pieces)
+def test_invalid_settings_and_those_of_another_base(small, tmp_path):
+    drafter = drafter_of("eagle3, some tokens")
+    export_heads(tmp_path, drafter, params_of(drafter, small), format="native")
+    whole = (tmp_path / "config.json").read_text()
+    for name, value, pieces in NATIVE:
+        config = json.loads(whole)
+        at, *parts = config["drafter"]["settings"], *name.split(".")
+        for part in parts[:-1]:
+            at = at[part]
+        at[parts[-1]] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        refusal(lambda: load_draft(tmp_path, BASE), "draft", *pieces)
 
 
 def test_no_prefix_layer_before_an_eagle_draft(small, tmp_path):
