@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from helpers.draft_heads import identical
@@ -52,7 +53,8 @@ def test_checkpoint_of_someone_else_is_kept(tiny_model, tiny_checkpoint, tmp_pat
     refusal(lambda: export_llama(tmp_path / "file", *tiny_model), "is a file")
 
 
-def test_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["save", "rename"])
+def test_a_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch, step):
     target = tmp_path / "base"
     export_llama(target, *tiny_model, dtype=jnp.float32)
 
@@ -60,23 +62,17 @@ def test_failed_export_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch)
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensors, "save_file", full_disk)
-    refusal(lambda: export_llama(target, *tiny_model), "cannot write", str(target), "No space left on device")
-    monkeypatch.undo()
-    identical(tiny_model[1], load_llama(target)[1], jnp.float32)
-    assert [path.name for path in tmp_path.iterdir()] == ["base"]
-
-
-def test_failed_rename_leaves_the_earlier_one(tiny_model, tmp_path, monkeypatch):
-    target = tmp_path / "base"
-    export_llama(target, *tiny_model, dtype=jnp.float32)
-
     def rename(path, to):
         if path.name.endswith(".tmp"):
             raise OSError(5, "Input/output error")
         os.rename(path, to)
 
-    monkeypatch.setattr(Path, "rename", rename)
-    refusal(lambda: export_llama(target, *tiny_model), "cannot write", "Input/output error")
+    if step == "save":
+        monkeypatch.setattr(tensors, "save_file", full_disk)
+    else:
+        monkeypatch.setattr(Path, "rename", rename)
+    reason = "No space left on device" if step == "save" else "Input/output error"
+    refusal(lambda: export_llama(target, *tiny_model), "cannot write", str(target), reason)
+    monkeypatch.undo()
     identical(tiny_model[1], load_llama(target)[1], jnp.float32)
     assert [path.name for path in tmp_path.iterdir()] == ["base"]

@@ -12,10 +12,10 @@ import pytest
 
 import hydrajax
 from helpers import small_tokenizer
+from helpers.released import refusal
 from hydrajax import assets
-from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.formats.load import is_model, load_draft
+from hydrajax.formats.load import is_model
 from hydrajax.sharding import Placement
 from hydrajax.text.tokenizer import difference
 
@@ -90,11 +90,7 @@ def test_models_are_distinguished_from_heads(tiny_checkpoint, tmp_path):
     other = shutil.copytree(tiny_checkpoint, tmp_path / "gpt")
     (other / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
     assert not is_model(other)
-    with pytest.raises(HydrajaxError, match="draft: no such directory"):
-        is_model(tmp_path / "nowhere")
-    # It is no heads, so what exports heads refuses it.
-    with pytest.raises(HydrajaxError, match="no draft heads of a supported format"):
-        load_draft(tiny_checkpoint, hydrajax.load(tiny_checkpoint).model.config)
+    refusal(lambda: is_model(tmp_path / "nowhere"), "draft: no such directory")
 
 
 @pytest.mark.slow
@@ -118,12 +114,10 @@ def test_another_tokenizer_is_refused_by_the_first_token_that_differs(llama_chec
     seven, nine = (next(token for token, place in vocabulary.items() if place == n) for n in (7, 9))
     vocabulary[seven], vocabulary[nine] = 9, 7
     (draft / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(HydrajaxError) as error:
-        hydrajax.load(base, draft)
-    expected = (
+    message = (
         f"draft: {draft} has another tokenizer than the base: {seven!r} has id 7 in the base and id 9 in the draft"
     )
-    assert str(error.value) == expected
+    assert refusal(lambda: hydrajax.load(base, draft)) == message
 
 
 def test_differences_between_maps():
@@ -134,12 +128,8 @@ def test_differences_between_maps():
 
 def test_without_tokenizers_the_sizes_must_agree(llama_checkpoint, tiny_checkpoint):
     draft = llama_checkpoint(vocab_size=104, hidden_size=16, intermediate_size=40, num_hidden_layers=1)
-    message = (
-        f"draft: {draft}: vocab_size: got 104, expected the base's 96; other sizes need equal "
-        "tokenizers, and the base has none"
-    )
-    with pytest.raises(HydrajaxError, match=message):
-        hydrajax.load(tiny_checkpoint, draft)
+    message = f"draft: {draft}: vocab_size: got 104, expected the base's 96; other sizes need equal tokenizers"
+    refusal(lambda: hydrajax.load(tiny_checkpoint, draft), message)
 
 
 def test_a_draft_larger_than_the_base_is_warned_of(llama_checkpoint, tiny_checkpoint):
@@ -160,36 +150,25 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
     without = hydrajax.load(tiny_checkpoint).generate(PROMPTS, max_new_tokens=10, tree="root")
     found = m.generate(PROMPTS, max_new_tokens=10, tree="chain-5")
     assert [one.output_ids for one in found] == [one.output_ids for one in without]
+    confidence = "draft_confidence: requires a draft model or DSpark with a confidence head, got "
     for settings, message in (
         ({"draft_confidence": 1.0}, "draft_confidence: got 1.0, expected at least 0 and less than 1"),
-        (
-            {"draft_confidence": 0.5, "draft": "lookup"},
-            "draft_confidence: requires a draft model or DSpark with a confidence head, got Lookup",
-        ),
-        (
-            {"draft_confidence": 0.5, "draft": None},
-            "draft_confidence: requires a draft model or DSpark with a confidence head, got no draft",
-        ),
+        ({"draft_confidence": 0.5, "draft": "lookup"}, f"{confidence}Lookup"),
+        ({"draft_confidence": 0.5, "draft": None}, f"{confidence}no draft"),
         (
             {"placement": Placement(shard_draft=True), "draft": "lookup"},
             "shard_draft: requires a draft model, got Lookup",
         ),
     ):
-        with pytest.raises(HydrajaxError, match=message):
-            hydrajax.load(tiny_checkpoint, **({"draft": small} | settings))
+        refusal(lambda settings=settings: hydrajax.load(tiny_checkpoint, **({"draft": small} | settings)), message)
 
 
 def test_a_damaged_draft_is_refused_as_the_draft(llama_checkpoint, tiny_checkpoint, tmp_path):
     small = shutil.copytree(llama_checkpoint(**DRAFTS["llama"]), tmp_path / "small")
-    weights = (small / "model.safetensors").read_bytes()
+    weights, config = (small / "model.safetensors").read_bytes(), json.loads((small / "config.json").read_text())
     (small / "model.safetensors").write_bytes(weights[:-1])
-    with pytest.raises(HydrajaxError, match=r"^draft: .*model\.safetensors is damaged"):
-        hydrajax.load(tiny_checkpoint, small)
+    refusal(lambda: hydrajax.load(tiny_checkpoint, small), "draft: ", "model.safetensors is damaged")
     (small / "model.safetensors").write_bytes(weights)
-    config = json.loads((small / "config.json").read_text())
-    (small / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
-    with pytest.raises(HydrajaxError, match=r"^draft: .*config\.json: hidden_act"):
-        hydrajax.load(tiny_checkpoint, small)
-    (small / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    with pytest.raises(HydrajaxError, match=r"^draft: "):
-        hydrajax.load(tiny_checkpoint, small)
+    for change, message in (({"hidden_act": "gelu"}, "config.json: hidden_act"), ({"num_hidden_layers": 2}, "missing")):
+        (small / "config.json").write_text(json.dumps(config | change))
+        refusal(lambda: hydrajax.load(tiny_checkpoint, small), "draft: ", message)

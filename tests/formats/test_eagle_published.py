@@ -218,7 +218,7 @@ PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: h
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_drafts_are_understood(name):
-    config, holds, base, (n_heads, n_kv_heads, head_dim, theta, eps) = PUBLISHED[name]
+    config, holds, base, expected = PUBLISHED[name]
     layer = config.get("transformer_layer_config", config)
     version = holds["version"]
     files = file_of(config=layer, **holds)
@@ -229,13 +229,7 @@ def test_published_drafts_are_understood(name):
 
     assert type(drafter) is (Eagle3 if version == 3 else Eagle)
     c = drafter.config
-    assert (c.n_heads, c.n_kv_heads, c.head_dim, c.rope_theta, c.norm_eps) == (
-        n_heads,
-        n_kv_heads,
-        head_dim,
-        theta,
-        eps,
-    )
+    assert (c.n_heads, c.n_kv_heads, c.head_dim, c.rope_theta, c.norm_eps) == expected
     assert (c.width, c.vocab_size, c.mlp_width) == (base.width, base.vocab_size, layer["intermediate_size"])
     assert (c.n_layers, c.qk_norm, c.tied_lm_head) == (1, False, base.tied_lm_head)
     if version == 1:

