@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import yaml
 
 from helpers.draft_heads import VOCAB, WIDTH, config_in, heads_of, random_params
-from hydrajax.drafters.draft_lm_head import Vocabulary
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 
 
