@@ -47,10 +47,8 @@ def test_overlaps_are_acceptance_probabilities(executor):
     executor = executor.with_request(rule=RejectionSampling(0.9, top_k=7, draft_temperature=1.3))
     found = calibrate(executor, PROMPTS, batch_size=2, seed=4)
     chances = []
-    for row, start, end in found.spans:
-        assert (start, end) == (len(PROMPTS[row]), len(PROMPTS[row]) + 12)
-    key_rows = texts_of(executor, found, 4)
-    for text, start in key_rows:
+    assert [(start, end) for _, start, end in found.spans] == [(len(prompt), len(prompt) + 12) for prompt in PROMPTS]
+    for text, start in texts_of(executor, 4):
         p_logits = all_logits(executor.model, executor.params.base, text).astype(np.float64)
         kept = np.sort(p_logits, axis=-1)[:, -7:-6]
         p = softmax(np.where(p_logits >= kept, p_logits, -np.inf), 0.9)
@@ -61,20 +59,14 @@ def test_overlaps_are_acceptance_probabilities(executor):
     assert 0 < found.acceptance < 1
 
 
-def texts_of(executor, found, seed):
-    """The sequences that `calibrate` generates, in its batches of two."""
-    plain = executor.autoregressive()
+def texts_of(executor, seed):
+    """The sequences that `calibrate` generates, in its batches of two, each with the length of its prompt."""
     texts = []
-    for first in range(0, len(PROMPTS), 2):
-        some = PROMPTS[first : first + 2]
-        some = [*some, some[0]][:2]
+    for first, some in ((0, PROMPTS[:2]), (2, [PROMPTS[2]] * 2)):
         lengths = np.array([len(prompt) for prompt in some], np.int32)
-        width = max(map(len, PROMPTS))
-        prompt = np.zeros((2, width), np.int32)
-        for row, ids in enumerate(some):
-            prompt[row, : len(ids)] = ids
+        prompt = np.stack([np.pad(ids, (0, max(map(len, PROMPTS)) - len(ids))) for ids in some])
         key = jax.random.fold_in(jax.random.key(seed), first)
-        out = jax.device_get(plain.decode(prompt, lengths, key))
+        out = jax.device_get(executor.autoregressive().decode(prompt, lengths, key))
         texts += [(np.append(ids, out.tokens[row]), len(ids)) for row, ids in enumerate(some)]
     return texts[: len(PROMPTS)]
 
@@ -83,7 +75,7 @@ def texts_of(executor, found, seed):
 def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
     found = calibrate(executor, PROMPTS, batch_size=2)
     same = []
-    for text, start in texts_of(executor, found, 0):
+    for text, start in texts_of(executor, 0):
         guesses = np.argmax(all_logits(executor.program.drafter.model, executor.params.draft, text), axis=-1)
         same += (guesses[start:-1] == text[start + 1 :]).tolist()
     assert found.overlaps is None

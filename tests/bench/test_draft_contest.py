@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from helpers import letters
+from helpers.refusals import assert_refused
 from hydrajax.bench.draft_contest import candidate_drafts, measure_drafts
-from hydrajax.errors import HydrajaxError
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +42,13 @@ def test_a_draft_has_its_own_tree_by_default(m, monkeypatch):
     assert {executor.request.max_new_tokens for executor in found.values()} == {5}
 
 
-@pytest.mark.parametrize(
-    ("drafts", "prompts", "message"),
-    [
-        (["lookup"], [], "prompts: got none, expected at least one"),
-        (["lookup"], "abc", "prompts: got one text, expected a list"),
-        (["no-such-draft"], ["abc"], "draft: no such directory"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_compiled(m, drafts, prompts, message):
-    with pytest.raises(HydrajaxError, match=message):
-        measure_drafts(m, drafts, prompts, on_status=pytest.fail)
+def test_bad_input_is_refused_before_anything_is_compiled(m):
+    assert_refused(
+        functools.partial(measure_drafts, on_status=pytest.fail),
+        (m, ["lookup"], [], "prompts: got none, expected at least one"),
+        (m, ["lookup"], "abc", "prompts: got one text, expected a list"),
+        (m, ["no-such-draft"], ["abc"], "draft: no such directory"),
+    )
 
 
 def test_candidates_of_a_base():

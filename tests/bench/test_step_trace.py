@@ -13,6 +13,7 @@ from helpers.noise import noise
 from hydrajax import Params, Program, Typical
 from hydrajax.api import make_autoregressive_fn
 from hydrajax.bench.step_trace import TracedStep, path_probabilities, trace_steps, tree_of
+from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.hydra import HydraHeads
@@ -88,58 +89,48 @@ def test_traced_steps_give_the_decoded_tokens(steps, wanted):
         last = found[-1]
         text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
         assert text == wanted[: len(text)]
-        for step, later in itertools.pairwise(found):
-            assert step.tree.size == tree.size
-            assert step.bonus_token == later.tokens[0]
-            assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+        assert_connected(found, tree.size)
     assert len({step.tree for step in found}) > 1  # another one at another step
 
 
-@pytest.mark.slow
-def test_the_lookahead_window_is_not_in_the_tree(tiny_model, wanted):
-    """Candidates that share a prefix share nodes; the window's nodes are left out."""
-    model, base = tiny_model
-    program = Program(Lookahead(4, 3, 3), presets.cartesian([3, 1]))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, {}), program), PROMPT, most=12))
-    last = steps[-1]
-    text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
-    assert text == wanted[: len(text)]
-    assert max(len(step.path) for step in steps) > 1
-    for step in steps:
-        assert len(step.tokens) == step.tree.size == 7
-        assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
-
-
-@pytest.mark.slow
-def test_the_lookup_branch_is_in_the_tree(tiny_model):
-    """With a rule that accepts every token, the longest path is taken: that of the branch, if there is one."""
-    model, base = tiny_model
-    heads = HydraHeads(3, model.config.width, model.config.vocab_size)
-    params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    program = Program(with_lookup(heads, 4), presets.cartesian([3, 1]), Typical)
-    request = program.request(rule=Typical(epsilon=0.0))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, params), program, request), PROMPT, most=12))
-    assert max(len(step.path) for step in steps) > 3  # deeper than the tree
+def assert_connected(steps, size: int) -> None:
+    """Each step's path begins at the root, and its bonus token is the next root."""
     for step, later in itertools.pairwise(steps):
         assert later.before == (*step.before, *(step.tokens[node] for node in step.path))
         assert step.bonus_token == later.tokens[0]
     for step in steps:
-        assert len(step.tokens) == step.tree.size == 7 + 4
+        assert len(step.tokens) == step.tree.size == size
         assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
 
 
 @pytest.mark.slow
-def test_chains_replace_nodes_of_a_static_tree(tiny_model, wanted):
+@pytest.mark.parametrize("kind", ["lookahead", "lookup branch", "chains"])
+def test_other_drafters(tiny_model, wanted, kind):
+    """Candidates of lookahead that share a prefix share nodes, and its window is left out. A lookup branch is in the
+    tree: with a rule that accepts every token, it is the longest path. Chains replace nodes of a static tree.
+    """
     model, base = tiny_model
     heads = HydraHeads(3, model.config.width, model.config.vocab_size)
     params = noise(jax.eval_shape(lambda base: heads.init(jax.random.key(0), BoundBase(model, base)), base), 1)
-    program = Program(Several(heads, (PromptLookup(),), 0), presets.cartesian([3, 1]))
-    steps = list(trace_steps(FusedExecutor(model, Params(base, {"draft": params}), program), PROMPT, most=12))
-    assert len({step.tree for step in steps}) > 1
-    for step in steps:
-        text = [*step.before, *(step.tokens[node] for node in step.path), step.bonus_token]
+    tree, request, rule = presets.cartesian([3, 1]), None, Typical if kind == "lookup branch" else Greedy
+    drafter, params, size = {
+        "lookahead": (Lookahead(4, 3, 3), {}, 7),
+        "lookup branch": (with_lookup(heads, 4), params, 7 + 4),
+        "chains": (Several(heads, (PromptLookup(),), 0), {"draft": params}, 7),
+    }[kind]
+    program = Program(drafter, tree, rule)
+    request = program.request(rule=Typical(epsilon=0.0)) if rule is Typical else program.request()
+    steps = list(trace_steps(FusedExecutor(model, Params(base, params), program, request), PROMPT, most=12))
+    assert_connected(steps, size)
+    if rule is Typical:
+        assert max(len(step.path) for step in steps) > 3  # deeper than the tree
+    else:
+        last = steps[-1]
+        text = [*last.before, *(last.tokens[node] for node in last.path), last.bonus_token]
         assert text == wanted[: len(text)]
-        assert [step.tree.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+        assert max(len(step.path) for step in steps) > 1
+    if kind == "chains":
+        assert len({step.tree for step in steps}) > 1
 
 
 def test_the_end_of_the_context(tiny_model):

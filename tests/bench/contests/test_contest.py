@@ -67,15 +67,15 @@ class Stub:
 
 def test_rates_are_tokens_over_median_seconds(clock):
     stubs = {"tree": Stub(clock, 1.0, 2, nodes=5), "chain": Stub(clock, 2.0, 4, nodes=3)}
-    plain, tree, chain = contest({"plain": Stub(clock, 4.0, 8)} | stubs, PROMPTS, batch_size=1, repeats=3)
-    assert (plain.tokens_per_second, tree.tokens_per_second, chain.tokens_per_second) == (2.0, 8.0, 4.0)
-    assert (plain.speedup, tree.speedup, chain.speedup) == (1.0, 4.0, 2.0)
-    assert (plain.tokens_per_step, tree.tokens_per_step, chain.tokens_per_step) == (1.0, 4.0, 2.0)
-    assert (tree.low, tree.high) == (8.0, 8.0)
-    assert tree.step_seconds == 0.5
+    rows = contest({"plain": Stub(clock, 4.0, 8)} | stubs, PROMPTS, batch_size=1, repeats=3)
+    found = [(row.tokens_per_second, row.speedup, row.tokens_per_step, row.nodes) for row in rows]
+    assert found == [(2.0, 1.0, 1.0, 1), (8.0, 4.0, 4.0, 5), (4.0, 2.0, 2.0, 3)]
+    _, tree, chain = rows
+    assert (tree.low, tree.high, tree.step_seconds) == (8.0, 8.0, 0.5)
     assert (tree.chance_best, chain.chance_best) == (1.0, 0.0)
-    assert [row.nodes for row in (plain, tree, chain)] == [1, 5, 3]
-    assert all(row.equal for row in (plain, tree, chain))
+    assert all(row.equal for row in rows)
+    (alone,) = contest({"plain": Stub(clock, 1.0, 8)}, PROMPTS, batch_size=1, repeats=1)  # a round has no intervals
+    assert (alone.low, alone.high, alone.speedup_low, alone.speedup_high, alone.chance_best) == (None,) * 5
 
 
 def test_every_round_runs_every_executor_once_on_the_same_batches(clock):
@@ -100,11 +100,6 @@ def test_the_interval_comes_from_whole_rounds(clock):
     assert (plain.low, plain.high) == pytest.approx((4.0, 8.0))
     assert (tree.speedup_low, tree.speedup_high) == pytest.approx((2.0, 2.0))  # the baseline has the same load
     assert (tree.chance_best, other.chance_best) == (1.0, 0.0)  # in any choice of rounds
-
-
-def test_a_single_round_has_no_intervals(clock):
-    (row,) = contest({"plain": Stub(clock, 1.0, 8)}, PROMPTS, batch_size=1, repeats=1)
-    assert (row.low, row.high, row.speedup_low, row.speedup_high, row.chance_best) == (None,) * 5
 
 
 def test_different_output_is_reported_for_rules_with_equal_output(clock):

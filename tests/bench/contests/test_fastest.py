@@ -54,12 +54,10 @@ def speeds(monkeypatch, tmp_path):
     """The speed of each tree in a fake contest. ``.names``: the measured trees of each contest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(stored_trees.OFF)
-    found = {"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4}
 
     class Speeds(dict):
-        names: list
-        prompts: list
-        lowest: tuple  # ends of the intervals
+        names, prompts = [], []
+        lowest = 0.95, 95.0  # ends of the intervals
 
     def contest(executors, prompts, *, batch_size, repeats, divided, on_status):
         assert divided
@@ -73,8 +71,7 @@ def speeds(monkeypatch, tmp_path):
             for name, speed in zip(executors, speeds, strict=True)
         ]
 
-    table = Speeds(found)
-    table.names, table.lowest = [], (0.95, 95.0)
+    table = Speeds({"chain-2": 1.2, "chain-4": 1.5, "cartesian-2x2": 1.1, "chain-5": 1.4})
     monkeypatch.setattr(fastest, "contest", contest)
     return table
 
@@ -89,19 +86,15 @@ def test_the_fastest_is_taken_and_cached(executor, speeds):
     assert speeds.names[0] == ["autoregressive", "chain-2", "chain-4", "cartesian-2x2", "chain-5"]
 
 
-@pytest.mark.parametrize("other", ["batch size", "rule", "base"])
-def test_other_settings_are_measured_anew(loaded, executor, speeds, other):
-    choose(executor, PROMPTS, 1)
-    if other == "base":
-        base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
-        changed = dataclasses.replace(loaded, params=loaded.params._replace(base=base))
-        choose(make_executor(changed, executor.program), PROMPTS, 1)
-    else:
-        rule = ExactSampling(0.5) if other == "rule" else executor.request.rule
-        choose(executor.with_request(rule=rule), PROMPTS, 2 if other == "batch size" else 1)
-    assert len(speeds.names) == 2
-    choose(executor, PROMPTS, 1)
-    assert len(speeds.names) == 2
+def test_other_settings_are_measured_anew(loaded, executor, speeds):
+    base = dict(loaded.params.base, embedding=loaded.params.base["embedding"] + 1)
+    other_base = dataclasses.replace(loaded, params=loaded.params._replace(base=base))
+    for _ in range(2):
+        choose(executor, PROMPTS, 1)
+        choose(executor, PROMPTS, 2)
+        choose(executor.with_request(rule=ExactSampling(0.5)), PROMPTS, 1)
+        choose(make_executor(other_base, executor.program), PROMPTS, 1)
+        assert len(speeds.names) == 4
 
 
 def test_no_tree_if_none_is_faster(executor, speeds):
@@ -121,16 +114,13 @@ def test_nothing_is_measured_without_a_draft_or_if_switched_off(executor, speeds
     assert not speeds.names
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'])
-def test_a_damaged_cache_is_measured_again(executor, speeds, damage):
+def test_a_cache_that_cannot_be_used_is_measured_again(executor, speeds, monkeypatch, tmp_path):
     choose(executor, PROMPTS, 1)
     (path,) = stored_trees.cache_folder().iterdir()
-    path.write_text(damage)
-    assert choose(executor, PROMPTS, 1).tree == presets.chain(4)
-    assert len(speeds.names) == 2
-
-
-def test_an_unwritable_cache_is_ignored(executor, speeds, monkeypatch, tmp_path):
+    for damage in ("", "{", "[]", '{"choices": [[5]], "taken": true}', '{"taken": false}'):
+        path.write_text(damage)
+        assert choose(executor, PROMPTS, 1).tree == presets.chain(4)
+    assert len(speeds.names) == 6
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert choose(executor, PROMPTS, 1).tree == presets.chain(4)
@@ -140,11 +130,8 @@ def test_an_unwritable_cache_is_ignored(executor, speeds, monkeypatch, tmp_path)
 def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_path, device, taken):
     """One that was searched elsewhere is a candidate, and another one is another question to the cache."""
     here = machine() | ({} if device == "this" else {"device": device})
-    row = {"name": "4", "nodes": 4, "speedup": 1.3}
-    content = {
-        "choices": [[0], [0, 0], [0, 0, 0]],
-        "provenance": {"machine": here, "measured": [row], "date": "2026-01-02"},
-    }
+    provenance = {"machine": here, "measured": [{"name": "4", "nodes": 4, "speedup": 1.3}], "date": "2026-01-02"}
+    content = {"choices": [[0], [0, 0], [0, 0, 0]], "provenance": provenance}
     presets.searched_path(tmp_path, 1).write_text(json.dumps(content))
     speeds["the searched one of 4 nodes"] = 1.6
     choose(executor, PROMPTS, 1)
@@ -155,31 +142,29 @@ def test_a_searched_tree_is_taken_if_it_was_searched_here(executor, speeds, tmp_
     assert "the searched one of 4 nodes" not in speeds.names[0]
 
 
-def test_texts_are_repeated_only_if_there_are_too_few(executor, speeds):
+def test_prompts_of_a_measurement(loaded, executor, speeds):
+    """Texts are repeated if there are too few; built-in ones follow the user's own."""
     few = [np.arange(1, 2 + n, dtype=np.int32) for n in range(4)]
     choose(executor, iter(few), 1)
     assert speeds.prompts == [1, 2, 3, 4, 1, 2]
     choose(executor, iter(few * 9), 2)
     assert speeds.prompts == [1, 2, 3, 4] * 3
-
-
-def test_built_in_prompts_follow_the_users_own(loaded, speeds):
-    program = loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS)
+    program = loaded.with_tree(loaded.program(), Request(rule=ExactSampling(0.3)), "auto", prompts=PROMPTS)
     assert program.tree == presets.chain(4)
     built_in = [len(next(loaded.ids_of_prompts([text]))) for text in BEGINNINGS.values()]
     assert speeds.prompts == [8, *built_in, 8]
 
 
-@pytest.mark.parametrize("lowest", [(0.65, 95.0), (0.95, 85.0)])
-def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, speeds, capsys, lowest):
+def test_a_measurement_whose_rounds_disagree_is_not_kept(loaded, speeds, capsys):
     """The draft's own tree remains, and the next call measures again."""
-    speeds.lowest = lowest
-    assert loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
-    assert "tree: the draft's own, as timings disagree (chain-4: " in capsys.readouterr().err
-    assert not stored_trees.cache_folder().exists()
+    for lowest in ((0.65, 95.0), (0.95, 85.0)):
+        speeds.lowest = lowest
+        assert loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS).tree == loaded.default_tree()
+        assert "tree: the draft's own, as timings disagree (chain-4: " in capsys.readouterr().err
+        assert not stored_trees.cache_folder().exists()
     speeds.lowest = 0.8, 95.0
     assert loaded.with_tree(loaded.program(), Request(), "auto", prompts=PROMPTS).tree == presets.chain(4)
-    assert len(speeds.names) == 2
+    assert len(speeds.names) == 3
 
 
 def test_autotune_stores_what_generate_uses(loaded, speeds, capsys):
