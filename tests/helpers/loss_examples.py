@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.mtp import MTP
+from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.losses import IGNORED
 
 WIDTH, VOCAB, HEADS = 32, 61, 3  # width and vocabulary of the `tiny_model` fixture
 MIXED = {"lm_weight": 0.5, "teacher_weight": 1.5, "reconstruction_weight": 0.7}
+
+
+def drafter_of(kind: str):
+    """Return a drafter of three guesses for `tiny_model`; EAGLE-3 knows every other token."""
+    shape = LlamaConfig(VOCAB, WIDTH, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
+    if kind in ("eagle", "eagle3", "mtp"):
+        cls = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP}[kind]
+        known = {"vocabulary": Vocabulary(range(1, VOCAB, 2))} if kind == "eagle3" else {}
+        return dataclasses.replace(cls.for_base(shape, jnp.float32), depth=HEADS, ttt_length=HEADS, **known)
+    if kind == "medusa":
+        return MedusaHeads(HEADS, WIDTH, VOCAB)
+    heads = HydraHeads(HEADS, WIDTH, VOCAB, n_layers=2)
+    return heads.with_prefix(shape) if kind == "hydra++" else heads
 
 
 def random_params(drafter, base, seed=0):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import pytest
 
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.models.adapter import Adapter
@@ -24,12 +23,9 @@ def test_llama_7b():
     """Embedding look-ups and norms do not count as matmuls."""
     assert forward_flops(MODEL, LENGTH) == (2 * (32 * LAYER + D * V), 32 * CAUSAL)
     assert forward_flops(MODEL, LENGTH, logits=False).weights == 2 * 32 * LAYER
+    assert forward_flops(MODEL.clone(quantize="int8"), LENGTH) == forward_flops(MODEL, LENGTH)
     # 6.6 billion weights in all: the count that everyone quotes.
     assert round(forward_flops(MODEL, LENGTH).weights / 2e9, 1) == 6.6
-
-
-def test_int8_weights_count_as_others():
-    assert forward_flops(MODEL.clone(quantize="int8"), LENGTH) == forward_flops(MODEL, LENGTH)
 
 
 def test_an_adapter_adds_its_matmuls():
@@ -51,18 +47,19 @@ def test_a_tied_lm_head_is_multiplied_where_it_is_asked_for():
         assert forward_flops(tied, 64, logits) == forward_flops(untied, 64, logits)
 
 
-@pytest.mark.quick("True")
-@pytest.mark.parametrize("share_blocks", [True, False])
-def test_hydra_pp(share_blocks):
+def flops_of(**settings) -> float:
+    drafter = make_drafter(draft_of(**settings), PRESETS["7b"], "bfloat16")
+    return drafter_forward_flops(drafter, MODEL, LENGTH)
+
+
+def test_hydra_pp():
     """A prefix layer; head k reads k + 2 vectors with two matrices, then 3 blocks, shared or not, and an lm head."""
-    drafter = make_drafter(draft_of(n_layers=4, prefix=True, share_blocks=share_blocks), PRESETS["7b"], "bfloat16")
     heads = sum(2 * (k + 2) * D * D + 3 * D * D + D * V for k in range(4))
-    assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * (LAYER + heads) + CAUSAL
+    assert flops_of(n_layers=4, prefix=True) == 2 * (LAYER + heads) + CAUSAL
 
 
 def test_medusa():
-    drafter = make_drafter(draft_of(heads="medusa", n_layers=2, share_blocks=False), PRESETS["7b"], "bfloat16")
-    assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * 4 * (2 * D * D + D * V)
+    assert flops_of(heads="medusa", n_layers=2, share_blocks=False) == 2 * 4 * (2 * D * D + D * V)
 
 
 AT_THE_SAME_PLACE = 2 * D  # the score of a later guess with an earlier one; the weighted sum is elementwise
@@ -70,22 +67,18 @@ AT_THE_SAME_PLACE = 2 * D  # the score of a later guess with an earlier one; the
 
 def test_eagle():
     """A map of two vectors to one, a layer and the base's lm head, each time one guess further."""
-    drafter = make_drafter(draft_of(heads="eagle", ttt_length=2), PRESETS["7b"], "bfloat16")
     guess = 2 * (2 * D * D + LAYER + D * V) + CAUSAL
-    assert drafter_forward_flops(drafter, MODEL, LENGTH) == 2 * guess + AT_THE_SAME_PLACE
+    assert flops_of(heads="eagle", ttt_length=2) == 2 * guess + AT_THE_SAME_PLACE
 
 
 def test_eagle_3():
     """Three vectors are mapped to one, once; queries, keys and values are made of two vectors."""
-    drafter = make_drafter(draft_of(heads="eagle3", vocabulary=8000), PRESETS["7b"], "bfloat16")
     guess, pairs = 2 * (LAYER + 3 * D * D + D * 8000) + CAUSAL, 7 * 6 // 2
-    wanted = 2 * 3 * D * D + 7 * guess + pairs * AT_THE_SAME_PLACE
-    assert drafter_forward_flops(drafter, MODEL, LENGTH) == wanted
+    assert flops_of(heads="eagle3", vocabulary=8000) == 2 * 3 * D * D + 7 * guess + pairs * AT_THE_SAME_PLACE
 
 
 def test_amphista():
     """Two stages of fc and a layer, a matrix for each head, a layer for each head that sees all four, and lm heads."""
-    drafter = make_drafter(draft_of(heads="amphista"), PRESETS["7b"], "bfloat16")
     stages = 2 * (2 * (2 * D * D + LAYER) + CAUSAL)
     together = 4 * (2 * LAYER + 2 * 2 * D * 4)
-    assert drafter_forward_flops(drafter, MODEL, LENGTH) == stages + together + 2 * 4 * (D * D + D * V)
+    assert flops_of(heads="amphista") == stages + together + 2 * 4 * (D * D + D * V)

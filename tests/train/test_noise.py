@@ -12,12 +12,7 @@ import pytest
 from helpers.loss_examples import MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base_model import BoundBase
-from hydrajax.train.losses import (
-    IGNORED,
-    Objective,
-    draft_loss,
-    input_noise,
-)
+from hydrajax.train.losses import IGNORED, Objective, draft_loss, input_noise
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,19 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
-from helpers.loss_examples import check_ranks, random_params
+from helpers.loss_examples import check_ranks, drafter_of, random_params
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.bench.trees.simulation import accepted_lengths, runs
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.ranks import head_ranks
-from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.base_model import BoundBase
-from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.simulate import Tally
@@ -78,17 +69,6 @@ def test_tally_by_hand():
     assert report["top2"] == [3 / 7, 2 / 6]
 
 
-SHAPE = LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)  # of `tiny_model`
-DRAFTERS = {
-    "hydra": HydraHeads(3, 32, 61, n_layers=2),
-    "medusa": MedusaHeads(3, 32, 61),
-    "hydra++": HydraHeads(3, 32, 61, n_layers=2).with_prefix(SHAPE),
-    "eagle": dataclasses.replace(Eagle.for_base(SHAPE, jnp.float32), depth=3),
-    "eagle3": dataclasses.replace(Eagle3.for_base(SHAPE, jnp.float32), depth=3, vocabulary=Vocabulary(range(1, 61, 2))),
-    "mtp": dataclasses.replace(MTP.for_base(SHAPE, jnp.float32), depth=3),
-}
-
-
 @pytest.fixture(scope="module")
 def generated(tiny_model):
     """``(prompts, greedy continuations)`` of the tiny base, each int32 [rows, tokens]."""
@@ -103,7 +83,7 @@ def generated(tiny_model):
 def test_ranks_equal_numpy(tiny_model, name):
     """EAGLE-3's vocabulary has half of the tokens; the others rank after all 61."""
     model, base = tiny_model
-    drafter = DRAFTERS[name]
+    drafter = drafter_of(name)
     draft = random_params(drafter, BoundBase(model, base), seed=1)
     tokens = np.random.default_rng(2).integers(0, 61, (2, 11), dtype=np.int32)
     bound = BoundBase(model, base)
@@ -120,7 +100,7 @@ def test_ranks_equal_numpy(tiny_model, name):
 
 def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
     model, base = tiny_model
-    drafter = DRAFTERS["medusa"]
+    drafter = drafter_of("medusa")
     draft = jax.tree.map(jnp.zeros_like, random_params(drafter, BoundBase(model, base), seed=1))  # all logits are 0
     tokens = np.array([[4, 0, 60, 7, 3]], np.int32)
     aux_hidden_states = jnp.ones((1, 5, 32))
@@ -141,7 +121,7 @@ def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
 @pytest.mark.parametrize("name", ["hydra", "hydra++", "eagle", "eagle3", "mtp"])
 def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
     model, base = tiny_model
-    drafter = DRAFTERS[name]
+    drafter = drafter_of(name)
     draft = random_params(drafter, BoundBase(model, base), seed=1)
     prompts, outputs = generated
     decode = make_decode_fn(model, drafter, WIDE, max_new_tokens=NEW)

@@ -25,27 +25,17 @@ SHAPE = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16
 LOW_RANK = {"lm_down", "lm_up"}
 # By far the most frequent targets, unordered.
 FREQUENT = np.random.default_rng(1).permutation(97)[:60]
+CASES = [
+    ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
+    ("medusa", {"lm_head": "shared", "vocabulary": 60}, set()),
+    ("hydra", {"lm_head": "shared"}, set()),
+    ("hydra", {"vocabulary": 60}, {"lm_kernel"}),
+    ("amphista", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
+]
 
 
-@pytest.mark.parametrize(
-    ("heads", "lm_head", "names"),
-    [
-        ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("medusa", {"lm_head": "shared", "vocabulary": 60}, set()),
-                ("hydra", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
-                ("amphista", {"vocabulary": 60}, {"lm_kernel"}),
-                ("medusa", {"lm_head": "shared"}, set()),
-                ("hydra", {"lm_head": "shared"}, set()),
-                ("hydra", {"vocabulary": 60}, {"lm_kernel"}),
-                ("amphista", {"lm_head": "shared"}, set()),
-                ("amphista", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
-            ]
-        ),
-    ],
-)
+@pytest.mark.quick("low rank, 60")
+@pytest.mark.parametrize(("heads", "lm_head", "names"), CASES, ids=["low rank, 60", *map(str, range(4))])
 def test_they_learn_and_come_back(heads, lm_head, names, tmp_path):
     model = Llama(SHAPE, jnp.float32)
     base = BoundBase(model, jax.jit(lambda: init_base(model, jax.random.key(0)))())
