@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 
-import jax
-import numpy as np
 import pytest
 
 import hydrajax
-from helpers.how import sampling
 from hydrajax import assets
 from hydrajax.conversation import Chat, Turn
 from hydrajax.decoding.processors import Penalties
@@ -148,47 +145,6 @@ def test_bad_conversations_are_refused(loaded):
     with pytest.raises(HydrajaxError, match="message: contains the special token"):
         list(chat.send(f"a {loaded.tokenizer.eos_token} b"))
     assert chat.messages == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["medusa", "hydra_pp"])
-def test_more_text_on_a_kept_cache_is_the_whole_text_at_once(draft):
-    """`Engine.extend` after some steps, on rows of different lengths, equals one prefill of all tokens."""
-    loaded = hydrajax.load(assets.base(), assets.path(draft))
-    engine = hydrajax.make_decode_fn(loaded.model, loaded.drafter, TREE, max_new_tokens=100).engine
-    random = np.random.default_rng(0)
-    prompt, lengths = random.integers(5, 900, (2, 16), dtype=np.int32), np.array([16, 11], np.int32)
-    more, counts = random.integers(5, 900, (2, 8), dtype=np.int32), np.array([3, 8], np.int32)
-    step = jax.jit(engine.decode_step)
-
-    def finish(state):
-        while not state.output.done.all():
-            state = step(loaded.params, state)
-        return state
-
-    drawn = sampling(None, 2, loaded.config.vocab_size, limits=[7, 20])
-    first = finish(jax.jit(engine.prefill)(loaded.params, prompt, lengths, drawn))
-    second = finish(jax.jit(engine.extend)(loaded.params, first, more, counts, drawn))
-    whole = [
-        np.concatenate(
-            [
-                prompt[row, : lengths[row]],
-                first.output.tokens[row, : first.output.lengths[row]],
-                more[row, : counts[row]],
-            ]
-        )
-        for row in range(2)
-    ]
-    padded = np.zeros((2, 64), np.int32)
-    for row, ids in zip(padded, whole, strict=True):
-        row[: len(ids)] = ids
-    at_once = finish(
-        jax.jit(engine.prefill)(loaded.params, padded, np.array([len(ids) for ids in whole], np.int32), drawn)
-    )
-    assert second.output.lengths.tolist() == at_once.output.lengths.tolist() == [7, 20]
-    for row in range(2):
-        assert second.output.tokens[row, :7].tolist() == at_once.output.tokens[row, :7].tolist()
-    np.testing.assert_array_equal(second.output.accept_lengths, at_once.output.accept_lengths)
 
 
 def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):

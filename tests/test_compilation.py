@@ -26,31 +26,22 @@ def untold():
 
 
 @pytest.mark.usefixtures("untold")
-def test_the_folder(monkeypatch, tmp_path):
+def test_the_folder_and_the_limit(monkeypatch, tmp_path):
+    """A folder and a limit that JAX was told stay; else short programs are kept too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "hydrajax" / "xla")
-
-
-@pytest.mark.usefixtures("untold")
-@pytest.mark.parametrize(("told", "limit"), [(None, 0.1), ("3", 7)])
-def test_short_programs_are_kept_too(monkeypatch, tmp_path, told, limit):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(LIMIT.upper(), raising=False)
-    if told:
-        monkeypatch.setenv(LIMIT.upper(), told)
+    monkeypatch.setenv(LIMIT.upper(), "3")
     jax.config.update(LIMIT, 7)
     use_compilation_cache()
-    assert getattr(jax.config, LIMIT) == limit
-
-
-@pytest.mark.usefixtures("untold")
-@pytest.mark.parametrize("folder", ["elsewhere", ""])
-def test_a_folder_that_jax_was_told_stays(monkeypatch, tmp_path, folder):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    jax.config.update("jax_compilation_cache_dir", folder)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "hydrajax" / "xla")
+    assert getattr(jax.config, LIMIT) == 7
+    monkeypatch.delenv(LIMIT.upper())
+    for folder in ("elsewhere", ""):
+        jax.config.update("jax_compilation_cache_dir", folder)
+        use_compilation_cache()
+        assert jax.config.jax_compilation_cache_dir == folder
+    jax.config.update("jax_compilation_cache_dir", None)
     use_compilation_cache()
-    assert jax.config.jax_compilation_cache_dir == folder
+    assert getattr(jax.config, LIMIT) == 0.1
 
 
 @pytest.mark.usefixtures("untold")

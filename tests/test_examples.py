@@ -1,12 +1,10 @@
-"""User stories: train heads on your own text, serve and ask, add a drafter.
+"""The story of docs/adding_a_drafter.md: a drafter in thirty lines, on the small LLaMA of tests/golden.
 
-They use the public API and the commands only. The base is the small LLaMA of tests/golden, which was trained on Python
-code, with its Hydra++ heads. Outputs are compared with the base's greedy text as transformers computes it.
+The text is compared with the base's greedy text as transformers computes it.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ import jax.numpy as jnp
 import pytest
 
 import hydrajax
-from hydrajax.cli import main
 from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
 
 PROMPTS = ["def close(self):\n    return self.", "class Names(list):\n    def __init__(self"]
@@ -28,17 +25,6 @@ NEW = 48
 def base(golden) -> Path:
     """A Hugging Face directory: configuration, weights and tokenizer."""
     return golden / "base" / "mha"
-
-
-@pytest.fixture(scope="module")
-def heads(golden) -> Path:
-    """A directory of released Hydra++ heads for that base."""
-    return golden / "hydra_pp" / "heads"
-
-
-@pytest.fixture(scope="module")
-def model(base, heads) -> hydrajax.LanguageModel:
-    return hydrajax.load(base, heads)
 
 
 @pytest.fixture(scope="module")
@@ -55,46 +41,6 @@ def greedy(base) -> Callable[[str], list[int]]:
         return found[0, ids.shape[1] :].tolist()
 
     return run
-
-
-@pytest.mark.slow
-def test_train_heads_on_your_own_text(base, greedy, tmp_path):
-    """Train Hydra heads on files of yours with the recipe own_text, then generate with them.
-
-    The text is the Python code of this package's drafters. The heads learn the base's predictions on it, and the base
-    then accepts some of their guesses; before training it accepts none.
-    """
-    package = Path(hydrajax.__file__).parent
-    settings = [f"model={base}", f"data.files=[{package / 'drafters'}]", f"output={tmp_path}/run"]
-    settings += ["steps=120", "optimizer.lr=1e-2", "data.length=64", "mesh.data=1", "mesh.cpu_devices=null"]
-    assert main(["train", "--config", "own_text", *settings]) == 0
-
-    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    files = ["--prompts", str(prompts), "--output", str(answers)]
-    draft = ["--draft", f"{tmp_path}/run/heads", "--tree", "chain-2", "--max-new-tokens", str(NEW)]
-    assert main(["generate", "--base", str(base), *draft, *files]) == 0
-    found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert [answer["output_ids"] for answer in found] == [greedy(prompt) for prompt in PROMPTS]
-    assert sum(answer["steps"] for answer in found) < 0.9 * sum(answer["new_tokens"] for answer in found)
-
-
-@pytest.mark.slow
-def test_serve_and_ask(base, heads, model, greedy):
-    """Start the server, and ask it with OpenAI's client. The answers are the texts that `generate` returns."""
-    for package in ("starlette", "uvicorn", "prometheus_client", "openai"):
-        pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-    from openai import OpenAI
-
-    from helpers.serving import serving  # `python -m hydrajax serve` on a free port
-
-    options = ("--base", base, "--draft", heads, "--tree", "chain-2", "--slots", 2, "--max-prompt", 64, "--no-warm-up")
-    with serving(*options) as (_, address, _):
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=300, max_retries=0)
-        answer = client.completions.create(model="hydrajax", prompt=PROMPTS, max_tokens=NEW, temperature=0)
-    expected = model.generate(PROMPTS, tree="chain-2", max_new_tokens=NEW, batch_size=2)
-    assert [choice.text for choice in answer.choices] == [result.text for result in expected]
-    assert [result.output_ids for result in expected] == [greedy(prompt) for prompt in PROMPTS]
 
 
 @dataclass(frozen=True)

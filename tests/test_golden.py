@@ -13,7 +13,7 @@ import pytest
 from helpers.forced import forced_logits
 from helpers.how import sampling
 from helpers.lab import quick_jit
-from helpers.recordings import as_recorded, copy_as_torch, need
+from helpers.recordings import as_recorded, need
 from helpers.tree_tools import leaf_paths
 from hydrajax.api import load, make_decode_fn
 from hydrajax.decoding.typical import Typical
@@ -264,29 +264,11 @@ def test_end_of_sequence(golden, arch, loaded):
     assert n_cut >= 3  # in several runs EOS is inside a step
 
 
-def test_pt_and_safetensors_are_the_same(golden, arch, loaded, tmp_path):
-    """A .pt with the tensors of the .safetensors gives the same parameters.
-
-    The full set has the official .pt; without it torch saves one.
-    """
-    heads = golden / arch / "heads"
-    copy_as_torch(heads / "hydra_lm_head.safetensors", tmp_path / "hydra_lm_head.pt")
-    (tmp_path / "config.json").symlink_to(heads / "config.json")
-    from_pt = load(golden / "base" / "mha", tmp_path)
-    assert from_pt.drafter == loaded.drafter
-    ours, theirs = (jax.tree.leaves_with_path(m.params.draft) for m in (loaded, from_pt))
-    for (path, a), (other_path, b) in zip(ours, theirs, strict=True):
-        assert path == other_path
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("arch", "tree_name"),
     [
         ("hydra_pp", "mc63"),
         pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
-        pytest.param("hydra_pp", "small", marks=pytest.mark.slow),
-        pytest.param("hydra_mlp", "mc63", marks=pytest.mark.slow),
     ],
     indirect=True,  # otherwise pytest would reuse the fixtures of another arch and tree
     scope="module",

@@ -170,10 +170,7 @@ def test_the_check_itself():
 def private_imports(module: str, source: str) -> list[str]:
     """Return the underscore names that a module takes from another room of the package."""
     nodes = list(ast.walk(parsed(source)))
-    imports = [
-        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hydrajax")
-    ]
-    names = [(node.module, alias) for node in imports for alias in node.names]
+    names = [(node.module, alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
     modules = {alias.asname or alias.name: f"{origin}.{alias.name}" for origin, alias in names}
     taken = [(origin, alias.name) for origin, alias in names]
     taken += [
@@ -181,9 +178,8 @@ def private_imports(module: str, source: str) -> list[str]:
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules
     ]
-    room = part_of(module)
-    others = [(origin, name) for origin, name in taken if origin in MODULES and part_of(origin) != room]
-    return sorted(f"{origin}.{name}" for origin, name in others if name.startswith("_") and not name.startswith("__"))
+    others = [each for each in taken if each[0] in MODULES and part_of(each[0]) != part_of(module)]
+    return sorted(f"{origin}.{name}" for origin, name in others if re.match("_(?!_)", name))
 
 
 def names_in(module: str) -> set[str]:
@@ -236,30 +232,27 @@ def test_no_cycles():
         visit(module, [])
 
 
-def heavy_imports(source: str, name: str) -> tuple[int, int]:
-    """Count the imports of a library: ``(at the top, inside functions)``."""
+def imports_at_the_top(source: str, name: str) -> bool | None:
+    """Return whether a library is imported outside functions; None if it is not imported."""
+    everywhere = [node for node in nodes_of(source) if name in {each.split(".")[0] for each in names_of(node)}]
+    functions = [node for node in nodes_of(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    lazy = {node for function in functions if everywhere for node in ast.walk(function)}
+    return any(node not in lazy for node in everywhere) if everywhere else None
 
-    def imports(node):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        return any(found.split(".")[0] == name for found in names)
 
-    everywhere = {node for node in nodes_of(source) if imports(node)}
-    lazy = set()
-    for function in nodes_of(source) if everywhere else ():
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lazy |= {node for node in ast.walk(function) if node in everywhere}
-    return len(everywhere - lazy), len(lazy)
+def names_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
 
 
 def test_torch_and_transformers_are_imported_inside_functions_only():
     users = {}
     for name in ("torch", "transformers"):
-        counts = {module: heavy_imports(path.read_text(), name) for module, path in MODULES.items()}
-        assert [module for module, (top, _) in counts.items() if top] == []
-        users[name] = {module for module, (_, lazy) in counts.items() if lazy}
-    assert users["torch"] == {"hydrajax.formats.torch_files"}
-    assert users["transformers"], "the check finds no imports"
+        found = {module: imports_at_the_top(path.read_text(), name) for module, path in MODULES.items()}
+        users[name] = {module: at_top for module, at_top in found.items() if at_top is not None}
+    assert users["torch"] == {"hydrajax.formats.torch_files": False}
+    assert set(users["transformers"].values()) == {False}
 
 
 # Optional or slow packages.
@@ -289,17 +282,13 @@ def test_importing_the_package_loads_no_optional_packages():
     assert loaded_after(program, ON_DEMAND | FOR_TRAINING) == set()
 
 
-def test_a_start_without_a_command_loads_nothing_slow():
+def test_a_start_without_a_command_loads_nothing_slow_and_names_at_their_first_use():
     program = "from hydrajax.cli import main\n"
     for words in ([], ["--help"], ["--version"], ["nothing"]):
         program += f"try: main({words})\nexcept SystemExit: pass\n"
+    program += "import hydrajax\nassert hydrajax.__version__ and set(hydrajax.__all__) <= set(dir(hydrajax))"
     assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
-
-
-def test_the_package_loads_its_names_at_their_first_use():
-    program = "import hydrajax\nassert hydrajax.__version__ and set(hydrajax.__all__) <= set(dir(hydrajax))"
-    assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
-    assert loaded_after(f"{program}\nhydrajax.load", {"jax", "torch"}) == {"jax"}
+    assert loaded_after("import hydrajax\nhydrajax.load", {"jax", "torch"}) == {"jax"}
 
 
 def test_every_public_name_is_there():

@@ -87,28 +87,6 @@ def test_heads_with_lookup_by_name(m):
     )
 
 
-@pytest.mark.slow
-def test_heads_with_lookup_give_equal_output(m):
-    alone = m.generate(PROMPT, draft="none", tree="root", max_new_tokens=3 * NEW)
-    both = m.generate(PROMPT, draft="lookup+medusa", tree="chain-2", max_new_tokens=3 * NEW)
-    assert alone.output_ids == both.output_ids
-    assert both.steps < alone.steps
-
-
-@pytest.mark.slow  # below, a list of temperatures
-def test_numbers_of_each_prompt(m):
-    """Temperature and top-p per prompt, equal to decoding each prompt alone."""
-    settings = {"rule": "exact", "tree": "chain-2", "seed": 7, "max_new_tokens": NEW}
-    both = m.generate([PROMPT, PROMPT], temperature=[0.1, 1.5], top_p=[1.0, 0.8], batch_size=2, **settings)
-    for number, (temperature, top_p) in enumerate([(0.1, 1.0), (1.5, 0.8)]):
-        rule = hydrajax.ExactSampling(temperature, top_p=top_p)
-        request = hydrajax.Request(rule, max_new_tokens=NEW, seed=7, number=number)
-        alone = hydrajax.stream(m.executor(m.program(request, tree="chain-2")), PROMPT, request)
-        assert "".join(alone) == both[number].text
-    assert both[0].text != both[1].text
-    assert {result.seed for result in both} == {7}
-
-
 def test_a_conversation_is_a_prompt(m, monkeypatch):
     template = "{% for x in messages %}{{ x.role }}: {{ x.content }}\n{% endfor %}{{ 'assistant:' }}"
     monkeypatch.setattr(m.tokenizer, "chat_template", template)
@@ -180,14 +158,6 @@ def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):
     assert m.decode(out) == [m.generate(PROMPT, tree="chain-2", max_new_tokens=NEW).text, ""]
     parts = hydrajax.make_decode_fn(m.model, m.drafter, presets.chain(2), max_new_tokens=NEW)
     assert parts(m.params, *m.encode([ENDING])).lengths.tolist() == [NEW]  # no EOS ids were named
-
-
-@pytest.mark.slow  # tests/decoding/test_sampling.py compares the keys
-def test_raw_keys_are_keys(m):
-    decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="exact", max_new_tokens=NEW)
-    prompt = m.encode([PROMPT, PROMPT])
-    raw, typed = (decode_fn(m.params, *prompt, rng=make(3)).tokens for make in (jax.random.PRNGKey, jax.random.key))
-    np.testing.assert_array_equal(raw, typed)
 
 
 def test_a_rule_that_samples_needs_a_key(m):

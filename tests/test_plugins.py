@@ -37,6 +37,8 @@ def install(tmp_path, monkeypatch):
 def test_every_built_in_part_is_there():
     for group, names in plugins.BUILT_IN.items():
         assert all(plugins.find(group, name) is not None for name in names)
+    with pytest.raises(HydrajaxError, match="rules: got 'nothing', expected greedy, typical, exact, rejection"):
+        plugins.find("rules", "nothing")
 
 
 def test_a_package_adds_a_part_that_is_imported_when_it_is_named(install):
@@ -54,11 +56,6 @@ def test_a_part_that_a_process_adds_is_imported(monkeypatch):
     plugins.add("rules", "mine", 5)
     assert "mine" in plugins.imported("rules")
     assert plugins.find("rules", "mine") == 5
-
-
-def test_an_unknown_name():
-    with pytest.raises(HydrajaxError, match="rules: got 'nothing', expected greedy, typical, exact, rejection"):
-        plugins.find("rules", "nothing")
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,7 @@ def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
 
 def test_parameters_are_sharded(found):
     """The matrices are split in 4 along the axis their rule names (columns, then rows: two all-reduces per layer)."""
-    expected = {
-        "embedding": [VOCAB // 4, WIDTH],
-        "lm_head": [WIDTH, VOCAB // 4],
-        "norm/scale": [WIDTH],
-    }
+    expected = {"embedding": [VOCAB // 4, WIDTH], "lm_head": [WIDTH, VOCAB // 4], "norm/scale": [WIDTH]}
     for i in range(2):
         expected |= {
             f"layers_{i}/qkv": [WIDTH, N_KV_HEADS // 4, N_HEADS // N_KV_HEADS + 2, HEAD_DIM],

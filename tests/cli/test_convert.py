@@ -1,7 +1,8 @@
-"""`hydrajax convert export`: heads in every format, their records and model cards."""
+"""`hydrajax convert`: heads in every format with their records and cards, merged adapters, int8 weights and caches."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -12,6 +13,16 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hydrajax
+from helpers.lora_files import write_lora
+from helpers.torch_eagle import Eagle1, Eagle3
+from hydrajax.bench.quantization import logit_effect
+from hydrajax.formats.huggingface import load_llama
+from hydrajax.models.kv_vectors import KV_CACHES
+from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.ops import trace
 
 WIDTH, VOCAB, HEADS = 32, 320, 2  # of the fixtures
 FILES = {
@@ -34,10 +45,8 @@ def hydra(tmp_path_factory) -> Path:
             shapes[f"hydra_mlp.{k}.0.{part}.bias"] = (WIDTH,)
         shapes |= {f"hydra_lm_head.{k}.weight": (VOCAB, WIDTH), f"hydra_lm_head.{k}.bias": (VOCAB,)}
     random = torch.Generator().manual_seed(5)
-    save_file(
-        {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()},
-        folder / "hydra_lm_head.safetensors",
-    )
+    state = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+    save_file(state, folder / "hydra_lm_head.safetensors")
     config = {"hydra_num_heads": HEADS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
     (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "lab/tiny"}))
     return folder
@@ -45,36 +54,17 @@ def hydra(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def export(program, base, tmp_path):
-    """``export(draft, output, format, *flags) -> Path``: export heads of the tiny base to a directory of this name."""
+    """``export(draft, output, *flags, base=base) -> Path``: export heads to a directory of this name."""
 
-    def run(draft: Path, output: str, format: str, *flags) -> Path:
+    def run(draft: Path, output: str, *flags, base=base) -> Path:
         folder = tmp_path / output
-        args = ("--base", base, "--draft", draft, "--output", folder, "--format", format)
-        result = program("convert", "export", *args, *flags)
+        result = program("convert", "export", "--base", base, "--draft", draft, "--output", folder, *flags)
         assert (result.code, result.err) == (0, "")
         names = sorted(path.name for path in folder.iterdir())
         assert result.out == f"{folder}: {', '.join(names)}\n"
         return folder
 
     return run
-
-
-@pytest.fixture
-def refused(program):
-    """``refused(pattern, *argv)``: `hydrajax convert` prints one line that matches, and returns 2."""
-
-    def check(pattern: str, *argv) -> None:
-        result = program("convert", *argv)
-        assert result.code == 2, result
-        assert result.out == ""
-        assert re.fullmatch(r"hydrajax: [^\n]+\n", result.err), result.err
-        assert re.search(pattern, result.err), result.err
-
-    return check
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def config_in(folder: Path) -> dict:
@@ -98,12 +88,15 @@ def same_tensors(one: Path, other: Path, ignored: str = "(?!)") -> None:
         assert torch.equal(tensor, right[name]), name
 
 
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
 def test_medusa_heads_into_every_format_and_back(export, heads):
     """Tensors and records pass through every format, flags replace records, and an earlier export is replaced whole."""
     story = ("--data", "ShareGPT: 60k", "--recipe", "medusa.yaml, 2 epochs", "--tau", "2.41")
-    at = export(heads, "first", "medusa", *story, "--base-name", "lab/tiny-7b")
+    at = export(heads, "first", "--format", "medusa", *story, "--base-name", "lab/tiny-7b")
     for output, format in (("second", "vllm-medusa"), ("third", "native"), ("second", "medusa")):
-        at = export(at, output, format)
+        at = export(at, output, "--format", format)
         assert {path.name for path in at.iterdir()} == FILES[format] | ALWAYS
         front, rows = card_in(at)
         assert front["base_model"] == rows["base"] == "lab/tiny-7b"
@@ -113,95 +106,190 @@ def test_medusa_heads_into_every_format_and_back(export, heads):
     same_tensors(heads / "medusa_lm_head.safetensors", at / "medusa_lm_head.safetensors")
     state = torch.load(at / "medusa_lm_head.pt", weights_only=True)
     assert all(torch.equal(state[name], x) for name, x in load_file(heads / "medusa_lm_head.safetensors").items())
-    half = export(at, "half", "medusa", "--dtype", "bfloat16", "--tau", "2.5", "--base-name", "lab/other")
+    half = export(at, "half", "--dtype", "bfloat16", "--tau", "2.5", "--base-name", "lab/other")
     _, rows = card_in(half)
     assert (rows["tokens_per_step (τ)"], rows["data"], rows["base"]) == ("2.5", "ShareGPT: 60k", "lab/other")
     assert {x.dtype for x in load_file(half / "medusa_lm_head.safetensors").values()} == {torch.bfloat16}
 
 
-def test_hydra_heads_into_every_format_and_back(export, program, base, hydra, tmp_path):
+def test_hydra_heads_into_every_format_and_back(export, hydra):
     """The dtype bfloat16 is kept, the copy of the embedding is dropped. The default is the official code's format."""
-    there, back = export(hydra, "there", "native"), tmp_path / "back"
-    result = program("convert", "export", "--base", base, "--draft", there, "--output", back)
-    assert (result.code, result.err) == (0, "")
+    there = export(hydra, "there", "--format", "native")
+    front, rows = card_in(there)
+    assert front["base_model"] == "lab/tiny"
+    assert {rows[name] for name in ("data", "recipe", "tokens_per_step (τ)")} == {"not recorded"}
+    back, first = export(there, "back"), export(hydra, "first", "--heads", 1)
     assert {path.name for path in back.iterdir()} == FILES["hydra"] | ALWAYS
-    first = export(hydra, "first", "hydra", "--heads", 1)
     whole, again, one = (folder / "hydra_lm_head.safetensors" for folder in (hydra, back, first))
     same_tensors(whole, again, ignored="input_embed_fn.*")
     same_tensors(whole, one, ignored=r"input_embed_fn.*|hydra_(mlp|lm_head)\.[1-9]\..*")
     assert config_in(first)["hydra_num_heads"] == 1
 
 
-def test_heads_out_of_a_medusa_2_checkpoint(program, base, heads, tmp_path):
-    """One directory is both the base and the draft."""
-    whole = shutil.copytree(base, tmp_path / "whole")
-    tensors = load_file(whole / "model.safetensors")
-    theirs = load_file(heads / "medusa_lm_head.safetensors")
-    tensors |= {f"medusa_head.{name}": x for name, x in theirs.items()}
-    save_file(tensors, whole / "model.safetensors")
-    args = ("--base", whole, "--draft", whole, "--format", "medusa", "--output", tmp_path / "heads")
-    result = program("convert", "export", *args)
-    assert (result.code, result.err) == (0, "")
-    same_tensors(heads / "medusa_lm_head.safetensors", tmp_path / "heads" / "medusa_lm_head.safetensors")
-
-
-def test_heads_without_records(export, hydra, heads, tmp_path, base):
-    """The base's name is the one that the heads record, else the one on the command line."""
-    front, rows = card_in(export(hydra, "hydra", "native"))
-    assert front["base_model"] == "lab/tiny"
-    assert {rows[name] for name in ("data", "recipe", "tokens_per_step (τ)")} == {"not recorded"}
-    nameless = shutil.copytree(heads, tmp_path / "nameless")
-    (nameless / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
-    front, rows = card_in(export(nameless, "medusa", "medusa"))
-    assert rows["base"] == str(base)
-    assert "base_model" not in front
-
-
-def test_a_record_of_the_wrong_type_is_ignored(export, heads, tmp_path):
+def test_heads_without_a_base_or_with_records_of_wrong_types(export, heads, base, tmp_path):
+    """The base's name is then the one on the command line."""
     odd = shutil.copytree(heads, tmp_path / "odd")
+    (odd / "config.json").write_text(json.dumps({"medusa_num_heads": HEADS, "medusa_num_layers": 1}))
+    front, rows = card_in(export(odd, "medusa"))
+    assert (rows["base"], "base_model" in front) == (str(base), False)
     for record in ("text", {"story": "text"}, {"story": None, "base": None}, []):
         config = config_in(heads) | {"hydrajax": record, "base_model_name_or_path": 3}
         (odd / "config.json").write_text(json.dumps(config))
-        assert card_in(export(odd, "again", "medusa"))[1]["data"] == "not recorded"
+        assert card_in(export(odd, "again"))[1]["data"] == "not recorded"
 
 
 def test_without_torch_there_is_no_pt(export, heads, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert {path.name for path in export(heads, "out", "medusa").iterdir()} == ALWAYS | {"medusa_lm_head.safetensors"}
+    assert {path.name for path in export(heads, "out").iterdir()} == ALWAYS | {"medusa_lm_head.safetensors"}
 
 
-def test_output_that_is_the_draft_itself(refused, base, heads, tmp_path, monkeypatch):
-    """However it is written, an earlier export too, and nothing changes."""
-    folder = shutil.copytree(heads, tmp_path / "heads")
-    (tmp_path / "link").symlink_to(folder)
-    config = config_in(folder) | {"hydrajax_export": ["config.json", "medusa_lm_head.safetensors"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    before = contents(folder)
-    monkeypatch.chdir(tmp_path)
-    for output in (folder, f"{folder}/", "heads", "./heads/../heads", "link"):
-        common = ("--base", base, "--draft", folder, "--format", "native", "--output", output)
-        refused(r"--output: got '.*', the directory of the heads", "export", *common)
-    assert contents(folder) == before
-    assert {path.name for path in tmp_path.iterdir()} == {"heads", "link"}
-
-
-def test_heads_of_another_base(refused, program, export, base, medusa, heads, llama_checkpoint, tmp_path):
-    """Heads of another size never load; heads that record another fine-tune load only with --force."""
-    rest = ("--format", "native", "--output", tmp_path / "out")
-    common = ("export", "--base", base, *rest, "--draft")
-    for force in ((), ("--force",)):
-        refused(r"--draft: .*width: got 16, expected 32; the heads were made for", *common, medusa(width=16), *force)
-    marked = export(heads, "marked", "medusa", "--base-name", "lab/tiny")
+def test_heads_of_another_fine_tune_need_force(program, export, base, heads, tmp_path):
+    marked = export(heads, "marked", "--base-name", "lab/tiny")
     tuned = shutil.copytree(base, tmp_path / "tuned")
     tensors = load_file(tuned / "model.safetensors")
     tensors["model.norm.weight"] *= 2
     save_file(tensors, tuned / "model.safetensors")
-    common = ("export", "--base", tuned, *rest, "--draft", marked)
-    refused(r"made for another base, lab/tiny: .*/tuned has the same shapes but other weights; 'force' loads", *common)
-    assert not (tmp_path / "out").exists()
-
-    result = program("convert", *common, "--force")
-    assert (result.code, result.err) == (0, "")
-    marks = [config_in(folder)["hydrajax"]["base"] for folder in (marked, tmp_path / "out")]
+    result = program("convert", "export", "--base", tuned, "--draft", marked, "--output", tmp_path / "out")
+    assert (result.code, result.out) == (2, "")
+    assert "made for another base, lab/tiny: " in result.err
+    forced = export(marked, "out", "--force", base=tuned)
+    marks = [config_in(folder)["hydrajax"]["base"] for folder in (marked, forced)]
     assert marks[0]["sha256"] != marks[1]["sha256"]  # they now are the other base's
     assert marks[0]["shapes"] == marks[1]["shapes"]
+
+
+# --- EAGLE ------------------------------------------------------------------------------------------------------------
+
+
+def released_eagle(folder: Path, version: int, without: str = "", **fields) -> Path:
+    """A released directory of random numbers, with changed fields and without a tensor."""
+    layer = LlamaConfig(96, WIDTH, 48, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8)
+    config = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
+    torch.manual_seed(1)
+    if version == 3:
+        state = Eagle3(layer, 3, 40).state_dict()
+        state |= {"d2t": torch.arange(40), "t2d": (torch.arange(96) % 2 == 0) & (torch.arange(96) < 80)}
+        config["draft_vocab_size"] = 40
+    else:
+        state = Eagle1(layer, bias=True).state_dict()
+    folder.mkdir()
+    save_file({name: x for name, x in state.items() if name != without}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_eagle_into_every_format_and_back(export, llama_checkpoint, tmp_path, version):
+    base = llama_checkpoint(num_hidden_layers=3)
+    source, own = released_eagle(tmp_path / "source", version), "eagle-3" if version == 3 else "eagle"
+    other = export(source, "other", "--format", "speculators", base=base)
+    native = export(other, "native", "--format", "native", base=base)
+    default = export(native, "default", base=base)
+    back = export(default, "back", "--format", own, base=base)
+    assert config_in(other)["speculators_config"]["verifier"]["name_or_path"] == str(base)
+    for folder in (default, back):
+        assert {path.name for path in folder.iterdir()} == ALWAYS | {"model.safetensors"}
+        same_tensors(source / "model.safetensors", folder / "model.safetensors")
+        assert f"| format | {own} |" in (folder / "README.md").read_text()
+
+
+def test_bad_eagle_drafts_are_refused_in_one_line(program, llama_checkpoint, tmp_path):
+    for message, source in {
+        "width: got 64, expected 32; the heads were made for": released_eagle(tmp_path / "1", 1, hidden_size=64),
+        "missing tensor 'd2t', the ids of the 40 draft tokens": released_eagle(tmp_path / "2", 3, "d2t"),
+    }.items():
+        flags = ("--base", llama_checkpoint(num_hidden_layers=3), "--draft", source, "--output", tmp_path / "out")
+        result = program("convert", "export", *flags)
+        assert (result.code, result.out) == (2, "")
+        assert re.fullmatch(rf"hydrajax: --draft: {re.escape(str(source))}: [^\n]*{message}[^\n]*\n", result.err)
+    assert not (tmp_path / "out").exists()
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_merged_or_not(program, base, tmp_path):
+    """tests/formats/test_peft.py compares with transformers."""
+    lora = write_lora(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(base), lora_alpha=9)
+    merged, output = tmp_path / "merged", tmp_path / "out.jsonl"
+    result = program("convert", "merge", "--base", base, "--adapter", lora, "--output", merged)
+    assert (result.code, result.err) == (0, "")
+    assert result.out == f"{merged}: {', '.join(sorted(path.name for path in merged.iterdir()))}\n"
+
+    def said(*flags) -> list[int]:
+        common = ("--prompt", "a tree", "--draft", "lookup", "--tree", "chain-2", "--max-new-tokens", 12)
+        result = program("generate", *common, "--output", output, *flags)
+        assert result.code == 0, result.err
+        return json.loads(output.read_text())["output_ids"]
+
+    expected = said("--base", merged)
+    assert said("--base", base, "--adapter", lora) == expected
+    assert said("--base", base, "--adapter", lora, "--merge-adapter") == expected
+    assert said("--base", base) != expected
+
+
+# --- int8 and the cache -----------------------------------------------------------------------------------------------
+
+# The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
+KERNELS = [(32, 32 + 16 + 16), (32, 32), (32, 2 * 88), (88, 32), (32, 320)]
+FLOATS = sum(inputs * outputs for inputs, outputs in KERNELS)
+OTHERS = 320 * 32 + 3 * 32
+if trace.has_few_bits():  # tiles of 64 outputs and 32 inputs, with a float16 scale for each output
+    INT8_BYTES = sum(-(-outputs // 64) * -(-inputs // 32) * 64 * (32 + 2) for inputs, outputs in KERNELS)
+else:
+    INT8_BYTES = sum(inputs * outputs + 4 * outputs for inputs, outputs in KERNELS)
+TEXTS = ["the tree", "the draft of the base"]
+
+
+@pytest.fixture
+def measure(program, base, tmp_path):
+    """``measure(command)``: the output and the report of two prompts, and the prompts' ids."""
+
+    def run(command: str) -> tuple[str, dict, list]:
+        prompts, file = tmp_path / "prompts.jsonl", tmp_path / "effect.json"
+        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+        result = program("convert", command, "--base", base, "--prompts", prompts, "--json", file)
+        assert result.code == 0, result
+        return result.out, json.loads(file.read_text()), list(map(hydrajax.load(base).tokenizer.encode, TEXTS))
+
+    return run
+
+
+def test_figures_of_int8_are_printed_and_written(measure, base):
+    out, report, ids = measure("int8")
+    assert (report["base"], report["dtype"], report["positions"]) == (str(base), "float32", sum(map(len, ids)))
+    assert report["bytes"] == 4 * (FLOATS + OTHERS)
+    assert report["bytes_int8"] == INT8_BYTES + 4 * OTHERS
+    effect = dataclasses.asdict(logit_effect(load_llama(base), load_llama(base, quantize="int8"), ids))
+    assert {name: report[name] for name in effect} == pytest.approx(effect, rel=1e-5)
+    assert 0 < report["kl"] < 0.1
+    assert 0.5 < report["agreement"] <= 1
+    sizes, figures = out.splitlines()
+    megabytes = [f"{report[name] / 1e6:.1f} MB" for name in ("bytes", "bytes_int8")]
+    assert sizes == f"{base}: {megabytes[0]} in float32, {megabytes[1]} with int8 weights"
+    assert f"{report['positions']} positions of 2 prompts" in figures
+    for shown in (*(f"{report[name]:.3g}" for name in ("mean", "largest", "kl")), f"{report['agreement']:.1%}"):
+        assert shown in figures
+
+
+def test_types_of_the_cache_are_compared(measure, base):
+    out, report, ids = measure("kv-cache")
+    assert report["bytes_per_token"] == 2 * 2 * 8 * 4  # keys and values of 2 heads
+    assert [report[name]["bytes_per_token"] for name in KV_CACHES] == [2 * 2 * 8 * 2, 2 * 2 * (8 + 4)]
+    model, params = load_llama(base)
+    for name, line in zip(KV_CACHES, out.splitlines()[1:], strict=True):
+        effect = dataclasses.asdict(logit_effect((model, params), (model.clone(kv_cache=name), params), ids))
+        assert {key: report[name][key] for key in effect} == pytest.approx(effect, rel=1e-5)
+        assert 0 < effect["mean"] < effect["largest"] < 1
+        assert line.startswith(f"{name}: {report[name]['bytes_per_token']} bytes per token; logits at ")
+        assert f"at {effect['positions']} positions of 2 prompts: mean" in line
+
+
+def test_limit_and_token_ids_without_a_tokenizer(program, wordless, tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text('{"prompt_ids": [1, 2, 3]}\n{"prompt_ids": [4, 5, 6]}\n{"prompt_ids": [999]}\n')
+    result = program("convert", "int8", "--base", wordless, "--prompts", path, "--limit", 2)
+    assert result.code == 0, result
+    assert "6 positions of 2 prompts" in result.out
+    assert list(tmp_path.iterdir()) == [path]

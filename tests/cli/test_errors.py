@@ -56,7 +56,6 @@ REFUSALS = {
         ("--base base --draft nowhere", "--draft: no such directory: nowhere"),
         ("--draft empty", "--draft: .*no draft heads of a supported format|--draft: no such file"),
         ("--tree chain-2", "--tree: got 'chain-2', expected 'root' without --draft"),
-        ("--tree chain-2 --draft none", "--tree: got 'chain-2', expected 'root' without --draft"),
         ("--draft heads --tree chain-3", "tree: got a depth of 3, expected at most the 2 tokens that the draft"),
         ("--draft heads --tree oak", r"--tree: got 'oak', expected root, chain-K, .*, a \.json file or a JSON list of"),
         ("--draft heads --tree [[0],", r"--tree: got '\[\[0\],', expected a JSON list of choices such as "),
@@ -69,7 +68,6 @@ REFUSALS = {
         ("--output none/out.jsonl", "--output: cannot write .*: no such directory: .*/none"),
         ("--output file/out.jsonl", "--output: cannot write .*: no such directory: .*/file"),
         ("--stream --batch-size 2", "--stream: prints one prompt at a time; leave out --output and --batch-size"),
-        ("--stop ''", "stop: got an empty string"),
         # numbers and names
         ("--dtype half", r"--dtype: invalid choice: 'half' \(choose from .*bfloat16.*see hydrajax( generate)? --help"),
         ("--quantize int4-48", r"--quantize: invalid choice: 'int4-48' \(choose from .*int4-64.*int4-128"),
@@ -102,10 +100,8 @@ REFUSALS = {
         ("--streamer 1", r"unrecognized arguments: --streamer 1 \(see"),  # not --tree
         ("--stop-strings 1", r"unrecognized arguments: --stop-strings 1 \(see"),  # it has no --stop
         ("--mesh 8", "--mesh: got '8', expected model=M or data=D,model=M"),
-        ("--mesh tensor=8", "--mesh: got 'tensor=8', expected model=M or data=D,model=M"),
         ("--mesh model=2,model=4", "--mesh: got 'model=2,model=4', expected model=M or data=D,model=M"),
         ("--mesh model=", "--mesh: got '', expected an integer from 1 up"),
-        ("--mesh model=0", "--mesh: got '0', expected an integer from 1 up"),
     ],
     EXPORT: [
         ("--base nowhere", "--base: no such directory: nowhere"),
@@ -116,8 +112,6 @@ REFUSALS = {
         ("--heads 3", "--heads: got 3, but Medusa has 2 heads to choose from"),
         ("--format x", r"--format: invalid choice: 'x' \(choose from .*hydra.*medusa.*native"),
         ("--format hydra", "export: format: got hydra for Medusa heads, expected one of medusa, vllm-medusa, native; "),
-        ("--dtype int4", "--dtype: invalid choice: 'int4'"),
-        ("--form medusa", "unrecognized arguments: --form"),
         ("--output file", "export: .*file is a file"),
         ("--output file/out", "export: cannot write .*file/out: Not a directory"),
         (f"--output {'x' * 300}", "cannot (write|use) .*: File name too long"),
@@ -125,38 +119,35 @@ REFUSALS = {
         ("--output results", r"export: .*results holds other files than an earlier export, such as '.*\.json'"),
         ("--output heads", "--output: got 'heads', the directory of the heads"),
         ("--output ./heads/../heads/", "--output: got '.*', the directory of the heads"),
+        ("--output link", "--output: got 'link', the directory of the heads"),
+        ("--draft narrow --force", "--draft: .*width: got 16, expected 32; the heads were made for"),
     ],
     "convert push": [
         ("", "required: DIR, ORG/NAME"),
         ("nowhere lab/heads", "push: no such directory: nowhere"),
         ("empty lab/heads", r"push: .* has no config\.json"),
         ("heads lab/heads@main", "push: repository: got 'lab/heads@main', expected a name such as 'org/name'"),
-        ("heads lab/heads --message", "--message: expected one argument"),
     ],
     "convert int8 --base base --prompts prompts.jsonl": [
         ("--base nowhere", "--base: no such directory"),
         ("--base wordless", "but the base has no tokenizer; give token ids"),
         ("--prompts outside.jsonl", "got token id 320, expected 0 to 319"),
         ("--json no/file.json", "--json: cannot write"),
-        ("--limit 0", "--limit"),
-        ("--dtype int8", "--dtype"),
     ],
     "convert int8 --base wordless": [("", "--prompts: is required, as the base has no tokenizer")],
     "convert merge --base base": [
-        ("--adapter lora --output lora", "--output: got 'lora', the directory of the adapter; choose another one$"),
+        ("--adapter lora --output lora", "--output: got 'lora', the directory of the adapter; choose another one$")
     ],
     EVALUATE: [
         ("--set mt_bench", "--data: the set mt_bench needs the directory"),
         ("--categories cats", "--categories: got 'cats', expected trees$"),
         ("--max-new-tokens 127", "--max-new-tokens: got 127, expected at most 126"),
         ("--template llama", "--template: got 'llama', expected auto, vicuna, plain"),
-        ("--tree oak", "tree: got 'oak'"),
         ("--draft nowhere", "--draft: no such directory: nowhere"),
-        ("--top-k 3", "--top-k: got a value for the rule greedy, expected none"),
         ("--base wordless", "--base: has no tokenizer, which question sets need"),
     ],
     "evaluate --base base --tree chain-2 --set questions.jsonl --max-new-tokens 8 --output out": [
-        ("", "--tree: got 'chain-2' without a draft"),
+        ("", "--tree: got 'chain-2' without a draft")
     ],
     "tree search --base base --draft lookup --prompts prompts.jsonl": [
         ("", "one of the arguments --output --save is required"),
@@ -168,23 +159,19 @@ REFUSALS = {
     ],
     SEARCH.replace("--base base", f"--base {assets.base()}"): [
         ("--sizes 2,200", "--sizes: got 200, expected at most --largest 100"),
-        ("--sizes 2,x", "got 'x', expected an integer from 1 up"),
         ("--picture no/curve.png", "--picture: cannot write no/curve.png"),
         ("--shapes dynamic --sizes 1", "--sizes: got 1, expected at least 2 nodes"),
-        ("--epsilon 0.1", "--epsilon: got a value for the rule greedy, expected none"),
     ],
     "tree show": [
         ("oak", "tree: got 'oak'"),
         ("dynamic-8-2-3", "got dynamic-8-2-3, expected a static tree for a drawing without --base"),
         ("chain-2 --base base --prompt x", "--draft: is required with --base, to draw a step"),
-        ("chain-2 --base base --draft none --prompt x", "--draft: is required with --base, to draw a step"),
         ("chain-2 --draft heads", "--draft: requires --base, as only a model has steps to draw"),
         ("chain-2 --step 2", "--step: requires --base, as only a model has steps to draw"),
     ],
     SHOW: [
         ("", "--prompt: is required with --base, to draw a step"),
         ("--prompt ''", "--prompt: is empty, expected some text"),
-        ("--prompt for --step 0", "--step: got '0', expected an integer from 1 up"),
         ("--prompt for --step 999", r"--step: got 999, expected at most \d+, where the text ends"),
         ("--prompt for --picture no/t.png", "--picture: cannot write no/t.png"),
     ],
@@ -197,7 +184,6 @@ REFUSALS = {
         ("--random tiny --context 10", "--context: got 10, expected more than"),
         ("--random tiny --context 4096", "--context: got 4096, expected at most the model's 1024"),
         ("--random tiny --tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
-        ("--random tiny --tree-sizes 1,x", "got 'x', expected an integer from 1 up"),
         ("--random tiny --json no/such/file", "--json: cannot write"),
         ("--base base --draft lookahead-5-3", "--draft: got 'lookahead-5-3', expected lookahead"),
         ("--base base --draft lookup --draft-settings 5", "--draft-settings: got 'lookup-5'"),
@@ -205,7 +191,6 @@ REFUSALS = {
             "--base base --draft lookahead --draft-settings 5-3-5 --tree chain-2",
             "--draft-settings: requires --base and --draft, without --tree",
         ),
-        ("--base base --prompts none.jsonl", "no such file"),
     ],
     "certify": [
         ("", "--base: is missing"),
@@ -218,19 +203,20 @@ REFUSALS = {
         ("results", "r.json: field source is missing"),
     ],
     "train seed=1 --config own_text --dryrun data.length=64": [
-        ("", r"unrecognized arguments: --dryrun data.length=64; did you mean --dry-run\? \(see hydrajax --help\)$"),
+        ("", r"unrecognized arguments: --dryrun data.length=64; did you mean --dry-run\? \(see hydrajax --help\)$")
     ],
 }
 
 
 @pytest.fixture(scope="module")
-def folder(base, heads, wordless, tmp_path_factory):
+def folder(base, heads, medusa, wordless, tmp_path_factory):
     """The working directory of all rows."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("folder")
-    for name, path in (("base", base), ("heads", heads), ("wordless", wordless)):
+    for name, path in {"base": base, "heads": heads, "narrow": medusa(width=16), "wordless": wordless}.items():
         shutil.copytree(path, folder / name)
+    (folder / "link").symlink_to("heads")
     write_lora(folder / "lora", AutoModelForCausalLM.from_pretrained(base))
     for name in ("cut", "part"):
         shutil.copytree(base, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))

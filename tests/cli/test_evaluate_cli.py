@@ -177,13 +177,13 @@ def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["exact", "typical", "rejection"])
-def test_other_rules(program, arguments, rule, tmp_path):
-    result = program(*arguments, "--tree", "chain-2", "--rule", rule, "--output", tmp_path)
-    assert not result.code, result.err
-    results = json.loads((tmp_path / "summary.json").read_text())["results"]
-    assert {rows["overall"]["equal"] for rows in results.values()} == ({True} if rule == "exact" else {None})
-    assert ("outputs not compared" in result.out) == (rule != "exact")
+def test_other_rules(program, arguments, tmp_path):
+    for rule in ("exact", "typical", "rejection"):
+        result = program(*arguments, "--tree", "chain-2", "--rule", rule, "--output", tmp_path / rule)
+        assert not result.code, result.err
+        results = json.loads((tmp_path / rule / "summary.json").read_text())["results"]
+        assert {rows["overall"]["equal"] for rows in results.values()} == ({True} if rule == "exact" else {None})
+        assert ("outputs not compared" in result.out) == (rule != "exact")
 
 
 def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
@@ -229,45 +229,21 @@ def spec_bench_figures(path: Path, base_path: Path, task: str = "overall"):
 
 
 @pytest.mark.slow
-def test_the_shipped_model(program, tmp_path):
-    path = tmp_path / "code.jsonl"
-    texts = ["def area(width, height):", "class Stack:", "def read(path):"]
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    result = program(*SHIPPED, "--tree", "chain-3", "--set", path, "--output", tmp_path / "out", "--max-new-tokens", 24)
-    assert not result.code, result.err
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    plain, drafted = (rows["overall"] for rows in summary["results"].values())
-    assert drafted["equal"] is True
-    assert drafted["low"] <= drafted["speedup"] <= drafted["high"]
-    files = [tmp_path / "out" / f"{model_id}.jsonl" for model_id in summary["results"]]
-    accepted, _, plain_speed = spec_bench_figures(files[1], files[0])
-    assert accepted == pytest.approx(drafted["tokens_per_step"])
-    assert accepted > 1.3
-    assert (plain["tokens_per_step"], plain["tokens"]) == (1, 3 * 24)
-    assert 0 < plain_speed < np.inf  # a mean of the questions' speeds, not ours, which is of all tokens in all the time
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "count"), [("mt_bench", 80), ("spec_bench", 480)])
-def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
-    project = Path(__file__).resolve().parents[2]
-    data = Path(os.environ.get("HYDRAJAX_PROMPTS") or project.parent / "shared" / "prompts")
-    if not (data / f"{name}_question.jsonl").is_file():
+def test_a_whole_set_is_killed_half_way_and_taken_up(tmp_path):
+    data = Path(os.environ.get("HYDRAJAX_PROMPTS") or Path(__file__).resolve().parents[3] / "shared" / "prompts")
+    questions = data / "mt_bench_question.jsonl"
+    if not questions.is_file():
         pytest.skip(f"no question files in {data}; set HYDRAJAX_PROMPTS")
-    source = (
-        "import sys; from hydrajax.cli import COMMANDS, run_command, evaluate as e; "
-        "sys.exit(run_command('hydrajax evaluate', COMMANDS['evaluate'], e.add_arguments, e.run, sys.argv[1:]))"
-    )
-    flags = [*SHIPPED, "--tree", "chain-2", "--set", name, "--data", data, "--max-new-tokens", 16]
+    flags = [*SHIPPED, "--tree", "chain-2", "--set", "mt_bench", "--data", data, "--max-new-tokens", 16]
 
     def start(output: Path) -> subprocess.Popen:
-        command = [sys.executable, "-c", source, *map(str, flags), "--output", str(output)]
+        command = [sys.executable, "-m", "hydrajax", "evaluate", *map(str, flags), "--output", str(output)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     part, whole = tmp_path / "part", tmp_path / "whole"
     file = part / "base-hydra-chain-2.jsonl"
     process = start(part)
-    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= count // 2):
+    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 40):
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.communicate()
@@ -278,23 +254,17 @@ def test_a_whole_set_is_killed_half_way_and_taken_up(name, count, tmp_path):
     out, _ = process.communicate(timeout=1800)
     assert process.returncode == 0, out
     assert "questions are answered" in out
-    assert "cut at the beginning, being longer than 1008 tokens: " in out or name == "mt_bench"
-    asked = [json.loads(line) for line in (data / f"{name}_question.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in questions.read_text().splitlines()]
     for path in sorted(part.glob("*.jsonl")):
-        records = read(path)
-        assert [record["question_id"] for record in records] == [question["question_id"] for question in asked]
-        assert [record["category"] for record in records] == [question["category"] for question in asked]
-        for record, question in zip(records, asked, strict=True):
+        for record, question in zip(read(path), asked, strict=True):
+            assert (record["question_id"], record["category"]) == (question["question_id"], question["category"])
             assert len(record["choices"][0]["turns"]) == len(question["turns"])
-    summary = json.loads((part / "summary.json").read_text())
-    drafted = summary["results"]["base-hydra-chain-2"]
-    assert drafted["overall"]["questions"] == count
-    assert drafted["overall"]["equal"] is True
+    drafted = json.loads((part / "summary.json").read_text())["results"]["base-hydra-chain-2"]
+    assert (drafted["overall"]["questions"], drafted["overall"]["equal"]) == (80, True)
     for task in ("overall", asked[-1]["category"]):
         accepted, speed, _ = spec_bench_figures(file, part / "base-autoregressive.jsonl", task)
         assert accepted == pytest.approx(drafted[task]["tokens_per_step"])
         assert speed > 0
-    if name == "mt_bench":
-        assert start(whole).communicate(timeout=1800)
-        for path in part.glob("*.jsonl"):
-            assert list(map(without_chance, read(path))) == list(map(without_chance, read(whole / path.name)))
+    assert start(whole).communicate(timeout=1800)
+    for path in part.glob("*.jsonl"):
+        assert list(map(without_chance, read(path))) == list(map(without_chance, read(whole / path.name)))

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import re
-import shutil
 import sys
 
 import jax
@@ -86,24 +85,16 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     assert re.fullmatch(summary, one.err), one.err
 
 
-def test_a_pipe_gets_plain_text(program, base, tokenizer):
-    result = program("generate", "--base", base, "--prompt", "the tree", "--max-new-tokens", 8)
-    loaded = hydrajax.load(base)
-    (expected,) = loaded.generate([tokenizer.encode("the tree")], max_new_tokens=8)
-    assert result.code == 0
-    assert result.out == expected.text + "\n"
-    assert result.err.startswith("8 tokens in 8 steps, tokens_per_step 1.00 (τ), ")
-    assert result.err.count("\n") == 1
-
-
-def test_a_prompt_from_a_pipe_and_from_a_text_file(program, base, tmp_path, monkeypatch):
-    common = ["generate", "--base", base, "--max-new-tokens", 8]
-    expected = program(*common, "--prompt", "the tree").out
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the tree\n")))
+def test_a_pipe_gets_plain_text(program, base, tokenizer, tmp_path, monkeypatch):
+    """Of a prompt on the command line, from a pipe or in a text file."""
+    (expected,) = hydrajax.load(base).generate([tokenizer.encode("the tree")], max_new_tokens=8)
     (tmp_path / "p.txt").write_text("the tree\n")
-    for source in ("-", tmp_path / "p.txt"):
-        result = program(*common, "--prompts", source)
-        assert (result.code, result.out) == (0, expected)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the tree\n")))
+    for source in (["--prompt", "the tree"], ["--prompts", "-"], ["--prompts", tmp_path / "p.txt"]):
+        result = program("generate", "--base", base, *source, "--max-new-tokens", 8)
+        assert (result.code, result.out) == (0, expected.text + "\n")
+        assert result.err.startswith("8 tokens in 8 steps, tokens_per_step 1.00 (τ), ")
+        assert result.err.count("\n") == 1
 
 
 def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_file, reference, tokenizer, monkeypatch):
@@ -156,19 +147,6 @@ def test_output_cut_by_the_context_is_reported(program, base, tmp_path):
     assert "3 outputs cut off: prompt and output fill the context of 128 tokens\n" in result.err
 
 
-def test_eos_ends_the_output_and_is_not_a_cut(program, base, prompt_file, reference, tmp_path):
-    folder = shutil.copytree(base, tmp_path / "base")
-    eos = reference[0][4]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [eos]}))
-    output = tmp_path / "out.jsonl"
-    args = ["generate", "--base", folder, "--prompts", prompt_file, "--output", output, "--batch-size", 4]
-    result = program(*args, "--max-new-tokens", NEW)
-    assert result.code == 0
-    expected = [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in reference]
-    assert [answer.output_ids for answer in read_answers(output)] == expected
-    assert "cut off" not in result.err
-
-
 def test_nothing_is_compiled_while_the_clock_runs(base):
     compiled, statuses = [], []
 
@@ -200,17 +178,12 @@ def without_styles(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
-def rendered(marked) -> str:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, color_system="standard", width=20, _environ={})
-    write_marked(console, marked)
-    return out.getvalue()
-
-
 def test_long_lines_and_markup_reach_the_terminal_unchanged():
     text = "[bold]not markup[/bold]\t" + "x" * 500 + " 1234 https://a.b :smile:\r\n"
-    assert rendered([(text, False)]) == text + "\n"
-    assert rendered([("ab", True)]) == "\x1b[4;32mab\x1b[0m\n"
+    for marked, expected in (([(text, False)], text + "\n"), ([("ab", True)], "\x1b[4;32mab\x1b[0m\n")):
+        out = io.StringIO()
+        write_marked(Console(file=out, force_terminal=True, color_system="standard", width=20, _environ={}), marked)
+        assert out.getvalue() == expected
     assert DRAFTED == "green underline"
 
 
@@ -239,30 +212,17 @@ def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, t
     assert outputs("rejection", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2") != greedy
 
 
-def test_penalties_and_logprobs_are_those_of_transformers(program, base, heads, wide_tree, prompt_file, tmp_path):
-    """Log-probabilities are of the logits that transformers calls raw, before its penalty."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    output, common = tmp_path / "out.jsonl", ["generate", "--base", base, "--max-new-tokens", NEW]
+def test_penalties_and_logprobs_are_those_of_the_model(program, base, heads, wide_tree, prompt_file, tmp_path):
+    output = tmp_path / "out.jsonl"
     flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3]
-    flags += ["--logprobs", "--top-logprobs", 3]
-    result = program(*common, "--prompts", prompt_file, "--output", output, *flags)
+    flags += ["--max-new-tokens", NEW, "--logprobs", "--top-logprobs", 3]
+    result = program("generate", "--base", base, "--prompts", prompt_file, "--output", output, *flags)
     assert result.code == 0, result.err
-    model = LlamaForCausalLM.from_pretrained(base)
-    settings = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "repetition_penalty": 1.3}
-    for ids, answer in zip(IDS, read_answers(output), strict=True):
-        prompt = torch.tensor([ids])
-        found = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), return_dict_in_generate=True, output_logits=True, **settings
-        )
-        assert answer.output_ids == found.sequences[0, len(ids) :].tolist()
-        log_p = torch.log_softmax(torch.cat(found.logits), dim=-1)
-        np.testing.assert_allclose(answer.logprobs, log_p[torch.arange(NEW), answer.output_ids].numpy(), atol=1e-4)
-        likeliest = torch.topk(log_p, 3, dim=-1)
-        alternatives = np.array(answer.top_logprobs)
-        np.testing.assert_array_equal(alternatives[..., 0], likeliest.indices.numpy())
-        np.testing.assert_allclose(alternatives[..., 1], likeliest.values.numpy(), atol=1e-4)
+    expected = hydrajax.load(base).generate(IDS, max_new_tokens=NEW, repetition_penalty=1.3, logprobs=3)
+    for found, wanted in zip(read_answers(output), expected, strict=True):
+        assert found.output_ids == wanted.output_ids
+        np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-4)
+        np.testing.assert_allclose(np.array(found.top_logprobs), np.array(wanted.top_logprobs), atol=1e-4)
 
 
 def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):

@@ -62,24 +62,14 @@ def test_two_processes_generate_what_one_generates(program, arguments, prompts, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [BOTH, SHARED], ids=["data", "model"])
-def test_samples_and_streams(program, arguments, mesh):
+def test_samples_and_streams(program, arguments):
     """The times of bursts differ between the processes."""
-    arguments = [
-        *arguments,
-        "--prompt",
-        TEXTS[1],
-        "--temperature",
-        0.8,
-        "--seed",
-        3,
-        "--max-new-tokens",
-        60,
-        "--stream",
-    ]
-    main, other = finish(start(*[[*arguments, *mesh]] * 2))
-    assert (main.code, other.code, other.out, other.err) == (0, 0, "", "")
-    assert main.out == program(*arguments).out
+    sampled = ["--prompt", TEXTS[1], "--temperature", 0.8, "--seed", 3, "--max-new-tokens", 60, "--stream"]
+    expected = program(*arguments, *sampled).out
+    for mesh in (BOTH, SHARED):
+        main, other = finish(start(*[[*arguments, *sampled, *mesh]] * 2))
+        assert (main.code, other.code, other.out, other.err) == (0, 0, "", "")
+        assert main.out == expected
 
 
 @pytest.mark.slow
@@ -104,10 +94,8 @@ def test_mistakes_of_all_and_of_one(arguments, tmp_path):
     prompt = ["--prompt", TEXTS[0]]
     alone = "--mesh: got data=1 x model=1, expected all 4 devices of 2 processes"
     fails(run(prompt, prompt), alone)
-    fails(
-        run([*SHARED, "--prompts", "/nowhere"], [*SHARED, "--prompts", "/nowhere"]),
-        "--prompts: no such file: /nowhere",
-    )
+    missing = [*SHARED, "--prompts", "/nowhere"]
+    fails(run(missing, missing), "--prompts: no such file: /nowhere")
     long = [*SHARED, "--prompt", "tree " * 200]
     fails(run(long, long), "--prompt: got 203 tokens, expected at most the model's context of 128")
     grammar = [*SHARED, *prompt, "--regex", "a+"]
@@ -157,19 +145,8 @@ def test_two_processes_evaluate_and_resume(base, heads, tmp_path):
     questions = tmp_path / "mine.jsonl"
     asked = [{"question_id": n, "category": "trees", "turns": [text, "a base"]} for n, text in enumerate(TEXTS)]
     questions.write_text("".join(json.dumps(question) + "\n" for question in asked))
-    command = [
-        "evaluate",
-        "--base",
-        base,
-        "--draft",
-        heads,
-        "--set",
-        questions,
-        "--max-new-tokens",
-        8,
-        *BOTH,
-        "--output",
-    ]
+    command = ["evaluate", "--base", base, "--draft", heads, "--set", questions, "--max-new-tokens", 8, *BOTH]
+    command += ["--output"]
     main, other = finish(start(*[[*command, tmp_path / "two", "--limit", 1]] * 2))
     assert (main.code, other.code, other.out, other.err) == (0, 0, "", ""), main.err
     assert "resuming" not in main.err

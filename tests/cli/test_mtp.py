@@ -52,15 +52,6 @@ def test_export_and_back(program, with_module, tmp_path):
 
 
 @pytest.mark.slow
-def test_generate_with_lookup(program, with_module):
-    flags = ("--base", with_module, "--prompt", "the bird", "--max-new-tokens", 8)
-    plain = program("generate", *flags)
-    drafted = program("generate", *flags, "--draft", "lookup+mtp", "--tree", "dynamic-6-1-3")
-    assert (plain.code, drafted.code) == (0, 0), drafted.err
-    assert drafted.out == plain.out
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "tree"),
     [("greedy", "chain-3"), ("exact", "dynamic-8-2-3"), ("rejection", "dynamic-8-2-3"), ("typical", "chain-3")],

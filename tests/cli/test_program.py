@@ -1,15 +1,31 @@
-"""The program: help, version, and the commands that `python -m` starts too."""
+"""The program: help, version, options that commands share, tab completion and the status line."""
 
 from __future__ import annotations
 
+import io
+import os
 import platform
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+from argcomplete import CompletionFinder
+from rich.console import Console
 
-from hydrajax.cli import build_parser, distill, main, parse, train
+from hydrajax import assets
+from hydrajax.cli import EPILOG, bench, build_parser, distill, main, options, parse, screen, train
+from hydrajax.cli.completion import add_completers
+from hydrajax.decoding.request import Request
+from hydrajax.errors import HydrajaxError
+from hydrajax.formats.draft_registry import without_weights
+from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.huggingface import load_llama
+from hydrajax.ops.trace import Platform, tracing
+from hydrajax.trees import presets
 
 CONFIGS = Path(__file__).parents[2] / "experiments" / "configs"
 
@@ -53,3 +69,160 @@ def test_settings_may_stand_anywhere():
     ):
         args = parse(build_parser(["train"]), ["train", *order.split()])
         assert (args.config, args.overrides) == ("own_text", ["seed=1", "data.length=64"])
+
+
+LOADING = [
+    "generate --base B --prompt x",
+    "chat --base B",
+    "bench --base B",
+    "evaluate --base B --set mt_bench --output O",
+    "certify --base B",
+    "tree search --base B --prompts P --save",
+    "convert int8 --base B",
+]
+
+
+def parsed(*argv):
+    return build_parser(list(argv)).parse_args(argv)
+
+
+def test_the_dtype_is_left_to_the_checkpoint_and_the_device():
+    for command in LOADING:
+        assert parsed(*command.split()).dtype == "auto", command
+        assert parsed(*command.split(), "--dtype", "bfloat16").dtype == "bfloat16", command
+
+
+WITHOUT_BFLOAT16 = "computing in float16: GPUs of compute capability 7.5 have no bfloat16\n"
+
+
+@pytest.mark.parametrize(
+    ("platform", "chosen", "printed"),
+    [
+        (Platform("cpu", 1), "float32", ""),
+        (Platform("gpu", 1), "bfloat16", ""),
+        (Platform("gpu", 1, 8.0), "bfloat16", ""),
+        (Platform("gpu", 1, 7.5), "float16", WITHOUT_BFLOAT16),
+    ],
+)
+def test_the_dtype_that_was_chosen_is_recorded(wordless, tmp_path, capsys, platform, chosen, printed):
+    export_llama(tmp_path / "base", *load_llama(wordless), dtype=jnp.bfloat16)
+    args = parsed("certify", "--base", str(tmp_path / "base"))
+    with tracing(platform=platform):
+        loaded = options.load_from(args)
+    assert loaded.model.dtype == chosen
+    assert options.recorded(args)["dtype"] == chosen
+    assert capsys.readouterr().err == printed
+
+
+def test_random_weights_are_float32_unless_told_otherwise(monkeypatch):
+    found = []
+    monkeypatch.setattr(bench, "random_model", lambda *arguments: found.append(arguments[2]) or (None, None, None))
+    monkeypatch.setattr(bench, "_with_own_tree", lambda *arguments: None)
+    for flags, dtype in (([], "float32"), (["--dtype", "bfloat16"], "bfloat16")):
+        args = parsed("bench", "--random", "tiny", *flags)
+        with tracing(platform=Platform("gpu", 1)):
+            bench._executor(args, Request())
+        assert jnp.dtype(found.pop()) == options.recorded(args)["dtype"] == dtype
+
+
+def test_only_ascii_digits_are_integers():
+    for text in ("1_0", "+1", " 1", "１"):
+        for flag in ("--slots", "--port", "--queue", "--grace"):
+            with pytest.raises(HydrajaxError, match=f"{flag}: .*expected an integer"):
+                parsed("serve", "--base", "B", f"{flag}={text}")
+        with pytest.raises(HydrajaxError, match="tree: got 'chain-"):
+            presets.by_name(f"chain-{text}")
+
+
+def test_sizes_of_a_mesh():
+    for text in ("data=2,model=4", "model=4, data=2"):
+        assert parsed("chat", "--base", "B", "--mesh", text).mesh == {"data": 2, "model": 4}
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused_before_the_base_is_looked_for():
+    with pytest.raises(HydrajaxError, match="mesh: got data=1 x model=4096, expected 1 to"):
+        options.load_from(parsed("generate", "--base", "nowhere", "--prompt", "x", "--mesh", "model=4096"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory that contains a directory, a tree and a text."""
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "oak.json").touch()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_program_answers_a_shell(tmp_path):
+    """argcomplete's protocol: the line and the cursor are in the environment, the answer is in a file."""
+    line = "hydrajax ev"
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer")}
+    command = [sys.executable, "-m", "hydrajax"]
+    done = subprocess.run(command, env=os.environ | asked, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert (tmp_path / "answer").read_text() == "evaluate "
+
+
+def completions(*words: str) -> set[str]:
+    """Return the completions of the last word."""
+    parser = build_parser(list(words))
+    add_completers(parser)
+    *before, begun = ["hydrajax", *words]
+    return {found.strip() for found in CompletionFinder(parser)._get_completions(before, begun, "", None)}
+
+
+@pytest.mark.usefixtures("folder")
+def test_completions_of_arguments():
+    assert completions("generate", "--base", "") == {"llama/", "shipped", "smollm2"}
+    assert completions("chat", "--draft", "") == {"llama/", *without_weights(), *assets.DRAFT_NAMES}
+    assert completions("evaluate", "--draft", "lo") == {"lookahead", "lookup"}
+    assert completions("convert", "export", "--output", "") == {"llama/"}
+    assert completions("bench", "--tree", "o") == {"oak.json"}
+    assert completions("bench", "--tree", "mc") == {"mc_sim_7b_63"}
+    assert completions("generate", "--prompts", "n") == {"notes.txt"}
+    assert completions("generate", "--rule", "") == {"greedy", "typical", "exact", "rejection"}
+    sizes = {"none", "int8", "int8-64", "int8-128", "int4", "int4-64", "int4-128", "fp8"}
+    assert completions("generate", "--quantize", "") == sizes
+    assert "--temperature" in completions("generate", "--t")
+
+
+def test_the_help_tells_how_to_enable_it(program):
+    assert "register-python-argcomplete hydrajax" in EPILOG
+    assert EPILOG in program().out
+
+
+def test_a_log_gets_a_line_at_once_and_then_at_most_one_per_interval(capsys, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(screen.time, "monotonic", lambda: now)
+    with screen.status("loading", every=10) as update:
+        for now in (1.0, 9.9, 10.1, 12.0, 20.0, 20.2):
+            update(f"compiling at {now}")
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err == "loading ...\ncompiling at 10.1 ...\ncompiling at 20.2 ...\n"
+
+
+def test_a_terminal_gets_one_line_that_leaves_no_trace(capsys, monkeypatch):
+    monkeypatch.setattr(screen, "Console", lambda stderr: Console(stderr=stderr, force_terminal=True))
+    with screen.status("loading") as update:
+        update("compiling 3 of 7")
+    found = capsys.readouterr().err
+    assert "loading" in found or "compiling" in found
+    assert "\n" not in found.rsplit("\x1b[2K", 1)[-1]  # the line was erased
+
+
+def test_narrow_terminals_cut_the_description_of_a_bar_only():
+    for width in [60, 80, 120]:
+        console = Console(file=io.StringIO(), width=width)
+        bar = screen.bar()
+        bar.add_task("path/to/questions.jsonl, 5 contenders, " + "long " * 30, total=2000, completed=1500)
+        console.print(bar)
+        line = console.file.getvalue()
+        assert re.match(r"━.* 1500/2000 +-?[-:\d]+ path/to/q.*…\n$", line), line
+
+
+def test_drafted_text_is_in_brackets_where_there_are_no_styles():
+    out = io.StringIO()
+    screen.write_marked(Console(file=out, width=20), [("a\tb", True), (" [c]" + "d" * 30, False)])
+    assert out.getvalue() == "⟦a\tb⟧ [c]" + "d" * 30 + "\n"

@@ -39,7 +39,7 @@ def test_a_signal_during_a_callback_of_the_garbage_collector_is_not_lost(number,
     def collect_for_seconds():
         with terminable():
             for _ in range(500):
-                gc.collect()
+                gc.collect(0)
                 time.sleep(0.01)
 
     hook = sys.unraisablehook

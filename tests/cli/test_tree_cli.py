@@ -80,19 +80,6 @@ def test_a_tree_slower_than_none_is_not_saved(program, base, heads, prompts, tmp
     assert not (heads / "tree_b1.json").exists()
 
 
-@pytest.mark.slow
-def test_lookup_has_trees_but_no_directory(program, base, prompts, tmp_path):
-    """A random base repeats itself now and then, where lookup is right."""
-    model = ["tree", "search", "--base", base, "--draft", "lookup", "--prompts", prompts]
-    path = tmp_path / "tree.json"
-    settings = ["--repeats", 1, "--max-new-tokens", 64, "--output", path]
-    done = program(*model, *settings, "--sizes", "2")
-    assert done.code == 0, done.err
-    (row,) = json.loads(path.read_text())["provenance"]["measured"]
-    check_search([row], [2])
-    assert row["tokens_per_step"] > 1
-
-
 def test_a_draft_that_is_never_right_gets_no_tree(program, base, prompts, tmp_path, monkeypatch):
     never = Calibration(np.full((2, 1, 8), 99, np.int32), ((0, 2, 6),))
     monkeypatch.setattr("hydrajax.bench.calibration.calibrate", lambda *given, **settings: never)
@@ -186,33 +173,29 @@ def test_show(program, tmp_path):
 # --- one step ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def model(base, heads) -> list:
-    return ["--base", base, "--draft", heads]
-
-
-def test_show_a_step(program, model, tmp_path):
+def test_show_a_step(program, base, heads, tmp_path):
     """A dynamic tree with its tokens, accepted ones ticked, and the number of emitted tokens."""
-    step = ["--prompt", "for", "--step", 2, "--picture", tmp_path / "step.png"]
-    done = program("tree", "show", "dynamic-6-1-3", *model, *step)
+    step = ["--base", base, "--draft", heads, "--prompt", "for", "--step", 2, "--picture", tmp_path / "step.png"]
+    done = program("tree", "show", "dynamic-6-1-3", *step)
     assert done.code == 0, done.err
-    lines = done.out.splitlines()
-    assert lines[0].startswith("step 2, after 'for")
-    assert lines[1].endswith(" ✓  root, chosen by the base")
-    assert len([line for line in lines if "── " in line]) == 5
-    assert all("%" in line for line in lines if "── " in line)
+    first, root, *lines = done.out.splitlines()
+    assert first.startswith("step 2, after 'for")
+    assert root.endswith(" ✓  root, chosen by the base")
+    nodes = [line for line in lines if "── " in line]
+    assert len(nodes) == 5
+    assert all("%" in line for line in nodes)
     count = int(re.search(r"One pass of the base over 6 nodes emits (\d) token", done.out)[1])
-    assert sum("✓" in line for line in lines) == count
+    assert done.out.count("✓") == count
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_large_trees_hide_most_rejected_nodes(program, model, wide_tree):
+def test_large_trees_hide_most_rejected_nodes(program, base, heads, wide_tree):
     """66 nodes and the root: three rejected children and a count of the others, unless all are requested."""
-    step = ["--prompt", "for"]
-    short, whole = (program("tree", "show", wide_tree, *model, *step, *more).out for more in ([], ["--all"]))
+    step = ["tree", "show", wide_tree, "--base", base, "--draft", heads, "--prompt", "for"]
+    short, whole = (program(*step, *more).out for more in ([], ["--all"]))
     assert len(short.splitlines()) < 15
     hidden = sum(map(int, re.findall(r"and (\d+) more", short)))
     shown = len([line for line in short.splitlines() if "── " in line and " more" not in line])
     assert hidden + shown == 66
     assert "more" not in whole
-    assert len([line for line in whole.splitlines() if "── " in line]) == 66
+    assert whole.count("── ") == 66

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from compiled_program import CompiledProgram, array_bytes
+from compiled_program import CompiledProgram
 
 # One turn of the loop: a product, a slice of a cache, a row written into it, a transposed copy, a kernel of somebody's.
 HLO = r"""
@@ -70,10 +70,6 @@ ENTRY %main (cache.1: bf16[4,1000,8], weight.1: bf16[16,32]) -> bf16[4,1000,8] {
 CACHE, WEIGHT = 4 * 1000 * 8 * 2, 16 * 32 * 2
 
 
-def test_bytes_of_shapes():
-    assert array_bytes("(bf16[8,128]{1,0}, s32[], pred[3]{0})") == 8 * 128 * 2 + 4 + 3
-
-
 def test_kernels_of_the_loop_and_their_bytes():
     found = {kernel.name: (kernel.kind, kernel.read, kernel.written) for kernel in CompiledProgram(HLO).loop()}
     assert found == {
@@ -83,11 +79,8 @@ def test_kernels_of_the_loop_and_their_bytes():
         "copied": ("copy", WEIGHT, WEIGHT),
         "written": ("write", 4 * 8 * 4 + 4, 4 * 8 * 2),  # the row, not the cache
     }
-
-
-def test_kernels_outside_the_loop():
-    found = [(kernel.name, kernel.kind, kernel.moved) for kernel in CompiledProgram(HLO).entry()]
-    assert found == [("own", "copy", 2 * CACHE), ("loop", "control", 0)]
+    outside = [(kernel.name, kernel.kind, kernel.moved) for kernel in CompiledProgram(HLO).entry()]
+    assert outside == [("own", "copy", 2 * CACHE), ("loop", "control", 0)]
 
 
 def test_the_caller_gives_the_bytes_of_a_custom_call():

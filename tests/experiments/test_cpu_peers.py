@@ -15,11 +15,10 @@ import pytest
 from gguf import GGUFReader
 from peer_checks import Run, differences
 from peer_files import gguf_file, random_directory
-from peer_picture import rows_picture, rows_table, speed_picture
+from peer_picture import speed_picture
 from peer_programs import LOOKUP, Peer, Program, Variant, variants
 
 import hydrajax
-from hydrajax.bench.report.drawing import png
 from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
@@ -167,23 +166,6 @@ def test_ways_to_draft(base, tmp_path):
     assert found.drafts == {"greedy": None, "prompt lookup": LOOKUP, "draft model": str(base)}
     (found,) = variants(program, ["float32"], tmp_path, base)
     assert list(found.drafts) == ["greedy", "prompt lookup"]
-
-
-@pytest.mark.slow
-def test_forward_passes(base):
-    """Our own timers, medians of rounds, the table and the picture; None for what a program cannot time."""
-    m = hydrajax.load(base, "lookup")
-    timers = cpu_peers.own_timers(m, [2], 40)
-    turns = {"hydrajax": lambda: {1: 1.0} | cpu_peers.own_turn(timers), "other": lambda: {1: 1234.5, 2: None}}
-    rows = cpu_peers.medians(turns, [1, 2], 2)
-    assert [row["name"] for row in rows] == ["hydrajax", "other"]
-    assert all(ms > 0 for ms in rows[0]["ms"].values())
-    assert rows[1]["ms"] == {"1": 1234.5, "2": None}
-    columns, cells = rows_table(rows)
-    assert columns == ("program", "1 row, ms", "2 rows, ms", "2 rows / 1 row")
-    assert cells[1] == ("other", "1234", None, None)
-    arguments = {"model": "tiny", "context": 48, "threads": 1}
-    assert png(rows_picture({"results": rows, "arguments": arguments, "machine": {"device": "CPU"}}))
 
 
 def test_the_process_keeps_its_cores():

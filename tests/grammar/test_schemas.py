@@ -22,7 +22,7 @@ PROMPTS = [
 ]
 BATCH = len(PROMPTS)
 TREE = "chain-3"
-DRAFTS = ("none", "lookup", "lookahead", "medusa", "hydra", "hydra++", "draft-model", "lookup+hydra++")
+DRAFTS = ("none", "lookahead", "draft-model", "lookup+hydra++")
 
 
 @pytest.fixture(scope="module")

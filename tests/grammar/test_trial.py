@@ -33,10 +33,7 @@ DOUBLING = "start: A0\n" + "\n".join(f"A{n}: A{n + 1} A{n + 1}" for n in range(6
 def test_large_grammars_are_refused_before_the_first_token():
     properties = {f"p{n}": {} for n in range(2000)}
     for grammar, message in (
-        (
-            Grammar.lark(f"start: %json {json.dumps({'anyOf': [{'type': 'null'}, LONG]})}"),
-            "takes more than 2 s or 1024 MB",
-        ),
+        (Grammar.lark(f"start: %json {json.dumps(LONG)}"), "takes more than 2 s or 1024 MB"),
         (Grammar.json_schema({"const": -(2**63)}), "takes more than"),  # ends the process of llguidance 1.9
         (Grammar.regex("a(b{1000}){1000}"), "too many expressions"),
         (Grammar.json_schema({"properties": properties, "type": "object"}), "Current row has"),

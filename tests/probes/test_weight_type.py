@@ -63,9 +63,7 @@ def test_a_type_of_another_package(installed):
 
     plain = hydrajax.load("shipped", "none")
     widened = jax.tree.map(
-        lambda x: x.dequantized() if isinstance(x, Half) else x,
-        m.params.base,
-        is_leaf=lambda x: isinstance(x, Half),
+        lambda x: x.dequantized() if isinstance(x, Half) else x, m.params.base, is_leaf=lambda x: isinstance(x, Half)
     )
     assert jax.tree.structure(widened) == jax.tree.structure(plain.params.base)
     expected = dataclasses.replace(plain, params=plain.params._replace(base=widened))

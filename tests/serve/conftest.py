@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
 from helpers import letters
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.programs import Kind
+
+PACKAGES = ("starlette", "uvicorn", "prometheus_client", "openai", "httpx", "llguidance", "jsonschema")
+collect_ignore_glob = [] if all(map(find_spec, PACKAGES)) else ["test_*.py"]  # hydrajax[serve,grammar,test]
 
 
 @pytest.fixture(scope="session")

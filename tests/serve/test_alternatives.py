@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
+import openai
 import pytest
 
+from helpers import letters
+from helpers.compilations import no_compilation
+from helpers.log_probabilities import check_answer
+from helpers.serving import SECONDS, running
+from hydrajax.errors import HydrajaxError
+from hydrajax.language_model import LanguageModel
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.executor_pool import PoolSizes
+
 pytestmark = pytest.mark.slow  # compiles its own programs
-for package in ("starlette", "uvicorn", "prometheus_client", "openai"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-
-import openai  # noqa: E402
-
-from helpers import letters  # noqa: E402
-from helpers.compilations import no_compilation  # noqa: E402
-from helpers.log_probabilities import check_answer  # noqa: E402
-from helpers.serving import SECONDS, running  # noqa: E402
-from hydrajax.errors import HydrajaxError  # noqa: E402
-from hydrajax.language_model import LanguageModel  # noqa: E402
-from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
-
 TOP = 5
 CHAT = {"model": "letters", "messages": [{"role": "user", "content": "a bad cafe"}], "max_completion_tokens": 25}
 SAMPLED = {"temperature": 1.3, "seed": 4}

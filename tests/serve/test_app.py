@@ -10,19 +10,14 @@ import threading
 import time
 from importlib.metadata import version
 
+import httpx
+import openai
 import pytest
 
+from helpers.serving import SECONDS, expected, running
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
-
-for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-
-import httpx  # noqa: E402
-import openai  # noqa: E402
-
-from helpers.serving import SECONDS, expected, running  # noqa: E402
-from hydrajax.serve.connections import listen  # noqa: E402
+from hydrajax.serve.connections import listen
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
@@ -128,81 +123,68 @@ def test_models_health_and_metrics(address, client):
 
 
 HELLO = {"messages": [{"role": "user", "content": "a"}]}
-WITH_TOP = {"logprobs": True, "top_logprobs": 2}
 GOOD = {"prompt": "abc", "max_tokens": 3}
 AUTHORISED = {"authorization": f"Bearer {KEY}"}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        ("completions", b"{", 400, "the body is not JSON"),
-        ("completions", b"[1]", 400, "the body: got [1], expected an object"),
-        (
-            "completions",
-            {"prompt": ""},
-            400,
-            "prompt: got '', expected a text, a list of token ids, or a list of up to 128",
-        ),
-        ("completions", {"prompt": [True]}, 400, "prompt: got "),
-        ("completions", {"prompt": ["a", [1]]}, 400, "prompt: got "),
-        ("completions", {"prompt": [99]}, 400, "prompt: got token id 99, expected 0 to"),
-        ("completions", {"prompt": [10**30]}, 400, "prompt: .*token id 1000000000000"),
-        ("completions", {"prompt": "a" * 96}, 400, "prompt: got 96 tokens, expected fewer than"),
-        ("completions", {"prompt": "a" * 385}, 400, "prompt: got 385 bytes, expected at most 384; shorten the text"),
-        ("completions", GOOD | {"stop": ["a"] * 17}, 400, "stop: got .*, expected a text or a list of up to 16 texts"),
+BAD_COMPLETIONS = [
+    (b"{", "the body is not JSON"),
+    (b"[1]", "the body: got [1], expected an object"),
+    ({"prompt": ""}, "prompt: got '', expected a text, a list of token ids, or a list of up to 128"),
+    ({"prompt": [True]}, "prompt: got "),
+    ({"prompt": ["a", [1]]}, "prompt: got "),
+    ({"prompt": [99]}, "prompt: got token id 99, expected 0 to"),
+    ({"prompt": [10**30]}, "prompt: .*token id 1000000000000"),
+    ({"prompt": "a" * 96}, "prompt: got 96 tokens, expected fewer than"),
+    ({"prompt": "a" * 385}, "prompt: got 385 bytes, expected at most 384; shorten the text"),
+    ({"prompt": ["a"] * 3, "n": 50}, "n: got 3 prompts x 50 choices, expected at most 128"),
+    ({"stop": ["a"] * 17}, "stop: got .*, expected a text or a list of up to 16 texts"),
+    ({"stop": [""]}, "stop.*: got .*, expected a text or a list of up to 16 texts"),
+    ({"max_tokens": 0}, "max_tokens: got 0, expected at least 1"),
+    ({"temperature": -1}, "temperature: got -1.0, expected a finite number from 0 up"),
+    ({"temperature": "nan"}, "temperature: got 'nan', expected a finite number"),
+    ({"top_p": 0}, "top_p: got 0.0, expected above 0 and at most 1"),
+    ({"seed": -1}, "seed: got -1, expected at least 0"),
+    ({"n": 1000}, "n: got 1000, expected at most 128"),
+    ({"logprobs": 3}, "logprobs: got 3, expected at most 0; start the server"),
+    ({"logprobs": 6}, "logprobs: got 6, expected at most 5"),
+    ({"echo": True, "logprobs": 0}, "echo: got true with logprobs"),
+    ({"min_tokens": 4}, "min_tokens: got 4, expected at most max_tokens, 3"),
+    ({"logit_bias": {"3": 101}}, "logit_bias: got 101, expected at most 100"),
+    ({"logit_bias": {"17": 1}}, "logit_bias: got token id 17, expected 0 to"),
+    ({"logit_bias": {"x": 1}}, 'logit_bias: got {"x": 1.0}, expected token ids'),
+    ({"beam": 3}, "beam: this field is not supported"),
+]
+BAD_CHATS = [
+    ({"messages": []}, "messages: got [], expected at least 1 item"),
+    ({"messages": [{"role": "x", "content": "a"}]}, "messages.0.role: got 'x', expected 'system', "),
+    ({"messages": [{"role": "user", "content": "é" * 200}]}, "messages: got 400 bytes, "),
+    ({"messages": [{"role": "user", "content": "a</s>"}]}, "messages.0: contains the special token </s>"),
+    ({"top_logprobs": 1}, "top_logprobs: requires logprobs=true"),
+    ({"logprobs": True, "top_logprobs": 2}, "top_logprobs: got 2, expected at most 0; start the server"),
+]
+
+
+def test_bad_requests_get_a_status_and_one_line(address):
+    cases = [
         ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
-        ("completions", GOOD | {"max_tokens": 0}, 400, "max_tokens: got 0, expected at least 1"),
-        ("completions", GOOD | {"temperature": -1}, 400, "temperature: got -1.0, expected a finite number from 0 up"),
-        ("completions", GOOD | {"temperature": "nan"}, 400, "temperature: got 'nan', expected a finite number"),
-        ("completions", GOOD | {"top_p": 0}, 400, "top_p: got 0.0, expected above 0 and at most 1"),
-        ("completions", GOOD | {"seed": -1}, 400, "seed: got -1, expected at least 0"),
-        ("completions", GOOD | {"n": 1000}, 400, "n: got 1000, expected at most 128"),
-        ("completions", {"prompt": ["a"] * 3, "n": 50}, 400, "n: got 3 prompts x 50 choices, expected at most 128"),
-        ("completions", GOOD | {"stop": [""]}, 400, "stop.*: got .*, expected a text or a list of up to 16 texts"),
-        (
-            "completions",
-            GOOD | {"logprobs": 3},
-            400,
-            "logprobs: got 3, expected at most 0; start the server",
-        ),
-        ("completions", GOOD | {"logprobs": 6}, 400, "logprobs: got 6, expected at most 5"),
         ("completions", GOOD | {"model": "gpt"}, 404, "model: got 'gpt', expected one of: letters"),
-        ("completions", GOOD | {"echo": True, "logprobs": 0}, 400, "echo: got true with logprobs"),
-        ("completions", GOOD | {"min_tokens": 4}, 400, "min_tokens: got 4, expected at most max_tokens, 3"),
-        ("completions", GOOD | {"logit_bias": {"3": 101}}, 400, "logit_bias: got 101, expected at most 100"),
-        ("completions", GOOD | {"logit_bias": {"17": 1}}, 400, "logit_bias: got token id 17, expected 0 to"),
-        ("completions", GOOD | {"logit_bias": {"x": 1}}, 400, 'logit_bias: got {"x": 1.0}, expected token ids'),
-        ("completions", GOOD | {"beam": 3}, 400, "beam: this field is not supported"),
-        ("chat/completions", {"messages": []}, 400, "messages: got [], expected at least 1 item"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "x", "content": "a"}]},
-            400,
-            "messages.0.role: got 'x', expected 'system', ",
-        ),
-        ("chat/completions", {"messages": [{"role": "user", "content": "é" * 200}]}, 400, "messages: got 400 bytes, "),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "a</s>"}]},
-            400,
-            "messages.0: contains the special token </s>",
-        ),
-        ("chat/completions", HELLO | {"top_logprobs": 1}, 400, "top_logprobs: requires logprobs=true"),
-        ("chat/completions", HELLO | WITH_TOP, 400, "top_logprobs: got 2, expected at most 0; start the server"),
         ("nowhere", {}, 404, "Not Found"),
-    ],
-)
-def test_bad_requests_get_a_status_and_one_line(address, path, body, status, message):
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
-    answer = httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
-    error = answer.json()["error"]
-    assert answer.status_code == status, error
-    assert re.match(message if ".*" in message else re.escape(message), error["message"])
-    assert "\n" not in error["message"]
-    assert error["param"] == (re.match(r"[a-z][\w.]*(?=: )", error["message"]) or [None])[0]
-    assert "should" not in error["message"]
+        *(("completions", body, 400, message) for body, message in BAD_COMPLETIONS),
+        *(("chat/completions", HELLO | body, 400, message) for body, message in BAD_CHATS),
+    ]
+    for path, body, status, message in cases:
+        if path == "completions" and isinstance(body, dict):
+            body = GOOD | body
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = AUTHORISED | {"content-type": "application/json"}
+        answer = httpx.post(f"{address}/v1/{path}", content=content, headers=headers)
+        error = answer.json()["error"]
+        assert answer.status_code == status, error
+        assert re.match(message if ".*" in message else re.escape(message), error["message"])
+        assert "\n" not in error["message"]
+        assert error["param"] == (re.match(r"[a-z][\w.]*(?=: )", error["message"]) or [None])[0]
+        assert "should" not in error["message"]
 
 
 def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, caplog):
@@ -251,37 +233,26 @@ def test_numbers_that_clients_of_vllm_send(served, client, address):
     assert set(answer.choices[0].text) <= set("abc")
 
 
-CONTENT = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
-CHAT = {"model": "letters", "max_completion_tokens": 12, "stream": True}
-
-
 def test_benchmark_clients_find_the_first_token_and_the_usage(address):
     """They split the stream at line ends, and take the first event with text, without a role, as the first token."""
-    for path, body in [
-        ("chat/completions", CHAT | {"messages": CONTENT, "stream_options": {"include_usage": True}}),  # vLLM's client
-        (
-            "chat/completions",  # SGLang's
-            CHAT | {"messages": [{"role": "user", "content": "abc"}], "temperature": 0.0, "ignore_eos": True},
-        ),
-        (
-            "completions",  # SGLang's
-            {"model": "letters", "prompt": "abc", "best_of": 1, "max_tokens": 12, "stream": True}
-            | {"temperature": 0.0, "ignore_eos": True},
-        ),
-    ]:
-        headers, url = AUTHORISED | {"x-request-id": "bench-0"}, f"{address}/v1/{path}"
-        answer = httpx.post(url, json=body, headers=headers, timeout=SECONDS)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    usage = {"stream_options": {"include_usage": True}}
+    of_vllm = {"model": "letters", "messages": parts, "max_completion_tokens": 12, "stream": True} | usage
+    of_sglang = GOOD | {"model": "letters", "best_of": 1, "stream": True, "temperature": 0.0, "ignore_eos": True}
+    for path, body in (("chat/completions", of_vllm), ("completions", of_sglang)):
+        headers = AUTHORISED | {"x-request-id": "bench-0"}
+        answer = httpx.post(f"{address}/v1/{path}", json=body, headers=headers, timeout=SECONDS)
         assert answer.status_code == 200
         *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert last == "[DONE]"
         events = [json.loads(event) for event in events]
-        if "stream_options" in body:
+        if path == "completions":
+            assert events[0]["choices"][0]["text"]
+        else:
             assert events.pop()["usage"]["completion_tokens"] > 0
-        choices = [event["choices"][0] for event in events]
-        if path != "completions":
-            assert choices.pop(0)["delta"] == {"role": "assistant", "content": ""}
-            choices = [{"text": choice["delta"].get("content")} for choice in choices]
-        assert choices[0]["text"]
+            first, second, *_ = [event["choices"][0]["delta"] for event in events]
+            assert first == {"role": "assistant", "content": ""}
+            assert second["content"]
 
 
 def test_the_end_of_a_stream_is_one_piece(address):
@@ -299,10 +270,8 @@ def test_the_end_of_a_stream_is_one_piece(address):
 
 def test_echo_puts_the_prompt_before_each_answer(served, client):
     answer = client.completions.create(model="letters", prompt=["abc", "deaf"], max_tokens=5, n=2, echo=True)
-    texts = [
-        prompt + one.text
-        for prompt, one in zip(["abc", "deaf"], expected(served, ["abc", "deaf"], limit=5), strict=True)
-    ]
+    first, second = expected(served, ["abc", "deaf"], limit=5)
+    texts = ["abc" + first.text, "deaf" + second.text]
     assert [choice.text for choice in answer.choices] == [texts[0], texts[0], texts[1], texts[1]]
     pieces = client.completions.create(model="letters", prompt=[[0, 1, 2]], max_tokens=5, echo=True, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == texts[0]
@@ -362,7 +331,7 @@ def test_keys_content_types_and_host_names(address):
         (json_type | {"authorization": f"Bearer {KEY}\xff".encode("latin-1")}, 401),
     ):
         assert httpx.post(f"{address}/v1/completions", content=content, headers=headers).status_code == status
-    assert httpx.get(f"{address}/v1/completions", headers={"authorization": f"Bearer {KEY}"}).status_code == 405
+    assert httpx.get(f"{address}/v1/completions", headers=AUTHORISED).status_code == 405
     assert httpx.get(f"{address}/v1/models").status_code == 401
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.slow  # the server compiles
-for package in ("starlette", "uvicorn", "prometheus_client", "httpx", "playwright"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[test])")
+pytest.importorskip("playwright", reason="playwright is not installed (hydrajax[test])")
 
 import httpx  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
@@ -295,8 +294,7 @@ def test_a_missing_key_and_a_full_queue(opened, served, monkeypatch):
 # --- layout -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1100, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (390, "dark")])
 def test_everything_is_visible_and_readable(opened, address, tmp_path, width, scheme):
     """No horizontal scrolling, and WCAG's contrast; the screenshots are for a human reader."""
     page = opened(address, viewport={"width": width, "height": 800}, color_scheme=scheme)

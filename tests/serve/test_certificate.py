@@ -6,17 +6,14 @@ import json
 
 import pytest
 
-for package in ("starlette", "uvicorn", "prometheus_client"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
-
-from helpers.serving import running, serving  # noqa: E402
-from hydrajax.certify.servers.answers import Answer, Token, placed, streamed_answers  # noqa: E402
-from hydrajax.certify.servers.client import Client  # noqa: E402
-from hydrajax.certify.servers.comparison import gap_of, gap_of_chosen  # noqa: E402
-from hydrajax.certify.servers.local_reference import LocalReference  # noqa: E402
-from hydrajax.certify.servers.questions import Question  # noqa: E402
-from hydrajax.certify.servers.sides import Settings, Sides  # noqa: E402
-from hydrajax.cli import main  # noqa: E402
+from helpers.serving import running, serving
+from hydrajax.certify.servers.answers import Answer, Token, placed, streamed_answers
+from hydrajax.certify.servers.client import Client
+from hydrajax.certify.servers.comparison import gap_of, gap_of_chosen
+from hydrajax.certify.servers.local_reference import LocalReference
+from hydrajax.certify.servers.questions import Question
+from hydrajax.certify.servers.sides import Settings, Sides
+from hydrajax.cli import main
 
 TEXTS = ("abcabc", "nod a lamb", "feel ", "mama did")
 QUESTIONS = [Question(text, chat, 12) for chat, text in zip((False, True) * 2, TEXTS, strict=True)]

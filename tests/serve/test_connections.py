@@ -1,7 +1,8 @@
-"""Connections that send no request, half of one, or read no response, and more connections than allowed."""
+"""Connections: without a request or with half of one, too many, and clients that read slowly or not at all."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -9,16 +10,14 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
-for package in ("starlette", "uvicorn"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
-
-from starlette.applications import Starlette  # noqa: E402
-from starlette.responses import PlainTextResponse  # noqa: E402
-from starlette.routing import Route  # noqa: E402
-
-from hydrajax.serve import connections  # noqa: E402
-from hydrajax.serve.connections import ConnectionLimits, HttpServer, listen, most_connections  # noqa: E402
+from hydrajax.serve import connections
+from hydrajax.serve.connections import ConnectionLimits, HttpServer, listen, most_connections
+from hydrajax.serve.stream import EventStream
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 IDLE = 0.2
@@ -146,3 +145,65 @@ def test_half_of_the_file_descriptors_are_left_for_files(monkeypatch):
         assert most_connections(listener, 1000) == 1
         monkeypatch.setattr(connections, "resource", None)
         assert most_connections(listener, 1000) == 1000
+
+
+class Source:
+    """A generator of ``count`` events that records how many were requested and whether it was closed."""
+
+    def __init__(self, count: int, size: int, write_timeout: float):
+        self.count, self.size, self.write_timeout = count, size, write_timeout
+        self.made, self.closed, self.ended = 0, threading.Event(), threading.Event()
+
+    async def events(self):
+        try:
+            for _ in range(self.count):
+                await asyncio.sleep(0)
+                self.made += 1
+                yield "@" * self.size
+        finally:
+            self.closed.set()
+
+    def endpoint(self, request):
+        return EventStream(self.events(), self.write_timeout, self.ended.set)
+
+
+@pytest.fixture
+def connect():
+    """``connect(source)``: the socket of a client that has requested the events."""
+    stops = []
+
+    def connected(source: Source) -> socket.socket:
+        listener = listen("127.0.0.1", 0)
+        config = uvicorn.Config(Starlette(routes=[Route("/", source.endpoint)]), log_level="critical", http="h11")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        stops.append((server, thread))
+        client = socket.create_connection(listener.getsockname()[:2], timeout=60)
+        client.sendall(REQUEST)
+        return client
+
+    yield connected
+    for server, thread in stops:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+def test_a_stream_whose_client_does_not_read_is_closed(connect):
+    """When the buffers are full no more events are made, and the connection is closed after the write timeout."""
+    source = Source(10_000, 100_000, 0.3)
+    with connect(source):
+        assert source.ended.wait(60)
+        assert source.closed.wait(60)
+    assert source.made < source.count
+
+
+def test_a_slow_client_gets_everything(connect):
+    source, got = Source(100, 100_000, 30.0), 0
+    with connect(source) as client:
+        while piece := client.recv(200_000):
+            got += piece.count(b"@")
+            if source.ended.is_set() and got == source.count * source.size:
+                break
+    assert got == source.count * source.size
+    assert source.closed.is_set()

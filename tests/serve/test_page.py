@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import re
 
+import httpx
 import pytest
 
-for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-
-import httpx  # noqa: E402
-
-from helpers.serving import SECONDS, expected, running  # noqa: E402
-from hydrajax.language_model import make_executor  # noqa: E402
-from hydrajax.serve.batcher import Batcher  # noqa: E402
-from hydrajax.serve.served_models import plain_step_seconds, total  # noqa: E402
+from helpers.serving import SECONDS, expected, running
+from hydrajax.language_model import make_executor
+from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.served_models import plain_step_seconds, total
 
 
 @pytest.fixture(scope="module")

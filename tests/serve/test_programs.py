@@ -71,11 +71,11 @@ def answer(served, limit: int, grammar=None) -> tuple[int, ...]:
 
 def test_requests_overtake_one_that_waits_for_the_programs_of_its_grammar(served, batcher_with):
     grammar = Table(3, VOCAB)
-    wanted, constrained = answer(served, 70), answer(served, 9, grammar)
-    batcher, go_on = batcher_with([kind for kind in Kind if kind is not Kind.CONSTRAINED], [64, 114])
+    wanted, constrained = answer(served, 30), answer(served, 9, grammar)
+    batcher, go_on = batcher_with([kind for kind in Kind if kind is not Kind.CONSTRAINED], [64])
     with compiling_threads() as threads:
         (waits,) = batcher.submit([batcher.request(PROMPT, max_new_tokens=9, grammar=grammar)])
-        for limit in (9, 70):
+        for limit in (9, 30):
             (other,) = batcher.submit([batcher.request(PROMPT, max_new_tokens=limit)])
             assert other.wait(SECONDS).output_ids == wanted[:limit]
         assert waits.result is None

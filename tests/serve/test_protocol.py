@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from openai.types import completion_create_params as completion
+from openai.types.chat import completion_create_params as chat
 
-openai = pytest.importorskip("openai", reason="openai is not installed (hydrajax[test])")
-
-from openai.types import completion_create_params as completion  # noqa: E402
-from openai.types.chat import completion_create_params as chat  # noqa: E402
-
-from hydrajax.errors import HydrajaxError  # noqa: E402
-from hydrajax.serve.protocol import ChatBody, CompletionBody, TokenizeBody, parse_body  # noqa: E402
+from hydrajax.errors import HydrajaxError
+from hydrajax.serve.protocol import ChatBody, CompletionBody, TokenizeBody, parse_body
 
 CHAT, TEXT = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}
 # Defaults of vLLM's requests that are not null.

@@ -1,23 +1,27 @@
-"""`hydrajax.serve.Server` in Python: in a notebook, started again, stopped during a request, and wrong options."""
+"""`Server` in Python, and `hydrajax serve` as a process: starts, shutdowns, and answers of the shipped model."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
-for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-
-import openai  # noqa: E402
-
-from helpers.letters import TREE  # noqa: E402
-from helpers.serving import SECONDS, expected  # noqa: E402
-from hydrajax.errors import HydrajaxError  # noqa: E402
-from hydrajax.serve import Server  # noqa: E402
+import hydrajax
+from helpers.letters import TREE
+from helpers.serving import SECONDS, expected, serving
+from hydrajax import assets
+from hydrajax.cli import main
+from hydrajax.errors import HydrajaxError
+from hydrajax.optional_deps import needs
+from hydrajax.serve import Server
+from hydrajax.trees import presets
 
 OPTIONS = {"tree": TREE, "port": 0, "slots": 1, "warm_up": False}
 
@@ -120,3 +124,92 @@ def test_several_models_share_the_cache_memory(served):
     assert found["hydrajax"] == {"conversations": True, "draft": "mine", "tree": f"{TREE.size} nodes"}
     assert found["plain"]["draft"] == "none"
     assert found["same"]["draft"]
+
+
+NEW = 60
+SHIPPED = ("--base", "shipped", "--draft", "hydra++", "--tree", "chain-2", "--slots", "2", "--no-warm-up")
+
+
+@pytest.mark.slow
+def test_answers_of_the_shipped_model_and_a_clean_shutdown():
+    """Requests that run at the signal are finished."""
+    loaded = hydrajax.load("shipped", "hydra++")
+    prompts = ["def quicksort(items):\n", "import os\n\nclass Walker:\n    def __init__(self"]
+    wanted = loaded.generate(prompts, tree=presets.chain(2), max_new_tokens=NEW, batch_size=2)
+    with serving(*SHIPPED, "--grace", 60, "--template", "plain", api_key="k") as (process, address, log):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
+        assert log[0] == "loading ..."
+        assert log[-1] == repr(loaded)
+        answer = client.completions.create(model="hydrajax", prompt=prompts, max_tokens=NEW)
+        assert [choice.text for choice in answer.choices] == [result.text for result in wanted]
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens > 0
+        events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=NEW, stream=True)
+        text = next(events).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        text += "".join(event.choices[0].text for event in events)
+        assert text == wanted[0].text
+        assert process.wait(60) == 0
+    with serving(*SHIPPED, "--grace", 0, "--template", "plain", api_key="k") as (process, address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
+        events = client.completions.create(model="hydrajax", prompt=prompts[0], max_tokens=900, stream=True)
+        pieces = [next(events).choices[0]]
+        process.send_signal(signal.SIGINT)
+        pieces += [event.choices[0] for event in events]
+        assert pieces[-1].finish_reason == "length"  # a partial answer
+        assert process.wait(60) == 130
+
+
+@pytest.mark.slow
+def test_eight_clients_of_a_model_on_six_devices(monkeypatch):
+    """Every answer is the text of one device."""
+    names = ("area", "total", "first", "last", "head", "count", "merge", "split")
+    prompts = [f"def {name}(items):\n" for name in names]
+    wanted = hydrajax.load("shipped", "hydra++").generate(prompts, tree=presets.chain(2), max_new_tokens=16)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "6")
+    with serving(*SHIPPED, "--mesh", "data=2,model=3") as (_, address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="k", timeout=300, max_retries=0)
+
+        def ask(prompt: str) -> str:
+            return client.completions.create(model="hydrajax", prompt=prompt, max_tokens=16).choices[0].text
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            assert list(clients.map(ask, prompts)) == [result.text for result in wanted]
+
+
+def test_bad_options_are_refused_before_the_model_is_loaded(capfd, monkeypatch):
+    def said(*options: str) -> str:
+        assert main(["serve", "--base", "nowhere", *options]) == 2
+        err = capfd.readouterr().err.removeprefix("loading ...\n")
+        assert err.count("\n") == 1
+        return err
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"--port: cannot listen on 127.0.0.1 port {port}: " in said("--port", str(port))
+    for name, value, message in (
+        ("port", "99999", "got 99999, expected at most 65535"),
+        ("grace", "-1", "got -1, expected at least 0"),
+        ("temperature", "-1", "got -1.0, expected at least 0"),
+        ("slots", "0", "got"),
+        ("host", "", "got '', expected an address; 127.0.0.1 is reached from this machine only"),
+        ("host", "\udcff", "got '\\udcff', expected an address"),
+        ("name", "\udcff", "got '\\udcff', expected printable characters"),
+        ("name", "", "got '', expected printable characters"),
+        ("api-key", "", "got an empty key; to serve without a key, leave it out"),
+        ("api-key", "\udcff", "got a key that no header can hold"),
+        ("api-key", "a key\n", "got a key that no header can hold"),
+    ):
+        assert f"--{name}: {message}" in said(f"--{name}", value)
+    assert "--port: cannot listen on a..b port 8000" in said("--host", "a..b")
+    for key in ("", "\udcff"):
+        monkeypatch.setenv("HYDRAJAX_API_KEY", key)
+        assert "HYDRAJAX_API_KEY: got a" in said()  # before the base is looked for
+    assert "--base: no such directory" in said("--api-key", "k", "--port", "0")
+
+
+def test_missing_packages_are_named(monkeypatch, capfd):
+    for module in [name for name in sys.modules if name.startswith("hydrajax.serve.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    assert main(["serve", "--base", str(assets.base())]) == 2
+    assert needs("starlette") in capfd.readouterr().err

@@ -9,23 +9,19 @@ import re
 import sys
 from typing import Literal
 
+import httpx
+import jsonschema
+import openai
 import pydantic
 import pytest
 
-for package in ("starlette", "uvicorn", "prometheus_client", "openai", "httpx", "llguidance", "jsonschema"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve,grammar,test])")
-
-import httpx  # noqa: E402
-import jsonschema  # noqa: E402
-import openai  # noqa: E402
-
-from helpers import json_letters, letters  # noqa: E402
-from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG  # noqa: E402
-from helpers.serving import SECONDS, running  # noqa: E402
-from hydrajax.grammar.grammar import Grammar  # noqa: E402
-from hydrajax.grammar.schema_faults import JsonCheck  # noqa: E402
-from hydrajax.serve.executor_pool import PoolSizes  # noqa: E402
-from hydrajax.serve.request_encoder import RequestEncoder  # noqa: E402
+from helpers import json_letters, letters
+from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG
+from helpers.serving import SECONDS, running
+from hydrajax.grammar.grammar import Grammar
+from hydrajax.grammar.schema_faults import JsonCheck
+from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.request_encoder import RequestEncoder
 
 HELLO = [{"role": "user", "content": "ab"}]
 TOOLS = [
@@ -334,59 +330,59 @@ def called(arguments: str) -> dict:
 WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
 
 
+REFUSED = [
+    (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
+    (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
+    (of({"type": "integer", "multipleOf": 2**31}), "response_format.json_schema.schema: takes more than 2 s"),
+    (
+        of({"properties": {"a": {}}, "patternProperties": {"^a": {}}}),
+        "response_format.json_schema.schema: patternProperties: a pattern matches a name in properties",
+    ),
+    (of({"title": "a" * (1 << 17)}), "response_format.json_schema.schema: got more than 131072 bytes"),
+    (of(3), "response_format.json_schema.schema: got 3, expected an object"),
+    (of({}, x=1), "response_format.json_schema.x: this field is not supported"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
+    (
+        {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
+        "response_format.json_schema: requires response_format.type=json_schema",
+    ),
+    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object' or "),
+    (of({}) | {"ignore_eos": True}, "ignore_eos: got true with response_format.json_schema.schema"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens: got 2 with response_format"),
+    ({"tools": [{}]}, "tools.0.type: is missing"),
+    ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type: got 'custom', expected 'function'"),
+    (tool(name="a b"), "tools.0.function.name: got 'a b', expected 1 to 64 letters, digits, _ and -"),
+    (tool(parameters={"type": "string"}), "tools.0.function.parameters.type: got 'string', expected 'object'"),
+    (tool(parameters={"properties": {"a": False}, "required": ["a"]}), "tools.0.function.parameters: Unsat"),
+    (tool(parameters={"not": {}}), 'tools.0.function.parameters: Unimplemented keys: ["not"]'),
+    (tool(description="a</s>"), "tools: contains the special token </s>, expected plain text"),
+    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: got ab twice, expected different names"),
+    (tool() | of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
+    (tool() | of({}) | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
+    (tool() | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
+    ({"tool_choice": "required"}, "tool_choice: requires tools"),
+    (tool() | {"tool_choice": "any"}, f"tool_choice: got 'any', expected {WANTED_CHOICES}"),
+    (
+        tool() | {"tool_choice": {"type": "function", "function": {"name": "b"}}},
+        "tool_choice.function.name: got 'b', expected one of: a",
+    ),
+    ({"functions": []}, "functions: got [], expected none; use tools, which replace it"),
+    ({"function_call": "auto"}, "function_call: got 'auto', expected none; use tool_choice"),
+    (messages({"role": "tool", "content": "a"}), "messages.1.tool_call_id: is missing"),
+    (messages({"role": "user", "content": "a", "tool_call_id": "1"}), "messages.1.tool_call_id: requires role"),
+    (messages({"role": "assistant", "content": None}), "messages.1.content: is missing"),
+    (messages({"role": "user", "content": "a", "tool_calls": [CALL]}), "messages.1.tool_calls: got a list"),
+    (called("[]"), "messages.1.tool_calls.0.function.arguments: got '[]', expected a JSON object as text"),
+    (
+        messages({"role": "tool", "content": "a", "tool_call_id": "</s>"}),
+        "messages.1: contains the special token </s>, expected plain text",
+    ),
+    (called('{"</s>": 1}'), "messages.1: contains the special token </s>, expected plain text"),
+]
+
+
 def test_refusals(address):
-    for body, message in [
-        (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
-        (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
-        (of({"type": "integer", "multipleOf": 2**31}), "response_format.json_schema.schema: takes more than 2 s"),
-        (
-            of({"properties": {"a": {}}, "patternProperties": {"^a": {}}}),
-            "response_format.json_schema.schema: patternProperties: a pattern matches a name in properties",
-        ),
-        (of({"title": "a" * (1 << 17)}), "response_format.json_schema.schema: got more than 131072 bytes"),
-        (of(3), "response_format.json_schema.schema: got 3, expected an object"),
-        (of({}, x=1), "response_format.json_schema.x: this field is not supported"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
-        (
-            {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
-            "response_format.json_schema: requires response_format.type=json_schema",
-        ),
-        ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object' or "),
-        (of({}) | {"ignore_eos": True}, "ignore_eos: got true with response_format.json_schema.schema"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens: got 2 with response_format"),
-        ({"tools": [{}]}, "tools.0.type: is missing"),
-        ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type: got 'custom', expected 'function'"),
-        (tool(name="a b"), "tools.0.function.name: got 'a b', expected 1 to 64 letters, digits, _ and -"),
-        (tool(parameters={"type": "string"}), "tools.0.function.parameters.type: got 'string', expected 'object'"),
-        (tool(parameters={"properties": {"a": False}, "required": ["a"]}), "tools.0.function.parameters: Unsat"),
-        (tool(parameters={"not": {}}), 'tools.0.function.parameters: Unimplemented keys: ["not"]'),
-        (tool(description="a</s>"), "tools: contains the special token </s>, expected plain text"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: got ab twice, expected different names"),
-        (tool() | of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
-        (tool() | of({}) | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
-        (tool() | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
-        ({"tool_choice": "required"}, "tool_choice: requires tools"),
-        (tool() | {"tool_choice": "any"}, f"tool_choice: got 'any', expected {WANTED_CHOICES}"),
-        (
-            tool() | {"tool_choice": {"type": "function", "function": {"name": "b"}}},
-            "tool_choice.function.name: got 'b', expected one of: a",
-        ),
-        ({"functions": []}, "functions: got [], expected none; use tools, which replace it"),
-        ({"function_call": "auto"}, "function_call: got 'auto', expected none; use tool_choice"),
-        (messages({"role": "tool", "content": "a"}), "messages.1.tool_call_id: is missing"),
-        (messages({"role": "user", "content": "a", "tool_call_id": "1"}), "messages.1.tool_call_id: requires role"),
-        (messages({"role": "assistant", "content": None}), "messages.1.content: is missing"),
-        (messages({"role": "user", "content": "a", "tool_calls": [CALL]}), "messages.1.tool_calls: got a list"),
-        (
-            called("[]"),
-            "messages.1.tool_calls.0.function.arguments: got '[]', expected a JSON object as text",
-        ),
-        (
-            messages({"role": "tool", "content": "a", "tool_call_id": "</s>"}),
-            "messages.1: contains the special token </s>, expected plain text",
-        ),
-        (called('{"</s>": 1}'), "messages.1: contains the special token </s>, expected plain text"),
-    ]:
+    for body, message in REFUSED:
         answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
@@ -400,29 +396,20 @@ def test_completions_have_no_response_format(address):
     assert answer.json()["error"]["message"] == "response_format: this field is not supported"
 
 
-@pytest.mark.parametrize(
-    ("template", "body", "message"),
-    [
-        (letters.TEMPLATE, tool(), "tools: the chat template ignores tools; leave them out"),
-        (f"{letters.TEMPLATE}{{{{ tools }}}}", tool(), "tools: the chat template describes calls in an unknown format"),
-        (
-            f"{letters.TEMPLATE}<tool_call><function=x>{{{{ tools }}}}",
-            tool(),
-            "tools: the chat template describes calls in an unknown",
-        ),
-        (
-            letters.TEMPLATE,
-            messages({"role": "tool", "content": "a", "tool_call_id": "1"}),
-            "messages.1: got a message of tools, which the chat template does not have",
-        ),
-    ],
-)
-def test_templates_without_tools(pool, monkeypatch, template, body, message):
-    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", template)
-    with running(pool) as (address, _):
-        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
+def test_templates_without_tools(pool, monkeypatch):
+    unknown = "tools: the chat template describes calls in an unknown format"
+    result = messages({"role": "tool", "content": "a", "tool_call_id": "1"})
+    for template, body, message in (
+        ("", tool(), "tools: the chat template ignores tools; leave them out"),
+        ("{{ tools }}", tool(), unknown),
+        ("<tool_call><function=x>{{ tools }}", tool(), unknown),
+        ("", result, "messages.1: got a message of tools, which the chat template does not have"),
+    ):
+        monkeypatch.setattr(pool.executor.tokenizer, "chat_template", letters.TEMPLATE + template)
+        with running(pool) as (address, _):
+            answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(message)
 
 
 def test_llguidance_is_optional(address, monkeypatch):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 
+import httpx
 import pytest
 
-for package in ("starlette", "uvicorn", "prometheus_client", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve], hydrajax[test])")
-
-import httpx  # noqa: E402
-
-from helpers import scripted  # noqa: E402
-from helpers.scripted import TEXT, THE, TREE  # noqa: E402
-from helpers.serving import SECONDS, running  # noqa: E402
-from hydrajax.certify.servers.answers import whole_answers  # noqa: E402
-from hydrajax.language_model import make_executor  # noqa: E402
-from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes  # noqa: E402
+from helpers import scripted
+from helpers.scripted import TEXT, THE, TREE
+from helpers.serving import SECONDS, running
+from hydrajax.certify.servers.answers import whole_answers
+from hydrajax.language_model import make_executor
+from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 
 NAMES = [" tre", *(f"bytes:\\x{byte:02x}" for byte in "🌳".encode()), " {", "</s>"]
 READ = [" tre", *4 * "\ufffd", " {", "</s>"]  # by `hydrajax certify`

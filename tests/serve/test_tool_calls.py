@@ -13,8 +13,6 @@ from hydrajax.grammar.grammar import Grammar
 from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer, PlainCalls, TaggedCalls, call_format
 from hydrajax.text.tokenizer import load_tokenizer
 
-pytest.importorskip("llguidance", reason="llguidance is not installed (hydrajax[grammar])")
-
 BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
 CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
 AB = Call("ab", '{"a": "</tool_call>"}', True)

@@ -165,8 +165,6 @@ def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(serv
 
 def test_health_counts_the_programs(small):
     """While some are missing, the server is healthy: it answers requests."""
-    for package in ("starlette", "prometheus_client"):
-        pytest.importorskip(package, reason=f"{package} is not installed (hydrajax[serve])")
     from starlette.requests import Request
 
     from hydrajax.serve.app import Api
@@ -183,7 +181,6 @@ def test_health_counts_the_programs(small):
 
 
 def test_times_are_measured_while_no_request_runs(small):
-    pytest.importorskip("starlette", reason="starlette is not installed (hydrajax[serve])")
     from hydrajax.serve.served_models import while_idle
 
     class Busy(Batcher):

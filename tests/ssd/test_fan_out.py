@@ -18,6 +18,8 @@ def test_the_outcomes_of_a_fan_out():
     assert fan_out.ranks.tolist() == [0, 1, 0]
     assert FanOut.none(2).total == 0
     assert FanOut.uniform(2, 3) == FanOut((3, 3, 3))
+    assert FanOut.from_budget(4).total == 12
+    assert FanOut.from_budget(3, 0) == FanOut.none(3)
 
 
 def test_no_other_fan_out_of_the_same_size_is_likelier():
@@ -46,12 +48,6 @@ def test_the_power_law_gives_a_geometric_series():
     chances = power_law(3, 0.7, 1.5, ranks=10**6)
     assert chances.sum() == pytest.approx(1, abs=1e-6)
     np.testing.assert_allclose(chances.sum(axis=1), [0.3, 0.21, 0.147, 0.343], atol=1e-6)
-
-
-def test_defaults():
-    assert FanOut.from_budget(4).total == 12
-    assert FanOut.from_budget(3, 0) == FanOut.none(3)
-    assert FanOut.from_budget(1, 300).total == 300
 
 
 def test_refusals():

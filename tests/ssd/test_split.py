@@ -160,10 +160,7 @@ def test_unsupported_drafters_trees_and_fan_outs(tiny_model):
     for changes, message in [
         ({"drafter": "medusa"}, "draft_devices: got Medusa.*, expected a draft model"),
         ({"confidence": 0.3}, r"draft_confidence: got 0\.3, expected 0 with draft_devices"),
-        (
-            {"tree": "cartesian-2x2"},
-            "tree: got a tree that is no chain, expected a chain with draft_devices",
-        ),
+        ({"tree": "cartesian-2x2"}, "tree: got a tree that is no chain, expected a chain with draft_devices"),
         ({"tree": "root"}, "tree: got a tree that is no chain"),
         ({"fan_out": (1, 2)}, r"fan_out: got \[1, 2\], expected 4 counts for a chain of 3"),
         ({"fan_out": -3}, "fan_out: got -3, expected 0 to 1024"),

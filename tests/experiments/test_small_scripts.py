@@ -1,4 +1,4 @@
-"""Questions of Spec-Bench, edits of code and conversations in one file."""
+"""Scripts that need no model: medusa's tables 6 to 8, draft lm heads, and mixed questions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,57 @@ import json
 import sys
 from collections import Counter
 
+import jax.numpy as jnp
 import mixed_questions as script
 import pytest
+from draft_lm_heads import LM_HEADS, drafter_for
+from medusa_tables_6_to_8 import TABLES, main, product
 
 from hydrajax.bench.questions.sets import read_questions
+from hydrajax.bench.shapes import PRESETS
+from hydrajax.errors import HydrajaxError
+from hydrajax.models.llama import Llama
+
+
+def test_every_printed_intensity():
+    """LLaMA-33B in float16 (hidden 6656, intermediate 17920, 52 heads of 128), 7 rows of 8 columns each."""
+    for table in TABLES:
+        assert len(table.printed) == 7
+        for row, printed in table.printed.items():
+            assert tuple(round(value, 2) for value in table.ours(row)) == printed, f"table {table.number}, row {row}"
+
+
+def test_table_5_is_one_formula_for_all_phases():
+    """Prefill is q = s, decoding q = 1: qkv 2bsh + h², QKᵀ 2bsnd + bs²n and bsn + bsnd + bnd."""
+    b, s, h, n, d = 3, 40, 512, 8, 64
+    assert product("rd,df->rf", (b * s, h), (h, h)).bytes == 2 * (2 * b * s * h + h * h)
+    for q in (1, s):
+        scores = product("bnqd,bnsd->bnqs", (b, n, q, d), (b, n, s, d))
+        assert scores.bytes == 2 * (b * (q + s) * n * d + b * q * s * n)
+        assert (scores.flops, scores.rows) == (2 * b * s * q * n * d, q)
+
+
+def test_the_script_prints_every_cell(capsys):
+    assert main() == 0
+    out = capsys.readouterr().out
+    assert "168 of 168 equal" in out
+    assert "2893.91" in out
+    assert "…" not in out
+
+
+MODEL = Llama(PRESETS["tiny"], jnp.dtype("float32"))
+
+
+def test_heads_have_the_chosen_lm_head():
+    assert drafter_for(MODEL, "hydra++", "low-rank").lm_head == LM_HEADS["low-rank"]
+    assert drafter_for(MODEL, "medusa").lm_head.rank is None
+
+
+def test_drafters_without_a_choice():
+    for kind, title in [("eagle", "EAGLE"), ("eagle3", "EAGLE-3"), ("lookup", "Lookup")]:
+        assert drafter_for(MODEL, kind).spec.supports_dynamic_tree == (kind != "lookup")
+        with pytest.raises(HydrajaxError, match=f"^lm_head: got 'shared', expected full: {title} has no other"):
+            drafter_for(MODEL, kind, "shared")
 
 
 @pytest.fixture
