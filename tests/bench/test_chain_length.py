@@ -7,16 +7,13 @@ import numpy as np
 import pytest
 
 from helpers.noise import noise
-from hydrajax.bench.benchmark import draft_cost
 from hydrajax.bench.calibration import calibrate
 from hydrajax.bench.trees import search
 from hydrajax.bench.trees.speculation import estimate
 from hydrajax.bench.uncached_forward import all_logits
-from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling
-from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.init import init_base
@@ -82,16 +79,6 @@ def test_greedy_acceptance_is_the_share_of_equal_tokens(executor):
     assert found.acceptance == pytest.approx(np.mean(same))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", [Greedy(), RejectionSampling(0.8)], ids=lambda rule: type(rule).__name__)
-def test_a_draft_that_is_the_base_is_always_accepted(executor, rule):
-    model, base = executor.model, executor.params.base
-    request = Request(rule, max_new_tokens=12)
-    program = Program(DraftModel(model, 61), presets.chain(2)).serving(request)
-    own = FusedExecutor(model, Params(base, base), program, request)
-    assert calibrate(own, PROMPTS[:2], batch_size=2).acceptance == pytest.approx(1, abs=1e-5)
-
-
 def test_the_best_chain_by_the_closed_form(executor):
     found = estimate(0.5, 0.1, 16)
     gains = [(2 - 0.5**k) / (0.1 * k + 1) for k in range(17)]
@@ -101,9 +88,3 @@ def test_the_best_chain_by_the_closed_form(executor):
     proposals = search.chains(0.5, 16, 4)
     assert [proposals.tree(size) for size in (1, 2, 3, 4)] == [presets.chain(k) for k in range(4)]
     assert proposals.tokens_per_step == pytest.approx((1, 1.5, 1.75, 1.875))
-
-
-@pytest.mark.slow
-def test_the_draft_cost_is_measured(executor):
-    """A draft with one of two layers costs more than nothing and less than a few passes of the base."""
-    assert 0 < draft_cost(executor, 1, 20) < 10

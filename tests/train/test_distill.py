@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import os
 import runpy
 import sys
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import hydrajax
 from helpers.refusals import assert_refused
 from helpers.runs import refused
+from hydrajax.bench.uncached_forward import all_logits
 from hydrajax.cli import distill as command
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.locking import in_use
-from hydrajax.models.attention import causal_mask
 from hydrajax.text.templates import make_encoder
 from hydrajax.train.data import dataset
 from hydrajax.train.distill.dialogues import DistillSpec, next_batch, write
@@ -96,16 +93,9 @@ def greedy(loaded, prompt: list[int], new_tokens: int) -> list[int]:
     text = np.zeros((1, 64), np.int32)
     text[0, : len(prompt)] = prompt
     for at in range(len(prompt), len(prompt) + new_tokens):
-        text[0, at] = np.argmax(logits(loaded.model, loaded.params.base, text)[0, at - 1])
+        text[0, at] = np.argmax(all_logits(loaded.model, loaded.params.base, text[0])[at - 1])
     out = text[0, len(prompt) : len(prompt) + new_tokens].tolist()
     return out[: out.index(0) + 1] if 0 in out else out
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits(model, base, text):
-    width = text.shape[1]
-    hidden = model.apply({"params": base}, text, jnp.arange(width)[None], causal_mask(width)).hidden
-    return model.apply({"params": base}, hidden, method="logits")
 
 
 def test_every_answer_is_the_bases_own_and_stands_in_the_next_prompt(loaded, whole):
@@ -338,10 +328,10 @@ def test_refused_on_the_command_line(program, config_file, tmp_path):
     assert not output.exists()
 
 
-@pytest.mark.parametrize("module", ["hydrajax.train", "hydrajax.train.distill"])
-def test_both_programs_start_as_modules(monkeypatch, capsys, module):
+def test_both_programs_start_as_modules(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program", "--no-such-flag"])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    assert end.value.code == 2
-    assert f"see python -m {module} --help" in capsys.readouterr().err
+    for module in ("hydrajax.train", "hydrajax.train.distill"):
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert end.value.code == 2
+        assert f"see python -m {module} --help" in capsys.readouterr().err
