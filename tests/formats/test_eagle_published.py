@@ -68,139 +68,64 @@ def file_of(version: int, config: dict, *, layer: str, fc: str = "fc", bias=Fals
 
 
 OLD = {  # what SafeAILab/EAGLE's have in common
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float16",
-    "use_cache": True,
-}
-# eagle/train/vicuna_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-Vicuna-7B-v1.3
-VICUNA_7B = OLD | {
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 32,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-06,
+    "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "initializer_range": 0.02, "model_type": "llama",
+    "num_hidden_layers": 1, "tie_word_embeddings": False, "torch_dtype": "float16", "use_cache": True,
+    "hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "pad_token_id": 0,
     "transformers_version": "4.28.1",
-    "vocab_size": 32_000,
-}
-# eagle/train/llama_2_chat_7B_config.json, for yuhuili/EAGLE-llama2-chat-7B
-LLAMA_2_7B = VICUNA_7B | {
-    "max_position_embeddings": 4096,
-    "num_key_value_heads": 32,
-    "pretraining_tp": 1,
-    "rope_scaling": None,
-    "transformers_version": "4.32.0.dev0",
-}
+}  # fmt: skip
+# eagle/train/llama_2_chat_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-llama2-chat-7B
+LLAMA_2_7B = OLD | {
+    "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 11_008, "rms_norm_eps": 1e-06, "vocab_size": 32_000,
+    "max_position_embeddings": 4096, "num_key_value_heads": 32, "pretraining_tp": 1, "rope_scaling": None,
+}  # fmt: skip
+# eagle/train/vicuna_7B_config.json, for yuhuili/EAGLE-Vicuna-7B-v1.3
+NEWER = ("num_key_value_heads", "pretraining_tp", "rope_scaling")
+VICUNA_7B = {name: value for name, value in LLAMA_2_7B.items() if name not in NEWER}
 # eagle/train/EAGLE-LLaMA3-Instruct-8B.json, for yuhuili/EAGLE-LLaMA3-Instruct-8B and EAGLE-LLaMA3.1-Instruct-8B
 LLAMA_3_8B = OLD | {
-    "bos_token_id": 128_000,
-    "eos_token_id": 128_001,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "pad_token_id": 0,
-    "rms_norm_eps": 1e-05,
-    "transformers_version": "4.28.1",
-    "vocab_size": 128_256,
-    "rope_theta": 500_000.0,
-    "bias": False,
-}
+    "bos_token_id": 128_000, "eos_token_id": 128_001, "intermediate_size": 14_336, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "vocab_size": 128_256, "rope_theta": 500_000.0, "bias": False,
+}  # fmt: skip
 # eagle/traineagle3/config.json, for yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
 LLAMA_31_8B_3 = {name: value for name, value in LLAMA_3_8B.items() if name not in ("rope_theta", "bias")}
 LLAMA_31_8B_3 |= {"draft_vocab_size": 32_000}
 # configs/qwen3-32b-eagle3.json of sgl-project/SpecForge
 SPECFORGE = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151_643,
-    "eos_token_id": 151_645,
-    "head_dim": 80,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "initializer_range": 0.02,
-    "intermediate_size": 25_600,
-    "max_position_embeddings": 40_960,
-    "max_window_layers": 64,
-    "model_type": "llama",
-    "num_attention_heads": 64,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1_000_000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151_936,
-    "draft_vocab_size": 32_000,
-}
+    "architectures": ["LlamaForCausalLMEagle3"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151_643, "eos_token_id": 151_645, "head_dim": 80, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 25_600, "max_position_embeddings": 40_960, "max_window_layers": 64,
+    "model_type": "llama", "num_attention_heads": 64, "num_hidden_layers": 1, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1_000_000, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151_936, "draft_vocab_size": 32_000,
+}  # fmt: skip
 # configs/qwen3-4b-eagle3.json there: its own lm head is marked as tied
-SPECFORGE_4B = SPECFORGE | {
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "max_window_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": True,
-}
+SPECFORGE_4B = SPECFORGE | {"hidden_size": 2560, "intermediate_size": 9728, "max_window_layers": 36}
+SPECFORGE_4B |= {"num_attention_heads": 32, "tie_word_embeddings": True}
 # AngelSlim's heads for Qwen 3, with vLLM's name of the class
-ANGELSLIM_8B = SPECFORGE | {
-    "architectures": ["Eagle3LlamaForCausalLM"],
-    "head_dim": 128,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_attention_heads": 32,
-}
+ANGELSLIM_8B = SPECFORGE | {"architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 128, "hidden_size": 4096}
+ANGELSLIM_8B |= {"intermediate_size": 12_288, "num_attention_heads": 32}
 # nm-testing/Qwen3-235B-A22B-EAGLE3-converted-speculators-lmsys
+LAYER = {
+    "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 24_576,
+    "max_position_embeddings": 262_144, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 64,
+    "num_hidden_layers": 1, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5_000_000,
+    "vocab_size": 151_936,
+}  # fmt: skip
 SPECULATORS = {
-    "architectures": ["Eagle3Speculator"],
-    "draft_vocab_size": 32_000,
-    "eagle_aux_hidden_state_layer_ids": [1, 46, 90],
-    "norm_before_residual": False,
+    "architectures": ["Eagle3Speculator"], "draft_vocab_size": 32_000, "norm_before_residual": False,
+    "eagle_aux_hidden_state_layer_ids": [1, 46, 90], "speculators_model_type": "eagle3",
     "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
+        "algorithm": "eagle3", "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
         "verifier": {"architectures": ["Qwen3MoeForCausalLM"], "name_or_path": "Qwen/Qwen3-235B-A22B-Instruct-2507"},
     },
-    "speculators_model_type": "eagle3",
-    "speculators_version": "0.1.0.dev42",
-    "target_hidden_size": None,
-    "transformer_layer_config": {
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 24_576,
-        "max_position_embeddings": 262_144,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": 64,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 5_000_000,
-        "vocab_size": 151_936,
-    },
-}
+    "speculators_version": "0.1.0.dev42", "target_hidden_size": None, "transformer_layer_config": LAYER,
+}  # fmt: skip
 # as RedHatAI's for Qwen 3 8B
-RED_HAT = SPECULATORS | {
-    "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
-    "norm_before_residual": True,
-    "transformer_layer_config": SPECULATORS["transformer_layer_config"]
-    | {"intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000},
-}
+SMALLER = {"intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000}
+RED_HAT = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": [2, 18, 33], "norm_before_residual": True}
+RED_HAT |= {"transformer_layer_config": LAYER | SMALLER}
 EAGLE_1 = {"version": 1, "layer": "layers.0.", "more": ("embed_tokens.weight",)}
 EAGLE_3 = {"version": 3, "layer": "midlayer.", "known": 32_000}
 PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: heads, kv heads, head_dim, theta, eps

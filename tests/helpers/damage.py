@@ -6,7 +6,6 @@ import collections
 import io
 import json
 import math
-import os
 import random
 import re
 import struct
@@ -185,43 +184,10 @@ class Call:
         return self.reduced
 
 
-REBUILD = [getattr(torch._utils, name) for name in dir(torch._utils) if name.startswith("_rebuild")]
-CALLED = [
-    *(
-        *REBUILD,
-        torch.FloatTensor,
-        torch.LongTensor,
-        torch.nn.Parameter,
-        torch.Size,
-        torch.device,
-        torch.UntypedStorage,
-    ),
-    *(collections.OrderedDict, collections.Counter, set, complex, bytearray, torch._tensor._rebuild_from_type_v2),
-    *(os.system, os.mkdir, eval, exec, open, print, getattr, __import__),
-]
 DTYPES = [
     *(torch.complex64, torch.complex32, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16, torch.float64),
     *(torch.float16, torch.bfloat16),
 ]
-
-
-def any_object(rng: random.Random, tensor: torch.Tensor, depth: int = 0):
-    """Return random pickle content: constants, containers, tensors and calls of any function."""
-    kind = rng.randrange(9 if depth < 4 else 4)
-    if kind < 4:
-        words = ("created", "open('created', 'w')", "touch created", "w", "items", "detach", "numpy", "cpu", "meta")
-        ints = (0, 1, WIDTH, VOCAB, -1, 2**31, 2**62)
-        constants = [None, True, 0.5, tensor, tensor.untyped_storage(), *ints, *words]
-        return rng.choice([*constants, (VOCAB, WIDTH), (WIDTH, 1), torch.float32, torch.sparse_coo, {}, []])
-    some = [any_object(rng, tensor, depth + 1) for _ in range(rng.randrange(6))]
-    if kind == 4:
-        return rng.choice((list, tuple))(some)
-    if kind == 5:
-        return {f"{i}": x for i, x in enumerate(some)}
-    if kind == 6:
-        return Call(rng.choice(CALLED), *some)
-    state = rng.choice((any_object(rng, tensor, depth + 1), {"items": 3}, {"detach": 3, "numpy": 3}))
-    return Call(rng.choice(CALLED), *some, state=state)
 
 
 def hostile_tensors(tensor: torch.Tensor) -> dict[str, Callable]:
@@ -253,7 +219,7 @@ def torch_file(state, new: bool = True) -> bytes:
 
 def damaged_torch(content: bytes, rng: random.Random) -> bytes:
     """Damage bytes, zip entries or the pickle; or write a valid file of other objects."""
-    kind = rng.randrange(8)
+    kind = rng.randrange(6)
     if kind == 0:
         return damaged_bytes(content, rng)
     if kind == 1:
@@ -282,12 +248,8 @@ def damaged_torch(content: bytes, rng: random.Random) -> bytes:
     if kind == 4:
         leaves = hostile_tensors(state[name])
         state[name] = leaves[rng.choice([*leaves])]()
-    elif kind == 5:
-        state[rng.choice(NAMES)] = state.pop(name)
-    elif kind == 6:
-        state[name] = any_object(rng, state[name])
     else:
-        state = any_object(rng, state[name])
+        state[rng.choice(NAMES)] = state.pop(name)
     try:
         return torch_file(state, rng.random() < 0.8)
     except Exception:  # torch.save also rejects some of them

@@ -82,11 +82,9 @@ def logits_of(model, params, ids: list[int]) -> np.ndarray:
     return np.asarray(all_logits(model, params, np.array([ids], np.int32)))[0]
 
 
-def greedy(model, ids: list[int], new_tokens: int) -> list[int]:
-    """The continuation by a model of transformers."""
+def torchs_logits(model, ids: list[int]) -> np.ndarray:
     with torch.no_grad():
-        found = model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
-    return found[0, len(ids) :].tolist()
+        return model(torch.tensor([ids])).logits[0].numpy()
 
 
 def as_transformers_reads(file: Path, **settings):
@@ -152,7 +150,7 @@ def test_k_quants_are_dequantised_exactly(tmp_path, monkeypatch, kind):
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("llama-Q4_1-settings1", "qwen3-Q8_0-settings5")
+@pytest.mark.quick("llama-Q4_1-settings1", "qwen2-F16-settings4", "qwen3-Q8_0-settings5")
 @pytest.mark.parametrize(
     ("family", "kind", "settings"),
     [
@@ -164,7 +162,7 @@ def test_k_quants_are_dequantised_exactly(tmp_path, monkeypatch, kind):
         ("qwen3", "Q8_0", {"head_dim": 16}),
     ],
 )
-def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path, family, kind, settings):
+def test_logits_are_those_of_transformers(models, tokenizer, tmp_path, family, kind, settings):
     """transformers loads the same file."""
     model = models(family, **settings)
     file = write_gguf(tmp_path / "tiny.gguf", model, tokenizer, kind)
@@ -173,17 +171,13 @@ def test_logits_and_tokens_are_those_of_transformers(models, tokenizer, tmp_path
     m = hydrajax.load(file, dtype="float32")
     assert m.model.config.tied_lm_head == bool(settings.get("tie_word_embeddings"))
     ids = tokenizer(TEXTS[0]).input_ids
-    with torch.no_grad():
-        expected = theirs(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits_of(m.model, m.params.base, ids), expected, atol=1e-4)
-    assert m.generate([ids], max_new_tokens=16)[0].output_ids == greedy(theirs, ids, 16)
+    np.testing.assert_allclose(logits_of(m.model, m.params.base, ids), torchs_logits(theirs, ids), atol=1e-4)
 
 
 @pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
-@pytest.mark.quick("Q4_1-int4")
 @pytest.mark.parametrize(("kind", "stored"), [("Q4_1", "int4"), ("Q4_0", "int4"), ("Q8_0", None), ("F16", None)])
 def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
-    """It has the file's weights, as gguf reads them, and the same text with and without a draft."""
+    """Q4_1 has the file's weights, as gguf reads them. Groups of Q4_0 without a largest number are rounded again."""
     file = write(kind)
     m = hydrajax.load(file, "lookup")
     assert (m.model.quantize, m.model.dtype) == (stored, np.float32)
@@ -191,11 +185,10 @@ def test_a_file_of_4_bits_is_computed_in_4_bits(write, kind, stored):
         return
     (tensor,) = (tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down.weight")
     expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).T
-    np.testing.assert_array_equal(m.params.base["layers_0"]["down"].dequantized(), expected)
+    difference = np.abs(m.params.base["layers_0"]["down"].dequantized() - expected).max()
+    assert difference == 0 if kind == "Q4_1" else 0 < difference < 0.1
     count = sum(leaf.size for leaf in jax.tree.leaves(hydrajax.load(file, quantize="none").params.base))
     assert f" with {count / 1e6:.1f}M parameters, float32 with int4 weights" in repr(m)
-    drafted, alone = (m.generate(TEXTS[:2], draft=draft, max_new_tokens=24) for draft in (None, "none"))
-    assert [one.output_ids for one in drafted] == [one.output_ids for one in alone]
 
 
 def test_who_wants_float_weights_gets_them(write, monkeypatch):
@@ -225,8 +218,7 @@ def test_gemma_3_whose_norms_have_one_added(models, tokenizer, tmp_path, kind):
     assert len(ids) > 5
     ours, params = load_llama(directory)
     assert [layer.sliding_window for layer in ours.config.kinds] == [5] * 5 + [None, 5]
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
+    expected = torchs_logits(model, ids)
     if kind == "F32":
         np.testing.assert_allclose(logits_of(ours, params, ids), expected, atol=1e-4)
     else:
@@ -246,9 +238,7 @@ def test_llama3_scaling_is_recognised_by_its_factors(models, tokenizer, tmp_path
     directory = resolve(file, "base")
     assert read_config(directory).rope_scaling == RopeScaling("llama3", 4.0)
     ids = tokenizer(TEXTS[0]).input_ids
-    with torch.no_grad():
-        expected = model(torch.tensor([ids])).logits[0].numpy()
-    np.testing.assert_allclose(logits_of(*load_llama(directory), ids), expected, atol=1e-4)
+    np.testing.assert_allclose(logits_of(*load_llama(directory), ids), torchs_logits(model, ids), atol=1e-4)
 
 
 def test_other_scaling(write):
@@ -258,24 +248,19 @@ def test_other_scaling(write):
     assert read_config(resolve(file, "base")).rope_scaling == RopeScaling("linear", 4.0)
 
 
-@pytest.mark.parametrize(
-    ("more", "ids"), [({}, (2,)), ({"eot": 7}, (2, 7)), ({"eot": 2, "eom": 9}, (2, 9)), ({"eos": None}, ())]
-)
-def test_tokens_that_end_generation(write, more, ids):
-    fields = {f"tokenizer.ggml.{name}_token_id": token for name, token in more.items()}
-    assert Checkpoint(resolve(write(fields=fields), "base")).eos_ids == ids
+def test_tokens_that_end_generation(write):
+    for more, ids in (({}, (2,)), ({"eot": 7}, (2, 7)), ({"eot": 2, "eom": 9}, (2, 9)), ({"eos": None}, ())):
+        fields = {f"tokenizer.ggml.{name}_token_id": token for name, token in more.items()}
+        assert Checkpoint(resolve(write(fields=fields), "base")).eos_ids == ids
 
 
 def test_a_draft_model(models, tokenizer, tmp_path):
-    model = models(num_hidden_layers=3)
-    base = write_gguf(tmp_path / "base.gguf", model, tokenizer)
+    base = write_gguf(tmp_path / "base.gguf", models(num_hidden_layers=3), tokenizer)
     draft = write_gguf(tmp_path / "draft.gguf", models(), tokenizer, "Q4_1")
     drafted = hydrajax.load(str(base), str(draft))
     assert "draft model" in repr(drafted)
-    prompts = TEXTS[:2]
-    expected = [greedy(model, tokenizer(prompt).input_ids, 12) for prompt in prompts]
-    found = drafted.generate(prompts, tree="chain-2", max_new_tokens=12, batch_size=2)
-    assert [one.output_ids for one in found] == expected
+    expected = load_llama(resolve(draft, "draft"), drafted.model.dtype)[1]
+    jax.tree.map(np.testing.assert_array_equal, drafted.params.draft, expected)
 
 
 # --- tokenizers -------------------------------------------------------------------------------------------------------
@@ -295,18 +280,13 @@ def test_the_tokenizer_is_the_original_one(write, tokenizer, tmp_path):
         assert ours.decode(ids[1:]) == text
 
 
-def test_an_unknown_way_to_split_is_warned_of(write):
+def test_a_file_without_a_tokenizer(models, tmp_path):
+    assert hydrajax.load(write_gguf(tmp_path / "tiny.gguf", models())).tokenizer is None
+
+
+def test_torch_is_not_asked_for_and_an_unknown_way_to_split_is_warned_of(write, monkeypatch):
     with pytest.warns(UserWarning, match="tokenizer.ggml.pre: got 'new'"):
         resolve(write(fields={"tokenizer.ggml.pre": "new"}), "base")
-
-
-def test_a_file_without_a_tokenizer(models, tmp_path):
-    m = hydrajax.load(write_gguf(tmp_path / "tiny.gguf", models()))
-    assert m.tokenizer is None
-    assert len(m.generate([[3, 1, 4]], max_new_tokens=4)[0].output_ids) == 4
-
-
-def test_torch_is_not_asked_for(write, monkeypatch):
     directory = resolve(write(), "base")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert load_tokenizer(directory)("the tree").input_ids[0] == 1
@@ -323,21 +303,19 @@ def test_the_second_start_reads_the_cache(write, cache, monkeypatch):
     assert sum(path.stat().st_size for path in directory.iterdir()) < file.stat().st_size  # weights are not copied
     monkeypatch.setattr(gguf, "GGUFReader", None)
     assert resolve(file, "base") == directory
-    assert hydrajax.load(file).generate(["the tree"], max_new_tokens=2)
+    assert hydrajax.load(file).tokenizer is not None
 
 
-def test_a_changed_file_has_another_directory(write):
+def test_a_changed_file_has_another_directory(write, tmp_path):
+    """An index from elsewhere could name any file of this machine."""
     first = resolve(write(), "base")
     file = write("Q8_0")
     second = resolve(file, "base")
     os.utime(file, ns=(1, 1))
-    assert len({first, second, resolve(file, "base")}) == 3
+    third = resolve(file, "base")
+    assert len({first, second, third}) == 3
     refusal(lambda: load_llama(second), "describes no present GGUF file")
-
-
-def test_an_index_from_elsewhere_is_refused(write, tmp_path):
-    """It could name any file of this machine."""
-    resolve(write(), "base").rename(tmp_path / "elsewhere")
+    third.rename(tmp_path / "elsewhere")
     refusal(lambda: load_llama(tmp_path / "elsewhere"), "base: ", "describes no present GGUF file")
     (tmp_path / "elsewhere" / GGUF_INDEX).write_text("{}")
     refusal(lambda: load_llama(tmp_path / "elsewhere"), "base: ", "describes no present GGUF file")
@@ -361,45 +339,37 @@ def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"general.architecture": "gemma2"}, "general.architecture: got 'gemma2', expected 'llama' or 'qwen2' or"),
-        ({"llama.block_count": None}, "field 'llama.block_count' is missing"),
-        ({"llama.block_count": "two"}, "llama.block_count: got 'two', expected an integer"),
-        ({"llama.block_count": 2_000_000_000}, "block_count: got 2000000000 layers with 21 tensors"),
-        ({"llama.block_count": 3}, "missing tensors 'model.layers.2."),
-        ({"llama.attention.head_count": 0}, "n_heads: got 0"),
-        ({"llama.embedding_length": 64}, "got shape [300, 32], expected [300, 64]"),
-        ({"llama.rope.dimension_count": 4}, "rope.dimension_count: got 4, expected 8"),
-        ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: got 'yarn', expected 'none' or 'linear'"),
-        ({"llama.attention.causal": False}, "attention.causal: got False"),
-        ({"split.count": 3}, "split.count: got 3, expected one file"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model: got 'bert'"),
-        ({"tokenizer.ggml.bos_token_id": 5000}, "bos_token_id: got id 5000, expected at most 299"),
-    ],
-)
-def test_fields_that_are_refused(write, cache, fields, message):
-    file = write(fields=fields)
-    refusal(lambda: resolve(file, "base"), f"base: {file}", message)
+REFUSED = [  # fields, the message
+    ({"general.architecture": "gemma2"}, "general.architecture: got 'gemma2', expected 'llama' or 'qwen2' or"),
+    ({"llama.block_count": None}, "field 'llama.block_count' is missing"),
+    ({"llama.block_count": "two"}, "llama.block_count: got 'two', expected an integer"),
+    ({"llama.block_count": 2_000_000_000}, "block_count: got 2000000000 layers with 21 tensors"),
+    ({"llama.block_count": 3}, "missing tensors 'model.layers.2."),
+    ({"llama.attention.head_count": 0}, "n_heads: got 0"),
+    ({"llama.embedding_length": 64}, "got shape [300, 32], expected [300, 64]"),
+    ({"llama.rope.dimension_count": 4}, "rope.dimension_count: got 4, expected 8"),
+    ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type: got 'yarn', expected 'none' or 'linear'"),
+    ({"llama.attention.causal": False}, "attention.causal: got False"),
+    ({"split.count": 3}, "split.count: got 3, expected one file"),
+    ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model: got 'bert'"),
+    ({"tokenizer.ggml.bos_token_id": 5000}, "bos_token_id: got id 5000, expected at most 299"),
+]
+TENSORS = [  # further tensors, the message
+    ({"blk.0.ffn_gate_exps.weight": np.zeros((2, 32), np.float32)}, "unexpected tensor 'blk.0.ffn_gate_exps.weight'"),
+    ({"blk.0.attn_q.bias": np.zeros(32, np.float32)}, "unexpected tensor 'model.layers.0.self_attn.q_proj.bias'"),
+    ({"rope_freqs.weight": np.full(4, 8, np.float32)}, "rope_freqs.weight: got other factors"),
+    ({"rope_freqs.weight": np.full(2, 1, np.float32)}, "rope_freqs.weight: got other factors"),
+]
+
+
+def test_fields_and_tensors_that_are_refused(write, cache):
+    for more, rows in (("fields", REFUSED), ("extra", TENSORS)):
+        for changes, message in rows:
+            file = write(**{more: changes})
+            refusal(lambda file=file: resolve(file, "base"), f"base: {file}", message)
     assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]  # nothing is half-written
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (
-            {"blk.0.ffn_gate_exps.weight": np.zeros((2, 32), np.float32)},
-            "unexpected tensor 'blk.0.ffn_gate_exps.weight'",
-        ),
-        ({"blk.0.attn_q.bias": np.zeros(32, np.float32)}, "unexpected tensor 'model.layers.0.self_attn.q_proj.bias'"),
-        ({"rope_freqs.weight": np.full(4, 8, np.float32)}, "rope_freqs.weight: got other factors"),
-        ({"rope_freqs.weight": np.full(2, 1, np.float32)}, "rope_freqs.weight: got other factors"),
-    ],
-)
-def test_tensors_that_are_refused(write, extra, message):
-    file = write(extra=extra)
-    refusal(lambda: resolve(file, "base"), f"base: {file}", message)
+    file = write(endian=gguf.GGUFEndian.BIG)
+    refusal(lambda: resolve(file, "base"), "got a big-endian file, expected little-endian numbers")
 
 
 def test_a_type_that_is_refused(write):
@@ -412,17 +382,12 @@ def test_a_type_that_is_refused(write):
     refusal(lambda: resolve(file, "base"), "tensor 'blk.0.attn_q.weight': got 'I32', expected F32, F16")
 
 
-def test_a_big_endian_file(write):
-    file = write(endian=gguf.GGUFEndian.BIG)
-    refusal(lambda: resolve(file, "base"), "got a big-endian file, expected little-endian numbers")
-
-
-@pytest.mark.parametrize("part", [0, 3, 20, 200, 0.1, 0.5, 0.999])
-def test_a_truncated_file(write, cache, part):
+def test_a_truncated_file(write, cache):
     file = write()
     content = file.read_bytes()
-    file.write_bytes(content[: part if isinstance(part, int) else int(part * len(content))])
-    refusal(lambda: resolve(file, "base"), f"base: {file} is damaged or not a GGUF file")
+    for keep in (0, 3, 20, 200, len(content) // 10, len(content) // 2, len(content) - len(content) // 1000):
+        file.write_bytes(content[:keep])
+        refusal(lambda: resolve(file, "base"), f"base: {file} is damaged or not a GGUF file")
     assert not [path for path in (cache / "gguf").iterdir() if path.is_dir()]
 
 
@@ -436,17 +401,17 @@ def test_a_length_beyond_the_file(write):
     refusal(lambda: resolve(file, "base"), "is damaged or not a GGUF file: ValueError: the file ends too early")
 
 
-@pytest.mark.quick(*map(str, range(6)))
-@pytest.mark.parametrize("seed", range(12))
-def test_random_damage_ends_in_one_line(write, seed):
+def test_random_damage_ends_in_one_line(write):
     """Other bytes in the metadata are refused, or change a name, text or number that no check can find wrong."""
-    file, random = write(), np.random.default_rng(seed)
-    content = bytearray(file.read_bytes())
-    for at in random.integers(0, content.index(b"tokenizer.ggml.tokens"), 3):
-        content[at] = random.integers(256)
-    file.write_bytes(content)
-    with contextlib.suppress(HydrajaxError):  # any other error fails the test
-        load_llama(resolve(file, "base"))
+    file = write()
+    whole = file.read_bytes()
+    for seed in range(8):
+        random, content = np.random.default_rng(seed), bytearray(whole)
+        for at in random.integers(0, content.index(b"tokenizer.ggml.tokens"), 3):
+            content[at] = random.integers(256)
+        file.write_bytes(content)
+        with contextlib.suppress(HydrajaxError):  # any other error fails the test
+            load_llama(resolve(file, "base"))
 
 
 def test_a_file_that_shrinks_after_the_index_was_read(write):

@@ -100,18 +100,16 @@ def test_the_tokenizer_that_was_written(tokenizer, kind):
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text).ids
 
 
-@pytest.mark.parametrize(
-    ("pre", "flags", "expected"),
-    [
+def test_tokens_that_are_added(tokenizer):
+    both = {"add_bos_token": True, "add_eos_token": True, "add_sep_token": True}
+    for pre, flags, expected in (
         ("llama-bpe", {}, "<|b|> ab"),
         ("llama-bpe", {"add_bos_token": False}, "ab"),
         ("llama-bpe", {"bos_token_id": None}, "ab"),
         ("qwen2", {}, "ab"),
-        ("qwen2", {"add_bos_token": True, "add_eos_token": True, "add_sep_token": True}, "<|b|> ab <|a|>"),
-    ],
-)
-def test_tokens_that_are_added(tokenizer, pre, flags, expected):
-    assert tokens_of(tokenizer(**byte_level(pre, **flags)), "ab") == expected
+        ("qwen2", both, "<|b|> ab <|a|>"),
+    ):
+        assert tokens_of(tokenizer(**byte_level(pre, **flags)), "ab") == expected
 
 
 @pytest.mark.parametrize(
@@ -133,27 +131,27 @@ def test_sentencepiece_vocabularies(tokenizer, flags, first, second):
     assert ours.decode(ids, skip_special_tokens=True).replace(" ", "") == "therthe<|b|>the<|c|>the"
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_runs_of_spaces_that_are_user_defined(tokenizer, prefix):
+def test_runs_of_spaces_that_are_user_defined(tokenizer):
     """As in Gemma's files; the tokenizer names them as Gemma's own does."""
-    ours = tokenizer(**sentencepiece(add_space_prefix=prefix))
-    ids = ours.encode("a     the", add_special_tokens=False)
-    first, run, *rest = [ours.convert_ids_to_tokens(i) for i in ids if i != ours.convert_tokens_to_ids("▁")]
-    assert (first, run, rest) == ("<0x61>", *(("   ", ["▁▁", "▁the"]) if prefix else ("▁▁▁", ["▁▁", "th", "e"])))
+    for prefix, run, rest in ((True, "   ", ["▁▁", "▁the"]), (False, "▁▁▁", ["▁▁", "th", "e"])):
+        ours = tokenizer(**sentencepiece(add_space_prefix=prefix))
+        ids = ours.encode("a     the", add_special_tokens=False)
+        found = [ours.convert_ids_to_tokens(i) for i in ids if i != ours.convert_tokens_to_ids("▁")]
+        assert found == ["<0x61>", run, *rest]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (byte_level("qwen2", rows=270), f"tokens: got id {len(TOKENS) - 1}, expected at most 269"),
-        (byte_level("qwen2", eot_token_id=999), f"eot_token_id: got id 999, expected at most {len(TOKENS) - 1}"),
-        (byte_level("qwen2", tokens=[*TOKENS[:-1], "!"]), f"tokens: got {len(TOKENS) - 1} different tokens, expected"),
-        (byte_level("qwen2", merges=["a nope"]), "cannot read the tokenizer: Error while initializing BPE"),
-        (byte_level("qwen2", merges=None), "field 'tokenizer.ggml.merges' is missing"),
-        (byte_level("qwen2", token_type=[1]), "cannot read the tokenizer: zip"),
-        (sentencepiece(scores=None), "field 'tokenizer.ggml.scores' is missing"),
-        (sentencepiece(model="t5"), "tokenizer.ggml.model: got 't5', expected 'llama' or 'gpt2'"),
-    ],
-)
-def test_vocabularies_that_are_refused(tokenizer, fields, message):
-    refusal(lambda: tokenizer(**fields), "tiny.gguf: ", message)
+REFUSED = [
+    (byte_level("qwen2", rows=270), f"tokens: got id {len(TOKENS) - 1}, expected at most 269"),
+    (byte_level("qwen2", eot_token_id=999), f"eot_token_id: got id 999, expected at most {len(TOKENS) - 1}"),
+    (byte_level("qwen2", tokens=[*TOKENS[:-1], "!"]), f"tokens: got {len(TOKENS) - 1} different tokens, expected"),
+    (byte_level("qwen2", merges=["a nope"]), "cannot read the tokenizer: Error while initializing BPE"),
+    (byte_level("qwen2", merges=None), "field 'tokenizer.ggml.merges' is missing"),
+    (byte_level("qwen2", token_type=[1]), "cannot read the tokenizer: zip"),
+    (sentencepiece(scores=None), "field 'tokenizer.ggml.scores' is missing"),
+    (sentencepiece(model="t5"), "tokenizer.ggml.model: got 't5', expected 'llama' or 'gpt2'"),
+]
+
+
+def test_vocabularies_that_are_refused(tokenizer):
+    for fields, message in REFUSED:
+        refusal(lambda fields=fields: tokenizer(**fields), "tiny.gguf: ", message)

@@ -8,6 +8,7 @@ import json
 import re
 from collections import UserDict
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -70,35 +71,32 @@ def test_blank_lines_windows_lines_and_a_byte_order_mark_are_no_matter(tmp_path)
     ]
 
 
-@pytest.mark.parametrize(
-    ("line", "pattern"),
-    [
-        ("{'prompt': 'a'}", r"line 2: is not JSON: .*column 2.*; found \"\{'prompt': 'a'\}\""),
-        ("[1, 2]", r"line 2: got \[1, 2\], expected a JSON object"),
-        ("{}", "line 2: got the fields none, expected exactly one of prompt_ids, prompt, turns"),
-        (
-            '{"question": "a", "answer": "b"}',
-            "line 2: got the fields question, answer, expected exactly one of prompt_ids",
-        ),
-        ('{"prompt": "a", "turns": ["b"]}', "line 2: got the fields prompt, turns, expected exactly one of"),
-        ('{"prompt": ["a"]}', r'line 2: prompt: got \["a"\], expected text'),
-        ('{"prompt": null}', "line 2: prompt: got null, expected text"),
-        ('{"turns": "a"}', 'line 2: turns: got "a", expected a list of one or more texts'),
-        ('{"turns": []}', r"line 2: turns: got \[\], expected a list of one or more texts"),
-        ('{"turns": ["a", 2]}', r'line 2: turns: got \["a", 2\], expected a list of one or more texts'),
-        ('{"prompt_ids": 5}', "line 2: prompt_ids: got 5, expected a list of integers"),
-        ('{"prompt_ids": "5"}', 'line 2: prompt_ids: got "5", expected a list of integers'),
-        ('{"prompt_ids": [1, true]}', r"line 2: prompt_ids: got \[1, true\], expected a list of integers"),
-        ('{"prompt_ids": [1.0]}', r"line 2: prompt_ids: got \[1\.0\], expected a list of integers"),
-        ('{"prompt_ids": [[1]]}', r"line 2: prompt_ids: got \[\[1\]\], expected a list of integers"),
-    ],
-)
-def test_what_is_refused(tmp_path, line, pattern):
-    path = write(tmp_path, '{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(HydrajaxError, match=f"^{re.escape(str(path))} {pattern}") as refusal:
-        read_prompts(path)
-    assert "\n" not in str(refusal.value)
-    assert len(str(refusal.value)) < 400
+REFUSED = [
+    ("{'prompt': 'a'}", r"is not JSON: .*column 2.*; found \"\{'prompt': 'a'\}\""),
+    ("[1, 2]", r"got \[1, 2\], expected a JSON object"),
+    ("{}", "got the fields none, expected exactly one of prompt_ids, prompt, turns"),
+    ('{"question": "a", "answer": "b"}', "got the fields question, answer, expected exactly one of prompt_ids"),
+    ('{"prompt": "a", "turns": ["b"]}', "got the fields prompt, turns, expected exactly one of"),
+    ('{"prompt": ["a"]}', r'prompt: got \["a"\], expected text'),
+    ('{"prompt": null}', "prompt: got null, expected text"),
+    ('{"turns": "a"}', 'turns: got "a", expected a list of one or more texts'),
+    ('{"turns": []}', r"turns: got \[\], expected a list of one or more texts"),
+    ('{"turns": ["a", 2]}', r'turns: got \["a", 2\], expected a list of one or more texts'),
+    ('{"prompt_ids": 5}', "prompt_ids: got 5, expected a list of integers"),
+    ('{"prompt_ids": "5"}', 'prompt_ids: got "5", expected a list of integers'),
+    ('{"prompt_ids": [1, true]}', r"prompt_ids: got \[1, true\], expected a list of integers"),
+    ('{"prompt_ids": [1.0]}', r"prompt_ids: got \[1\.0\], expected a list of integers"),
+    ('{"prompt_ids": [[1]]}', r"prompt_ids: got \[\[1\]\], expected a list of integers"),
+]
+
+
+def test_what_is_refused(tmp_path):
+    for line, pattern in REFUSED:
+        path = write(tmp_path, '{"prompt": "fine"}\n' + line + "\n")
+        with pytest.raises(HydrajaxError, match=f"^{re.escape(str(path))} line 2: {pattern}") as refusal:
+            read_prompts(path)
+        assert "\n" not in str(refusal.value)
+        assert len(str(refusal.value)) < 400
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -113,39 +111,33 @@ def test_files_that_cannot_be_read(tmp_path):
         read_prompts(write(tmp_path, b'{"prompt": "a"}\n{"prompt": "\xff"}'))
 
 
-def test_ids_from_numpy_are_integers_and_other_things_are_refused():
+def test_ids_of_a_prompt():
     assert Prompt(np.array([3, 4], np.int32), "p").ids(None) == [3, 4]
     for wrong in ([True], [1.0], ["1"], [None], np.array([1.5])):
         with pytest.raises(HydrajaxError, match=r"p: got .*, expected a list of integers"):
             Prompt(wrong, "p").ids(None)
+    for text, tokenizer, message in (
+        ("a", None, "p: got text, but the base has no tokenizer"),
+        ("", Tokenizer(), "p: is empty"),  # although this tokenizer would add <s>
+        ("\udcff", Tokenizer(), "p: is not valid Unicode text"),
+    ):
+        with pytest.raises(HydrajaxError, match=message):
+            Prompt(text, "p").ids(tokenizer)
 
 
-def test_text_that_cannot_be_encoded():
-    with pytest.raises(HydrajaxError, match="p: got text, but the base has no tokenizer"):
-        Prompt("a", "p").ids(None)
-    with pytest.raises(HydrajaxError, match="p: is empty"):
-        Prompt("", "p").ids(Tokenizer())  # although this tokenizer would add <s>
-    with pytest.raises(HydrajaxError, match="p: is not valid Unicode text"):
-        Prompt("\udcff", "p").ids(Tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+def test_a_text_file_is_one_prompt_without_its_last_line_break(tmp_path):
+    path, packed = tmp_path / "p.txt", tmp_path / "p.txt.gz"
+    for content, text in (
         ("Once upon\n a time\n", "Once upon\n a time"),
         ("Once", "Once"),
         ("two\n\n", "two\n"),
         ("\ufeffé\r\n", "é"),
         ('{"prompt": "a"}\n', '{"prompt": "a"}'),
-    ],
-)
-def test_a_text_file_is_one_prompt_without_its_last_line_break(tmp_path, content, text):
-    path = tmp_path / "p.txt"
-    path.write_bytes(content.encode())
-    assert read_prompts(path) == [Prompt(text, str(path))]
-    packed = tmp_path / "p.txt.gz"
-    packed.write_bytes(gzip.compress(content.encode()))
-    assert read_prompts(packed) == [Prompt(text, str(packed))]
+    ):
+        path.write_bytes(content.encode())
+        assert read_prompts(path) == [Prompt(text, str(path))]
+        packed.write_bytes(gzip.compress(content.encode()))
+        assert read_prompts(packed) == [Prompt(text, str(packed))]
 
 
 @pytest.fixture
@@ -186,42 +178,27 @@ def test_empty_and_damaged_text(tmp_path, stdin):
         read_prompts("-")
 
 
-class Panics:
-    """A tokenizer that fails as the tokenizers library does of a pattern without end: with no `Exception`."""
-
-    chat_template = None
-
-    def __init__(self, error: BaseException):
-        self.error = error
-
-    def encode(self, text, **_):
-        raise self.error
-
-
-def test_a_tokenizer_that_fails():
-    prompt = Prompt("a", "--prompt")
-    for error in (BaseException("Regex search error"), TypeError("Regex search error")):
-        with pytest.raises(HydrajaxError, match=r"^--prompt: the tokenizer failed: Regex search error$"):
-            prompt.ids(Panics(error))
-    with pytest.raises(KeyboardInterrupt):
-        prompt.ids(Panics(KeyboardInterrupt()))
+def test_a_tokenizer_that_fails(monkeypatch):
+    """The tokenizers library fails with no `Exception`, such as of a pattern without end."""
+    prompt, tokenizer = Prompt("a", "--prompt"), Tokenizer()
+    for error in (BaseException("Regex search error"), TypeError("Regex search error"), KeyboardInterrupt()):
+        monkeypatch.setattr(tokenizer, "encode", Mock(side_effect=error))
+        expected, message = KeyboardInterrupt, "^$"
+        if not isinstance(error, KeyboardInterrupt):
+            expected, message = HydrajaxError, "^--prompt: the tokenizer failed: Regex search error$"
+        with pytest.raises(expected, match=message):
+            prompt.ids(tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
+def test_items_have_an_order():
+    """Those of a tokenizer's result are the names of its fields."""
+    for given, shown in (
         (UserDict(a=1), r"a mapping \(UserDict\)"),
         (SimpleNamespace(keys=list), r"a mapping \(SimpleNamespace\)"),  # such as a table of pandas
         ({"a"}, r"\{'a'\}"),
         (bytearray(b"a"), r"bytearray\(b'a'\)"),
-    ],
-)
-def test_items_have_an_order(given, shown):
-    with pytest.raises(HydrajaxError, match=f"^prompts: got {shown}, expected a list$"):
-        items(given, "prompts", "a list")
-
-
-def test_a_tokenizers_result_is_no_list_of_prompts():
-    """Its items are the names of its fields."""
+    ):
+        with pytest.raises(HydrajaxError, match=f"^prompts: got {shown}, expected a list$"):
+            items(given, "prompts", "a list")
     with pytest.raises(HydrajaxError, match=r"^prompts: got a mapping \(BatchEncoding\), .*; pass its input_ids$"):
         letters.model().generate(BatchEncoding({"input_ids": [[1, 2]]}))

@@ -66,29 +66,22 @@ class SlowTokenizer:
     is_fast = False
 
 
-@pytest.mark.parametrize(
-    ("changes", "template", "message"),
-    [
+def test_settings_that_do_not_go_together(tokenizer, plain_tokenizer):
+    for changes, template, message in (
         ({}, "auto", "template: the tokenizer has no chat template; .*--template plain"),
         ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         ({"eos_token": None}, "vicuna", "template: vicuna ends answers with EOS, but the tokenizer has no EOS token"),
-    ],
-)
-def test_settings_that_do_not_go_together(tokenizer, changes, template, message):
-    for name, value in changes.items():
-        setattr(tokenizer, name, value)
-    with pytest.raises(HydrajaxError, match=f"^{message}"):
-        make_encoder(tokenizer, template)
-
-
-def test_messages_name_the_fields_of_the_caller(tokenizer):
-    with pytest.raises(HydrajaxError, match=r"^base: got SlowTokenizer, expected a fast tokenizer"):
-        make_encoder(SlowTokenizer(), "plain")
-    with pytest.raises(HydrajaxError, match=r"^model: got SlowTokenizer, expected a fast tokenizer"):
-        make_encoder(SlowTokenizer(), "plain", tokenizer_field="model")
+    ):
+        for name, value in changes.items():
+            setattr(tokenizer, name, value)
+        with pytest.raises(HydrajaxError, match=f"^{message}"):
+            make_encoder(tokenizer, template)
+    for field in ("base", "model"):
+        with pytest.raises(HydrajaxError, match=rf"^{field}: got SlowTokenizer, expected a fast tokenizer"):
+            make_encoder(SlowTokenizer(), "plain", **({} if field == "base" else {"tokenizer_field": field}))
     with pytest.raises(HydrajaxError, match=r"^style: got 'x'"):
-        make_encoder(tokenizer, "x", field="style")
+        make_encoder(plain_tokenizer, "x", field="style")
 
 
 def test_a_template_that_fails_is_one_line(tokenizer):
@@ -173,9 +166,9 @@ def test_no_message_is_left_out_silently(tokenizer, content, message):
             prompt(said())
 
 
-@pytest.mark.parametrize("text", ["", " \n"])
-def test_an_empty_prompt_is_refused(tokenizer, text):
+def test_an_empty_prompt_is_refused(tokenizer):
     tokenizer.chat_template = BUILT_IN["raw"]
-    for prompt in (make_encoder(tokenizer).prompt, lambda messages: Prompt(messages, "prompt").ids(tokenizer)):
-        with pytest.raises(HydrajaxError, match="the chat template writes an empty text"):
-            prompt([{"role": "user", "content": text}])
+    for text in ("", " \n"):
+        for prompt in (make_encoder(tokenizer).prompt, lambda messages: Prompt(messages, "prompt").ids(tokenizer)):
+            with pytest.raises(HydrajaxError, match="the chat template writes an empty text"):
+                prompt([{"role": "user", "content": text}])
