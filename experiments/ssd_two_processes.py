@@ -34,9 +34,10 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
 from hydrajax.bench.split_contest import ONE_PROGRAM, joined
-from hydrajax.decoding.decode import DecodeResult, result_of, settled_inputs
+from hydrajax.decoding.decode import DecodeResult, result_of
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.state import Params

@@ -22,8 +22,8 @@ import numpy as np
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import options
-from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import Executor, FusedExecutor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor

@@ -34,8 +34,8 @@ from rich.table import Table
 import hydrajax
 from hydrajax import assets
 from hydrajax.decoding.constraints import WORD, Constraint
-from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.prompt_batch import bucket, right_padded
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError

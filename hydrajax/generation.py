@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from hydrajax.decoding.decode import Inputs
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.inputs import Inputs
 from hydrajax.decoding.keywords import rule_name
 from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
 from hydrajax.decoding.request import Request, sampling_params

@@ -21,9 +21,10 @@ from jaxtyping import Bool, Int
 
 from hydrajax import ops
 from hydrajax.decoding.constraints import Constraint
-from hydrajax.decoding.decode import DecodeResult, Inputs, decode_programs, refuse_grammar, result_of, settled_inputs
+from hydrajax.decoding.decode import DecodeResult, decode_programs, refuse_grammar, result_of
 from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
 from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.inputs import Inputs, settled_inputs
 from hydrajax.decoding.processing import TokenCounts
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request, SamplingParams

@@ -19,8 +19,8 @@ from helpers.host_grammars import END, Brackets, Changed, Place, Table
 from helpers.how import sampling
 from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, shared_lab
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.rejection import RejectionSampling

@@ -14,7 +14,7 @@ import pytest
 from helpers import small_tokenizer
 from helpers.random_grammars import can_continue, is_complete, random_pattern
 from hydrajax.decoding.constraints import words
-from hydrajax.decoding.decode import settled_inputs
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor

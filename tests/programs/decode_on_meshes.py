@@ -12,7 +12,7 @@ import numpy as np
 
 import hydrajax
 from helpers.leaves import by_path
-from hydrajax.decoding.decode import settled_inputs
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.sharding import make_mesh
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from hydrajax import ops
 from hydrajax.bench.random_models import random_base, random_draft
-from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
