@@ -40,7 +40,8 @@ from hydrajax.decoding.prompt_batch import batches
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
 from hydrajax.text.prompt_files import read_prompts

@@ -40,7 +40,8 @@ from hydrajax.decoding.prompt_batch import bucket, right_padded
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 
 FULL = {"rounds": 5, "count": 8, "new_tokens": 160, "batch_size": 1, "forced_nodes": [4, 8, 16]}
 QUICK = {"rounds": 1, "count": 2, "new_tokens": 40, "forced_nodes": [8]}

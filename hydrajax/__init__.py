@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
     from hydrajax.grammar.grammar import Grammar
-    from hydrajax.language_model import LanguageModel, make_executor
+    from hydrajax.language_model import LanguageModel
+    from hydrajax.loaded_model import make_executor
     from hydrajax.sharding import Placement
     from hydrajax.text.answers import Generation
     from hydrajax.trees import TreeTopology
@@ -84,7 +85,8 @@ HOMES = {
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),
     "hydrajax.grammar.grammar": ("Grammar",),
-    "hydrajax.language_model": ("LanguageModel", "make_executor"),
+    "hydrajax.language_model": ("LanguageModel",),
+    "hydrajax.loaded_model": ("make_executor",),
     "hydrajax.sharding": ("Placement",),
     "hydrajax.text.answers": ("Generation",),
     "hydrajax.trees": ("TreeTopology",),

@@ -24,7 +24,8 @@ from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.huggingface import Progress, load_llama
 from hydrajax.formats.load import find_own_heads
-from hydrajax.language_model import LanguageModel, Tree
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import Tree
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.models.weights import AS_STORED, WIDENED

@@ -51,6 +51,7 @@ CORE = (
     "machine",
     "stored_trees",
     "loading",
+    "loaded_model",
     "language_model",
     "api",
     "",  # hydrajax/__init__.py

@@ -8,7 +8,8 @@ from pathlib import Path
 from hydrajax import assets
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.errors import HydrajaxError
-from hydrajax.language_model import LanguageModel, Tree
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import Tree
 from hydrajax.text.prompt import OnePrompt
 
 LOOKUP = "lookup"

@@ -26,7 +26,8 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import KINDS
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import WIDENED, described

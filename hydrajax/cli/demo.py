@@ -30,7 +30,8 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of, without_weights
 from hydrajax.generation import generate
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import QUESTIONS
 from hydrajax.text.marking import pieces

@@ -20,7 +20,8 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.locking import in_use
 from hydrajax.text.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets

@@ -62,7 +62,7 @@ def _show_step(args: argparse.Namespace, tree: CandidateTree) -> None:
     from hydrajax.bench.report.drawing import draw_step, new_figure, png
     from hydrajax.bench.step_trace import path_probabilities, trace_steps
     from hydrajax.files import WholeFile
-    from hydrajax.language_model import make_executor
+    from hydrajax.loaded_model import make_executor
     from hydrajax.text.continuation import visible
     from hydrajax.text.tokenizer import decode_text
 

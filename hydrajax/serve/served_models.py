@@ -12,7 +12,8 @@ from hydrajax import ops
 from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.rounds import medians
 from hydrajax.decoding.executor import Executor
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.stats import Stats

@@ -10,7 +10,8 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import title_of
-from hydrajax.language_model import AUTO, LanguageModel, Tree
+from hydrajax.language_model import AUTO, LanguageModel
+from hydrajax.loaded_model import Tree
 from hydrajax.serve.admission import CacheMemory
 from hydrajax.serve.app import Api
 from hydrajax.serve.batcher import Batcher

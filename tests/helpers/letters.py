@@ -12,7 +12,8 @@ from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.generation import generate
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.models.llama import Llama
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.text.answers import Generation

@@ -21,7 +21,8 @@ from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.errors import HydrajaxError
-from hydrajax.language_model import LanguageModel, make_executor
+from hydrajax.language_model import LanguageModel
+from hydrajax.loaded_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.models.base_model import BoundBase
 from hydrajax.stored_trees import FastestTree
