@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from hydrajax import ops
 from hydrajax.lowbit import int4_tiles, products
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import tile_layout
 from hydrajax.lowbit.quantized import LM_HEADS, Int8
 from hydrajax.lowbit.rounding import four_bits, in_groups
 from hydrajax.lowbit.tiles import with_groups
@@ -29,7 +29,7 @@ class Int4(Quantized):
         scale, offset: float16 ``[groups, *features]``. Larger groups of inputs repeat theirs.
     """
 
-    group = few_bits.GROUP  # inputs that share a scale
+    group = tile_layout.GROUP  # inputs that share a scale
     in_tiles = int4_tiles.Int4Tiles
 
     values: Any
@@ -46,9 +46,9 @@ class Int4(Quantized):
     @classmethod
     def arrays_of(cls, shape, axes):
         (depth, *features), (first, *others) = shape, axes
-        groups = -(-depth // few_bits.GROUP)
+        groups = -(-depth // tile_layout.GROUP)
         numbers = ((groups, *features), jnp.float16, axes)
-        pairs = ((groups, few_bits.GROUP // 2, *features), jnp.uint8, (first, None, *others))
+        pairs = ((groups, tile_layout.GROUP // 2, *features), jnp.uint8, (first, None, *others))
         return {"values": pairs, "scale": numbers, "offset": numbers}
 
     @classmethod
@@ -56,10 +56,10 @@ class Int4(Quantized):
         """Return the kernel of `Int4Tiles.of`."""
         depth, *features = kernel.shape
         values, *numbers = in_groups(np.asarray(kernel), four_bits, cls.group)
-        values = np.pad(values, [(0, -depth % few_bits.GROUP), (0, 0)])
-        low, high = np.split(values.reshape(-1, few_bits.GROUP, values.shape[1]), 2, axis=1)
+        values = np.pad(values, [(0, -depth % tile_layout.GROUP), (0, 0)])
+        low, high = np.split(values.reshape(-1, tile_layout.GROUP, values.shape[1]), 2, axis=1)
         pairs = (low | high << 4).reshape(*low.shape[:2], *features)
-        scale, offset = (np.repeat(x, cls.group // few_bits.GROUP, axis=0)[: len(pairs)] for x in numbers)
+        scale, offset = (np.repeat(x, cls.group // tile_layout.GROUP, axis=0)[: len(pairs)] for x in numbers)
         return cls(pairs, *(x.reshape(-1, *features) for x in (scale, offset)), kernel.shape)
 
     def dequantized(self):
@@ -87,7 +87,7 @@ class Int4(Quantized):
 
         @with_gradient_of(plain)
         def product(rows, *arrays):
-            padded = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % few_bits.GROUP)])
+            padded = jnp.pad(rows, [(0, 0), (0, -rows.shape[1] % tile_layout.GROUP)])
             return kernel(padded, *arrays, dtype)
 
         return product(rows, *self.arrays().values())

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import tile_layout
 from hydrajax.lowbit.rounding import four_bits, in_groups
 from hydrajax.lowbit.tiles import Tiles, with_groups
 
@@ -21,14 +21,14 @@ class Int4Tiles(Tiles):
     keep their zeros, a byte each: float16 cannot hold ``-zero * scale``, and float32 offsets would take four.
 
     Attributes:
-        values: uint8, two numbers of 0 to 15 in a byte (`few_bits.tile_shape`).
-        scale: float16 (`few_bits.scale_shape`), or float32 where a file's scales do not fit.
+        values: uint8, two numbers of 0 to 15 in a byte (`tile_layout.tile_shape`).
+        scale: float16 (`tile_layout.scale_shape`), or float32 where a file's scales do not fit.
         offset: float16 with the scale's shape, or uint8 zeros.
         order: int32 ``[D]``, the kernel's rows in the order of the tiles, which makes groups of rows that are apart
             consecutive (GPTQ's ``desc_act``). x is reordered before the product. None: the kernel's own order.
     """
 
-    group = few_bits.GROUP  # inputs that share a scale, where a float kernel is quantised
+    group = tile_layout.GROUP  # inputs that share a scale, where a float kernel is quantised
 
     values: Any
     scale: Any
@@ -39,15 +39,15 @@ class Int4Tiles(Tiles):
     @classmethod
     def arrays_of(cls, shape, axes):
         size = shape[0], math.prod(shape[1:])
-        numbers = (few_bits.scale_shape(*size, cls.group), jnp.float16, (None,) * 3)
-        values = (few_bits.tile_shape(*size, per_byte=2), jnp.uint8, (None,) * 5)
+        numbers = (tile_layout.scale_shape(*size, cls.group), jnp.float16, (None,) * 3)
+        values = (tile_layout.tile_shape(*size, per_byte=2), jnp.uint8, (None,) * 5)
         return {"values": values, "scale": numbers, "offset": numbers}
 
     @classmethod
     def of_columns(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
         values, scale, offset = in_groups(kernel, four_bits, cls.group)
-        return cls(_in_pairs(values), few_bits.per_group(scale), few_bits.per_group(offset), kernel.shape)
+        return cls(_in_pairs(values), tile_layout.per_group(scale), tile_layout.per_group(offset), kernel.shape)
 
     @classmethod
     def of_numbers(
@@ -70,18 +70,18 @@ class Int4Tiles(Tiles):
         with np.errstate(over="ignore"):
             half = scale.astype(np.float16)
         scale = half if np.array_equal(half.astype(np.float32), scale) else scale.astype(np.float32)
-        return cls(_in_pairs(numbers), few_bits.per_group(scale), few_bits.per_group(zeros), shape, order)
+        return cls(_in_pairs(numbers), tile_layout.per_group(scale), tile_layout.per_group(zeros), shape, order)
 
     @staticmethod
     def widened(depth, width, values, scale, offset):
         tiles = jnp.concatenate([values & 15, values >> 4], axis=2).astype(jnp.float32)
         has_zeros = offset.dtype == jnp.uint8
         scale, offset = (
-            few_bits.for_tiles(numbers.astype(jnp.float32), tiles.shape[1], axis=1)[:, :, None, :, None]
+            tile_layout.for_tiles(numbers.astype(jnp.float32), tiles.shape[1], axis=1)[:, :, None, :, None]
             for numbers in (scale, offset)
         )
         wide = (tiles - offset) * scale if has_zeros else tiles * scale + offset
-        return few_bits.from_tiles(wide, depth, width)
+        return tile_layout.from_tiles(wide, depth, width)
 
 
 Int4TilesBy64, Int4TilesBy128 = (with_groups(Int4Tiles, size) for size in (64, 128))
@@ -89,5 +89,5 @@ Int4TilesBy64, Int4TilesBy128 = (with_groups(Int4Tiles, size) for size in (64, 1
 
 def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
     """Return numbers of 0 to 15 in tiles, two in a byte."""
-    tiles, half = few_bits.to_tiles(numbers), few_bits.STEPS // 2
+    tiles, half = tile_layout.to_tiles(numbers), tile_layout.STEPS // 2
     return tiles[:, :, :half] | tiles[:, :, half:] << 4

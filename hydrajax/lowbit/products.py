@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Shaped
 
 from hydrajax import ops
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import tile_layout
 from hydrajax.lowbit.kernels.digits import DIGIT, digits
 from hydrajax.models.arrays import Array
 from hydrajax.ops import trace
@@ -113,7 +113,7 @@ def int4_kernel(rows: int, shape: tuple[int, ...], dtype) -> Int4Parts | None:
             )
             return from_stored(few_bits_tpu.matmul_int4(x, *arrays, dtype), parts)
 
-        return call if few_bits_tpu.fits(rows, groups * few_bits.GROUP, width, dtype) else None
+        return call if few_bits_tpu.fits(rows, groups * tile_layout.GROUP, width, dtype) else None
     if rows <= MOST_ROWS and trace.on_turing() and mesh_in_use() is None:
         return flattened(_int4_rows)
     return None

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.lowbit import products as low_bit_products
 from hydrajax.lowbit import tiles
 from hydrajax.lowbit.rounding import ROWS
+from hydrajax.models.arrays import Array
 from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
 
@@ -75,13 +75,18 @@ class Int8(Quantized):
         return self.values.astype(jnp.float32) * self.scale
 
     def project(self, x, dtype):
-        values = self.values.reshape(x.shape[-1], -1)
-        product = low_bit_products.matmul_scaled(x.reshape(-1, x.shape[-1]), values, self.scale.reshape(-1), dtype)
+        product = _scaled_product(x, self.values.reshape(x.shape[-1], -1), self.scale.reshape(-1), dtype)
         return product.reshape(*x.shape[:-1], -1)
 
     def project_parts(self, x):
-        product = low_bit_products.matmul_scaled(x.reshape(-1, x.shape[-1]), self.values, self.scale, x.dtype)
+        product = _scaled_product(x, self.values, self.scale, x.dtype)
         return product.reshape(*self.shape[1:-1], *x.shape[:-1], self.shape[-1])
+
+
+def _scaled_product(x: Array, values: Array, scale: Array, dtype) -> Array:
+    from hydrajax.lowbit.products import matmul_scaled  # in tiles weights have other products
+
+    return matmul_scaled(x.reshape(-1, x.shape[-1]), values, scale, dtype)
 
 
 class Fp8(Int8):

@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Float, Float16
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import tile_layout
 
 ROWS = 256  # rows of a kernel rounded at once, a multiple of every group
 
 
-def in_groups(kernel: np.ndarray, quantise: Callable, size: int = few_bits.GROUP) -> list[np.ndarray]:
+def in_groups(kernel: np.ndarray, quantise: Callable, size: int = tile_layout.GROUP) -> list[np.ndarray]:
     """Quantise a kernel's groups of inputs, in blocks: a float32 copy of a whole one would be the host's peak.
 
     ``quantise`` takes ``[n, size, F]`` and returns numbers of this shape, and scales and the like ``[n, F]``.

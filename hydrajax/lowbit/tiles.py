@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import few_bits, tile_layout
 from hydrajax.lowbit.rounding import eight_bits, in_groups
 from hydrajax.models.arrays import Array
 from hydrajax.models.weights import Quantized
@@ -25,7 +25,7 @@ COLUMNS_AT_ONCE = 8192  # of a matrix that is quantised, whole tiles
 
 
 class Tiles(Quantized):
-    """A kernel whose features are the columns of `few_bits.to_tiles`. It is not sharded."""
+    """A kernel whose features are the columns of `tile_layout.to_tiles`. It is not sharded."""
 
     @classmethod
     @abc.abstractmethod
@@ -84,11 +84,11 @@ class Int8Tiles(Tiles):
     """``values * scale`` with a scale for each 32 inputs of an output, like GGUF's Q8_0.
 
     Attributes:
-        values: int8 (`few_bits.tile_shape`).
-        scale: float16 ``[tiles, groups, 64]`` (`few_bits.per_group`).
+        values: int8 (`tile_layout.tile_shape`).
+        scale: float16 ``[tiles, groups, 64]`` (`tile_layout.per_group`).
     """
 
-    group = few_bits.GROUP  # inputs that share a scale
+    group = tile_layout.GROUP  # inputs that share a scale
 
     values: Any
     scale: Any
@@ -98,30 +98,30 @@ class Int8Tiles(Tiles):
     def arrays_of(cls, shape, axes):
         size = shape[0], math.prod(shape[1:])
         return {
-            "values": (few_bits.tile_shape(*size), jnp.int8, (None,) * 5),
-            "scale": (few_bits.scale_shape(*size, cls.group), jnp.float16, (None,) * 3),
+            "values": (tile_layout.tile_shape(*size), jnp.int8, (None,) * 5),
+            "scale": (tile_layout.scale_shape(*size, cls.group), jnp.float16, (None,) * 3),
         }
 
     @classmethod
     def of_columns(cls, kernel):
         """Return the nearest kernel; the largest number of each group becomes 127."""
         values, scale = in_groups(kernel, eight_bits, cls.group)
-        return cls(few_bits.to_tiles(values), few_bits.per_group(scale), kernel.shape)
+        return cls(tile_layout.to_tiles(values), tile_layout.per_group(scale), kernel.shape)
 
     @staticmethod
     def widened(depth, width, values, scale):
-        scale = few_bits.for_tiles(scale.astype(jnp.float32), values.shape[1], axis=1)[:, :, None, :, None]
-        return few_bits.from_tiles(values.astype(jnp.float32) * scale, depth, width)
+        scale = tile_layout.for_tiles(scale.astype(jnp.float32), values.shape[1], axis=1)[:, :, None, :, None]
+        return tile_layout.from_tiles(values.astype(jnp.float32) * scale, depth, width)
 
     def columns(self, at):
-        tile, place = at // few_bits.COLUMNS, at % few_bits.COLUMNS
+        tile, place = at // tile_layout.COLUMNS, at % tile_layout.COLUMNS
         scale = self.scale[tile, :, place].astype(jnp.float32)  # [*rows, scales]
-        scale = few_bits.for_tiles(scale, self.values.shape[1], axis=-1)[..., None, None]
+        scale = tile_layout.for_tiles(scale, self.values.shape[1], axis=-1)[..., None, None]
         rows = self.values[tile, :, :, place].astype(jnp.float32) * scale  # [*rows, groups, 8, 4]
         return rows.reshape(*at.shape, math.prod(rows.shape[at.ndim :]))[..., : self.shape_[0]]
 
     def select(self, columns, dtype):
-        values, scale = few_bits.select(self.values, self.scale, columns)
+        values, scale = tile_layout.select(self.values, self.scale, columns)
         return type(self)(values, scale, (self.shape_[0], len(columns)))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hydrajax.lowbit.files.stored_linear import FP8, Integers
 from hydrajax.lowbit.int4_tiles import Int4Tiles
-from hydrajax.lowbit.kernels.few_bits import GROUPS
+from hydrajax.lowbit.kernels.tile_layout import GROUPS
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.models.layout import Entry
 
