@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.quantized import quantized_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import native
 from hydrajax.formats.checkpoint import Checkpoint
@@ -16,7 +17,6 @@ from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.load import is_model, load_draft, load_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase
-from hydrajax.models.weights import quantized_draft
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement
 

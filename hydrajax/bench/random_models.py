@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.quantized import quantized_draft
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import quantized_draft
 
 
 def random_base(config: LlamaConfig, dtype=jnp.float32, seed: int = 0, quantize: str | None = None):

@@ -21,6 +21,7 @@ import numpy as np
 
 from hydrajax import plugins
 from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.quantized import DRAFTS
 from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
@@ -31,7 +32,6 @@ from hydrajax.formats.tensors import FLOATS
 from hydrajax.models.layout import named_leaves
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.models.weights import DRAFTS
 from hydrajax.plugins import outdated
 
 WHAT = "draft"

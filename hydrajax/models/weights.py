@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, dataclass_transform
 
 import flax.linen as nn
@@ -21,16 +20,11 @@ from jaxtyping import Float, Int
 from hydrajax import ops, plugins
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.layout import Parameter
-from hydrajax.ops import trace
 
 Axes = tuple[str | None, ...]  # logical names (`hydrajax.sharding`)
 Weight = Any  # an array, or a kernel with the methods `project` and `project_parts`
 SHAPE = "shape_"  # the field of a quantised kernel that is no array
 AS_STORED, WIDENED = "auto", "none"  # as a file stores the weights (`hydrajax.formats.huggingface`), and float ones
-DRAFTS = "int8"  # the type of drafts' kernels beside a quantised base
-# Kernels of drafts that only products read.
-DRAFT_KERNELS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_up", "down")
-DRAFT_KERNELS += ("lm_head", "lm_kernel", "lm_down", "lm_up", "copied_lm_head")
 
 
 @dataclass_transform(frozen_default=True)
@@ -128,24 +122,6 @@ def quantized_type(quantize: str | None, name: str) -> type[Quantized] | None:
 def described(dtype: str, quantize: str | None) -> str:
     """Describe the numbers of a base for messages."""
     return dtype if quantize in (None, WIDENED) else f"{dtype} with {quantize} weights"
-
-
-def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[str, Any]:
-    """Return a draft's parameters with the kernels of products in int8, if ``quantize`` names a type.
-
-    They stay as they are where there are no CPU kernels for them.
-    """
-    if quantize is None or not trace.has_few_bits():
-        return params
-    kind = plugins.find("weights", DRAFTS)
-    return {
-        name: quantized_draft(value, quantize)
-        if isinstance(value, Mapping)
-        else jax.device_put(kind.stores(name).of(np.asarray(value)))
-        if name in DRAFT_KERNELS
-        else value
-        for name, value in params.items()
-    }
 
 
 def project(x: Float[Array, "*rows D"], kernel: Weight, dtype: DType | None = None) -> Float[Array, "*rows F"]:
