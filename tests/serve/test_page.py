@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from helpers.serving import SECONDS, expected, running
-from hydrajax.language_model import make_executor
+from hydrajax.loaded_model import make_executor
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.served_models import plain_step_seconds, total
 

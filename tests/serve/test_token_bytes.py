@@ -11,7 +11,7 @@ from helpers import scripted
 from helpers.scripted import TEXT, THE, TREE
 from helpers.serving import SECONDS, running
 from hydrajax.certify.servers.answers import whole_answers
-from hydrajax.language_model import make_executor
+from hydrajax.loaded_model import make_executor
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 
 NAMES = [" tre", *(f"bytes:\\x{byte:02x}" for byte in "🌳".encode()), " {", "</s>"]
