@@ -13,7 +13,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.int4_tiles import Int4Tiles, Int4TilesBy64, Int4TilesBy128
-from hydrajax.lowbit.kernels import few_bits
+from hydrajax.lowbit.kernels import few_bits, tile_layout
 from hydrajax.lowbit.tiles import Int8Tiles, Int8TilesBy64, Int8TilesBy128
 from hydrajax.ops import trace
 from hydrajax.ops.cpu import library
@@ -149,9 +149,9 @@ def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
 def test_tiles_hold_the_matrix():
     for shape in SHAPES:
         matrix = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
-        tiles = few_bits.to_tiles(matrix)
-        assert tiles.shape == few_bits.tile_shape(*shape)
-        np.testing.assert_array_equal(few_bits.from_tiles(tiles, *shape), matrix)
+        tiles = tile_layout.to_tiles(matrix)
+        assert tiles.shape == tile_layout.tile_shape(*shape)
+        np.testing.assert_array_equal(tile_layout.from_tiles(tiles, *shape), matrix)
         for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
             place = (column // 64, row // 32, row % 32 // 4, column % 64, row % 4)
             assert tiles[place] == matrix[row, column]
