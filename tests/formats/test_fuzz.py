@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -37,7 +36,6 @@ from helpers.damage import (
 )
 from helpers.every_format import FORMATS
 from helpers.watched import outcomes
-from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.tensors import save_safetensors
 
 DEFAULT, SLOW = 12, 700  # random cases per format
@@ -90,12 +88,6 @@ def test_much_random_damage(formats, tmp_path, name):
 # --- by name --------------------------------------------------------------------------------------------------
 
 
-def test_fingerprint_of_few_rows(formats):
-    """A base with fewer rows than are hashed: both kinds of file give the same fingerprint."""
-    assert fingerprint(formats / "llama") == fingerprint(formats / "bin") == fingerprint(formats / "shards")
-    assert fingerprint(formats / "llama") == fingerprint(formats / "bin_shards") != fingerprint(formats / "qwen3")
-
-
 LLAMA_3 = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 CHANGES = [  # the format, fields of config.json: huge numbers, and texts that would break a line
     ("mistral", {"num_hidden_layers": 10**8}),
@@ -127,26 +119,6 @@ def test_fields(copy, formats, name, change):
     assert not all(outcomes(directory, formats / "llama").values())
 
 
-SHARDS = ["", ".", "..", "/etc/hostname", "../llama", "a\0b", "a\nb", "\ud800", "x" * 10**5, "config.json", 3, None]
-
-
-@pytest.mark.parametrize("name", ["shards", "bin_shards"])
-def test_index(copy, name):
-    directory = copy(name)
-    index = next(directory.glob("*.index.json"))
-    weight_map = json.loads(index.read_text())["weight_map"]
-    for shard in SHARDS:
-        edit(index, weight_map=dict.fromkeys(weight_map, shard))
-        assert not outcomes(directory)["base"], shard
-
-
-def test_name_in_two_shards(copy):
-    directory = copy("shards")
-    for path in directory.glob("*.safetensors"):
-        save_safetensors(path, load_file(path) | {"a\nb": np.zeros(1, np.float32)})
-    assert not outcomes(directory)["base"]
-
-
 def reshape(path: Path, name: str, dtype: str, shape: tuple) -> None:
     """Another dtype and shape for one tensor of a .safetensors file, all zeros."""
     header, body = safetensors_parts(path.read_bytes())
@@ -156,16 +128,16 @@ def reshape(path: Path, name: str, dtype: str, shape: tuple) -> None:
     path.write_bytes(safetensors_file(tensors))
 
 
-@pytest.mark.parametrize("dtype", BYTES)
-def test_safetensors_dtype(copy, dtype):
+def test_safetensors_dtype(copy):
     """Also where the heads keep the dtype of their file."""
     base, heads = copy("llama"), copy("medusa")
-    reshape(base / "model.safetensors", EMBEDDING, dtype, (VOCAB, WIDTH))
-    reshape(heads / "medusa_lm_head.safetensors", "0.1.weight", dtype, (VOCAB, WIDTH))
-    float_file = dtype in ("F64", "F32", "F16", "BF16")
-    assert outcomes(base)["base"] == float_file
-    for own in (None, jnp.float32):
-        assert outcomes(heads, dtype=own)["draft"] == float_file
+    for dtype in BYTES:
+        reshape(base / "model.safetensors", EMBEDDING, dtype, (VOCAB, WIDTH))
+        reshape(heads / "medusa_lm_head.safetensors", "0.1.weight", dtype, (VOCAB, WIDTH))
+        float_file = dtype in ("F64", "F32", "F16", "BF16")
+        assert outcomes(base)["base"] == float_file, dtype
+        for own in (None, jnp.float32):
+            assert outcomes(heads, dtype=own)["draft"] == float_file, dtype
 
 
 def test_safetensors_shape(copy):
@@ -211,25 +183,19 @@ def test_torch_tensors_larger_than_their_file(copy, rows):
     assert not any(outcomes(directory)[reader] for reader in ("base", "fingerprint"))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        [torch.zeros(1)],
-        {"a": {"b": torch.zeros(1)}},
-        {EMBEDDING: 3},
-        {3: torch.zeros(1)},
-        Call(collections.OrderedDict, state={"items": 3}),
-        Call(collections.Counter),
-        {"a": Call(bytearray, 10**15)},
-        {"a": Call(torch.FloatTensor, 10**15)},
-    ],
-    ids=lambda content: str(getattr(content, "reduced", content))[:30],
-)
+CONTENTS = [
+    *(Call(collections.OrderedDict, state={"items": 3}), Call(collections.Counter)),
+    *({"a": Call(bytearray, 10**15)}, {"a": Call(torch.FloatTensor, 10**15)}),
+]
+
+
 @pytest.mark.parametrize("new", [True, False])
-def test_torch_content(copy, content, new):
+def test_torch_content(copy, new):
+    """Others are in tests/formats/test_tensors.py."""
     directory = copy("bin")
-    (directory / "pytorch_model.bin").write_bytes(torch_file(content, new))
-    assert not outcomes(directory)["base"]
+    for content in CONTENTS:
+        (directory / "pytorch_model.bin").write_bytes(torch_file(content, new))
+        assert not outcomes(directory)["base"]
 
 
 @pytest.mark.parametrize("new", [True, False])

@@ -250,24 +250,15 @@ def test_push(hub, export):
     assert url == f"{hub.url}/{NAME}/commit/{commit}"
     assert hub.commits[commit] == EXPORT
     assert hub.private == {NAME: None}  # the owner's default
-    assert hub.messages == ["Upload from hydrajax"]
     read = {file: content for file, content in EXPORT.items() if file not in ("README.md", "hydra_lm_head.pt")}
     assert contents(resolve(NAME, "draft")) == read
-
-
-@pytest.mark.usefixtures("logged_in")
-def test_push_private_and_again(hub, export):
-    push(export, NAME, private=True, message="Step 100")
+    push(export, "org/mine", private=True, message="Step 100")
     (export / "config.json").write_bytes(b"[]")
-    push(str(export), NAME, private=True, message="Step 200")
-    assert hub.private == {NAME: True}
-    assert hub.messages == ["Step 100", "Step 200"]
-    assert hub.commits[hub.repositories[NAME]["main"]]["config.json"] == b"[]"
-
-
-@pytest.mark.usefixtures("logged_in")
-def test_nothing_private_goes_into_a_public_repository(hub, export):
-    hub.add(NAME, {})
+    push(str(export), "org/mine", private=True, message="Step 200")
+    assert hub.private["org/mine"] is True
+    assert hub.messages == ["Upload from hydrajax", "Step 100", "Step 200"]
+    assert hub.commits[hub.repositories["org/mine"]["main"]]["config.json"] == b"[]"
+    hub.log.clear()
     refused(f"push: private: '{NAME}' exists and is public", push, export, NAME, private=True)
     assert not any("preupload" in line or "commit" in line for line in hub.log)
 

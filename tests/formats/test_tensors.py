@@ -279,24 +279,22 @@ def test_an_index_that_is_wrong(base_state, write, kind):
         save_one({Q: torch.zeros(32, 32)}, evil)
     (index,) = folder.glob("*.index.json")
     content = json.loads(index.read_text())
-    for name in (
-        "../evil.bin",
-        f"{folder}/../evil.bin",
-        str(folder.parent / "evil.bin"),
-        "sub/evil.bin",
-        "evil.bin\0",
-        "..",
-    ):
+    outside = ["../evil.bin", f"{folder}/../evil.bin", str(folder.parent / "evil.bin"), "sub/evil.bin", "/etc/hostname"]
+    odd = ["evil.bin\0", "..", ".", "", "a\nb", "\ud800", "x" * 10**5, "config.json", 3, None]
+    for name in outside + odd:
         index.write_text(json.dumps({"weight_map": content["weight_map"] | {Q: name}}))
-        refused(folder, index.name, "missing from" if name == ".." else "outside the directory")
+        refused(folder, "outside the directory" if name in outside else "")
     index.write_text("{}")
     refused(folder, index.name, "weight_map")
     index.write_text(json.dumps(content))
     read = torch.load if kind.startswith("bin") else safetensors.torch.load_file
     first, second, _ = sorted(folder.glob("*-of-*"))
-    twice, tensor = next(iter(read(first).items()))
-    save_one(read(second) | {twice: tensor}, second)
+    before, (twice, tensor) = read(second), next(iter(read(first).items()))
+    save_one(before | {twice: tensor}, second)
     refused(folder, f"'{twice}'", first.name, second.name)
+    save_one(read(first) | {"a\nb": tensor.clone()}, first)
+    save_one(before | {"a\nb": tensor.clone()}, second)
+    refused(folder, first.name, second.name)
 
 
 class Hostile:
