@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from helpers.recordings import as_recorded
 from hydrajax import load
@@ -29,18 +30,12 @@ class Official(NamedTuple):
     gradients: dict[str, np.ndarray]
     tokens: np.ndarray
 
-
-@pytest.fixture(scope="module")
-def official(golden):
-    def get(arch: str) -> Official:
-        from safetensors.numpy import load_file
-
+    @classmethod
+    def read(cls, golden, arch: str) -> Official:
         folder = golden / "eagle" / arch
         tokens = np.load(folder / "teacher_forced.npz")["input_ids"].astype(np.int32)
         losses, gradients = np.load(folder / "losses.npz"), load_file(folder / "loss_grads.safetensors")
-        return Official(load(golden / "base" / "mha", folder / "draft"), losses, gradients, tokens)
-
-    return get
+        return cls(load(golden / "base" / "mha", folder / "draft"), losses, gradients, tokens)
 
 
 def loss_and_gradient(official: Official, objective: Objective, mask: np.ndarray, ahead: int, counts: HeadCounts):
@@ -62,8 +57,8 @@ def loss_and_gradient(official: Official, objective: Objective, mask: np.ndarray
 
 
 @pytest.mark.parametrize("which", WHICH)
-def test_eagle_1(official, which):
-    run = official("eagle1_mha")
+def test_eagle_1(golden, which):
+    run = Official.read(golden, "eagle1_mha")
     mask = run.losses[f"{which}_loss_mask"].copy()
     mask[:, -1] = 0
     counts = HeadCounts(*[jnp.full(1, mask.sum(), jnp.float32)] * 2)
@@ -78,8 +73,8 @@ def test_eagle_1(official, which):
 
 
 @pytest.mark.parametrize("which", WHICH)
-def test_eagle_3_with_its_training_time_test(official, which):
-    run = official("eagle3_mha")
+def test_eagle_3_with_its_training_time_test(golden, which):
+    run = Official.read(golden, "eagle3_mha")
     mask, n_guesses = run.losses[f"{which}_loss_mask"], int(run.losses["length"])
     assert run.loaded.drafter.spec.num_draft_heads == n_guesses
     counts = HeadCounts(*[jnp.full(n_guesses, mask.size, jnp.float32)] * 2)
