@@ -342,14 +342,6 @@ def test_real_model(tmp_path):
     assert len(list((tmp_path / "runs" / "experiments" / "figures").glob("real_model_*.png"))) == 5
 
 
-def test_contexts_of_steps(monkeypatch):
-    """Two turns: the second begins with a prompt that contains the first."""
-    monkeypatch.syspath_prepend(EXPERIMENTS)
-    script = module(EXPERIMENTS / "real_model.py")
-    choice = {"accept_lengths": [1, 3, 2, 4], "prompt_tokens": [10, 30], "decoding_steps": [3, 1]}
-    assert list(script.steps_of(choice)) == [(10, 1), (11, 3), (14, 2), (30, 4)]
-
-
 def test_real_model_reports_missing_arguments(monkeypatch, capsys, tmp_path):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     monkeypatch.chdir(tmp_path)

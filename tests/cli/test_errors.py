@@ -82,6 +82,13 @@ REFUSALS = {
         ("--temperature 1 --rule greedy", "--temperature: got a value for the rule greedy, expected none, only with "),
         ("--rule exact --min-p 2", "--min-p: got 2.0, expected a number from 0 to 1"),
         ("--repetition-penalty 0", "--repetition-penalty: got 0.0, expected a positive number"),
+        ("--json-schema nowhere", "--json-schema: "),
+        ("--json-schema broken.json", "--json-schema: got text that is not JSON"),
+        ("--json-schema cut/model.safetensors", "--json-schema: .* is not UTF-8 text"),
+        ("--json-schema not.json", r'--json-schema: Unimplemented keys: \["not"\]'),
+        ("--lark nowhere", "--lark: "),
+        ("--regex a(", "--regex: .*unclosed group"),
+        ("--regex a --choices a", "--choices: not allowed with argument --regex"),
         # flags that there are not
         ("--max-new 5", "unrecognized arguments: --max-new 5"),
         (
@@ -217,6 +224,7 @@ def folder(base, heads, medusa, wordless, tmp_path_factory):
     for name, path in {"base": base, "heads": heads, "narrow": medusa(width=16), "wordless": wordless}.items():
         shutil.copytree(path, folder / name)
     (folder / "link").symlink_to("heads")
+    (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [2]}')  # which grammars require
     write_lora(folder / "lora", AutoModelForCausalLM.from_pretrained(base))
     for name in ("cut", "part"):
         shutil.copytree(base, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -225,6 +233,8 @@ def folder(base, heads, medusa, wordless, tmp_path_factory):
     (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "empty").mkdir()
     (folder / "file").touch()
+    (folder / "broken.json").write_text("{")
+    (folder / "not.json").write_text('{"not": {}}')
     (folder / "results").mkdir()
     (folder / "results" / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
     lines = {

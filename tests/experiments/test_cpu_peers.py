@@ -16,7 +16,7 @@ from gguf import GGUFReader
 from peer_checks import Run, differences
 from peer_files import gguf_file, random_directory
 from peer_picture import speed_picture
-from peer_programs import LOOKUP, Peer, Program, Variant, variants
+from peer_programs import Peer, Program, Variant, variants
 
 import hydrajax
 from hydrajax.cli import run_command
@@ -158,14 +158,6 @@ def test_written_files_are_the_base(base, tmp_path):
     assert gguf_file(base, tmp_path, "F32").stat().st_mtime_ns == before  # it is kept
     reads_gguf = next(variants(ABSENT, ["float32"], tmp_path, found["Q8_0"].model))
     assert (reads_gguf.name, reads_gguf.float32) == ("Absent Q8_0", False)
-
-
-def test_ways_to_draft(base, tmp_path):
-    program = peer_programs.PROGRAMS[-1]
-    (found,) = variants(program, ["float32", "int8"], tmp_path, base, base)
-    assert found.drafts == {"greedy": None, "prompt lookup": LOOKUP, "draft model": str(base)}
-    (found,) = variants(program, ["float32"], tmp_path, base)
-    assert list(found.drafts) == ["greedy", "prompt lookup"]
 
 
 def test_the_process_keeps_its_cores():

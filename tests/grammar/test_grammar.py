@@ -292,27 +292,6 @@ def test_flags_of_grammars(program, m, tmp_path):
     assert re.fullmatch("naïve [a-c]{3}\n", program("--lark", lark).out)
 
 
-def test_bad_flags_end_in_one_line(program, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"broken.json": b"{", "binary": b"\xff\xfe", "not.json": b'{"not": {}}'}.items():
-        (tmp_path / name).write_bytes(content)
-    before = sorted(tmp_path.iterdir())
-    for flags, pattern in (
-        ("--json-schema absent", "--json-schema: "),
-        ("--json-schema broken.json", "--json-schema: got text that is not JSON"),
-        ("--json-schema binary", "--json-schema: .* is not UTF-8 text"),
-        ("--json-schema not.json", '--json-schema: Unimplemented keys: \\["not"\\]'),
-        ("--lark absent", "--lark: "),
-        ("--regex a(", "--regex: .*unclosed group"),
-        ("--regex=", "--regex: got '', expected a text"),
-        ("--regex a --choices a", "--choices: not allowed with argument --regex"),
-    ):
-        result = program(*flags.split(), "--output", "out.jsonl")
-        assert (result.code, result.out) == (2, ""), flags
-        assert re.fullmatch(f"hydrajax: {pattern}[^\n]*\n", result.err), result.err
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_bad_grammars_are_refused_before_anything_is_measured_or_decoded(m, monkeypatch):
     bad = Grammar.json_schema({"not": {}})
     good = Request(max_new_tokens=40, grammar=Grammar.choices(["a"]))

@@ -19,19 +19,15 @@ GPU = TOOLS / "gpu"
 
 @pytest.mark.slow
 def test_train_bench(tmp_path):
-    bench = module(GPU / "train_bench.py")
-    out = tmp_path / "bench.jsonl"
-    sizes = ["--length", "16", "--batches", "2", "--repeats", "1", "--chunk-tokens", "32"]
-    assert bench.main(["--shape", "tiny", "--dtype", "float32", *sizes, "--out", str(out)]) == 0
+    bench, out = module(GPU / "train_bench.py"), tmp_path / "bench.jsonl"
+    flags = "--shape tiny --dtype float32 --length 16 --batches 2 --repeats 1 --chunk-tokens 32"
+    assert bench.main([*flags.split(), "--out", str(out)]) == 0
     header, line = (json.loads(text) for text in out.read_text().splitlines())
     assert header["base_parameters"] == 3 * (4 * 64 * 64 + 3 * 64 * 172 + 2 * 64) + 2 * 64 * 512 + 64
-    assert header["peak_flops"] is None  # unknown for a CPU, and so is utilisation
-    assert line["mfu"] is None
-    for part in ("step", "base_forward", "heads_loss_and_gradient", "optimizer"):
-        assert line[f"{part}_milliseconds"] > 0
+    assert header["peak_flops"] is line["mfu"] is None  # unknown for a CPU, and so is utilisation
+    assert all(line[f"{part}_milliseconds"] > 0 for part in ("step", "base_forward", "optimizer"))
     assert line["tokens_per_second"] == pytest.approx(2 * 16 / line["step_milliseconds"] * 1e3)
     assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second"] * header["flops_per_token"] / 1e12)
-    assert line["peak_memory_bytes"] > 0
 
 
 def script(name: str, *argv: str) -> subprocess.CompletedProcess:
@@ -44,23 +40,14 @@ def test_half_hour_keeps_finished_parts(tmp_path):
     begin = ["--tiny", "--out", str(tmp_path)]
     done = script("half_hour", *begin, "--only", "without_graphs")
     assert done.returncode == 0, done.stdout + (tmp_path / "without_graphs.log").read_text()
-    _, *lines = map(json.loads, (tmp_path / "without_graphs.jsonl").read_text().splitlines())
-    for line in lines:
-        assert 0 < line["busy_share"] <= 1
-        assert line["kernels"][0]["milliseconds"] >= line["kernels"][-1]["milliseconds"] >= 0
-    kept = (tmp_path / "parts.json").read_text()
-    assert json.loads(kept)["without_graphs"]["exit_code"] == 0
-    assert script("half_hour", *begin, "--only", "without_graphs").stdout == ""  # nothing is left
     assert "no time left" in script("half_hour", *begin, "--only", "check", "--minutes", "0").stdout
-    assert (tmp_path / "parts.json").read_text() == kept
+    parts = json.loads((tmp_path / "parts.json").read_text())
+    assert parts["without_graphs"]["exit_code"] == 0
     assert "got lunch, expected" in script("half_hour", *begin, "--only", "lunch").stderr
-
-
-@pytest.mark.slow
-def test_every_part_of_the_half_hour(tmp_path):
-    done = script("half_hour", "--tiny", "--out", str(tmp_path))
+    done = script("half_hour", *begin)
     assert done.returncode == 0, done.stdout
-    assert len(json.loads((tmp_path / "parts.json").read_text())) == 13
+    rest = json.loads((tmp_path / "parts.json").read_text())
+    assert (len(rest), rest["without_graphs"]) == (13, parts["without_graphs"])
     check = json.loads((tmp_path / "check.json").read_text())
     assert (check["kernels"], len(check["cells"])) == ("agree with NumPy", 4)  # two dtypes, with and without ours
 
