@@ -262,8 +262,8 @@ FOR_TRAINING = {"datasets", "tensorboardX", "orbax", "optax"}
 
 
 def loaded_after(program: str, names: set[str]) -> set[str]:
-    """Return the packages of ``names`` that a Python program has imported at its end."""
-    program += f"\nimport sys; print('loaded', *({names!r} & {{name.split('.')[0] for name in sys.modules}}))"
+    """Return the modules of ``names`` that a Python program has imported at its end."""
+    program += f"\nimport sys; print('loaded', *({names!r} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
@@ -290,6 +290,20 @@ def test_a_start_without_a_command_loads_nothing_slow_and_names_at_their_first_u
     program += "import hydrajax\nassert hydrajax.__version__ and set(hydrajax.__all__) <= set(dir(hydrajax))"
     assert loaded_after(program, SLOW | ON_DEMAND | FOR_TRAINING) == set()
     assert loaded_after("import hydrajax\nhydrajax.load", {"jax", "torch"}) == {"jax"}
+
+
+# Parts that the bundled base and its Hydra++ heads do not use.
+UNUSED = (
+    *("conversation", "stored_trees", "decoding.processors", "decoding.sampling", "decoding.typical"),
+    *("drafters.corpus", "drafters.growing", "drafters.medusa", "formats.export_base", "formats.known_bases"),
+    *("formats.torch_files", "formats.upload", "lowbit.int4", "models.experts", "text.prompt_files"),
+    *("text.templates", "trees.tree_json"),
+)
+
+
+def test_loading_a_model_imports_only_what_it_uses():
+    program = 'import hydrajax\nhydrajax.load("shipped", "hydra++")'
+    assert loaded_after(program, {f"hydrajax.{name}" for name in UNUSED}) == set()
 
 
 def test_every_public_name_is_there():
