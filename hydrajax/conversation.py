@@ -14,7 +14,7 @@ from hydrajax.decoding.processing import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.request import sampling_params
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import drawn, growing_text, keys_of
+from hydrajax.sequences import drawn, growing_text, keys_of
 from hydrajax.text.templates import make_encoder
 
 

@@ -46,6 +46,7 @@ CORE = (
     "text",
     "formats",
     "decoding",
+    "sequences",
     "generation",
     "conversation",
     "machine",

@@ -17,7 +17,7 @@ import numpy as np
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
 from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.generation import remember, row_result
+from hydrajax.sequences import remember, row_result
 from hydrajax.serve.admission import CacheBudget, CacheMemory
 from hydrajax.serve.bursts import BurstRunner
 from hydrajax.serve.executor_pool import ExecutorPool

@@ -25,8 +25,8 @@ from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import keys_of
 from hydrajax.ops import trace
+from hydrajax.sequences import keys_of
 from hydrajax.serve.programs import Kind, Programs, ProgramShape
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets

@@ -11,7 +11,7 @@ from hydrajax.decoding.constraints import GrammarLike
 from hydrajax.decoding.keywords import make_request, processor_fields
 from hydrajax.decoding.processors import MinTokens
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import growing_text
+from hydrajax.sequences import growing_text
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.requests import Submission
 from hydrajax.text.jsonl import shown

@@ -15,7 +15,7 @@ import numpy as np
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
-from hydrajax.generation import growing_text
+from hydrajax.sequences import growing_text
 from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.programs import ProgramShape

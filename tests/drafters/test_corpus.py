@@ -15,7 +15,7 @@ from hydrajax.drafters.corpus import CONTEXT, END, NOTHING, Corpus
 from hydrajax.drafters.corpus_search import DOUBT, SURVIVAL, CorpusSearch, Tail
 from hydrajax.drafters.drafter import CORPUS
 from hydrajax.errors import HydrajaxError
-from hydrajax.generation import remember
+from hydrajax.sequences import remember
 
 CAPACITY, DEPTH = 200, 6
 
