@@ -24,45 +24,28 @@ from hydrajax.models.llama_config import LlamaConfig
 
 BASE = LlamaConfig(61, 32, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
 LAYERS = {
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 61,
-}
+    "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-6, "vocab_size": 61,
+}  # fmt: skip
 ONE = LAYERS | {
     "architectures": ["DFlashDraftModel"],
     "block_size": 4,
     "num_target_layers": 8,
     "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5]},
 }
+MARKOV = {"markov_rank": 3, "markov_head_type": "rnn"}
+MARKOV |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
 DEEP = LAYERS | {
     "architectures": ["Qwen3DSparkModel"],
     "block_size": 4,
     "num_target_layers": 8,
     "mask_token_id": 60,
     "target_layer_ids": [-1, 5],
-    "markov_rank": 3,
-    "markov_head_type": "rnn",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
-SPECULATORS = {
-    "speculators_model_type": "dspark",
-    "transformer_layer_config": LAYERS | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7},
-    "block_size": 4,
-    "mask_token_id": 60,
-    "aux_hidden_state_layer_ids": [2, 6],
-    "draft_vocab_size": 20,
-    "markov_rank": 3,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-}
+} | MARKOV  # fmt: skip
+WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7}
+SPECULATED = {"block_size": 4, "mask_token_id": 60, "aux_hidden_state_layer_ids": [2, 6]}
+SPECULATORS = {"speculators_model_type": "dspark", "transformer_layer_config": LAYERS | WINDOWS, "draft_vocab_size": 20}
+SPECULATORS |= SPECULATED | MARKOV | {"markov_head_type": "vanilla"}
 
 
 def tensors(n_reads: int = 2, rank: int = 0, kind: str = "vanilla", words: int = 61) -> dict[str, torch.Tensor]:
@@ -126,7 +109,7 @@ LAYOUTS = {  # config.json, tensors, and what of the drafter must follow
     ),
     "speculators' DFlash": (
         {"speculators_model_type": "dflash", "transformer_layer_config": LAYERS, "sample_from_anchor": False}
-        | {name: SPECULATORS[name] for name in ("block_size", "mask_token_id", "aux_hidden_state_layer_ids")},
+        | SPECULATED,
         ONES,
         DFlash,
         {"vocabulary": None, "windows": ()},

@@ -31,17 +31,13 @@ from hydrajax.models.rope_scaling import RopeScaling
 
 BASE = LlamaConfig(VOCAB, WIDTH, 80, n_layers=8, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
 TINY = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 61,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 61,
+}  # fmt: skip
 NESTED = {"model_type": "eagle", "model": TINY}  # vLLM's
 FIELDS = {"speculators_model_type": "eagle3", "norm_before_residual": False, "draft_vocab_size": 20}
+FIELDS |= {"transformer_layer_config": TINY}
+ONE_FIELDS = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
 
 
 def tensors_of(version: int, **settings) -> dict:
@@ -60,7 +56,8 @@ def speculators_1(state: dict) -> dict:
     return {re.sub("^(fc|layers.0)", lambda found: names[found[0]], name): x for name, x in state.items()}
 
 
-COPIES = {"embed_tokens.weight": torch.ones(61, 32), "lm_head.weight": torch.ones(61, 32)}  # of the base's
+EMBEDDING = {"embed_tokens.weight": torch.ones(61, 32)}
+COPIES = EMBEDDING | {"lm_head.weight": torch.ones(61, 32)}  # of the base's
 ONE, THREE = tensors_of(1), tensors_of(3)
 RENAMED, BIASED = tensors_of(3, released=False), tensors_of(1, bias=True)
 ALL = {key: x for key, x in tensors_of(3).items() if key not in ("d2t", "t2d")} | {"lm_head.weight": torch.ones(61, 32)}
@@ -78,22 +75,10 @@ LAYOUTS = {  # config.json, tensors, and what they are released as
     ),
     "vLLM's own EAGLE-3": (NESTED | {"draft_vocab_size": 20, "method": "eagle3"}, THREE, THREE),
     "vLLM's name of the layer": (TINY | {"draft_vocab_size": 20}, RENAMED, THREE),
-    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED, THREE),
-    "speculators with copies": (
-        FIELDS | {"transformer_layer_config": TINY},
-        RENAMED | {"embed_tokens.weight": COPIES["embed_tokens.weight"], "verifier_lm_head.weight": torch.ones(20, 32)},
-        THREE,
-    ),
-    "speculators EAGLE-1": (
-        {"speculators_model_type": "eagle", "transformer_layer_config": TINY, "layernorms": False},
-        speculators_1(ONE),
-        ONE,
-    ),
-    "speculators EAGLE-1 with a bias": (
-        {"speculators_model_type": "eagle", "transformer_layer_config": TINY, "fusion_bias": True},
-        speculators_1(BIASED),
-        BIASED,
-    ),
+    "speculators": (FIELDS, RENAMED, THREE),
+    "speculators with copies": (FIELDS, RENAMED | EMBEDDING | {"verifier_lm_head.weight": torch.ones(20, 32)}, THREE),
+    "speculators EAGLE-1": (ONE_FIELDS | {"layernorms": False}, speculators_1(ONE), ONE),
+    "speculators EAGLE-1 with a bias": (ONE_FIELDS | {"fusion_bias": True}, speculators_1(BIASED), BIASED),
 }
 
 
@@ -125,7 +110,6 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
     assert drafter.vocabulary.tokens.tolist() == list(range(0, 60, 3))
 
 
-ONE_FIELDS = {"speculators_model_type": "eagle", "transformer_layer_config": TINY}
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 REFUSED = [  # fields over a plain config.json of the layout, further tensors, the message
     # of speculators' EAGLE-3: variants that compute something else, each by its field
@@ -193,7 +177,7 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     ("nested", {}, {"lm_head.weight": torch.ones(20, 32)}, "vocabulary: got 20, expected 61"),
 ]
 PLAIN = {
-    "speculators": (FIELDS | {"transformer_layer_config": TINY}, RENAMED),
+    "speculators": (FIELDS, RENAMED),
     "released": (TINY | {"draft_vocab_size": 20}, THREE),
     "released 1": (TINY | {"bias": False}, ONE),
     "speculators 1": (ONE_FIELDS, speculators_1(ONE)),
@@ -286,25 +270,14 @@ def official_module(drafter, format: str) -> torch.nn.Module:
     return TorchEagle3(c, len(drafter.spec.aux_hidden_layers), known, released, **variant)
 
 
-OF_EAGLE_3 = [name for name in CASES if name.startswith("eagle3")]
+EXPORTS = [
+    *(("eagle", "eagle"), ("eagle, no bias", "speculators"), ("eagle, scaled", "eagle")),
+    *(("eagle3", "speculators"), ("eagle3, llama 3.1", "eagle-3"), ("eagle3, some tokens", "eagle-3")),
+    *(("eagle3, some tokens", "speculators"), ("eagle3, normed", "speculators")),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        *(
-            (name, format)
-            for name in ("eagle", "eagle, no bias", "eagle, scaled")
-            for format in ("eagle", "speculators")
-        ),
-        *((name, format) for name in OF_EAGLE_3 for format in ("eagle-3", "speculators") if "normed" not in name),
-        ("eagle3, normed", "speculators"),
-    ],
-)
-@pytest.mark.quick(
-    *("eagle-eagle", "eagle, no bias-speculators", "eagle, scaled-eagle", "eagle3, llama 3.1-eagle-3"),
-    *("eagle3, some tokens-eagle-3", "eagle3, some tokens-speculators", "eagle3, normed-speculators"),
-)
+@pytest.mark.parametrize(("name", "format"), EXPORTS)
 def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_path, name, format):
     """And it is read back bit for bit, except for the depth, which only our own format stores."""
     drafter, base = drafter_of(name), CASES[name][0]
