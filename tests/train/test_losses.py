@@ -26,6 +26,7 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import chunk_width
+from hydrajax.train.chunks import sum_over_chunks
 from hydrajax.train.losses import IGNORED, Objective, draft_loss, language_model_loss
 
 
@@ -291,3 +292,50 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
     overlap = torch.minimum(log_p.exp(), log_q.exp()).sum().item()
     assert float(found.similarity["acceptance"]) == pytest.approx(overlap, rel=1e-5)
     assert float(found.similarity["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
+
+
+UNREAD = (7, 11)
+
+
+def loss_of(params, x, targets):
+    """Sum the squares of the gaps of two parts, of which one has a parameter of its own."""
+
+    def first(params, x, targets, shared):
+        gap = jnp.sum((x @ params["both"] - targets) ** 2)
+        return shared * gap, gap
+
+    def second(params, x, targets, shared):
+        gap = jnp.sum((x @ params["both"] * params["second"] - targets) ** 2)
+        return shared * gap, gap
+
+    return sum_over_chunks([first, second], lambda scale, i: scale, params, [x, x], [targets, targets], 0.5)
+
+
+def case():
+    random = np.random.default_rng(0)
+    params = {"both": random.standard_normal((4, 3)), "second": random.standard_normal(3), "other": np.ones(UNREAD)}
+    x, targets = random.standard_normal((5, 2, 4)), random.standard_normal((5, 2, 3))
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, x, targets))
+
+
+def test_gradients_of_all_chunks():
+    params, x, targets = case()
+
+    def expected(params, x):
+        product = x @ params["both"]
+        return 0.5 * jnp.sum((product - targets) ** 2 + (product * params["second"] - targets) ** 2)
+
+    ours = jax.value_and_grad(lambda *args: loss_of(*args, targets), (0, 1), has_aux=True)
+    (value, _), found = jax.jit(ours)(params, x)
+    wanted = jax.jit(jax.value_and_grad(expected, (0, 1)))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), (value, found), wanted)
+
+
+def test_parameters_that_no_part_reads_are_not_carried():
+    """Their gradients are zeros, which would take memory and time in every chunk."""
+    params, x, targets = case()
+    program = jax.make_jaxpr(jax.grad(lambda params: loss_of(params, x, targets)[0]))(params)
+    (loop,) = (one for one in program.eqns if one.primitive.name == "scan")
+    shapes = [var.aval.shape for var in loop.outvars]
+    assert params["both"].shape in shapes
+    assert UNREAD not in shapes
