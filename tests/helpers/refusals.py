@@ -1,4 +1,4 @@
-"""Tables of input that is refused."""
+"""Errors of input that is refused, alone and in tables."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ def assert_refused(call: Callable, *cases) -> None:
         assert "\n" not in found, found
         found.encode()  # can be printed
         assert re.search(".*".join(map(re.escape, message.split("..."))), found), f"{arguments}: {found}"
+
+
+def refusal(call: Callable, *pieces: str) -> str:
+    """Return the message of the `HydrajaxError`, after checking that it is one line with every given part."""
+    with pytest.raises(HydrajaxError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for piece in pieces:
+        assert piece in message
+    return message

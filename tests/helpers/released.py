@@ -1,6 +1,6 @@
 """Released draft heads as plain torch modules with the official parameter names, and their files.
 
-The modules follow the formulas of docs/design.md 4 and the layout of vLLM. `refusal` checks error messages.
+The modules follow the formulas of docs/design.md 4 and the layout of vLLM.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaModel
 
-from hydrajax.errors import HydrajaxError
+from helpers.refusals import refusal  # noqa: F401
 
 WIDTH, VOCAB = 32, 96  # of the tiny checkpoint
 
@@ -180,14 +179,3 @@ def medusa_config(n_heads: int, n_layers: int) -> dict:
 def vllm_config(n_heads: int, n_layers: int, **more) -> dict:
     sizes = {"num_heads": n_heads, "num_hidden_layers": n_layers, "hidden_size": WIDTH, "vocab_size": VOCAB}
     return {"architectures": ["MedusaModel"], "model_type": "medusa", "truncated_vocab_size": None} | sizes | more
-
-
-def refusal(call: Callable, *pieces: str) -> str:
-    """Return the message of the `HydrajaxError`, after checking that it is one line with every given part."""
-    with pytest.raises(HydrajaxError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for piece in pieces:
-        assert piece in message
-    return message

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from hydrajax import ops
 from hydrajax.serve.served_models import tree_for
 from hydrajax.stored_trees import FastestTree
@@ -14,18 +12,15 @@ from hydrajax.trees.smaller import with_size
 TREE = "[[0],[1],[2],[0,0],[0,1],[1,0],[0,0,0],[0,0,1],[0,0,0,0]]"
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "choices"),
-    [
+def test_static_trees_keep_the_likeliest_nodes():
+    for name, size, choices in (
         (TREE, 2, [[0]]),
         (TREE, 4, [[0], [0, 0], [0, 0, 0]]),
         (TREE, 6, [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]),
         ("chain-5", 3, [[0], [0, 0]]),
         ("chain-5", 0, [[0]]),
-    ],
-)
-def test_static_trees_keep_the_likeliest_nodes(name, size, choices):
-    assert with_size(presets.by_name(name), size) == presets.tree_of(choices)
+    ):
+        assert with_size(presets.by_name(name), size) == presets.tree_of(choices)
 
 
 def test_large_trees_keep_nodes_of_their_own():
@@ -43,19 +38,13 @@ def test_dynamic_trees_keep_their_kind():
             found = with_size(DynamicTree(size, expansions, top_k), smaller)
             assert isinstance(found, DynamicTree)
             assert found.size == smaller
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "expected"),
-    [
-        ("dynamic-8-5-3", 5, "chain-4"),
+    for name, size, expected in (
+        ("dynamic-8-5-3", 5, "chain-4"),  # with few nodes it becomes a chain
         ("dynamic-8-2-4", 5, "chain-3"),  # as deep as the tree was
         ("dynamic-60-7-10", 2, "chain-1"),
         ("dynamic-5-1-2", 1, "chain-1"),
-    ],
-)
-def test_dynamic_trees_of_few_nodes_become_chains(name, size, expected):
-    assert with_size(presets.by_name(name), size) == presets.by_name(expected)
+    ):
+        assert with_size(presets.by_name(name), size) == presets.by_name(expected)
 
 
 def test_trees_that_are_small_enough_stay():
