@@ -110,7 +110,7 @@ def test_every_draft_and_rule_on_a_mesh(llama_checkpoint, tmp_path, on_eight_dev
     chunks.
     """
     base = llama_checkpoint(num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM)
-    found = on_eight_devices(tmp_path, "every_draft_on_a_mesh", base, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(tmp_path, "same_on_a_mesh", "drafts", base, flags="--xla_backend_optimization_level=0")
     del found["devices"]
     assert len(found) > 20
     for name, (single, divided) in found.items():
@@ -124,7 +124,9 @@ def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, 
     draft = llama_checkpoint(
         num_attention_heads=N_HEADS, num_key_value_heads=N_KV_HEADS, head_dim=HEAD_DIM, num_hidden_layers=1
     )
-    found = on_eight_devices(tmp_path, "draft_model_on_meshes", base, draft, flags="--xla_backend_optimization_level=0")
+    found = on_eight_devices(
+        tmp_path, "same_on_a_mesh", "draft_model", base, draft, flags="--xla_backend_optimization_level=0"
+    )
     per_head = [N_HEADS // N_KV_HEADS + 2, HEAD_DIM]
     shapes = {name: found[name].pop("qkv") for name in ("single", "replicated", "sharded")}
     assert shapes["single"] == shapes["replicated"] == [WIDTH, N_KV_HEADS, *per_head]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -81,145 +82,110 @@ def random_pairs(tmp_path_factory, examples: Mapping[str, dict]) -> Callable[[st
     return functools.cache(lambda family: random_pair(tmp_path_factory.mktemp(family), family, examples[family]))
 
 
-def yarn(draw) -> dict:
-    """Draw YaRN's settings. 8 features and a context of 64 have frequencies on both sides of the transition."""
-    found = {"rope_type": "yarn", "factor": draw(st.sampled_from([2.0, 4.0, 8.0]))}
-    found["original_max_position_embeddings"] = draw(st.sampled_from([16, 32, 64]))
-    found |= draw(
-        st.sampled_from([{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"attention_factor": 0.8}, {"truncate": False}])
-    )
-    return found | draw(st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}]))
+def fields(**choices) -> st.SearchStrategy[dict]:
+    """Return a strategy for fields: a strategy each, or a list of values."""
+    return st.fixed_dictionaries({k: st.sampled_from(v) if isinstance(v, list) else v for k, v in choices.items()})
+
+
+def merged(*parts: st.SearchStrategy[dict]) -> st.SearchStrategy[dict]:
+    return st.tuples(*parts).map(lambda drawn: functools.reduce(operator.or_, drawn))
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
+# 8 features and a context of 64 have frequencies on both sides of YaRN's transition.
+YARNS = merged(
+    fields(rope_type=["yarn"], factor=[2.0, 4.0, 8.0], original_max_position_embeddings=[16, 32, 64]),
+    st.sampled_from([{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"attention_factor": 0.8}, {"truncate": False}]),
+    st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}]),
+)
+# The rotary embedding of layers that are all alike, and of one type: transformers looks for `truncate` outside of it.
+ROPES = merged(
+    fields(rope_theta=[1e4, 5e5]),
+    st.sampled_from([{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3]) | YARNS,
+)
+ROPES_OF_TYPE = ROPES.map(lambda rope: {name: value for name, value in rope.items() if name != "truncate"})
+LONGROPE = {part: st.lists(st.floats(1.0, 8.0), min_size=int(4 * part), max_size=int(4 * part)) for part in (1.0, 0.75)}
+# The type of each layer, also by the family's default.
+EVERY_LAYER = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=N_LAYERS, max_size=N_LAYERS)
+TYPES = st.just({}) | EVERY_LAYER.map(lambda types: {"layer_types": types})
+TYPES = TYPES.map(lambda types: {"sliding_window": WINDOW} | types)
+QWEN = merged(
+    TYPES, fields(use_sliding_window=[True], max_window_layers=st.integers(0, N_LAYERS), rope_parameters=ROPES)
+)
+GEMMA = merged(
+    TYPES,
+    fields(
+        head_dim=[8, 16],
+        query_pre_attn_scalar=[8, 24],
+        final_logit_softcapping=[None, 5.0],
+        hidden_activation=["gelu_pytorch_tanh", "silu"],
+        tie_word_embeddings=[False, True],
+        num_key_value_heads=[1, 2, 4],
+    ),
+)
 
 
-def rope(draw) -> dict:
-    """Draw the rotary embedding of layers that are all alike."""
-    kind = draw(st.sampled_from(["default", "linear", "llama3", "yarn"]))
-    found = {"default": {"rope_type": "default"}, "linear": {"rope_type": "linear", "factor": 4.0}, "llama3": LLAMA3}
-    return {"rope_theta": draw(st.sampled_from([1e4, 5e5]))} | (yarn(draw) if kind == "yarn" else found[kind])
+def by_type(*thetas: float) -> st.SearchStrategy[dict]:
+    """Return rotary embeddings of layers with and without a window."""
+    return fields(sliding_attention=fields(rope_type=["default"], rope_theta=[*thetas]), full_attention=ROPES_OF_TYPE)
 
 
-def types(draw) -> dict:
-    """Draw the type of each layer, also by the family's default."""
-    every = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=N_LAYERS, max_size=N_LAYERS)
-    found = draw(st.none() | every)
-    return {"sliding_window": WINDOW} | ({} if found is None else {"layer_types": found})
-
-
-@st.composite
-def qwen(draw, kind: str) -> dict:
-    fields = types(draw) | {"use_sliding_window": True, "max_window_layers": draw(st.integers(0, N_LAYERS))}
-    return (
-        fields | {"rope_parameters": rope(draw), "head_dim": draw(st.sampled_from([8, 16]))}
-        if kind == "qwen3"
-        else (fields | {"rope_parameters": rope(draw)})
+def phi3(part: float) -> st.SearchStrategy[dict]:
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+    longrope = merged(
+        fields(rope_type=["longrope"], short_factor=LONGROPE[part], long_factor=LONGROPE[part]),
+        st.sampled_from([{}, {"attention_factor": 0.9}]),
+    )
+    return fields(
+        head_dim=[8],
+        sliding_window=[None, WINDOW],
+        tie_word_embeddings=[False, True],
+        original_max_position_embeddings=[64],
+        rope_parameters=merged(st.just(plain), st.just({}) | longrope),
     )
 
 
-def gemma(draw) -> dict:
-    return types(draw) | {
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "query_pre_attn_scalar": draw(st.sampled_from([8, 24])),
-        "final_logit_softcapping": draw(st.sampled_from([None, 5.0])),
-        "hidden_activation": draw(st.sampled_from(["gelu_pytorch_tanh", "silu"])),
-        "tie_word_embeddings": draw(st.booleans()),
-        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
-    }
-
-
-@st.composite
-def gemma2(draw) -> dict:
-    return gemma(draw) | {
-        "attn_logit_softcapping": draw(st.sampled_from([None, 2.0])),
-        "rope_parameters": rope(draw),
-    }
-
-
-@st.composite
-def gemma3(draw) -> dict:
-    local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([1e3, 1e4]))}
-    # transformers looks for `truncate` outside the settings of each type.
-    ropes = {"sliding_attention": local, "full_attention": rope(draw)}
-    ropes["full_attention"].pop("truncate", None)
-    return gemma(draw) | {"rope_parameters": ropes, "sliding_window_pattern": draw(st.sampled_from([2, 3, 6]))}
-
-
-@st.composite
-def olmo2(draw) -> dict:
-    kv_heads = draw(st.sampled_from([1, 2, 4]))
-    return {"num_key_value_heads": kv_heads, "rope_parameters": rope(draw), "rms_norm_eps": 1e-3}
-
-
-@st.composite
-def olmo3(draw) -> dict:
-    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": rope(draw)}
-    ropes["full_attention"].pop("truncate", None)
-    return types(draw) | {"num_key_value_heads": draw(st.sampled_from([1, 4])), "rope_parameters": ropes}
-
-
-@st.composite
-def granite(draw) -> dict:
-    return {
-        "embedding_multiplier": draw(st.sampled_from([1.0, 12.0])),
-        "attention_multiplier": draw(st.sampled_from([1.0, 0.015625, 0.35])),
-        "residual_multiplier": draw(st.sampled_from([1.0, 0.22])),
-        "logits_scaling": draw(st.sampled_from([1.0, 3.0, 8.0])),
-        "tie_word_embeddings": draw(st.booleans()),
-        "rope_parameters": rope(draw),
-    }
-
-
-@st.composite
-def smollm3(draw) -> dict:
-    return {
-        "no_rope_layers": draw(st.lists(st.sampled_from([0, 1]), min_size=N_LAYERS, max_size=N_LAYERS) | st.none()),
-        "no_rope_layer_interval": draw(st.sampled_from([2, 3, 4])),
-        "use_sliding_window": draw(st.booleans()),
-        "sliding_window": WINDOW,
-        "rope_parameters": rope(draw),
-        "tie_word_embeddings": draw(st.booleans()),
-    }
-
-
-@st.composite
-def phi3(draw) -> dict:
-    part = draw(st.sampled_from([1.0, 0.75]))
-    fields = {"head_dim": 8, "sliding_window": draw(st.none() | st.just(WINDOW))}
-    fields["tie_word_embeddings"] = draw(st.booleans())
-    ropes = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
-    if draw(st.booleans()):
-        factors = st.lists(st.floats(1.0, 8.0), min_size=int(4 * part), max_size=int(4 * part))
-        ropes |= {"rope_type": "longrope", "short_factor": draw(factors), "long_factor": draw(factors)}
-        ropes |= draw(st.sampled_from([{}, {"attention_factor": 0.9}]))
-    return fields | {"rope_parameters": ropes, "original_max_position_embeddings": 64}
-
-
+LLAMA = fields(head_dim=[8, 16], rms_norm_eps=[1e-6, 1e-3], tie_word_embeddings=[False, True], rope_parameters=ROPES)
 FAMILIES = {
-    "qwen2": qwen("qwen2"),
-    "qwen3": qwen("qwen3"),
-    "gemma2": gemma2(),
-    "gemma3_text": gemma3(),
-    "olmo2": olmo2(),
-    "olmo3": olmo3(),
-    "granite": granite(),
-    "smollm3": smollm3(),
-    "phi3": phi3(),
+    "llama": LLAMA,
+    "mistral": merged(LLAMA, fields(sliding_window=[WINDOW])),
+    "qwen2": QWEN,
+    "qwen3": merged(QWEN, fields(head_dim=[8, 16])),
+    "gemma2": merged(GEMMA, fields(attn_logit_softcapping=[None, 2.0], rope_parameters=ROPES)),
+    "gemma3_text": merged(GEMMA, fields(rope_parameters=by_type(1e3, 1e4), sliding_window_pattern=[2, 3, 6])),
+    "olmo2": fields(num_key_value_heads=[1, 2, 4], rope_parameters=ROPES, rms_norm_eps=[1e-3]),
+    "olmo3": merged(TYPES, fields(num_key_value_heads=[1, 4], rope_parameters=by_type(1e4))),
+    "granite": fields(
+        embedding_multiplier=[1.0, 12.0],
+        attention_multiplier=[1.0, 0.015625, 0.35],
+        residual_multiplier=[1.0, 0.22],
+        logits_scaling=[1.0, 3.0, 8.0],
+        tie_word_embeddings=[False, True],
+        rope_parameters=ROPES,
+    ),
+    "smollm3": fields(
+        no_rope_layers=st.lists(st.sampled_from([0, 1]), min_size=N_LAYERS, max_size=N_LAYERS) | st.none(),
+        no_rope_layer_interval=[2, 3, 4],
+        use_sliding_window=[False, True],
+        sliding_window=[WINDOW],
+        rope_parameters=ROPES,
+        tie_word_embeddings=[False, True],
+    ),
+    "phi3": phi3(1.0) | phi3(0.75),
 }
-
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LOCAL = {"rope_type": "default", "rope_theta": 1e3}
 BOTH = ["sliding_attention", "full_attention", "sliding_attention"]
-GEMMA = {"sliding_window": WINDOW, "layer_types": BOTH, "head_dim": 16, "query_pre_attn_scalar": 24}
+GEMMA_EXAMPLE = {"sliding_window": WINDOW, "layer_types": BOTH, "head_dim": 16, "query_pre_attn_scalar": 24}
 # Every setting differs from its default.
 EXAMPLES = {
     "llama": {"rope_parameters": YARN | {"truncate": False}},
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": BOTH, "rope_parameters": YARN},
-    "gemma2": GEMMA | {"tie_word_embeddings": False, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
-    "gemma3_text": GEMMA
+    "gemma2": GEMMA_EXAMPLE
+    | {"tie_word_embeddings": False, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA_EXAMPLE
     | {
         "rope_parameters": {
             "sliding_attention": LOCAL,

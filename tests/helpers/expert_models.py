@@ -4,94 +4,68 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from helpers.dense_models import BOTH, N_LAYERS, WINDOW, YARN, rope, types
+from helpers.dense_models import BOTH, N_LAYERS, ROPES, TYPES, WINDOW, YARN, fields, merged
 
 SMALL = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SPARSE = {"mlp_only_layers": [1], "decoder_sparse_step": 1}
+QWEN_MOE = fields(
+    rope_parameters=ROPES,
+    num_experts_per_tok=st.integers(1, 5),
+    num_experts=st.integers(5, 9),
+    moe_intermediate_size=[8, 24, 40],
+    norm_topk_prob=[False, True],
+    decoder_sparse_step=[1, 1, 2],
+    mlp_only_layers=st.lists(st.integers(0, N_LAYERS - 1), max_size=2, unique=True),
+    tie_word_embeddings=[False, True],
+)
 
 
-def few(draw, most: int) -> dict:
-    return {"num_experts_per_tok": draw(st.integers(1, most)), "rope_parameters": rope(draw)}
-
-
-@st.composite
-def mixtral(draw) -> dict:
-    window = draw(st.none() | st.just(WINDOW))
-    return {"num_local_experts": draw(st.integers(4, 6)), "sliding_window": window} | few(draw, 4)
-
-
-def qwen_moe(draw) -> dict:
-    return few(draw, 5) | {
-        "num_experts": draw(st.integers(5, 9)),
-        "moe_intermediate_size": draw(st.sampled_from([8, 24, 40])),
-        "norm_topk_prob": draw(st.booleans()),
-        "decoder_sparse_step": draw(st.sampled_from([1, 1, 2])),
-        "mlp_only_layers": draw(st.lists(st.integers(0, N_LAYERS - 1), max_size=2, unique=True)),
-        "tie_word_embeddings": draw(st.booleans()),
-    }
-
-
-@st.composite
-def qwen2_moe(draw) -> dict:
-    # transformers fails for windows in layer_types without use_sliding_window: its cache has them, its mask has none.
-    windows = types(draw) if draw(st.booleans()) else {}
-    return (
-        qwen_moe(draw)
-        | windows
-        | {
-            "use_sliding_window": bool(windows),
-            "max_window_layers": draw(st.integers(0, N_LAYERS)),
-            "shared_expert_intermediate_size": draw(st.sampled_from([8, 48])),
-            "qkv_bias": draw(st.booleans()),
-        }
+def glm4_moe(part: float, groups: int) -> st.SearchStrategy[dict]:
+    rotated = {"partial_rotary_factor": part}
+    return fields(
+        n_routed_experts=[8],
+        n_group=[groups],
+        topk_group=st.integers(1, groups),
+        num_experts_per_tok=[1, 2],
+        moe_intermediate_size=[8, 24],
+        n_shared_experts=[1, 2],
+        routed_scaling_factor=[1.0, 2.5],
+        norm_topk_prob=[False, True],
+        first_k_dense_replace=st.integers(0, N_LAYERS - 1),
+        use_qk_norm=[False, True],
+        attention_bias=[False, True],
+        partial_rotary_factor=[part],
+        head_dim=[8, 16],
+        rope_parameters=ROPES.map(lambda rope: rope | rotated),
+        num_mtp_layers=[0],
     )
 
 
-@st.composite
-def qwen3_moe(draw) -> dict:
-    window = {"use_sliding_window": draw(st.booleans()), "sliding_window": WINDOW}
-    return qwen_moe(draw) | window | {"head_dim": draw(st.sampled_from([8, 16]))}
-
-
-@st.composite
-def olmoe(draw) -> dict:
-    return few(draw, 5) | {
-        "num_experts": draw(st.integers(5, 9)),
-        "norm_topk_prob": draw(st.booleans()),
-        "num_key_value_heads": draw(st.sampled_from([1, 2, 4])),
-        "pad_token_id": 0,
-    }
-
-
-@st.composite
-def glm4_moe(draw) -> dict:
-    groups = draw(st.sampled_from([1, 2, 4]))
-    part = draw(st.sampled_from([0.5, 1.0]))
-    return {
-        "n_routed_experts": 8,
-        "n_group": groups,
-        "topk_group": draw(st.integers(1, groups)),
-        "num_experts_per_tok": draw(st.integers(1, 2)),
-        "moe_intermediate_size": draw(st.sampled_from([8, 24])),
-        "n_shared_experts": draw(st.integers(1, 2)),
-        "routed_scaling_factor": draw(st.sampled_from([1.0, 2.5])),
-        "norm_topk_prob": draw(st.booleans()),
-        "first_k_dense_replace": draw(st.integers(0, N_LAYERS - 1)),
-        "use_qk_norm": draw(st.booleans()),
-        "attention_bias": draw(st.booleans()),
-        "partial_rotary_factor": part,
-        "head_dim": draw(st.sampled_from([8, 16])),
-        "rope_parameters": rope(draw) | {"partial_rotary_factor": part},
-        "num_mtp_layers": 0,
-    }
-
-
 EXPERT_FAMILIES = {
-    "mixtral": mixtral(),
-    "qwen2_moe": qwen2_moe(),
-    "qwen3_moe": qwen3_moe(),
-    "olmoe": olmoe(),
-    "glm4_moe": glm4_moe(),
+    "mixtral": fields(
+        num_local_experts=[4, 5, 6],
+        num_experts_per_tok=st.integers(1, 4),
+        sliding_window=[None, WINDOW],
+        rope_parameters=ROPES,
+    ),
+    "qwen2_moe": merged(
+        QWEN_MOE,
+        # transformers fails for windows in layer_types without use_sliding_window: its cache has them, its mask none.
+        st.just({"use_sliding_window": False}) | TYPES.map(lambda types: types | {"use_sliding_window": True}),
+        fields(
+            max_window_layers=st.integers(0, N_LAYERS), shared_expert_intermediate_size=[8, 48], qkv_bias=[False, True]
+        ),
+    ),
+    "qwen3_moe": merged(QWEN_MOE, fields(use_sliding_window=[False, True], sliding_window=[WINDOW], head_dim=[8, 16])),
+    "olmoe": fields(
+        rope_parameters=ROPES,
+        num_experts_per_tok=st.integers(1, 5),
+        num_experts=st.integers(5, 9),
+        norm_topk_prob=[False, True],
+        num_key_value_heads=[1, 2, 4],
+        pad_token_id=[0],
+    ),
+    "glm4_moe": st.one_of([glm4_moe(part, groups) for part in (0.5, 1.0) for groups in (1, 2, 4)]),
 }
 # Every setting differs from its default.
 EXPERT_EXAMPLES = {

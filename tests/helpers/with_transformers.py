@@ -27,28 +27,26 @@ def prompts_of(count: int) -> list[list[int]]:
 
 def greedy_ids(pair, prompts: list[list[int]], n_new: int = NEW) -> list[list[int]]:
     """Return transformers' continuations."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = pair.theirs.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=n_new, eos_token_id=None,
-                pad_token_id=0,
-            )  # fmt: skip
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    return [greedy_continuation(pair.theirs, prompt, n_new) for prompt in prompts]
 
 
-def generated(pair, prompts: list[list[int]], kind: str, tree: str = "", quick: bool = False) -> list[list[int]]:
+def greedy_continuation(theirs, prompt: list[int], n_new: int) -> list[int]:
+    ids, settings = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        # transformers needs the mask because no padding id is set.
+        out = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n_new, **settings)
+    return out[0, len(prompt) :].tolist()
+
+
+def generated(pair, prompts: list[list[int]], kind: str) -> list[list[int]]:
     """Return the tokens of tree decoding in batches of 3 with a new draft of this kind."""
     if kind in KINDS:
         drafter, params = random_draft(pair.model, pair.params, kind)
     else:
         m = hydrajax.load(pair.folder).with_draft(kind)
         drafter, params = m.drafter, m.params
-    if not tree:
-        dynamic = drafter.spec.supports_dynamic_tree
-        tree = "dynamic-6-2-3" if dynamic else f"chain-{min(drafter.spec.depth, 3)}" if drafter.spec.depth else "root"
+    dynamic = drafter.spec.supports_dynamic_tree
+    tree = "dynamic-6-2-3" if dynamic else f"chain-{min(drafter.spec.depth, 3)}" if drafter.spec.depth else "root"
     decode = hydrajax.make_decode_fn(pair.model, drafter, tree, max_new_tokens=NEW, eos_ids=())
     longest, found = max(map(len, prompts)), []
     for first in range(0, len(prompts), 3):

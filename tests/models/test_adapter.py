@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.released import refusal
+from helpers.refusals import refusal
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.adapter import TARGETS, Adapter, LowRank, check_adapter, split_adapter, with_adapter
 from hydrajax.models.init import abstract_base, init_base
@@ -43,8 +43,7 @@ def noise(random, *shape):
     return random.standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("adapted", [(0, 1, 2), (1,), (0, 2)])
+@pytest.mark.parametrize(("adapted", "int8"), [((0, 1, 2), False), ((1,), True), ((0, 2), False), ((0, 2), True)])
 def test_product_equals_numpy(random, adapted, int8):
     """Each adapted part of a fused kernel gets its own product; the other parts stay unchanged."""
     kernel = noise(random, WIDTH, *FUSED)
@@ -135,21 +134,15 @@ def test_a_model_drops_only_with_a_key():
     np.testing.assert_allclose(hidden_of(model, params, tokens), with_key, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_bad_settings_are_rejected():
+    for settings, message in (
         ({"rank": 0}, "adapter.rank: got 0, expected at least 1"),
         ({"alpha": float("nan")}, "adapter.alpha: got nan, expected a positive number"),
         ({"dropout": 1.0}, "adapter.dropout: got 1.0, expected at least 0 and less than 1"),
         ({"targets": ("qkv",)}, f"adapter.targets: got 'qkv', expected one of {', '.join(TARGETS)}"),
         ({"targets": ()}, "adapter.targets: got [], expected different linear layers"),
         ({"targets": ("q_proj",) * 2}, "adapter.targets: got ['q_proj', 'q_proj'], expected different linear layers"),
-    ],
-)
-def test_bad_settings_are_rejected(settings, message):
-    assert refusal(lambda: Adapter(**settings)) == message
-
-
-def test_a_tied_lm_head_has_no_adapter():
-    message = refusal(lambda: check_adapter(Adapter(), SHAPE.replace(tied_lm_head=True)))
-    assert message.startswith("adapter.targets: got lm_head, expected none for this base")
+    ):
+        assert refusal(lambda settings=settings: Adapter(**settings)) == message
+    tied = refusal(lambda: check_adapter(Adapter(), SHAPE.replace(tied_lm_head=True)))
+    assert tied.startswith("adapter.targets: got lm_head, expected none for this base")

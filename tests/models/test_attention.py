@@ -37,10 +37,7 @@ def test_causal_mask_equals_numpy():
     np.testing.assert_array_equal(np.asarray(Causal(5, 2)), np.tri(5, dtype=bool) & ~np.tri(5, k=-2, dtype=bool))
 
 
-@pytest.mark.quick("300-70-cache", "700-70-cache", "700-None-no cache")
-@pytest.mark.parametrize("slots", [None, 200], ids=["no cache", "cache"])
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("n_tokens", [300, 700])
+@pytest.mark.parametrize(("n_tokens", "window", "slots"), [(300, 70, 200), (700, 70, 200), (700, None, None)])
 def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
     """300 tokens give three sections of one chunk each; 700 tokens give two sections that loop over three chunks."""
     monkeypatch.setattr(attention, "UNROLLED_SECTIONS", 3 if n_tokens == 300 else 2)
@@ -77,15 +74,15 @@ def test_gradients_of_chunks_equal_those_of_plain_attention(monkeypatch):
         np.testing.assert_allclose(one, other, atol=1e-3)
 
 
-@pytest.mark.parametrize("n_tokens", [9, 300])
-def test_segments_visible_at_their_own_position_only(n_tokens):
+def test_segments_visible_at_their_own_position_only():
     """Such segments can precede and follow the causal one, as in EAGLE's training."""
-    queries, (text,), (masked_text,) = text_of(n_tokens, None)
     rng = np.random.default_rng(0)
-    own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePosition()) for _ in range(2)]
-    found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
-    by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
-    np.testing.assert_allclose(found, plain_attention(queries, [masked_text, *by_mask]), atol=2e-5)
+    for n_tokens in (9, 300):
+        queries, (text,), (masked_text,) = text_of(n_tokens, None)
+        own = [KVSegment(*(normal(rng, 2, 2, n_tokens, 16) for _ in range(2)), SamePosition()) for _ in range(2)]
+        found = jax.jit(lambda *args: attend(*args))(queries, [own[0], text, own[1]])
+        by_mask = [part._replace(visible=np.eye(n_tokens, dtype=bool)) for part in own]
+        np.testing.assert_allclose(found, plain_attention(queries, [masked_text, *by_mask]), atol=2e-5)
 
 
 def test_a_long_prompt_does_not_materialise_all_scores():

@@ -1,6 +1,6 @@
 """Compare the base model with transformers (eager attention, CPU, float32): prefill, cached steps and greedy ids.
 
-The cases cover every family; released configurations are in ``tests/families/test_released_configs.py``.
+The cases cover LLaMA, Mistral and Qwen; test_families.py has the other families.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shutil
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from helpers.how import sampling
+from helpers.lab import QUICK, quick_jit
+from helpers.with_transformers import greedy_continuation
 from hydrajax.api import make_autoregressive_fn
 from hydrajax.decoding.state import Params
 from hydrajax.formats.huggingface import load_llama
@@ -26,9 +27,6 @@ from hydrajax.models.cache import append, init_cache
 from hydrajax.models.llama import Llama
 
 TOLERANCE = 1e-4
-# Compilation takes nearly all the time of these tests, and LLVM's optimisation half of it.
-QUICK = {"xla_backend_optimization_level": 0}
-quick_jit = partial(jax.jit, compiler_options=QUICK)
 N_TOKENS = 100  # long enough for rope scaling with an original context of 32 to matter
 N_STEPS = 33  # cached single-token steps
 
@@ -44,15 +42,15 @@ LLAMA3 = {
 }
 CASES = {
     "mha": {"num_key_value_heads": 4},
-    "gqa": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2},
-    "mqa": {"num_key_value_heads": 1, "max_shard_size": "20KB"},
-    "tied": {"tie_word_embeddings": True},
-    "head_dim": {"head_dim": 16},
-    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "mqa": {
+        "num_key_value_heads": 1,
+        "max_shard_size": "20KB",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
     "llama3": {"head_dim": 16, "rope_parameters": LLAMA3},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-    "eps": {"rms_norm_eps": 1e-2},
-    "mistral": {"model_type": "mistral", "sliding_window": None},
     # The window is shorter than the prompt, so it matters in prefill and cached steps.
     "mistral_window": {"model_type": "mistral", "sliding_window": 21, "max_shard_size": "20KB"},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True, "max_shard_size": "20KB"},
@@ -125,16 +123,8 @@ def test_logits_in_prefill_and_in_cached_steps(pair):
         np.testing.assert_allclose(logits, pair.logits[[0, 1], at], atol=TOLERANCE, rtol=0, err_msg=f"step {i}")
 
 
-# The logits of all cases are compared above; these are the cases that affect the decode loop.
-LOOPED = ("mistral_window", "trained")
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [pytest.param(case, marks=() if case in LOOPED else pytest.mark.slow) for case in CASES],
-    indirect=True,
-    scope="module",
-)
+# Those that affect the decode loop.
+@pytest.mark.parametrize("pair", ["mistral_window", "trained"], indirect=True, scope="module")
 def test_greedy_ids_of_a_ragged_batch(pair):
     lengths, n_new = np.array([3, 16, 9], np.int32), 24
     prompt = np.zeros((3, 16), np.int32)
@@ -142,18 +132,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
     for row, length in enumerate(lengths):
         ids = pair.tokens[row % 2, row * 7 : row * 7 + length]
         prompt[row, :length] = ids
-        with torch.no_grad():
-            # transformers needs the mask because no padding id is set.
-            ids = torch.tensor(ids[None], dtype=torch.long)
-            out = pair.theirs.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=n_new,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        expected.append(out[0, length:].numpy())
+        expected.append(greedy_continuation(pair.theirs, ids.tolist(), n_new))
     decode = make_autoregressive_fn(pair.model, max_new_tokens=n_new)
     args = Params(pair.params, {}), prompt, lengths, sampling(None, 3, pair.model.config.vocab_size)
     out = decode.jitted.lower(*args).compile(QUICK)(*args)
@@ -162,8 +141,7 @@ def test_greedy_ids_of_a_ragged_batch(pair):
     np.testing.assert_array_equal(out.steps, [n_new] * 3)
 
 
-@pytest.mark.quick("llama3")
-@pytest.mark.parametrize("case", ["llama3", "linear", "theta"])
+@pytest.mark.parametrize("case", ["llama3", pytest.param("linear", marks=pytest.mark.slow)])
 def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
     """Without the setting the logits differ clearly, so the sequences above are long enough to test it."""
     scaled = llama_checkpoint(**CASES[case])
@@ -181,10 +159,10 @@ def test_rope_settings_matter_here(llama_checkpoint, tmp_path, case):
     assert np.abs(logits[0] - logits[1]).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("case", ["mha", "head_dim", "theta", "llama3", "linear"])
-def test_rope_frequencies(llama_checkpoint, case):
+def test_rope_frequencies(llama_checkpoint):
     """Angular frequencies match to float32 rounding, because errors grow with the position."""
-    directory = llama_checkpoint(**CASES[case])
-    theirs = AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
-    model, _ = load_llama(directory)
-    np.testing.assert_allclose(rope_frequencies(model.config), theirs, rtol=1e-6)
+    for case in ("mha", "mqa", "llama3", "linear"):
+        directory = llama_checkpoint(**CASES[case])
+        theirs = AutoModelForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq.numpy()
+        model, _ = load_llama(directory)
+        np.testing.assert_allclose(rope_frequencies(model.config), theirs, rtol=1e-6, err_msg=case)

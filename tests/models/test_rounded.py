@@ -38,13 +38,17 @@ def expected(queries, segments) -> np.ndarray:
     return out.swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
-@pytest.mark.quick(
-    "float32-int8-a tree-None", "float32-int8-a text-9", "bfloat16-int8-a text-None", "bfloat16-bfloat16-a tree-9"
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache", "tokens", "window"),
+    [
+        ("float32", "int8", 5, None),
+        ("float32", "int8", 150, 9),
+        ("bfloat16", "int8", 150, None),
+        ("bfloat16", "bfloat16", 5, 9),
+        pytest.param("float32", "bfloat16", 150, None, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int8", 5, 9, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("tokens", [5, 150], ids=["a tree", "a text"])
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_attention_equals_numpy(dtype, kv_cache, tokens, window):
     """Two segments, sequences of different lengths, two query heads per key-value head."""
     queries = jnp.asarray(3 * numbers(0, BATCH, HEADS, tokens, HEAD_DIM), dtype)

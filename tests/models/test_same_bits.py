@@ -23,19 +23,12 @@ from hydrajax.ops import trace
 pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
-TYPES = (None, "int8", "int4")
 PROMPT = 5
 PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
 
 
-def base_of(
-    quantize: str | None,
-    dtype,
-    kv_cache: str | None = None,
-    window: int | None = None,
-    experts: Experts | None = None,
-) -> BoundBase:
+def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None) -> BoundBase:
     config = CONFIG.replace(sliding_window=window, experts=experts)
     params = jax.jit(lambda: init_base(Llama(config, dtype), jax.random.key(0)))()
     params["embedding"] = params["embedding"] * 20
@@ -44,34 +37,31 @@ def base_of(
     return BoundBase(Llama(config, dtype, quantize=quantize, kv_cache=kv_cache), jax.tree.map(jnp.asarray, params))
 
 
-CASES = [(dtype, name, batch) for dtype in (jnp.float32, jnp.bfloat16) for name in TYPES for batch in (1, 3)]
-
-
-@pytest.mark.quick("float32-int8-3", "bfloat16-None-3", "bfloat16-int4-1")
-@pytest.mark.parametrize(("dtype", "quantize", "batch"), [*CASES, (jnp.float32, "int4-128", 3)])
-def test_a_tree_and_one_token_at_a_time(dtype, quantize, batch):
-    compare(base_of(quantize, dtype), batch)
-
-
 EXPERTS = Experts(9, 3, 48, shared_width=32, shared_gate=True, normalized=True)
 
 
-@pytest.mark.quick("float32-None")
-@pytest.mark.parametrize(("dtype", "quantize"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.float32, "int8")])
-def test_a_mixture_of_experts(dtype, quantize):
-    compare(base_of(quantize, dtype, experts=EXPERTS), batch=3)
-
-
-@pytest.mark.quick("bfloat16-int8-4")
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.quick("weights of 8 bits", "bfloat16", "weights of 4 bits", "experts", "a cache of 8 bits")
 @pytest.mark.parametrize(
-    ("dtype", "kv_cache"), [(jnp.float32, "bfloat16"), (jnp.float32, "int8"), (jnp.bfloat16, "int8")]
+    ("dtype", "batch", "settings"),
+    [
+        pytest.param(jnp.float32, 3, {"quantize": "int8"}, id="weights of 8 bits"),
+        pytest.param(jnp.bfloat16, 3, {}, id="bfloat16"),
+        pytest.param(jnp.bfloat16, 1, {"quantize": "int4"}, id="weights of 4 bits"),
+        pytest.param(jnp.float32, 3, {"experts": EXPERTS}, id="experts"),
+        pytest.param(jnp.bfloat16, 3, {"kv_cache": "int8", "window": 4}, id="a cache of 8 bits"),
+        pytest.param(jnp.float32, 1, {}, id="float32"),
+        pytest.param(jnp.float32, 3, {"quantize": "int4-128"}, id="groups of 128"),
+        pytest.param(jnp.float32, 3, {"experts": EXPERTS, "quantize": "int8"}, id="experts of 8 bits"),
+        pytest.param(jnp.bfloat16, 3, {"experts": EXPERTS}, id="experts, bfloat16"),
+        pytest.param(jnp.float32, 3, {"kv_cache": "bfloat16"}, id="a cache of bfloat16"),
+        pytest.param(jnp.float32, 3, {"kv_cache": "int8"}, id="a cache of 8 bits, float32"),
+    ],
 )
-def test_with_a_cache_of_fewer_bits(dtype, kv_cache, window):
-    base = base_of(None, dtype, kv_cache, window)
-    compare(base, batch=3)
-    stored = jax.tree.leaves(base.model.init_cache(1, 8).layers)[0]
-    assert stored.dtype == kv_cache
+def test_a_tree_and_one_token_at_a_time(dtype, batch, settings):
+    base = base_of(dtype, **settings)
+    compare(base, batch)
+    if "kv_cache" in settings:
+        assert jax.tree.leaves(base.model.init_cache(1, 8).layers)[0].dtype == settings["kv_cache"]
 
 
 def compare(base: BoundBase, batch: int) -> None:

@@ -16,9 +16,11 @@ from hydrajax.models.llama_config import LlamaConfig
 TOKENS = np.array([40, 3, 7, 96])  # in this order, not sorted
 
 
-@pytest.mark.quick("True-None-1", "False-int8-1", "True-int4-5", "False-None-200")
-@pytest.mark.parametrize("rows", [1, 5, 200])  # one row, the kernel for few rows, XLA's product
-@pytest.mark.parametrize(("tied", "quantize"), [(True, None), (False, None), (False, "int8"), (True, "int4")])
+# One row, the kernel for few rows, XLA's product.
+@pytest.mark.parametrize(
+    ("rows", "tied", "quantize"),
+    [(1, True, None), (1, False, "int8"), (5, True, "int4"), (5, False, None), (200, False, None)],
+)
 def test_columns_of_all_logits(rows, tied, quantize):
     config = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, tied_lm_head=tied)
     params = jax.jit(lambda: init_base(Llama(config, jnp.float32), jax.random.key(0)))()
