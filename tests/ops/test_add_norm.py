@@ -10,9 +10,10 @@ from hydrajax import ops
 from hydrajax.ops.gpu.add_norm import add_norm
 
 
-@pytest.mark.parametrize("alone", [False, True], ids=["sum", "alone"])
-@pytest.mark.parametrize("width", [64, 96, 5120])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("width", "dtype", "alone"),
+    [(64, "bfloat16", False), (96, "float32", True), (96, "bfloat16", True), (5120, "float32", False)],
+)
 def test_equals_the_plain_norm(width, dtype, alone):
     rng = np.random.default_rng(width)
     x, added, scale = (jnp.asarray(rng.normal(size=width), dtype) for _ in range(3))
@@ -24,12 +25,11 @@ def test_equals_the_plain_norm(width, dtype, alone):
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (normed, want_normed)), rtol=2e-2)
 
 
-@pytest.mark.parametrize("width", [96, 5120])
-def test_a_float32_scale_multiplies_before_rounding(width):
+def test_a_float32_scale_multiplies_before_rounding():
     """Gemma's norms: x and the result in bfloat16, 1 + scale and the product in float32."""
-    rng = np.random.default_rng(width)
-    x = jnp.asarray(rng.normal(size=width), jnp.bfloat16)
-    scale = jnp.asarray(1 + rng.normal(size=width), jnp.float32)
+    rng = np.random.default_rng(96)
+    x = jnp.asarray(rng.normal(size=96), jnp.bfloat16)
+    scale = jnp.asarray(1 + rng.normal(size=96), jnp.float32)
     wide = np.asarray(x, np.float32)
     exact = wide / np.sqrt(np.mean(wide**2) + 1e-5) * np.asarray(scale)
     for normed in (add_norm(x, None, scale, 1e-5, interpret=True)[1], ops.add_norm(x, None, scale, 1e-5)[1]):

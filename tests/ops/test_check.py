@@ -27,54 +27,46 @@ def test_the_check_names_a_wrong_kernel(monkeypatch):
     assert check.disagreement("GPU", interpret=True).startswith("a row's norm: differs by ")
 
 
-def test_xla_is_used_if_the_kernels_fail(monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "used"),
+    [(Platform("gpu", 1, 9.0, present=True), trace.has_triton), (Platform("tpu", 1, present=True), trace.has_mosaic)],
+    ids=["GPU", "TPU"],
+)
+def test_xla_is_used_if_the_kernels_fail(monkeypatch, platform, used):
     """The compiler of a CPU rejects all of them, as that of an old GPU would."""
-    monkeypatch.setattr(trace, "_present", lambda: Platform("gpu", 1, 9.0, present=True))
+    monkeypatch.setattr(trace, "_present", lambda: platform)
     trace._kernels_agree.cache_clear()
-    with pytest.warns(UserWarning, match="GPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not trace.has_triton()
-    assert not trace.has_triton()  # without a second warning
-    trace._kernels_agree.cache_clear()
-
-
-def test_a_tpu_uses_xla_if_the_kernel_fails(monkeypatch):
-    monkeypatch.setattr(trace, "_present", lambda: Platform("tpu", 1, present=True))
-    trace._kernels_agree.cache_clear()
-    with pytest.warns(UserWarning, match="TPU kernels are not used.*attention: ValueError: Only interpret mode"):
-        assert not trace.has_mosaic()
+    with pytest.warns(UserWarning, match="PU kernels are not used.*attention: ValueError: Only interpret mode"):
+        assert not used()
+    assert not used()  # without a second warning
     trace._kernels_agree.cache_clear()
 
 
-def test_the_environment_turns_off_the_tpu_kernel(monkeypatch):
-    queries = np.zeros((1, 4, 5, 64), jnp.bfloat16)
-    with trace.tracing(platform=Platform("tpu", 1)):
-        assert ops.here().tree_kernel(queries, 2) is tree_attention_tpu
-    with trace.tracing(platform=Platform("tpu", 4)):
-        assert ops.here().tree_kernel(queries, 2) is None
-    monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
-    with trace.tracing(platform=Platform("tpu", 1)):
-        assert ops.here().tree_kernel(queries, 2) is None
+def test_the_environment_turns_kernels_off(monkeypatch):
+    def uses_of(platform, tokens):
+        with trace.tracing(platform=platform):
+            queries = np.zeros((1, 4, tokens, 64), jnp.bfloat16)
+            return trace.has_triton(), ops.here().text_kernel(queries), ops.here().tree_kernel(queries, 2)
 
-
-def test_the_environment_turns_them_off(monkeypatch):
-    queries = np.zeros((1, 4, 300, 64), jnp.bfloat16)
-    with trace.tracing(platform=Platform("gpu", 1, 9.0)):
-        assert trace.has_triton()
-        assert ops.here().text_kernel(queries)
+    gpu, tpu = Platform("gpu", 1, 9.0), Platform("tpu", 1)
+    assert uses_of(gpu, 300)[0]
+    assert uses_of(gpu, 300)[1]
+    assert uses_of(tpu, 5)[2] is tree_attention_tpu
+    assert uses_of(tpu.replace(devices=4), 5)[2] is None
     monkeypatch.setenv("HYDRAJAX_GPU_KERNELS", "0")
-    with trace.tracing(platform=Platform("gpu", 1, 9.0)):
-        assert not trace.has_triton()
-        assert not ops.here().text_kernel(queries)
+    monkeypatch.setenv("HYDRAJAX_TPU_KERNELS", "0")
+    assert not any(uses_of(Platform("gpu", 1, 9.0), 300)[:2])
+    assert uses_of(Platform("tpu", 1), 5)[2] is None
 
 
-@pytest.mark.parametrize(("found", "capability"), [("9.0", 9.0), ("gfx942", 0.0), (None, 0.0)])
-def test_only_nvidia_gpus_have_a_compute_capability(found, capability):
-    device = SimpleNamespace(compute_capability=found) if found else SimpleNamespace()
-    assert trace._capability(device) == capability
+def test_only_nvidia_gpus_have_a_compute_capability():
+    assert trace._capability(SimpleNamespace(compute_capability="9.0")) == 9.0
+    assert trace._capability(SimpleNamespace(compute_capability="gfx942")) == 0.0
+    assert trace._capability(SimpleNamespace()) == 0.0
 
 
-@pytest.mark.parametrize("platform", [Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)])
-def test_platforms_without_kernels(platform):
-    with trace.tracing(platform=platform):
-        assert not trace.has_triton()
-        assert ops.here().padded_slots(100) == 100
+def test_platforms_without_kernels():
+    for platform in (Platform("cpu", 1), Platform("gpu", 2, 9.0), Platform("gpu", 1, 7.5)):
+        with trace.tracing(platform=platform):
+            assert not trace.has_triton()
+            assert ops.here().padded_slots(100) == 100

@@ -37,21 +37,22 @@ def test_inputs_and_gradients_are_rounded_and_sums_are_not():
     np.testing.assert_allclose(product(a, b), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4)
 
 
-@pytest.mark.parametrize("spec", ["rd,dpf->rpf", "rd,dpf->prf", "rd,dkpf->kprf", "kprf,dkpf->rd", "rd,fd->rf"])
-def test_gradients_of_stacked_kernels(spec):
+def test_gradients_of_stacked_kernels():
     """XLA compiled some of these to an instruction that fails when it runs."""
-    sizes = {"r": 64, "d": 48, "k": 2, "p": 3, "f": 32}
-    left, right, out = re.split(",|->", spec)
-    rng = np.random.default_rng(0)
-    a, b, slope = (rng.standard_normal([sizes[x] for x in axes]).astype(np.float32) for axes in (left, right, out))
+    sizes, rng = {"r": 64, "d": 48, "k": 2, "p": 3, "f": 32}, np.random.default_rng(0)
+    for spec in ("rd,dpf->rpf", "rd,dpf->prf", "rd,dkpf->kprf", "kprf,dkpf->rd", "rd,fd->rf"):
+        left, right, out = re.split(",|->", spec)
+        a, b, slope = (rng.standard_normal([sizes[x] for x in axes]).astype(np.float32) for axes in (left, right, out))
 
-    def gradients(a, b, slope):
-        return jax.vjp(lambda a, b: ops.contract(spec, a, b, jnp.float32), a, b)[1](slope)
+        def gradients(a, b, slope, spec=spec):
+            return jax.vjp(lambda a, b: ops.contract(spec, a, b, jnp.float32), a, b)[1](slope)
 
-    with jax.default_matmul_precision("bfloat16"):
-        to_a, to_b = jax.jit(gradients)(a, b, slope)
-    np.testing.assert_allclose(to_a, np.einsum(f"{out},{right}->{left}", rounded(slope), rounded(b)), atol=1e-4)
-    np.testing.assert_allclose(to_b, np.einsum(f"{left},{out}->{right}", rounded(a), rounded(slope)), atol=1e-4)
+        with jax.default_matmul_precision("bfloat16"):
+            to_a, to_b = jax.jit(gradients)(a, b, slope)
+        expected_a = np.einsum(f"{out},{right}->{left}", rounded(slope), rounded(b))
+        expected_b = np.einsum(f"{left},{out}->{right}", rounded(a), rounded(slope))
+        np.testing.assert_allclose(to_a, expected_a, atol=1e-4, err_msg=spec)
+        np.testing.assert_allclose(to_b, expected_b, atol=1e-4, err_msg=spec)
 
 
 def test_bfloat16_products_are_accumulated_in_float32_and_rounded_once():

@@ -52,38 +52,28 @@ CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, f
 }
 
 
-@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.quick(
-    "several tiles of lines-window",
-    "empty cache-whole",
-    "one token of grouped heads-whole",
-    "one program to each row-whole",
-)
-def test_equals_numpy(case, windowed):
-    inputs = inputs_of(case, windowed)
+@pytest.mark.quick("several tiles of lines", "empty cache", "one token of grouped heads", "one program to each row")
+@pytest.mark.parametrize("case", CASES)
+def test_equals_numpy(case):
+    inputs = inputs_of(CASES[case], windowed=case in ("several tiles of lines", "chain", "one token"))
     found = jax.jit(partial(tree_attention.attend, interpret=True))(*inputs)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs), atol=0.02)
 
 
-TPU_CASES = {
-    "one token": (2, 2, 1, 1, 64, 128, [128, 37]),
-    "one token of grouped heads, several blocks": (1, 2, 8, 1, 128, 1100, [1030]),
-    "tree over several blocks": (2, 4, 2, 5, 128, 1200, [1100, 3]),
-    "tree of 64": (1, 2, 1, 64, 256, 600, [512]),
-    "empty cache": (2, 1, 2, 20, 64, 128, [0, 64]),
+TPU_CASES = {  # also whether there is a window, and the dtype
+    "one token": (2, 2, 1, 1, 64, 128, [128, 37], True, "float32"),
+    "one token of grouped heads, several blocks": (1, 2, 8, 1, 128, 1100, [1030], False, "bfloat16"),
+    "tree over several blocks": (2, 4, 2, 5, 128, 1200, [1100, 3], True, "float32"),
+    "tree of 64": (1, 2, 1, 64, 256, 600, [512], True, "bfloat16"),
+    "empty cache": (2, 1, 2, 20, 64, 128, [0, 64], False, "float32"),
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
-@pytest.mark.parametrize("case", TPU_CASES.values(), ids=TPU_CASES)
-@pytest.mark.quick(
-    "one token of grouped heads, several blocks-whole-bfloat16",
-    "tree over several blocks-window-float32",
-)
-def test_a_tpu_equals_numpy(case, windowed, dtype):
+@pytest.mark.quick("one token of grouped heads, several blocks", "tree over several blocks")
+@pytest.mark.parametrize("case", TPU_CASES)
+def test_a_tpu_equals_numpy(case):
+    *case, windowed, dtype = TPU_CASES[case]
     inputs = inputs_of(case, windowed, dtype)
     found = jax.jit(partial(tree_attention_tpu.attend, interpret=TPU))(*inputs)
     assert found.dtype == dtype
@@ -127,9 +117,9 @@ def test_a_node_is_rounded_like_a_single_token(kernel, interpret):
         np.testing.assert_array_equal(alone[:, 0], tree[:, node])
 
 
-@pytest.mark.parametrize(("pairs", "splits"), [(1, 8), (8, 8), (32, 4), (64, 2), (128, 1), (1000, 1)])
-def test_small_batches_are_split_among_more_programs(pairs, splits):
-    assert tree_attention.splits_of(pairs) == splits
+def test_small_batches_are_split_among_more_programs():
+    splits = {1: 8, 8: 8, 32: 4, 64: 2, 128: 1, 1000: 1}
+    assert {pairs: tree_attention.splits_of(pairs) for pairs in splits} == splits
 
 
 def test_supported_shapes():
@@ -143,7 +133,6 @@ def test_supported_shapes():
     assert not tree_attention_tpu.fits(64 * 71, 64, 64, jnp.bfloat16)
 
 
-@pytest.mark.parametrize(("n_kv", "lines", "heads"), [(32, 16, 8), (32, 64, 8), (8, 256, 4), (1, 1024, 1), (6, 16, 6)])
-def test_programs_hold_as_many_heads_as_fit(n_kv, lines, heads):
-    found = tree_attention_tpu.heads_per_program(n_kv, lines, 128, 2)
-    assert found == heads
+def test_programs_hold_as_many_heads_as_fit():
+    for n_kv, lines, heads in ((32, 16, 8), (32, 64, 8), (8, 256, 4), (1, 1024, 1), (6, 16, 6)):
+        assert tree_attention_tpu.heads_per_program(n_kv, lines, 128, 2) == heads
