@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import lab
+from helpers.compilations import no_compilation
 from helpers.how import sampling
-from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding import engine as engine_module
 from hydrajax.decoding import step as step_module
@@ -31,65 +32,45 @@ from hydrajax.decoding.state import Params
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.dspark import DSpark, DSparkSettings
-from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.drafters.peagle import PEagle, PEagleSettings
-from hydrajax.drafters.several import with_lookup
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.init import init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.llama_config import LayerKind
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 
 # With 1000 new tokens the cache of one sequence is larger than any other array of this tiny model.
-CONFIG = LlamaConfig(17, 32, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=2048)
+CONFIG = lab.CONFIG.replace(max_positions=2048)
 MAX_NEW, BUCKET = 1000, 16
-TREE = presets.cartesian([3, 2])
-BLOCK = BlockSettings(2, 5, (0, 1))
+TREE, GROWN = presets.cartesian([3, 2]), DynamicTree(8, 2, 3)
+# A drafter, its tree, and its layers with a KV cache of the base's shape; a draft model's cache has one more slot.
 DRAFTERS = {
-    "autoregressive": (NoDrafter(), presets.root()),
-    "medusa": (MedusaHeads(2, 32, 17), TREE),
-    "hydra": (HydraHeads(2, 32, 17), TREE),
-    "hydra++": (HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG), TREE),
-    "amphista": (AmphistaHeads.for_base(CONFIG, jnp.float32), TREE),
-    "eagle": (Eagle.for_base(CONFIG, jnp.float32), DynamicTree(8, 2, 3)),
-    "eagle3": (Eagle3.for_base(CONFIG, jnp.float32), TREE),
-    "mtp": (MTP(CONFIG.replace(n_layers=1), embedding_first=False, before_final_norm=True), DynamicTree(8, 2, 3)),
-    "dflash": (DFlash.for_base(CONFIG, jnp.float32, BLOCK), BestFirstTree(8).reaching(4)),
-    "dspark": (DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=3)), TREE),
-    "peagle": (PEagle.for_base(CONFIG, jnp.float32, PEagleSettings(2, 5, (0, 1))), TREE),
-    "lookup+hydra++": (with_lookup(HydraHeads(2, 32, 17, n_layers=2).with_prefix(CONFIG)), TREE),
-    "model": (DraftModel(Llama(CONFIG), 17), TREE),
-    "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE),
+    "none": (NoDrafter(), presets.root(), 0),
+    "medusa": (lab.DRAFTERS["medusa"], TREE, 0),
+    "hydra": (lab.DRAFTERS["hydra"], TREE, 0),
+    "hydra++": (lab.DRAFTERS["hydra++"], TREE, 1),
+    "amphista": (lab.DRAFTERS["amphista"], TREE, 2),
+    "eagle": (lab.DRAFTERS["eagle"], GROWN, 1),
+    "eagle3": (lab.DRAFTERS["eagle3"], TREE, 1),
+    "mtp": (lab.DRAFTERS["mtp of mimo"], GROWN, 1),
+    "dflash": (lab.MORE["dflash"], BestFirstTree(8).reaching(4), 2),
+    "dspark": (lab.MORE["dspark"], TREE, 2),
+    "p-eagle": (lab.MORE["p-eagle"], TREE, 2),
+    "lookup with hydra++": (lab.MORE["lookup with hydra++"], TREE, 1),
+    "model": (DraftModel(Llama(CONFIG), 17), TREE, 2),
+    "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE, 2),
+    "experts": (lab.DRAFTERS["hydra++"], TREE, 1),
 }
 # Experts in both layers, of which the first has a window.
 EXPERTS = Experts(4, 2, 16)
 BASES = {"experts": CONFIG.replace(layer_kinds=(LayerKind(5, experts=EXPERTS), LayerKind(experts=EXPERTS)))}
-DRAFTERS |= {"experts": DRAFTERS["hydra++"]}
-# Drafter layers with a KV cache of the base's shape; a draft model's cache has one more slot.
-DRAFT_LAYERS = {
-    "hydra++": 1,
-    "lookup+hydra++": 1,
-    "amphista": 2,
-    "eagle": 1,
-    "eagle3": 1,
-    "mtp": 1,
-    "model": 2,
-    "sure model": 2,
-}
-DRAFT_LAYERS |= {"dflash": 2, "dspark": 2, "peagle": 2, "experts": 1}
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
-    drafter, tree = DRAFTERS[name]
+    drafter, tree, _ = DRAFTERS[name]
     return kind(Llama(BASES.get(name, CONFIG)), Program(drafter, tree, max_new_tokens=MAX_NEW))
 
 
@@ -160,30 +141,20 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
     return written + makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.quick("experts-3-Greedy", "model-1-Greedy")  # experts: with Hydra++ heads
 @pytest.mark.parametrize(
-    ("name", "rule"),
+    ("name", "batch", "rule"),
     [
-        ("autoregressive", Greedy()),
-        pytest.param("medusa", Greedy(), marks=pytest.mark.slow),
-        ("hydra++", Greedy()),
-        ("experts", Greedy()),
-        pytest.param("lookup+hydra++", Greedy(), marks=pytest.mark.slow),
-        ("amphista", Greedy()),
-        ("eagle", Greedy()),
-        pytest.param("eagle", RejectionSampling(), marks=pytest.mark.slow),
-        pytest.param("eagle3", RejectionSampling(), marks=pytest.mark.slow),
-        ("mtp", Greedy()),
-        ("dflash", Greedy()),
-        ("dspark", RejectionSampling()),
-        ("peagle", Greedy()),
-        ("model", Greedy()),
-        pytest.param("sure model", RejectionSampling(), marks=pytest.mark.slow),
+        *((name, 3, Greedy()) for name in DRAFTERS if name not in ("hydra", "sure model")),
+        *((name, 1, Greedy()) for name in ("none", "hydra++", "model")),
+        ("eagle", 3, RejectionSampling()),
+        ("eagle3", 1, RejectionSampling()),
+        ("dspark", 3, RejectionSampling()),
+        ("sure model", 3, RejectionSampling()),
     ],
-    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
+    ids=lambda x: str(x) if isinstance(x, str | int) else type(x).__name__,
 )
-@pytest.mark.quick("experts-Greedy-3", "model-Greedy-1")  # experts: with Hydra++ heads
-def test_the_loop_updates_its_caches_in_place(name, rule, batch):
+def test_the_loop_updates_its_caches_in_place(name, batch, rule):
     engine = make_engine(name)
     hlo = optimised_hlo(engine, batch, rule=rule)
     assert cache_copies(engine, hlo) == []
@@ -192,7 +163,7 @@ def test_the_loop_updates_its_caches_in_place(name, rule, batch):
     # few slots, alone or as the only instruction of its shape in a fusion.
     makers = cache_makers(engine, hlo, batch)
     updates = take_updates(makers, engine, hlo, batch)
-    n_caches = 2 * CONFIG.n_layers + 2 * DRAFT_LAYERS.get(name, 0)
+    n_caches = 2 * CONFIG.n_layers + 2 * DRAFTERS[name][2]
     assert updates == n_caches
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
@@ -207,11 +178,10 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
     return extend.lower(*arguments).compile({"xla_backend_optimization_level": 0}).as_text()
 
 
-@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["autoregressive", "hydra++", *[pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "model")]]
+    ("name", "batch"),
+    [("hydra++", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("none", "eagle", "model"))],
 )
-@pytest.mark.quick("hydra++-3")
 def test_extend_updates_the_caches_in_place(name, batch):
     """A conversation turn must not copy the caches, which happens if the write waits for an input."""
     engine = make_engine(name)
@@ -221,7 +191,7 @@ def test_extend_updates_the_caches_in_place(name, batch):
     updates = take_updates(makers, engine, hlo, batch)
     # A draft model first writes the last token of the previous answer if that token is pending.
     writes = 2 if name == "model" else 1
-    assert updates == 2 * CONFIG.n_layers + 2 * writes * DRAFT_LAYERS.get(name, 0)
+    assert updates == 2 * CONFIG.n_layers + 2 * writes * DRAFTERS[name][2]
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 
@@ -245,22 +215,20 @@ class RewritingEngine(Engine):
         return new._replace(target=new.target._replace(cache=after._replace(layers=layers)))
 
 
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_control_a_write_without_the_data_dependency_is_found(monkeypatch, batch):
+def test_control_a_write_without_the_data_dependency_is_found(monkeypatch):
     """Without the data dependency in `append`, jax 0.10 copies every cache in the autoregressive loop on a CPU."""
     append = step_module.append
     for module in (step_module, engine_module):
         monkeypatch.setattr(module, "append", lambda *args, index=None, after=None: append(*args, index=index))
-    engine = make_engine("autoregressive")
-    assert len(cache_copies(engine, optimised_hlo(engine, batch))) >= 2 * CONFIG.n_layers
-    assert len(cache_copies(engine, extended_hlo(engine, batch))) >= 2 * CONFIG.n_layers
+    engine = make_engine("none")
+    assert len(cache_copies(engine, optimised_hlo(engine, 3))) >= 2 * CONFIG.n_layers
+    assert len(cache_copies(engine, extended_hlo(engine, 3))) >= 2 * CONFIG.n_layers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 3])
-def test_control_a_read_of_the_old_cache_is_found(batch):
+def test_control_a_read_of_the_old_cache_is_found():
     engine = make_engine("hydra", CopyingEngine)
-    assert cache_copies(engine, optimised_hlo(engine, batch))
+    assert cache_copies(engine, optimised_hlo(engine, 3))
 
 
 def test_control_a_rewritten_cache_is_found():
@@ -275,39 +243,26 @@ def test_control_a_state_that_is_not_donated_is_found():
     assert cache_copies(engine, extended_hlo(engine, 1, donate=False))
 
 
-@pytest.fixture(scope="module")
-def compilations():
-    """Return a list that receives the event of every backend compilation."""
-    events: list[str] = []
-
-    def listen(event: str, duration: float, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return events
-
-
-def test_prompts_of_one_bucket_and_rules_of_one_kind_share_a_compilation(lab, compilations):
+def test_prompts_of_one_bucket_and_rules_of_one_kind_share_a_compilation(lab):
     rule = ExactSampling(0.7, top_k=5, top_p=0.9)
     decode_fn = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, max_new_tokens=4)
     params, others = (Params(lab.base(seed), {}) for seed in (0, 1))
-    key = jax.random.key(7)
 
     def run(params, lengths, width, **kwargs):
-        compilations.clear()
         prompt = np.random.default_rng(width).integers(0, lab.vocab, size=(len(lengths), width), dtype=np.int32)
-        out = jax.block_until_ready(decode_fn(params, prompt, np.array(lengths, np.int32), **{"rng": key} | kwargs))
+        out = decode_fn(params, prompt, np.array(lengths, np.int32), **{"rng": jax.random.key(7)} | kwargs)
         assert out.lengths.tolist() == kwargs.get("limits", np.full(len(lengths), 4)).tolist()
-        return len(compilations)
 
-    assert run(params, [5, 2], 5) > 0
-    assert run(params, [9, 1], 9) == 0  # another width
-    assert run(others, [16, 16], 16, rng=jax.random.key(8)) == 0  # the largest width of the bucket
-    others = [ExactSampling(1.3, top_k=2, top_p=0.5), ExactSampling(0.2, top_k=17, top_p=0.99)]
-    assert run(params, [5, 2], 5, rule=others[0], limits=np.array([2, 4])) == 0
-    assert run(params, [5, 2], 5, rule=others, limits=np.array([0, 3])) == 0  # one rule per sequence
-    assert run(params, [17, 3], 17) > 0  # the next bucket
+    run(params, [5, 2], 5)
+    rules = [ExactSampling(1.3, top_k=2, top_p=0.5), ExactSampling(0.2, top_k=17, top_p=0.99)]
+    with no_compilation():
+        run(params, [9, 1], 9)  # another width
+        run(others, [16, 16], 16, rng=jax.random.key(8))  # the largest width of the bucket
+        run(params, [5, 2], 5, rule=rules[0], limits=np.array([2, 4]))
+        run(params, [5, 2], 5, rule=rules, limits=np.array([0, 3]))  # one rule per sequence
+    with pytest.raises(AssertionError), no_compilation():
+        run(params, [17, 3], 17)  # the next bucket
+    run(params, [17, 3], 17)
 
 
 @pytest.fixture(scope="module")
@@ -343,16 +298,12 @@ def test_decode_fn_under_an_outer_jit(lab, small_run):
     assert_same(outer(params, prompt, lengths), expected)
 
 
-def test_traced_prompt_without_lengths_is_padded_in_the_trace(lab, small_run):
-    decode_fn, params, prompt, _, _ = small_run
-    short = prompt[:, :7]
-    expected = jax.device_get(decode_fn(params, short))
-    assert_same(lab.quick_jit(decode_fn)(params, short), expected)
-
-
-def test_a_prompt_already_on_the_device(small_run):
+def test_prompts_that_are_traced_or_on_the_device(lab, small_run):
+    """A traced prompt without lengths is padded in the trace."""
     decode_fn, params, prompt, lengths, expected = small_run
     assert_same(decode_fn(params, jnp.asarray(prompt), jnp.asarray(lengths)), expected)
+    short = prompt[:, :7]
+    assert_same(lab.quick_jit(decode_fn)(params, short), jax.device_get(decode_fn(params, short)))
 
 
 def test_separate_prefill_and_donated_loop(lab, small_run):
@@ -370,8 +321,8 @@ def test_separate_prefill_and_donated_loop(lab, small_run):
 def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatch):
     """Layers after the first one are one function of the program, which XLA inlines."""
     config = CONFIG.replace(n_layers=4)
-    drafter, tree = DRAFTERS[name] if name == "medusa" else (DraftModel(Llama(config), 17), TREE)
-    engine, calls = Engine(Llama(config), Program(drafter, tree, max_new_tokens=16)), []
+    drafter = DRAFTERS[name][0] if name == "medusa" else DraftModel(Llama(config), 17)
+    engine, calls = Engine(Llama(config), Program(drafter, TREE, max_new_tokens=16)), []
     layer = DecoderLayer.__call__
     monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *inputs: (calls.append(1), layer(self, *inputs))[1])
     once, n_once = optimised_hlo(engine, 2), len(calls)

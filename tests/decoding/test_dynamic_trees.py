@@ -11,6 +11,7 @@ import pytest
 
 from helpers.how import how, per_row
 from helpers.lab import CONTEXT, NEW, VOCAB, Scripted, quick_jit
+from helpers.tree_tools import typical_walk
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import Greedy, VerifyResult
 from hydrajax.decoding.processors import LogitBias, Penalties
@@ -118,7 +119,6 @@ def processed(rule) -> list:
     [
         pytest.param(Greedy(), id="greedy"),
         pytest.param(ExactSampling(1.3), id="exact"),
-        pytest.param(processed(Greedy()), id="greedy with processors", marks=pytest.mark.slow),
         pytest.param(processed(ExactSampling(1.3, min_p=0.05)), id="exact with processors and min_p"),
     ],
 )
@@ -141,32 +141,6 @@ def test_the_trees_differ_between_rows_and_steps():
     assert (parents[:, 1:] == -1).any()
 
 
-# --- typical ----------------------------------------------------------------------------------------------------------
-
-
-def typical_by_hand(rule, parents, p, tokens) -> list[int]:
-    """Return the accepted nodes of one sequence: of all root-to-leaf paths the longest, then the likeliest."""
-    entropy = -(p * np.log(p + 1e-5)).sum(axis=-1)
-    threshold = np.minimum(rule.epsilon, rule.epsilon**0.5 * np.exp(-entropy))
-    best, best_key = [0], (0, 0.0)
-    for leaf in reversed([node for node in range(len(parents)) if node not in parents]):
-        line = [leaf]
-        while parents[line[0]] >= 0:
-            line.insert(0, int(parents[line[0]]))
-        if line[0] != 0:
-            continue  # no parent
-        path, log_p = [0], 0.0
-        for node in line[1:]:
-            likelihood = p[path[-1], tokens[node]] if tokens[node] >= 0 else 0.0
-            if not likelihood > threshold[path[-1]]:
-                break
-            path, log_p = [*path, node], log_p + np.log(likelihood)
-        key = (len(path) - 1, log_p)
-        if key[0] > best_key[0] or (key[0] == best_key[0] > 0 and key[1] > best_key[1] + 1e-6):
-            best, best_key = path, key
-    return best
-
-
 def test_typical_acceptance_of_one_tree_per_sequence_matches_a_walk():
     rule, batch, vocab = Typical(0.3, temperature=0.8), CONTEXT, 5
     random = np.random.default_rng(0)
@@ -183,7 +157,7 @@ def test_typical_acceptance_of_one_tree_per_sequence_matches_a_walk():
     p = np.asarray(jax.nn.softmax(logits.astype(np.float64) / rule.temperature, axis=-1), np.float64)
     lengths = []
     for row in range(batch):
-        nodes = typical_by_hand(rule, parents[row], p[row], tokens[row])
+        nodes = typical_walk(rule, parents[row], p[row], tokens[row])
         assert found.path[row].tolist() == nodes + [nodes[-1]] * (DEPTH + 1 - len(nodes))
         assert found.accept_length[row] == len(nodes) - 1
         assert found.bonus_token[row] == logits[row, nodes[-1]].argmax()

@@ -6,7 +6,6 @@ The grammars run on the host in pure Python (`helpers.host_grammars`). Reference
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 
 import jax
@@ -23,6 +22,7 @@ from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.program import Program
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
@@ -64,12 +64,7 @@ def stepped(lab):
     return make
 
 
-def padded(prompts) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    ids = np.zeros((len(prompts), 8), np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    return ids, lengths
+padded = functools.partial(right_padded, width=8)
 
 
 def decoded(executor, prompts, grammars, limits=None):
@@ -357,31 +352,28 @@ def p_value(executor, grammar) -> float:
     return float(stats.chisquare(groups[0][keep], groups[1][keep] * ROWS / groups[1][keep].sum()).pvalue)
 
 
-SAMPLED = [
-    (rule, name, tree, forced_nodes)
-    for rule, (name, tree), forced_nodes in itertools.product(
-        (ExactSampling(0.8), ExactSampling(1.3, top_k=2), RejectionSampling(0.8), RejectionSampling(1.3, top_k=2)),
-        (
-            ("model", "small"),
-            ("model", "grown"),
-            ("medusa", "small"),
-            ("hydra++", "cartesian"),
-            ("eagle", "grown"),
-            ("medusa", "chain"),
-            ("none", "root"),
-        ),
-        (0, 3),
-    )
-    if forced_nodes or name != "none"
-]
+EXACT, REJECTION = ExactSampling(1.3, top_k=2), RejectionSampling(0.8)
+
+
 # Exact sampling is compared token for token with the baseline above, which is stronger and faster.
-QUICK_SAMPLED = [(RejectionSampling(0.8), "medusa", "small", 0)]
-
-
+@pytest.mark.quick("rejection-medusa-small-0")
 @pytest.mark.parametrize(
     ("rule", "name", "tree", "forced_nodes"),
-    [case if case in QUICK_SAMPLED else pytest.param(*case, marks=pytest.mark.slow) for case in SAMPLED],
-    ids=lambda value: type(value).__name__ if isinstance(value, ExactSampling | RejectionSampling) else str(value),
+    [
+        pytest.param(*case, id="-".join(["exact" if case[0] is EXACT else "rejection", *map(str, case[1:])]))
+        for case in (
+            (REJECTION, "medusa", "small", 0),
+            (REJECTION, "medusa", "chain", 3),
+            (REJECTION, "model", "small", 3),
+            (REJECTION, "model", "grown", 0),
+            (REJECTION, "hydra++", "cartesian", 3),
+            (REJECTION, "eagle", "grown", 3),
+            (RejectionSampling(1.3, top_k=2), "medusa", "small", 3),
+            (EXACT, "none", "root", 3),
+            (EXACT, "model", "grown", 3),
+            (EXACT, "hydra++", "cartesian", 0),
+        )
+    ],
 )
 def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(
     lab, stepped, rule, name, tree, forced_nodes
@@ -391,11 +383,7 @@ def test_sampling_under_a_grammar_preserves_the_distribution_of_allowed_tokens(
     assert p_value(executor, TABLE) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(ExactSampling(1.3, top_k=2), marks=pytest.mark.slow), RejectionSampling(0.8)],
-    ids=["exact", "rejection"],
-)
+@pytest.mark.parametrize("rule", [pytest.param(EXACT, marks=pytest.mark.slow), REJECTION], ids=["exact", "rejection"])
 def test_the_test_of_distributions_fails_for_masks_of_the_wrong_nodes(lab, stepped, rule):
     executor = stepped("medusa", "small", rule, grammar=Changed(TABLE, misplaced=True), eos_ids=(END,))
     assert p_value(executor, TABLE) < 1e-9
@@ -423,19 +411,16 @@ def test_a_stepped_executor_keeps_its_grammar_under_another_program(lab):
     assert other.with_request(grammar=TABLE)._steps is other._steps  # grammars are not part of a program
 
 
-@pytest.mark.parametrize(
-    ("rule", "plain", "same"),
-    [
+def test_the_autoregressive_executor_gives_the_same_tokens(lab):
+    for rule, plain, same in (
         (Greedy(), Greedy(), True),
         (ExactSampling(0.7, top_k=3), ExactSampling(0.7, top_k=3), True),
         (RejectionSampling(0.7, top_k=5, min_p=0.1), ExactSampling(0.7, top_k=5, min_p=0.1), False),
         (Typical(), Greedy(), False),
-    ],
-)
-def test_the_autoregressive_executor_gives_the_same_tokens(lab, rule, plain, same):
-    processors = [Penalties(presence_penalty=0.5)]
-    executor = executor_of(FusedExecutor, lab, "hydra++", "chain", rule, processors=processors).autoregressive()
-    assert executor.params.draft == {}
-    assert executor.program == Program(rule=type(plain), max_new_tokens=NEW)
-    assert executor.request == Request(plain, processors, max_new_tokens=NEW)
-    assert rule.same_output is same
+    ):
+        processors = [Penalties(presence_penalty=0.5)]
+        executor = executor_of(FusedExecutor, lab, "hydra++", "chain", rule, processors=processors).autoregressive()
+        assert executor.params.draft == {}
+        assert executor.program == Program(rule=type(plain), max_new_tokens=NEW)
+        assert executor.request == Request(plain, processors, max_new_tokens=NEW)
+        assert rule.same_output is same

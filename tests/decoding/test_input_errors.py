@@ -19,7 +19,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.init import init_base
 from hydrajax.trees import presets
-from hydrajax.trees.static_tree import TreeTopology
 
 WIDTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
@@ -32,54 +31,37 @@ def test_bucket_is_the_next_width_within_the_context(length, context):
         assert width == min(next(one for one in WIDTHS if one >= length), context)
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (presets.chain(5), "got a depth of 5, expected at most the 4 tokens that the draft proposes"),
-        (TreeTopology.from_choices([[17]]), "got rank 17, expected less than the vocabulary of 17 tokens"),
-    ],
-)
-def test_trees_beyond_the_drafter_are_rejected(lab, tree, message):
-    with pytest.raises(HydrajaxError, match=message):
-        make_decode_fn(lab.model, lab.drafters["hydra"], tree)
-
-
 def test_max_new_tokens_must_be_positive(lab):
     with pytest.raises(HydrajaxError, match="max_new_tokens: got 0, expected at least 1"):
         make_decode_fn(lab.model, lab.drafters["hydra"], presets.chain(2), max_new_tokens=0)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "lengths", "message"),
-    [
-        (np.zeros((2, 41), int), None, "prompt 0: got 41 tokens, expected at most the model's context of 40"),
-        (np.zeros((2, 41), int), [40, 41], "prompt 1: got 41 tokens, expected at most the model's context of 40"),
-        (np.zeros((2, 0), int), None, "prompt 0: got no tokens"),
-        (np.zeros((2, 5), int), [5, 0], "prompt 1: got no tokens"),
-        (np.array([[1, 2], [3, 17]]), None, r"prompt 1: got token id 17, expected 0 to 16"),
-        (np.array([[1, -1]]), None, "prompt 0: got token id -1, expected 0 to"),
-        (np.zeros((2, 5), int), [5], "lengths: got shape"),
-        (np.zeros((2, 5), int), [5, 6], "lengths: got 6 for prompt 1, expected 0 to its 5 columns"),
-        (np.zeros((2, 5), int), [-1, 5], "lengths: got -1 for prompt 0"),
-        (np.zeros((2, 5), int), [1, [2]], r"lengths: got \[1, \[2\]\], expected int32 \[batch\]"),
-        ([[1, 2], [3]], None, r"prompt: got \[\[1, 2\], \[3\]\], expected int32 \[batch, tokens\]"),
-        (np.zeros((0, 5), int), None, r"prompt: got int64 \[0, 5\], expected int32 \[batch, tokens\]"),
-        (BatchEncoding({"input_ids": [[1]]}), None, r"prompt: got a mapping \(BatchEncoding\), .*; pass its input_ids"),
-        (np.zeros((1, 5), int), [3.9], r"lengths: got float64, expected int32 \[batch\]"),
-        (np.zeros(5, np.int32), None, r"prompt: got int32 \[5\], expected int32 \[batch, tokens\]"),
-        (np.zeros((1, 5), np.float32), None, r"prompt: got float32 \[1, 5\], expected int32 \[batch, tokens\]"),
-        (np.array([[1, 2**32 + 1]]), None, "prompt 0: got token id 4294967297, expected 0 to"),
-    ],
-)
-def test_bad_prompts_are_rejected(lab, prompt, lengths, message):
-    params = Params(lab.base(0), lab.draft("hydra", 0))
-    decode_fn = lab.decode_fn("hydra", "random", 24)
-    with pytest.raises(HydrajaxError, match=message):
-        decode_fn(params, prompt, lengths)
+WRONG_PROMPTS = [
+    (np.zeros((2, 41), int), None, "prompt 0: got 41 tokens, expected at most the model's context of 40"),
+    (np.zeros((2, 41), int), [40, 41], "prompt 1: got 41 tokens, expected at most the model's context of 40"),
+    (np.zeros((2, 0), int), None, "prompt 0: got no tokens"),
+    (np.zeros((2, 5), int), [5, 0], "prompt 1: got no tokens"),
+    (np.array([[1, 2], [3, 17]]), None, r"prompt 1: got token id 17, expected 0 to 16"),
+    (np.array([[1, -1]]), None, "prompt 0: got token id -1, expected 0 to"),
+    (np.array([[1, 2**32 + 1]]), None, "prompt 0: got token id 4294967297, expected 0 to"),
+    (np.zeros((2, 5), int), [5], "lengths: got shape"),
+    (np.zeros((2, 5), int), [5, 6], "lengths: got 6 for prompt 1, expected 0 to its 5 columns"),
+    (np.zeros((2, 5), int), [-1, 5], "lengths: got -1 for prompt 0"),
+    (np.zeros((2, 5), int), [1, [2]], r"lengths: got \[1, \[2\]\], expected int32 \[batch\]"),
+    (np.zeros((1, 5), int), [3.9], r"lengths: got float64, expected int32 \[batch\]"),
+    ([[1, 2], [3]], None, r"prompt: got \[\[1, 2\], \[3\]\], expected int32 \[batch, tokens\]"),
+    (np.zeros((0, 5), int), None, r"prompt: got int64 \[0, 5\], expected int32 \[batch, tokens\]"),
+    (BatchEncoding({"input_ids": [[1]]}), None, r"prompt: got a mapping \(BatchEncoding\), .*; pass its input_ids"),
+    (np.zeros(5, np.int32), None, r"prompt: got int32 \[5\], expected int32 \[batch, tokens\]"),
+    (np.zeros((1, 5), np.float32), None, r"prompt: got float32 \[1, 5\], expected int32 \[batch, tokens\]"),
+]
 
 
-def test_lengths_of_a_traced_prompt_are_one_per_prompt(lab):
-    decode_fn, params = lab.decode_fn("hydra", "random", 24), Params(lab.base(0), lab.draft("hydra", 0))
+def test_bad_prompts_are_rejected(lab):
+    params, decode_fn = Params(lab.base(0), lab.draft("hydra", 0)), lab.decode_fn("hydra", "random", 24)
+    for prompt, lengths, message in WRONG_PROMPTS:
+        with pytest.raises(HydrajaxError, match=message):
+            decode_fn(params, prompt, lengths)
     with pytest.raises(HydrajaxError, match=r"lengths: got shape \(1,\) for prompts \(2, 16\)"):
         jax.jit(decode_fn)(params, np.zeros((2, 16), np.int32), np.ones(1, np.int32))
 
@@ -110,20 +92,20 @@ WRONG = [  # the message, and a base and a draft, made of the right ones
 ]
 
 
-@pytest.mark.parametrize(("message", "changed"), WRONG)
-def test_parameters_of_another_model_are_rejected(lab, message, changed):
-    wrong = Params(*changed(lab.base(0), lab.draft("hydra", 0)))
-    with pytest.raises(HydrajaxError, match=f"^params{message}"):
-        lab.decode_fn("hydra", "random", 24)(wrong, np.ones((1, 4), int))
-    model = LanguageModel(lab.model, lab.drafters["hydra"], wrong)
-    with pytest.raises(HydrajaxError, match=f"^params{message}"):
-        model.executor(model.program(tree="chain-1"))
-
-
-@pytest.mark.parametrize("given", [{"a": 1}, None, ({}, {})])
-def test_parameters_of_another_type_are_rejected(lab, given):
-    with pytest.raises(HydrajaxError, match=rf"^params: got {type(given).__name__}, expected Params\(base, draft\)"):
-        lab.decode_fn("hydra", "random", 24)(given, np.ones((1, 4), int))
+def test_parameters_of_another_model_are_rejected(lab):
+    decode_fn, prompt = lab.decode_fn("hydra", "random", 24), np.ones((1, 4), int)
+    for message, changed in WRONG:
+        wrong = Params(*changed(lab.base(0), lab.draft("hydra", 0)))
+        with pytest.raises(HydrajaxError, match=f"^params{message}"):
+            decode_fn(wrong, prompt)
+        model = LanguageModel(lab.model, lab.drafters["hydra"], wrong)
+        with pytest.raises(HydrajaxError, match=f"^params{message}"):
+            model.executor(model.program(tree="chain-1"))
+    for params in ({"a": 1}, None, ({}, {})):
+        with pytest.raises(
+            HydrajaxError, match=rf"^params: got {type(params).__name__}, expected Params\(base, draft\)"
+        ):
+            decode_fn(params, prompt)
 
 
 def test_parameters_are_compared_by_shape_and_dtype_alone(lab):

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 import hydrajax
 from helpers.how import how, sampling
 from helpers.lab import NEW
+from helpers.refusals import refusal
 from hydrajax.api import make_decode_fn
 from hydrajax.bench.uncached_forward import last_logits
 from hydrajax.decoding.acceptance import Greedy
@@ -83,41 +84,28 @@ def by_formula(logits, spec, prompt, output) -> np.ndarray:
     return found
 
 
-def test_repetition_penalty_equals_transformers():
-    numbers = (1.5, 0.6, 3.0)
-    found = processed([(Penalties(repetition_penalty=number),) for number in numbers])
-    for row, number in enumerate(numbers):
-        text = torch.tensor([PROMPTS[row] + OUTPUTS[row]])
-        expected = RepetitionPenaltyLogitsProcessor(number)(text, torch.tensor(LOGITS[row : row + 1]))
-        np.testing.assert_allclose(found[row], expected[0].numpy(), rtol=1e-6)
-    # Positive and negative logits change in every row; token 3, which occurs in padding only, in none.
-    assert all((found != LOGITS)[row][LOGITS[row] > 0].any() for row in range(3))
-    assert (found != LOGITS)[LOGITS < 0].any()
-    assert (found[:, 3] == LOGITS[:, 3]).all()
+def test_all_processors_in_the_order_of_vllm():
+    """Each kind alone, then together, in three sequences with numbers of their own."""
+    together = [spec.processors for spec in SPECS]
+    for rows in ([(each,) for each in PENALTIES], [(each,) for each in BIASES], together):
+        found = processed(rows)
+        specs = [how(processors=row) for row in rows]
+        expected = [by_formula(*each) for each in zip(LOGITS, specs, PROMPTS, OUTPUTS, strict=True)]
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        assert (found[:, 3] == LOGITS[:, 3]).all()  # token 3 occurs in padding only
+    # Penalties change positive and negative logits.
+    found = processed([(each,) for each in PENALTIES])
+    assert all((found != LOGITS)[sign * LOGITS > 0].any() for sign in (-1, 1))
 
 
-def test_presence_and_frequency_penalties_equal_the_formula():
+def test_presence_and_frequency_penalties_by_hand():
     """logit - presence * (count > 0) - frequency * count, with counts of generated tokens only."""
     numbers = [(0.5, 0.25), (-1.0, 2.0), (9.0, 9.0)]
     found = processed([(Penalties(presence_penalty=p, frequency_penalty=f),) for p, f in numbers])
     wanted = LOGITS.copy()
-    wanted[0, 2] -= 0.5 + 0.25
-    wanted[0, 8] -= 0.5 + 3 * 0.25
+    wanted[0, [2, 8]] -= [0.5 + 0.25, 0.5 + 3 * 0.25]
     wanted[1, 7] -= -1.0 + 2 * 2.0
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_a_bias_is_added():
-    found = processed([(bias,) for bias in BIASES])
-    wanted = LOGITS.copy()
-    wanted[0, [4, 11]] += [1.5, -3.0]
-    wanted[2, 0] += 0.25
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_all_processors_in_the_order_of_vllm():
-    expected = [by_formula(*each) for each in zip(LOGITS, SPECS, PROMPTS, OUTPUTS, strict=True)]
-    np.testing.assert_allclose(processed([spec.processors for spec in SPECS]), expected, rtol=1e-5)
 
 
 def test_the_references_that_certificates_use():
@@ -203,10 +191,7 @@ def test_a_second_turn_counts_everything_before_it_as_prompt(lab, engine):
 
     first, emitted = finish(prefill(params, *padded(prompts, 16), drawn))
     _, second = finish(extend(params, first, *padded(more, 16), drawn))
-    whole = [
-        [*prompt, *tokens[:length].tolist(), *text]
-        for prompt, tokens, length, text in zip(prompts, emitted.tokens, emitted.lengths, more, strict=True)
-    ]
+    whole = [[*a, *b, *c] for a, b, c in zip(prompts, emitted.ids(), more, strict=True)]
     _, at_once = finish(prefill(params, *padded(whole, 16), drawn))
     np.testing.assert_array_equal(second.tokens, at_once.tokens)
     assert second.lengths.tolist() == limits
@@ -250,21 +235,17 @@ def test_numbers_that_float32_cannot_hold_are_limits():
         assert np.isfinite(found / np.float32(1e-5)).all()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: LogitBias({3: 10**400}), "logit_bias: got"),
-        (lambda: Penalties(repetition_penalty=0.0), "repetition_penalty: got 0.0, expected a positive number"),
-        (lambda: Penalties(repetition_penalty=float("inf")), "repetition_penalty: got inf, expected a positive number"),
-        (lambda: Penalties(repetition_penalty=float("nan")), "repetition_penalty: got nan, expected a positive number"),
+def test_invalid_processors_are_rejected():
+    for make, message in (
+        *((lambda n=n: LogitBias({3: n}), "logit_bias: got") for n in (10**400, float("inf"))),
+        *(
+            (lambda n=n: Penalties(repetition_penalty=n), f"repetition_penalty: got {n}, expected a positive number")
+            for n in (0.0, float("inf"), float("nan"))
+        ),
         (lambda: Penalties(presence_penalty=float("inf")), "presence_penalty: got inf, expected a finite number"),
         (lambda: Penalties(frequency_penalty=float("nan")), "frequency_penalty: got nan, expected a finite number"),
-        (lambda: LogitBias({3: float("inf")}), "logit_bias: got 3: inf, expected ids from 0 up with finite numbers"),
         (lambda: LogitBias({-1: 1.0}), "logit_bias: got -1: 1.0, expected ids from 0 up with finite numbers"),
-        *(
-            (lambda text=text: LogitBias({text: 1.0}), 'logit_bias: got {"')
-            for text in ("the", "1_0", " 1", "+1", "１")
-        ),
+        *((lambda t=t: LogitBias({t: 1.0}), 'logit_bias: got {"') for t in ("the", "1_0", " 1", "+1", "１")),
         (lambda: LogitBias(3), "logit_bias: got 3, expected token ids with numbers"),
         (lambda: LogitBias({1.5: 3}), "logit_bias: got"),
         (
@@ -275,12 +256,8 @@ def test_numbers_that_float32_cannot_hold_are_limits():
             lambda: how(processors=[Penalties(), LogitBias(), Penalties()]),
             "processors: got Penalties twice, expected one of a kind",
         ),
-    ],
-)
-def test_invalid_processors_are_rejected(make, message):
-    with pytest.raises(HydrajaxError) as caught:
-        make()
-    assert str(caught.value).startswith(message)
+    ):
+        assert refusal(make).startswith(message)
 
 
 # --- mixed batches with trees -----------------------------------------------------------------------------------------
@@ -291,34 +268,21 @@ MIXED = [
     how(ExactSampling(0.0, top_k=3), processors=[Penalties(repetition_penalty=1.4)]),  # unaffected by top-k
     how(ExactSampling(0.8, 9, 0.9, min_p=0.05), processors=[Penalties(frequency_penalty=0.7), LogitBias({5: -9.0})]),
 ]
-PLAIN = [how(spec.rule) for spec in MIXED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("specs", [PLAIN, MIXED], ids=["plain", "processors"])
-def test_mixed_batches_give_the_tokens_of_each_request(lab, specs):
+def test_mixed_batches_give_the_tokens_of_each_request(lab):
     """Greedy and sampled sequences in one batch, each with its own numbers and processors, equal separate batches."""
     prompts = [[3, 1, 4], [5, 9], [2, 6, 5, 3], [8]]
-    tree = presets.cartesian([3, 2])
-    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=20)
-    mixed = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=specs, seed=4)
-    assert mixed.accept_lengths.max() >= 1
-    for row, spec in enumerate(specs):
-        rule = spec.rule if spec.rule.temperature else Greedy()
-        alone = lab.plainly(prompts, spec.replace(rule=rule), seed=4)  # keys depend on the index of the sequence
-        np.testing.assert_array_equal(mixed.tokens[row], alone.tokens[row][:20])
-
-
-@pytest.mark.slow
-def test_greedy_sequences_in_a_mixed_program_use_the_whole_tree(lab):
-    """`ExactSampling` at temperature 0 for all sequences, in the program for mixed batches."""
-    prompts = [[3, 1, 4], [5, 9]]
-    tree = presets.cartesian([3, 2])
-    rule = ExactSampling(0.0)
-    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, rule, max_new_tokens=20)
-    found = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=rule)
-    greedy = lab.decode(lab.decode_fn("hydra", "cartesian", 20), 0, lab.draft("hydra", 0), prompts)
-    np.testing.assert_array_equal(found.tokens, greedy.tokens)
+    for specs in ([how(spec.rule) for spec in MIXED], MIXED):
+        tree, rule = presets.cartesian([3, 2]), specs[0].rule
+        decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, rule, max_new_tokens=20)
+        mixed = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=specs, seed=4)
+        assert mixed.accept_lengths.max() >= 1
+        for row, spec in enumerate(specs):
+            rule = spec.rule if spec.rule.temperature else Greedy()
+            alone = lab.plainly(prompts, spec.replace(rule=rule), seed=4)  # keys depend on the index of the sequence
+            np.testing.assert_array_equal(mixed.tokens[row], alone.tokens[row][:20])
 
 
 @pytest.mark.slow

@@ -40,19 +40,16 @@ def test_each_layer_has_one_kernel():
     """Two layers, and the prefix layer."""
     assert lowered_step("none", "root").count("@tpu_custom_call") == 2
     assert lowered_step("hydra++", "chain-2").count("@tpu_custom_call") == 3
+    several = described_programs.lowered_step(TPU.replace(devices=2), "tpu", "bfloat16", "none", "root")
+    assert several.count("@tpu_custom_call") == 2
 
 
-def test_each_of_several_tpus_runs_the_kernel():
-    step = described_programs.lowered_step(TPU.replace(devices=2), "tpu", "bfloat16", "none", "root")
-    assert step.count("@tpu_custom_call") == 2
-
-
-@pytest.mark.parametrize(("kind", "tree"), [("none", "root"), ("hydra++", "chain-2")])
-def test_no_weight_is_multiplied_by_a_single_row(kind, tree):
+def test_no_weight_is_multiplied_by_a_single_row():
     """A TPU does that on its vector unit, several times slower than two rows."""
-    products = [line for line in lowered_step(kind, tree).splitlines() if "dot_general" in line]
-    assert len(products) >= 9  # four for each layer, and the lm head
-    assert not any(re.search(r"tensor<1x\d+xbf16>", line) for line in products)
+    for kind, tree in (("none", "root"), ("hydra++", "chain-2")):
+        products = [line for line in lowered_step(kind, tree).splitlines() if "dot_general" in line]
+        assert len(products) >= 9  # four for each layer, and the lm head
+        assert not any(re.search(r"tensor<1x\d+xbf16>", line) for line in products)
 
 
 def test_a_single_token_fills_a_tile_with_its_rows():
@@ -92,42 +89,44 @@ def test_products_of_one_tpu_get_more_vector_memory_unless_the_user_sets_it(monk
         assert ops.compiler_options() is None
 
 
-@pytest.mark.parametrize(
-    ("shape", "order"), [((8, 2, 16), (1, 0, 2)), ((8, 3, 4, 6), (2, 1, 0, 3)), ((8, 16), (0, 1)), ((4,), (0,))]
-)
-def test_weights_are_stored_as_a_tpu_reads_them(shape, order):
+def test_weights_are_stored_as_a_tpu_reads_them():
     """Fused kernels with the input next to the last axis; their logical shape and numbers stay."""
-    array = np.random.default_rng(0).random(shape, np.float32)
-    with trace.tracing(platform=TPU):
-        placed = placer(None)(array, None)
-    np.testing.assert_array_equal(placed, array)
-    assert placed.format.layout.major_to_minor == order
-    assert jax.jit(lambda x: x + 1).lower(placed).compile().input_formats[0][0].layout.major_to_minor == order
-    assert placer(None)(array, None).format.layout.major_to_minor == tuple(range(len(shape)))
+    for shape, order in (((8, 2, 16), (1, 0, 2)), ((8, 3, 4, 6), (2, 1, 0, 3)), ((8, 16), (0, 1)), ((4,), (0,))):
+        array = np.random.default_rng(0).random(shape, np.float32)
+        with trace.tracing(platform=TPU):
+            placed = placer(None)(array, None)
+        np.testing.assert_array_equal(placed, array)
+        assert placed.format.layout.major_to_minor == order
+        assert jax.jit(lambda x: x + 1).lower(placed).compile().input_formats[0][0].layout.major_to_minor == order
+        assert placer(None)(array, None).format.layout.major_to_minor == tuple(range(len(shape)))
 
 
-@pytest.mark.parametrize("features", [(24,), (2, 24), (3, 3, 8), (3, 6, 8)])
-def test_parts_of_a_fused_product_with_many_rows_equal_numpy(features):
+def test_parts_of_a_fused_product_with_many_rows_equal_numpy():
     """With many rows a TPU multiplies by section: gate and up, 1 and 4 queries a key."""
     rng = np.random.default_rng(0)
-    x, kernel = rng.normal(size=(3, 70, 16)).astype(np.float32), rng.normal(size=(16, *features)).astype(np.float32)
-    with trace.tracing(platform=TPU):
-        found = jax.jit(lambda x, kernel: ops.matmul_parts(x, kernel, np.float32))(x, kernel)
-    want = np.moveaxis(np.tensordot(x, kernel, 1), (0, 1), (-3, -2))
-    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    x = rng.normal(size=(3, 70, 16)).astype(np.float32)
+    for features in ((24,), (2, 24), (3, 3, 8), (3, 6, 8)):
+        kernel = rng.normal(size=(16, *features)).astype(np.float32)
+        with trace.tracing(platform=TPU):
+            found = jax.jit(lambda x, kernel: ops.matmul_parts(x, kernel, np.float32))(x, kernel)
+        want = np.moveaxis(np.tensordot(x, kernel, 1), (0, 1), (-3, -2))
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 # In bfloat16 a tree's sums have another order, so nearly equal tokens may change places.
-@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 20), ("bfloat16", None)])
-@pytest.mark.parametrize(("kind", "tree"), [("lookup", "chain-3"), ("hydra++", "cartesian-3x2")])
-@pytest.mark.quick("lookup-chain-3-float32-20")
+@pytest.mark.parametrize(
+    ("kind", "tree", "dtype", "window"),
+    [("lookup", "chain-3", "float32", 20)]
+    + [
+        pytest.param("hydra++", "cartesian-3x2", dtype, None, marks=pytest.mark.slow)
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_tree_decoding_on_a_tpu_equals_plain_decoding(simulated, kind, tree, dtype, window):
     found = described_programs.decoded_with(kind, tree, dtype, window)
     assert kind != "lookup" or found.tokens_per_step() > 1.1
-    if dtype == "float32":
-        with trace.tracing(platform=trace.Platform("none", 1)):  # XLA's own operations
-            plain = described_programs.decoded_without(dtype, window)
-    else:
+    # In float32 compared with XLA's own operations.
+    with trace.tracing(platform=trace.Platform("none", 1) if dtype == "float32" else trace.platform()):
         plain = described_programs.decoded_without(dtype, window)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
 

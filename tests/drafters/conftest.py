@@ -14,6 +14,10 @@ import pytest
 from helpers.lab import Lab, shared_lab
 from helpers.noise import noise
 from helpers.tree_tools import random_tree
+from hydrajax.amphista.heads import AmphistaHeads
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -27,32 +31,44 @@ def silu(x):
 
 
 class HeadsInNumPy:
-    """Logits of one head for one position. ``reads_path``: Hydra heads depend on the tokens proposed before them."""
+    """Logits of one Medusa or Hydra head for one position, with or without a prefix layer."""
 
-    def __init__(self, drafter, params, embedding, *, reads_path: bool):
-        self.drafter, self.params, self.reads_path = drafter, to_float64(params), reads_path
-        self.embedding = np.asarray(embedding, np.float64)
+    def __init__(self, drafter, params, base: BoundBase):
+        self.drafter, self.params = drafter, to_float64(params)
+        self.embedding = np.asarray(base.params["embedding"], np.float64)
+        self.base_kernel = np.asarray(base.head_kernel(), np.float64)
 
-    def logits(self, k: int, h: np.ndarray, path: list[int]) -> np.ndarray:
-        """Return logits of head k from the hidden state ``[D]`` and the k + 1 tokens from the root."""
+    def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
+        """Return the logits of head k.
+
+        Args:
+            text: what the draft reads of the base, ``[T, n * D]``, and the tokens after the first T - 1 positions.
+            path: the k + 1 tokens from the root.
+        """
         assert len(path) == k + 1
-        head = self.params[f"head_{k}"]
-        x, plain = h, self.drafter.n_layers
-        if self.reads_path:
-            x = np.concatenate([h, *(self.embedding[token] for token in path)])
-            parts = [
-                head["conditioned"][name] for name in ("shared_kernel", "path_kernel") if name in head["conditioned"]
-            ]
+        x, plain, heads = text[0][-1], self.drafter.n_layers, self.params
+        if self.drafter.prefix is not None:
+            x, heads = self.refined(text[0]), heads["heads"]
+        head = heads[f"head_{k}"]
+        if isinstance(self.drafter, HydraHeads):  # depends on the tokens proposed before
+            read, block = np.concatenate([x, *(self.embedding[token] for token in path)]), head["conditioned"]
+            parts = [block[name] for name in ("shared_kernel", "path_kernel") if name in block]
             w, r = np.moveaxis(np.concatenate(parts), 1, 0)
-            w_bias, r_bias = head["conditioned"]["bias"]
-            x = x @ r + r_bias + silu(x @ w + w_bias)
+            w_bias, r_bias = block["bias"]
+            x = read @ r + r_bias + silu(read @ w + w_bias)
             plain -= 1
         for i in range(plain):
             block = head["blocks_0" if self.drafter.share_blocks else f"blocks_{i}"]
             x = x + silu(x @ block["kernel"] + block["bias"])
         return x @ head["lm_kernel"] + head.get("lm_bias", 0.0)
 
-    def check_proposal(self, tree: TreeTopology, h: np.ndarray, root: int, candidates: np.ndarray) -> None:
+    def refined(self, hidden: np.ndarray) -> np.ndarray:
+        """Return the prefix layer's last output over the text ``[T, D]`` from position 0."""
+        prefix, params = self.drafter.prefix, self.params["prefix"]
+        rows = decoder_layer_in_numpy(prefix.config, params["layer"], hidden, causal=True, window=prefix.window)
+        return rms_norm(rows[-1], params["norm"]["scale"], prefix.config.norm_eps)
+
+    def check_proposal(self, tree: TreeTopology, text, root: int, candidates: np.ndarray) -> None:
         """Check that every node has the token of its rank given its ancestors.
 
         Logits are compared, so tokens within float32 rounding can be in either order.
@@ -61,13 +77,13 @@ class HeadsInNumPy:
         token_of = {(): root} | dict(zip(tree.choices, candidates[1:].tolist(), strict=True))
         for path in tree.choices:
             ancestors = [token_of[path[:length]] for length in range(len(path))]
-            logits = self.logits(len(path) - 1, h, ancestors)
+            logits = self.logits(len(path) - 1, text, ancestors)
             best_first = np.sort(logits)[::-1]
             np.testing.assert_allclose(logits[token_of[path]], best_first[path[-1]], atol=2e-4, rtol=0)
             siblings = [token for other, token in token_of.items() if other and other[:-1] == path[:-1]]
             assert len(set(siblings)) == len(siblings)
 
-    def check_grown(self, h, tokens: np.ndarray, parents: np.ndarray) -> int:
+    def check_grown(self, text, tokens: np.ndarray, parents: np.ndarray) -> int:
         """Check that the children of every node of a dynamic tree are the best tokens after its path, in order.
 
         Returns the depth of the tree.
@@ -78,7 +94,7 @@ class HeadsInNumPy:
         for node, path in enumerate(paths):
             children = tokens[parents == node]
             if len(children):
-                logits = self.logits(len(path) - 1, h, path)
+                logits = self.logits(len(path) - 1, text, path)
                 np.testing.assert_allclose(logits[children], np.sort(logits)[::-1][: len(children)], atol=2e-4, rtol=0)
                 assert len(set(children.tolist())) == len(children)
         return max(map(len, paths)) - 1
@@ -140,24 +156,10 @@ def decoder_layer_in_numpy(
     ]
 
 
-def prefix_layer_in_numpy(drafter, params, aux_hidden_states: np.ndarray) -> np.ndarray:
-    """Apply the prefix layer to a whole sequence ``[T, D]`` from position 0."""
-    prefix, params, aux_hidden_states = drafter.prefix, to_float64(params), np.asarray(aux_hidden_states, np.float64)
-    config = prefix.config
-    rows = decoder_layer_in_numpy(config, params["layer"], aux_hidden_states, causal=True, window=prefix.window)
-    return np.stack([rms_norm(x, params["norm"]["scale"], config.norm_eps) for x in rows])
-
-
 class EagleInNumPy(HeadsInNumPy):
     """Logits of an EAGLE draft after a sequence and a path, one position at a time and without a cache."""
 
-    def __init__(self, drafter, params, base: BoundBase):
-        self.drafter, self.params = drafter, to_float64(params)
-        self.embedding = np.asarray(base.params["embedding"], np.float64)
-        self.base_kernel = np.asarray(base.head_kernel(), np.float64)
-
-    def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
-        """text: hidden states of the base ``[T, n * D]`` and the tokens after the first T - 1 positions."""
+    def logits(self, k, text, path):
         aux_hidden_states, following = text
         config, params, made = self.drafter.config, self.params, []
         eps, third, out = config.norm_eps, "hidden_norm" in params, None
@@ -184,13 +186,7 @@ class EagleInNumPy(HeadsInNumPy):
 class AmphistaInNumPy(HeadsInNumPy):
     """Logits of Amphista heads after a sequence, by equations 1 to 6, one position and head at a time."""
 
-    def __init__(self, drafter, params, base: BoundBase):
-        self.drafter, self.params = drafter, to_float64(params)
-        self.embedding = np.asarray(base.params["embedding"], np.float64)
-        self.base_kernel = np.asarray(base.head_kernel(), np.float64)
-
-    def logits(self, k: int, text: tuple[np.ndarray, list[int]], path: list[int]) -> np.ndarray:
-        """text: hidden states of the base ``[T, D]`` and the tokens after the first T - 1 positions."""
+    def logits(self, k, text, path):
         aux_hidden_states, following = text
         n_heads, config, params = self.drafter.num_draft_heads, self.drafter.config, self.params
         tokens = [self.embedding[token] for token in [*following, path[0]]]
@@ -226,6 +222,14 @@ class AmphistaInNumPy(HeadsInNumPy):
         return out
 
 
+def in_numpy(drafter, params, base: BoundBase) -> HeadsInNumPy:
+    """Return the reimplementation of a drafter."""
+    if isinstance(drafter, AmphistaHeads):
+        return AmphistaInNumPy(drafter, params, base)
+    kind = EagleInNumPy if isinstance(drafter, Eagle | Eagle3) else HeadsInNumPy
+    return kind(drafter, params, base)
+
+
 def random_draft_params(drafter, base: BoundBase, seed: int):
     """Return noise in the shapes of ``init``."""
     return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
@@ -247,9 +251,7 @@ def oracle():
 
     class Oracle:
         heads = HeadsInNumPy
-        eagle = EagleInNumPy
-        amphista = AmphistaInNumPy
-        prefix_layer = staticmethod(prefix_layer_in_numpy)
+        in_numpy = staticmethod(in_numpy)
         random_draft_params = staticmethod(random_draft_params)
         random_tree = staticmethod(random_tree)
 

@@ -26,6 +26,7 @@ VOCAB, ROOTS = 40, np.array([3, 4, 9], np.int32)
 TABLE = Table(5, VOCAB, most=2)  # a node has one or two allowed children
 HALF = Vocabulary(range(0, VOCAB, 2))
 TREES = {"static": presets.cartesian([3, 2]), "dynamic": DynamicTree(8, 1, 3)}
+TREES["with estimates"] = with_estimates(TREES["static"])
 
 
 def masks_of(paths) -> np.ndarray:
@@ -53,19 +54,19 @@ def filled(tree, vocabulary, draws: bool):
     return jax.device_get(propose(ROOTS, jax.random.split(jax.random.key(1), (len(ROOTS), 3))))
 
 
-@pytest.mark.parametrize("draws", [False, True], ids=["best", "drawn"])
-@pytest.mark.parametrize("vocabulary", [None, HALF], ids=["all", "half"])
 @pytest.mark.parametrize(
-    "tree",
-    [TREES["static"], with_estimates(TREES["static"]), TREES["dynamic"]],
-    ids=["static", "with estimates", "dynamic"],
-)
-@pytest.mark.quick(
-    *(f"{tree}-{case}" for tree in ("static", "dynamic") for case in ("half-best", "all-drawn", "half-drawn")),
-    "with estimates-half-best",
+    ("tree", "vocabulary", "draws"),
+    [
+        ("static", HALF, False),
+        ("static", None, True),
+        ("with estimates", HALF, False),
+        ("dynamic", HALF, False),
+        ("dynamic", None, True),
+        ("dynamic", HALF, True),
+    ],
 )
 def test_nodes_hold_allowed_tokens(tree, vocabulary, draws):
-    proposal = filled(tree, vocabulary, draws)
+    proposal = filled(TREES[tree], vocabulary, draws)
     parents = np.broadcast_to(proposal.tree.parents, proposal.tokens.shape)
     n_tokens = missing = 0
     for row, (tokens, above) in enumerate(zip(proposal.tokens.tolist(), parents.tolist(), strict=True)):
@@ -86,7 +87,7 @@ def test_nodes_hold_allowed_tokens(tree, vocabulary, draws):
                 slot = np.broadcast_to(proposal.tree.parent_slot, parents.shape)[row, node]
                 assert set(np.flatnonzero(proposal.log_q[row, slot] > -np.inf)) == possible
     assert n_tokens > 4
-    assert missing or isinstance(tree, DynamicTree)
+    assert missing or tree == "dynamic"
     assert proposal.log_p is None or not np.isnan(proposal.log_p).any()
 
 
@@ -108,9 +109,12 @@ def test_masks_after_paths_are_those_of_a_tree():
         assert (found[2] == 0xFFFFFFFF).all()
 
 
-@pytest.mark.parametrize(
-    ("counts", "held", "plan"),
-    [
+def test_forced_tokens_that_a_tree_holds_need_no_branch():
+    program, nothing = (
+        Program(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2),
+        np.zeros(2, np.int32),
+    )
+    for counts, held, plan in (
         ([0, 0], 2, Plan.TREE),
         ([2, 0], 2, Plan.TREE),  # the tree holds them
         ([2, 0], 0, Plan.JOINED),
@@ -118,14 +122,10 @@ def test_masks_after_paths_are_those_of_a_tree():
         ([3, 4], 3, Plan.FORCED),
         ([9, 0], 3, Plan.JOINED),  # one sequence needs a tree, the other more than it holds
         ([9, 9], 3, Plan.FORCED),
-    ],
-)
-def test_forced_tokens_that_a_tree_holds_need_no_branch(counts, held, plan):
-    program = Program(PromptLookup(), presets.chain(3), max_new_tokens=4, forced_nodes=2)
-    work = HostWork([AnyText([7] * count) for count in counts], np.zeros(2, bool), program, VOCAB, 5, held)
-    nothing = np.zeros(2, np.int32)
-    work.follow(np.zeros(2, bool), nothing, nothing, np.zeros((2, 4), np.int32))
-    assert work.plan is plan
+    ):
+        work = HostWork([AnyText([7] * count) for count in counts], np.zeros(2, bool), program, VOCAB, 5, held)
+        work.follow(np.zeros(2, bool), nothing, nothing, np.zeros((2, 4), np.int32))
+        assert work.plan is plan, (counts, held)
 
 
 def test_the_tokens_that_a_tree_holds():

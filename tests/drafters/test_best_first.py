@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.refusals import refusal
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree
 from hydrajax.trees.tree_json import content_of, read_tree
@@ -72,9 +72,7 @@ def paths_of(proposal, row: int) -> list[tuple[int, ...]]:
 LOGITS = np.random.default_rng(0).normal(scale=2.0, size=(3, 5, 11)).astype(np.float32)
 
 
-@pytest.mark.parametrize(
-    "name", ["best-2", "best-9", "best-40", "fanout-3-5", "fanout-9-3", "fanout-40-4", "fanout-30-1"]
-)
+@pytest.mark.parametrize("name", ["best-2", "best-40", "fanout-9-3", "fanout-40-4", "fanout-30-1"])
 def test_nodes_are_those_of_a_heap_in_the_same_order(name):
     tree = presets.by_name(name).reaching(5)
     proposal = jax.jit(lambda x: best_first(tree, jnp.full(3, 7), x, LmHead()))(LOGITS)
@@ -111,14 +109,12 @@ def test_names_and_files(name, tmp_path):
     assert tree.name == name == tree.reaching(7).name
     (tmp_path / "tree.json").write_text(json.dumps(content_of(tree)))
     assert read_tree(tmp_path / "tree.json") == tree
-    with pytest.raises(HydrajaxError, match=f"got {name} without a drafter"):
-        _ = tree.depth
+    refusal(lambda: tree.depth, f"got {name} without a drafter")
     assert tree.reaching(7).depth == 7
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_errors(tmp_path):
+    for make, message in (
         (lambda: BestFirstTree(1), "got best-1, expected 2 to 4096 nodes"),
         (lambda: presets.by_name("fanout-8-0"), "got 'fanout-8-0'"),
         (lambda: BestFirstTree(8).reaching(0), "got best-8, expected root: the draft proposes no token"),
@@ -126,25 +122,14 @@ def test_names_and_files(name, tmp_path):
             lambda: BestFirstTree(8, top_k=9).check(4, 8),
             "got 9 children per node, expected at most the vocabulary of 8",
         ),
-    ],
-)
-def test_errors(make, message):
-    with pytest.raises(HydrajaxError, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
+    ):
+        refusal(make, message)
+    for content in (
         {"best_first": {"nodes": 8, "depth": 3}},
         {"best_first": {"nodes": "8"}},
         {"best_first": {"nodes": 8, "fanout": 0}},
         {"best_first": [8]},
         {"best_first": {"nodes": 8}, "choices": [[0]]},
-    ],
-)
-def test_damaged_files(content, tmp_path):
-    path = tmp_path / "tree.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(HydrajaxError, match="best_first: "):
-        read_tree(path)
+    ):
+        (tmp_path / "tree.json").write_text(json.dumps(content))
+        refusal(lambda: read_tree(tmp_path / "tree.json"), "best_first: ")

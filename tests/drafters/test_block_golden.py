@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from helpers.block_golden import loaded_draft
-from helpers.how import sampling
+from helpers.golden_drafts import check_end_of_sequence, loaded_draft, steps_of
 from helpers.lab import quick_jit
 from helpers.recordings import as_recorded, need
-from hydrajax.api import make_decode_fn
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.markov import KINDS, MarkovHead, MarkovNetwork
@@ -29,7 +27,6 @@ from hydrajax.trees.dynamic import BestFirstTree
 
 TOLERANCE = 1e-4  # on logits, hidden states and scores, as the data's README advises
 CLOSE = 1e-4  # below this margin two nodes of a tree may be swapped
-LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
 
 
 def slow(*values):
@@ -46,25 +43,8 @@ CHAINS = [
 ]
 
 
-def steps_of(loaded, tree, record):
-    """Yield the proposal of each step and return the final state of all 8 prompts."""
-    engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
-    prompts = np.maximum(record["prompts"], 0).astype(np.int32)
-    prompts = np.pad(prompts, ((0, 0), (0, 64 - prompts.shape[1])))
-    drawn = sampling(None, len(prompts), loaded.config.vocab_size)
-    lengths = record["prompt_lens"].astype(np.int32)
-    state = quick_jit(lambda params: engine.prefill(params, prompts, lengths, drawn))(loaded.params)
-
-    @quick_jit
-    def step(params, state):
-        proposal = engine.propose(params, state)
-        return proposal.tokens, proposal.tree, engine.decode_step(params, state)
-
-    proposals = []
-    for _ in range(int((record["accept_lengths"] >= 0).sum(axis=1).max())):
-        tokens, made, state = jax.device_get(step(loaded.params, state))
-        proposals.append((tokens, made))
-    return proposals, state
+def recorded_steps(loaded, tree, record):
+    return steps_of(loaded, tree, record, int((record["accept_lengths"] >= 0).sum(axis=1).max()))
 
 
 def check_outputs(record, state):
@@ -84,7 +64,7 @@ def check_outputs(record, state):
 @pytest.mark.parametrize(("name", "file"), CHAINS)
 def test_chains(parallel, name, file):
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))
-    proposals, state = steps_of(loaded, presets.chain(loaded.drafter.depth), record)
+    proposals, state = recorded_steps(loaded, presets.chain(loaded.drafter.depth), record)
     check_outputs(record, state)
     for row, accepts in enumerate(record["accept_lengths"]):
         for i in range((accepts >= 0).sum()):
@@ -95,7 +75,7 @@ def test_confidence_cuts_the_chain(parallel):
     loaded, record = loaded_draft(parallel, "dspark_a"), np.load(need(parallel / "dspark_a" / "greedy_conf.npz"))
     drafter = dataclasses.replace(loaded.drafter, confidence=float(record["confidence_threshold"]))
     cut = dataclasses.replace(loaded, drafter=drafter)
-    proposals, state = steps_of(cut, presets.chain(8), record)
+    proposals, state = recorded_steps(cut, presets.chain(8), record)
     check_outputs(record, state)
     for row, lengths in enumerate(record["proposal_lengths"]):
         for i, length in enumerate(lengths[lengths >= 0]):
@@ -121,7 +101,7 @@ TREES = [
 def test_trees(parallel, name, file, tree):
     """Trees are equal node by node; where the recorded margin is small, two nodes may be swapped or exchanged."""
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))
-    proposals, state = steps_of(loaded, presets.by_name(tree), record)
+    proposals, state = recorded_steps(loaded, presets.by_name(tree), record)
     check_outputs(record, state)
     with_root, swapped, compared = name.startswith("jetspec"), 0, 0
     for row, accepts in enumerate(record["accept_lengths"]):
@@ -233,15 +213,5 @@ def test_teacher_forced(parallel, name):
     ],
 )
 def test_end_of_sequence(parallel, name, file, tree):
-    """The official codes differ in what they count behind a stop token; the text ends with it in all of them."""
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))
-    eos, prompt = int(record["eos_id"]), record["prompt"].astype(np.int32)
-    ids = record["output_ids"][len(prompt) :]
-    ids = ids[ids >= 0]
-    decode = make_decode_fn(loaded.model, loaded.drafter, presets.by_name(tree), max_new_tokens=LONGEST, eos_ids=(eos,))
-    out = jax.device_get(decode(loaded.params, prompt[None]))
-    length = int(np.argmax(ids == eos)) + 1
-    assert ids[length - 1] == eos
-    assert out.ids() == [ids[:length].tolist()]
-    steps = out.accept_lengths[0, : out.steps[0]]
-    np.testing.assert_array_equal(steps[:-1], record["accept_lengths"][: out.steps[0] - 1])
+    check_end_of_sequence(loaded, presets.by_name(tree), record)

@@ -1,4 +1,4 @@
-"""Low-rank, reduced and shared draft lm heads: their logits, and decoding with them."""
+"""Low-rank, reduced and shared draft lm heads: their logits and samples."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
-from helpers.lab import NEW, VOCAB, WIDTH, quick_jit
+from helpers.lab import VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.sampling import ExactSampling
+from helpers.refusals import refusal
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead
 from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
@@ -22,7 +21,6 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
@@ -39,7 +37,6 @@ LM_HEADS = {
     "reduced, low rank": LmHead(rank=RANK, vocabulary=Vocabulary(reversed(KNOWN))),
 }
 KINDS = {"medusa": MedusaHeads, "hydra": HydraHeads}
-PROMPTS = [[3, 1, 4, 1, 5], [2], [9, 2, 6, 5, 3, 5, 8]]
 
 
 def with_lm_head(kind: str, name: str):
@@ -73,12 +70,11 @@ def fresh_kernel(base: BoundBase, name: str) -> np.ndarray:
     return full
 
 
+@pytest.mark.quick("reduced, low rank", "shared, bias", "shared, reduced", "full rank")
 @pytest.mark.parametrize("name", LM_HEADS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.quick("hydra-reduced, low rank", "medusa-shared, bias", "medusa-shared, reduced", "medusa-full rank")
-def test_fresh_heads_approximate_the_base(base, kind, name):
+def test_fresh_heads_approximate_the_base(base, name):
     """Fresh blocks are identities, so the logits of a head are the hidden state times its lm head."""
-    drafter = with_lm_head(kind, name)
+    drafter = with_lm_head("hydra" if "low" in name else "medusa", name)
     state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
     tree = presets.cartesian([12, 1])
 
@@ -115,7 +111,7 @@ LAYERS = {
 
 
 @pytest.mark.quick("medusa", "eagle", "dspark")
-@pytest.mark.parametrize("kind", [*KINDS, *LAYERS])
+@pytest.mark.parametrize("kind", ["medusa", *LAYERS])
 def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
     if kind in LAYERS:
         drafter_of, settings = LAYERS[kind]
@@ -137,43 +133,9 @@ def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
     assert other.lm_head.with_copy(params, base) is params
 
 
-# For Medusa only the reduced vocabulary, whose token ids differ from indices: each case compiles.
-DECODED = [
-    ("hydra", "shared, bias"),
-    pytest.param("hydra", "low rank", marks=pytest.mark.slow),
-    ("hydra", "reduced"),
-    ("medusa", "reduced, low rank"),
-]
-
-
-@pytest.mark.parametrize(("kind", "name"), DECODED)
-@pytest.mark.quick("medusa-reduced, low rank")
-def test_decoding_gives_the_tokens_of_the_base(lab, base, kind, name):
-    drafter = with_lm_head(kind, name)
-    texts, _ = lab.references(0, PROMPTS)
-    # Twelve guesses at depth 1 exceed the reduced vocabulary.
-    decode_fn = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), max_new_tokens=NEW)
-    out = lab.decode(decode_fn, 0, random_params(drafter, base), PROMPTS)
-    for row, prompt in enumerate(PROMPTS):
-        assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
-    assert out.accept_lengths.max() >= 1
-
-
-@pytest.mark.slow
-def test_sampling_with_a_reduced_vocabulary_equals_plain_sampling(lab, base):
-    rule, drafter = ExactSampling(1.2), with_lm_head("hydra", "reduced")
-    tree = make_decode_fn(lab.model, drafter, presets.cartesian([12, 2]), rule, max_new_tokens=NEW)
-    for seed in range(3):
-        found = lab.decode(tree, 0, random_params(drafter, base), PROMPTS, rule=rule, seed=seed)
-        expected = lab.plainly(PROMPTS, rule, seed)
-        np.testing.assert_array_equal(found.tokens, expected.tokens)
-        assert found.steps.sum() < expected.steps.sum()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_samples_follow_the_reported_distribution(base, kind):
+def test_samples_follow_the_reported_distribution(base):
     """Samples are token ids, -1 beyond the reduced vocabulary; log_q is -inf outside it and log softmax inside."""
-    drafter = with_lm_head(kind, "reduced")
+    drafter = with_lm_head("hydra", "reduced")
     params = random_params(drafter, base)
     state = np.random.default_rng(2).standard_normal((200, WIDTH)).astype(np.float32)
     tree, temperature = presets.cartesian([11, 1]), np.linspace(0.5, 2.0, 200, dtype=np.float32)
@@ -211,10 +173,7 @@ def test_vocabularies_are_hashable_sets():
 
 
 def test_bad_settings_are_rejected():
-    with pytest.raises(HydrajaxError, match="lm_head: got shared and a rank of 3, expected one of them"):
-        LmHead(shared=True, rank=3)
-    with pytest.raises(HydrajaxError, match=r"lm_head\.rank: got 0, expected at least 1"):
-        LmHead(rank=0)
+    refusal(lambda: LmHead(shared=True, rank=3), "lm_head: got shared and a rank of 3, expected one of them")
+    refusal(lambda: LmHead(rank=0), "lm_head.rank: got 0, expected at least 1")
     for tokens in ([], [3, -1]):
-        with pytest.raises(HydrajaxError, match=r"lm_head\.vocabulary: expected at least one token id"):
-            Vocabulary(tokens)
+        refusal(lambda tokens=tokens: Vocabulary(tokens), "lm_head.vocabulary: expected at least one token id")

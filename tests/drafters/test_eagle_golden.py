@@ -3,16 +3,14 @@ tree, every accept length and every token."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import numpy as np
 import pytest
 
-from helpers.how import sampling
+from helpers.golden_drafts import LONGEST, check_end_of_sequence, steps_of
 from helpers.lab import quick_jit
 from helpers.recordings import as_recorded, copy_as_torch, need
-from hydrajax.api import load, make_decode_fn
+from hydrajax.api import load
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -22,7 +20,6 @@ from hydrajax.trees.static_tree import TreeTopology
 
 TOLERANCE = 1e-4  # on logits and hidden states, as the data's README advises
 CLOSE = 1e-4  # below this margin two tokens of a tree may be swapped
-LONGEST = 140  # above the longest recorded output, 128 and one step's overshoot, so that no recorded step is cut
 STATIC = {
     "mc63": presets.sparse("eagle_26"),
     "small": TreeTopology.from_choices([[0], [0, 0], [1], [0, 0, 0], [0, 1], [1, 0]]),
@@ -31,29 +28,6 @@ STATIC = {
 
 def slow(name: str):
     return pytest.param(name, marks=pytest.mark.slow)
-
-
-class Run(NamedTuple):
-    """The official greedy run of 8 prompts."""
-
-    prompt: np.ndarray  # [8, P], padding 0
-    lengths: np.ndarray
-    output: list[np.ndarray]  # generated token ids per prompt
-    accept_lengths: list[np.ndarray]  # per step, without the root
-    trees: list[dict[str, np.ndarray]]  # per prompt: tokens [steps, N], margin [steps], optional parents and depths
-
-
-def read_run(folder, name: str) -> Run:
-    run = np.load(need(folder / f"greedy_{name}.npz"))
-    lengths, rows = run["prompt_lens"], range(len(run["prompt_lens"]))
-    fields = ("tokens", "margin", "parents", "depths")
-    return Run(
-        prompt=np.maximum(run["prompts"], 0),
-        lengths=lengths,
-        output=[run["output_ids"][i, lengths[i] : run["output_lens"][i]] for i in rows],
-        accept_lengths=[run["accept_lengths"][i, : run["num_steps"][i]] for i in rows],
-        trees=[{field: run[f"tree_{field}_{i}"] for field in fields if f"tree_{field}_{i}" in run} for i in rows],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -101,46 +75,37 @@ def test_eagle_1_teacher_forced(folder, loaded_for):
     near(logits[0][:, :-1], record["draft_logits"][:, :-1])
 
 
-def check_decoding(loaded: LanguageModel, tree, run: Run, swaps: int) -> None:
-    """Compare trees (``swaps`` steps may differ if two scores are close), token ids and accept lengths of all steps.
-
-    Decodes all 8 prompts in one ragged batch; the official code decoded them one by one.
-    """
-    engine = make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST).engine
-    prompt = np.pad(run.prompt, ((0, 0), (0, 64 - run.prompt.shape[1])))
-    drawn = sampling(None, len(prompt), loaded.config.vocab_size)
-    prefill = quick_jit(lambda params: engine.prefill(params, prompt, run.lengths, drawn))
-
-    @quick_jit
-    def step(params, state):
-        proposal = engine.propose(params, state)
-        return proposal.tokens, proposal.tree, engine.decode_step(params, state)
-
-    state, swapped = prefill(loaded.params), 0
-    for i in range(max(map(len, run.accept_lengths))):
-        tokens, made, state = jax.device_get(step(loaded.params, state))
-        for row, recorded in enumerate(run.trees):
-            if i >= len(recorded["tokens"]):
-                continue
+def check_decoding(loaded: LanguageModel, tree, run, swaps: int) -> None:
+    """Compare trees (``swaps`` steps may differ if two scores are close), token ids and accept lengths of all steps."""
+    proposals, state = steps_of(loaded, tree, run, int(run["num_steps"].max()))
+    swapped = 0
+    for row, n_steps in enumerate(run["num_steps"]):
+        for i in range(n_steps):
+            tokens, made = proposals[i]
             ours = {"tokens": tokens[row], "parents": made.parents, "depths": made.depths}
             ours |= {name: ours[name][row] for name in ("parents", "depths") if ours[name].ndim == 2}
-            different = [name for name in ours if name in recorded and (ours[name] != recorded[name][i]).any()]
+            recorded = {name: run[f"tree_{name}_{row}"][i] for name in ours if f"tree_{name}_{row}" in run}
+            different = [name for name in recorded if (ours[name] != recorded[name]).any()]
             if different:
-                assert recorded["margin"][i] < CLOSE, f"prompt {row}, step {i}: {different}"
-                assert sorted(ours["tokens"]) == sorted(recorded["tokens"][i])
+                assert run[f"tree_margin_{row}"][i] < CLOSE, f"prompt {row}, step {i}: {different}"
+                assert sorted(ours["tokens"]) == sorted(recorded["tokens"])
                 swapped += 1
-    assert swapped <= swaps
-    for row, (ids, accepts) in enumerate(zip(run.output, run.accept_lengths, strict=True)):
-        assert len(ids) < LONGEST
-        assert len(ids) == (accepts + 1).sum()  # consistency of the recording
+        ids, accepts = run["output_ids"][row, run["prompt_lens"][row] : run["output_lens"][row]], run["accept_lengths"]
+        assert len(ids) == (accepts[row, :n_steps] + 1).sum() < LONGEST  # consistency of the recording
         np.testing.assert_array_equal(state.output.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
-        ours = state.output.accept_lengths[row, : len(accepts)]
-        np.testing.assert_array_equal(ours, accepts, err_msg=f"prompt {row}")
+        ours = state.output.accept_lengths[row, :n_steps]
+        np.testing.assert_array_equal(ours, accepts[row, :n_steps], err_msg=f"prompt {row}")
+    assert swapped <= swaps
 
 
 @pytest.mark.parametrize("name", [slow("mc63"), "small"])
 def test_eagle_1_with_static_trees(folder, loaded_for, name):
-    check_decoding(loaded_for("eagle1_mha"), STATIC[name], read_run(folder / "eagle1_mha", f"static_{name}"), swaps=1)
+    check_decoding(
+        loaded_for("eagle1_mha"),
+        STATIC[name],
+        np.load(need(folder / "eagle1_mha" / f"greedy_static_{name}.npz")),
+        swaps=1,
+    )
 
 
 def test_official_static_trees(folder):
@@ -157,7 +122,7 @@ def test_official_static_trees(folder):
 def test_dynamic_trees(folder, loaded_for, arch, name):
     recorded = np.load(need(folder / arch / f"greedy_{name}.npz"))
     tree = DynamicTree(int(recorded["total_token"]), int(recorded["depth"]), int(recorded["top_k"]))
-    check_decoding(loaded_for(arch), tree, read_run(folder / arch, name), swaps=3)
+    check_decoding(loaded_for(arch), tree, recorded, swaps=3)
 
 
 def test_eagle_3_teacher_forced(folder, loaded_for):
@@ -175,18 +140,8 @@ def test_eagle_3_teacher_forced(folder, loaded_for):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
 def test_end_of_sequence(folder, loaded_for, arch):
-    """The official code keeps accepted tokens after EOS; ours stops at EOS."""
-    record, loaded = np.load(folder / arch / "eos_t32.npz"), loaded_for(arch)
-    eos, prompt = int(record["eos_id"]), record["prompt"]
-    ids = record["output_ids"][len(prompt) :]
-    decode = make_decode_fn(loaded.model, loaded.drafter, DynamicTree(32, 4, 8), max_new_tokens=LONGEST, eos_ids=(eos,))
-    out = jax.device_get(decode(loaded.params, prompt[None].astype(np.int32)))
-    length = int(np.argmax(ids == eos)) + 1
-    assert ids[length - 1] == eos
-    assert out.ids() == [ids[:length].tolist()]
-    steps = out.accept_lengths[0, : out.steps[0]]
-    np.testing.assert_array_equal(steps[:-1], record["accept_lengths"][: out.steps[0] - 1])
-    assert steps[-1] <= record["accept_lengths"][out.steps[0] - 1]
+    record = np.load(folder / arch / "eos_t32.npz")
+    check_end_of_sequence(loaded_for(arch), DynamicTree(32, 4, 8), record)
 
 
 @pytest.mark.parametrize("arch", ["eagle1_mha", slow("eagle3_mha")])

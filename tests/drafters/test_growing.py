@@ -186,9 +186,10 @@ def test_sampled_candidates_at_the_best_positions_become_nodes(tree):
         np.testing.assert_allclose(proposal.log_q[row, slots], above, rtol=1e-5)
 
 
-@pytest.mark.parametrize("scale", [1, 200])
-@pytest.mark.parametrize("vocabulary", [None, Vocabulary([2, 5, 11])], ids=["all tokens", "3 tokens"])
-@pytest.mark.quick("3 tokens-1", "3 tokens-200")
+@pytest.mark.parametrize(
+    ("vocabulary", "scale"),
+    [(Vocabulary([2, 5, 11]), 1), (Vocabulary([2, 5, 11]), 200), pytest.param(None, 1, marks=pytest.mark.slow)],
+)
 def test_sampled_trees_are_prefix_closed(scale, vocabulary):
     """The children of a node are its first samples; missing ones are -1 and come last."""
     tree, roots = DynamicTree(24, 3, 5), np.arange(60, dtype=np.int32) % VOCAB

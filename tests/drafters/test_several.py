@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.lab import DRAFTERS, NEW, TREES, quick_jit, shared_lab
+from helpers.how import sampling
+from helpers.lab import CONTEXT, DRAFTERS, NEW, TREES, VOCAB, quick_jit, shared_lab
+from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
+from hydrajax.bench.questions.contenders import folder_name
+from hydrajax.bench.timing import example_topology
 from hydrajax.decoding.acceptance import Greedy
-from hydrajax.decoding.rejection import RejectionSampling
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.state import Params
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.chains import Chains, estimated
 from hydrajax.drafters.corpus import Corpus
@@ -24,15 +28,16 @@ from hydrajax.drafters.corpus_search import CorpusSearch
 from hydrajax.drafters.drafter import CORPUS, Draw, Proposal
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.merging import merged
-from hydrajax.drafters.several import FromText, Several
-from hydrajax.errors import HydrajaxError
+from hydrajax.drafters.several import FromText, Several, with_lookup
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.models.base_model import BoundBase
 from hydrajax.trees.presets import by_name
 
 BOTH = (PromptLookup(), CorpusSearch())
+BRANCHED = TREES | {"shallow": random_tree(3, 9, depth=2, widest=6)}
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
+ADDED = 4
 LINES, DEPTH = 5, 6  # chains, and their tokens
 
 # --- estimates --------------------------------------------------------------------------------------------------------
@@ -128,65 +133,39 @@ def test_the_tree_has_the_best_paths(seed):
 # --- decoding ---------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def decoder(name: str, tree, rule=None, more: int = 6):
+@pytest.mark.quick("greedy")
+@pytest.mark.parametrize(
+    ("rule", "name", "tree", "more"),
+    [
+        pytest.param(Greedy(), "hydra", "cartesian", 6, id="greedy"),
+        pytest.param(Greedy(), "text", "best-10", 6, id="text alone"),
+        pytest.param(ExactSampling(0.8), "text", "chain", 6, id="sampled text"),
+        pytest.param(ExactSampling(0.8), "hydra++", "grown", 6, id="sampled"),
+        pytest.param(Greedy(), "eagle", "grown", 0, id="in the place of own nodes"),
+    ],
+)
+def test_outputs_are_the_bases_and_the_corpus_shortens_them(lab, rule, name, tree, more):
+    tree = TREES.get(tree) or by_name(tree)
     drafter = FromText(BOTH) if name == "text" else Several(DRAFTERS[name], BOTH, more)
-    return make_decode_fn(shared_lab().model, drafter, tree, rule, max_new_tokens=NEW)
-
-
-def drafts(lab, name: str, texts=()) -> dict:
-    """Return the parameters of a draft that has seen these texts."""
-    corpus = Corpus(512)
-    for ids, prompt in texts:
-        corpus.remember(ids, prompt)
-    return {CORPUS: corpus} if name == "text" else {**lab.draft(name, 0), CORPUS: corpus}
-
-
-CASES = [
-    pytest.param(Greedy(), "hydra", "cartesian"),
-    pytest.param(Greedy(), "text", "best", marks=pytest.mark.slow),
-    pytest.param(ExactSampling(0.8), "text", "chain", marks=pytest.mark.slow),
-    pytest.param(ExactSampling(0.8), "hydra++", "grown", marks=pytest.mark.slow),
-    pytest.param(Greedy(), "eagle", "grown", marks=pytest.mark.slow),
-    pytest.param(Greedy(), "model", "cartesian", marks=pytest.mark.slow),
-    pytest.param(Greedy(), "medusa", "root", marks=pytest.mark.slow),
-    pytest.param(ExactSampling(0.8), "medusa", "random", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("rule", "name", "tree"), CASES)
-def test_outputs_are_the_bases_and_the_corpus_shortens_them(lab, rule, name, tree):
-    tree = by_name("best-10") if tree == "best" else TREES[tree]
-    expected = lab.plainly(PROMPTS, rule, 0)
-    texts = list(zip(expected.ids(), PROMPTS, strict=True))
-    first = lab.decode(decoder(name, tree, rule), 0, drafts(lab, name), PROMPTS, rule=rule, seed=0)
-    again = lab.decode(decoder(name, tree, rule), 0, drafts(lab, name, texts), PROMPTS, rule=rule, seed=0)
-    np.testing.assert_array_equal(first.tokens, expected.tokens)
-    np.testing.assert_array_equal(again.tokens, expected.tokens)
-    assert again.steps.sum() < 0.6 * first.steps.sum()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hydra", "eagle"])
-@pytest.mark.parametrize("tree", ["cartesian", "grown"])
-def test_chains_take_the_place_of_the_drafters_own_nodes(lab, name, tree):
-    """With no node more, a step verifies as many nodes as with the drafter alone."""
-    tree, drafter = TREES[tree], Several(DRAFTERS[name], BOTH, 0)
-    assert drafter.spec.verified_nodes(tree) == tree.size
-    expected = lab.plainly(PROMPTS, Greedy(), 0)
-    texts = list(zip(expected.ids(), PROMPTS, strict=True))
-    found = {}
-    for known, corpus in (("nothing", ()), ("the texts", texts)):
-        found[known] = lab.decode(decoder(name, tree, None, 0), 0, drafts(lab, name, corpus), PROMPTS)
-        np.testing.assert_array_equal(found[known].tokens, expected.tokens)
-    assert found["the texts"].steps.sum() < 0.8 * found["nothing"].steps.sum()
-    assert found["the texts"].accept_lengths.max() == tree.depth
+    assert name == "text" or drafter.spec.verified_nodes(tree) == tree.size + more
+    decode = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW)
+    expected, steps = lab.plainly(PROMPTS, rule, 0), []
+    for texts in ((), zip(expected.ids(), PROMPTS, strict=True)):
+        params = {CORPUS: Corpus(512)} | ({} if name == "text" else lab.draft(name, 0))
+        for ids, prompt in texts:
+            params[CORPUS].remember(ids, prompt)
+        found = lab.decode(decode, 0, params, PROMPTS, rule=rule, seed=0)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        steps.append(found.steps.sum())
+    assert steps[1] < (0.6 if more else 0.8) * steps[0]
+    assert more or found.accept_lengths.max() == tree.depth
 
 
 def test_a_draft_that_draws_keeps_its_own_tree(lab):
     """Rejection sampling relies on q, so with no node more there is nothing but the drafter's own proposal."""
     drafter, own, tree = Several(DRAFTERS["hydra"], BOTH, 0), DRAFTERS["hydra"], TREES["cartesian"]
-    params, base = drafts(lab, "hydra", [([4, 5, 6] * 8, [3])]), BoundBase(lab.model, lab.base(0))
+    params, base = lab.draft("hydra", 0) | {CORPUS: Corpus(512)}, BoundBase(lab.model, lab.base(0))
+    params[CORPUS].remember([4, 5, 6] * 8, [3])
 
     @quick_jit
     def run(root, keys):
@@ -200,55 +179,176 @@ def test_a_draft_that_draws_keeps_its_own_tree(lab):
 
 
 @pytest.mark.slow
-def test_drawn_nodes_keep_their_places(lab):
-    """Rejection sampling relies on q, so with no node more the tree is the drafter's own."""
-    rule, tree = RejectionSampling(0.8), TREES["cartesian"]
-    alone = make_decode_fn(lab.model, DRAFTERS["hydra"], tree, rule, max_new_tokens=NEW)
-    texts = [([4, 5, 6] * 8, prompt) for prompt in PROMPTS]
-    expected = lab.decode(alone, 0, lab.draft("hydra", 0), PROMPTS, rule=rule, seed=0)
-    found = lab.decode(decoder("hydra", tree, rule, 0), 0, drafts(lab, "hydra", texts), PROMPTS, rule=rule, seed=0)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_array_equal(found.steps, expected.steps)
+def test_typical_acceptance_covers_tree_and_branch(lab):
+    """If every token passes the threshold, the longest path is accepted, which is the branch."""
+    rule, tree, hydra = Typical(epsilon=0.0), TREES["one node"], DRAFTERS["hydra"]
+    params = lab.draft("hydra", 0) | {CORPUS: Corpus(512)}
+    params[CORPUS].remember([4, 5, 6] * 8, PROMPTS[0])
+    for drafter, longest in ((with_lookup(hydra, 4), (4, 5)), (Several(hydra, BOTH, 6), (7,))):
+        decode = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW)
+        assert lab.decode(decode, 0, params, PROMPTS, rule=rule).accept_lengths.max() in longest
+
+
+# --- a branch of lookup -----------------------------------------------------------------------------------------------
+
+
+def chain_of(text: list[int], lookup: PromptLookup, length: int) -> list[int]:
+    """Return the tokens after the latest of the longest earlier matches, of up to 4 tokens."""
+    for n in range(lookup.longest, lookup.shortest - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[len(text) - n :]:
+                return (text[end:] * length)[:length]
+    return []
+
+
+def combined(tokens: list[int], parents: list[int], chain: list[int], added: int) -> tuple[list[int], list[int]]:
+    """Return tokens and parents of the ``added`` nodes: the part of the chain that is not in the tree."""
+    nodes = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
+    at, rest = 0, list(chain)
+    while rest and (at, rest[0]) in nodes:
+        at = nodes[at, rest.pop(0)]
+    new = (rest + [-1] * added)[:added]
+    return new, [at, *range(len(tokens), len(tokens) + added - 1)]
+
+
+def longest_true_path(tokens: list[int], parents: list[int], true: list[int]) -> int:
+    depths = {0: 0}
+    for node in range(1, len(tokens)):
+        depth = depths.get(parents[node])
+        if depth is not None and depth < len(true) and tokens[node] == true[depth]:
+            depths[node] = depth + 1
+    return max(depths.values())
+
+
+@functools.cache
+def steps_of(name: str, tree: str):
+    """Return prefill and a step that also returns the proposal, with and without lookup."""
+    lab = shared_lab()
+    engine = make_decode_fn(lab.model, with_lookup(DRAFTERS[name], ADDED), BRANCHED[tree], max_new_tokens=NEW).engine
+
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        base, drafted = engine.bind(params), state.draft.drafter
+        alone = engine.program.drafter.drafter.propose(
+            params.draft, drafted, state.target.root, engine.program.tree, base
+        )
+        parents = jnp.broadcast_to(alone.tree.parents, alone.tokens.shape)
+        forward, logits = engine.verify(params, state.target.cache, proposal)
+        accepted = engine.accept(state, logits, proposal)
+        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
+        seen = alone.tokens, parents, proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
+        return engine.observe(params, state, proposal, outcome), seen
+
+    return quick_jit(engine.prefill), quick_jit(step)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [("hydra", "shallow"), ("hydra++", "random"), ("medusa", "root"), ("eagle", "grown"), ("model", "skips ranks")],
+)
+@pytest.mark.quick("hydra-shallow")
+def test_every_step_equals_the_reference(lab, name, tree):
+    """Compare the nodes of the heads, those of the chain and the accepted tokens of three sequences."""
+    prefill, step = steps_of(name, tree)
+    lookup = PromptLookup()
+    params = Params(lab.base(0), lab.draft(name, 0))
+    texts, _ = lab.references(0, PROMPTS)
+    places = np.array([*map(len, PROMPTS)], np.int32)
+    ends = places + NEW
+    state = prefill(params, *right_padded(PROMPTS, CONTEXT), sampling(None, len(PROMPTS), VOCAB))
+    deeper = shared = gained = 0
+    while not state.output.done.all():
+        was_done = np.asarray(state.output.done)
+        state, found = jax.device_get(step(params, state))
+        for row in np.flatnonzero(~was_done):
+            alone, above, tokens, parents, emitted, count = (array[row].tolist() for array in found)
+            before, true = texts[row, : places[row] + 1].tolist(), texts[row, places[row] + 1 : ends[row]].tolist()
+            assert tokens[: len(alone)] == alone
+            assert parents[: len(alone)] == above
+            chain = chain_of(before, lookup, BRANCHED[tree].depth + ADDED)
+            assert (tokens[len(alone) :], parents[len(alone) :]) == combined(alone, above, chain, ADDED)
+            accepted = longest_true_path(tokens, parents, true)
+            assert count == accepted + 1
+            assert emitted[:count] == [before[-1], *true[:accepted]]
+            deeper += accepted > BRANCHED[tree].depth
+            shared += parents[len(alone)] > 0
+            gained += accepted > longest_true_path(alone, above, true)
+            places[row] += count
+    assert (places == ends).all()
+    assert deeper > 0 or BRANCHED[tree].depth >= ADDED - 1
+    assert gained > 0
+    assert shared > 0 or not BRANCHED[tree].depth
 
 
 @pytest.mark.slow
-def test_typical_acceptance_covers_long_chains(lab):
-    rule = Typical(epsilon=0.0)
-    texts = [([4, 5, 6] * 8, prompt) for prompt in PROMPTS]
-    found = lab.decode(decoder("hydra", TREES["one node"], rule), 0, drafts(lab, "hydra", texts), PROMPTS, rule=rule)
-    assert found.accept_lengths.max() == 7
+def test_lookup_with_heads_is_never_worse_than_either_alone_on_average(lab):
+    steps = {}
+    prompts = [np.random.default_rng(seed).integers(0, VOCAB, 6).tolist() for seed in range(8)]
+    tree, heads = TREES["cartesian"], lab.draft("hydra", 0)
+    both = make_decode_fn(lab.model, with_lookup(DRAFTERS["hydra"], ADDED), tree, max_new_tokens=NEW)
+    lookup = make_decode_fn(lab.model, PromptLookup(), f"chain-{ADDED}", max_new_tokens=NEW)
+    ways = {"both": both, "heads": lab.decode_fn("hydra", "cartesian", NEW), "lookup": lookup}
+    for name, decode_fn in ways.items():
+        params = {} if name == "lookup" else heads
+        found = [lab.decode(decode_fn, 0, params, prompts[i : i + 4]) for i in (0, 4)]
+        steps[name] = sum(int(out.steps.sum()) for out in found)
+    assert steps["both"] < min(steps["heads"], steps["lookup"])
+
+
+@pytest.mark.parametrize("tree", ["root", "grown"])
+def test_timing_uses_a_tree_of_the_same_shape(lab, tree):
+    """`example_topology`, which is used for timing, has the shapes and the depth of a proposal."""
+    drafter, heads = with_lookup(DRAFTERS["hydra"], ADDED), lab.draft("hydra", 0)
+    engine = make_decode_fn(lab.model, drafter, TREES[tree], max_new_tokens=NEW).engine
+    base = BoundBase(lab.model, lab.base(0))
+
+    def propose():
+        return drafter.propose(heads, drafter.init_state(2, 30), jnp.zeros(2, jnp.int32), BRANCHED[tree], base).tree
+
+    proposed, timed = jax.eval_shape(propose), jax.eval_shape(lambda: example_topology(engine, 2))
+    for name in ("parents", "depths", "mask", "paths"):
+        assert getattr(timed, name).shape == getattr(proposed, name).shape
+    assert proposed.depth == engine.depth == BRANCHED[tree].depth + ADDED
+
+
+# --- names and sizes --------------------------------------------------------------------------------------------------
 
 
 def test_names():
     several = DraftRef.parse("lookup-3+corpus+hydra++")
     assert (several.name, several.sources, several.nodes) == ("hydra++", ("lookup", "corpus"), 11)
-    assert DraftRef.parse("corpus-4+path/to+heads").wrap(DRAFTERS["hydra"]).branch_nodes == 4
-    assert title_of(several.wrap(DRAFTERS["hydra++"])) == "Hydra++ with lookup and corpus"
+    hydra = DRAFTERS["hydra++"]
+    for name, inner, nodes in (("lookup+hydra++", "hydra++", 5), ("lookup-8+path/to+heads", "path/to+heads", 8)):
+        ref = DraftRef.parse(name)
+        assert (ref.name, ref.nodes, ref.sources) == (inner, nodes, ("lookup",))
+        assert ref.wrap(hydra) == with_lookup(hydra, nodes)
+    assert DraftRef.parse("lookup-0+hydra++").wrap(hydra) == Several(hydra, BOTH[:1], 0)
+    assert DraftRef.parse("corpus-4+path/to+heads").wrap(hydra).branch_nodes == 4
     assert DraftRef.parse("corpus+lookup").wrap(DRAFTERS["none"]) == FromText(BOTH[::-1])
-    assert title_of(FromText(BOTH)) == "Lookup and corpus"
-    assert not any(DraftRef.parse(name).sources for name in ("corpus", "lookup", "./corpus+x", "hydra++", None))
+    alone = ("corpus", "lookup", "./corpus+x", "./lookup+x", "hydra++", None, PromptLookup())
+    assert not any(DraftRef.parse(name).sources for name in alone)
     names = (None, "corpus", "hydra", "lookup-2+hydra", "corpus+hydra", "lookup")
     assert [DraftRef.parse(name, corpus=True).text for name in names] == [
         "corpus", "corpus", "corpus+hydra", "corpus+lookup-2+hydra", "corpus+hydra", "corpus+lookup",
     ]  # fmt: skip
+    assert folder_name("lookup-8+path/to/heads") == "lookup-8+heads"
+    assert title_of(several.wrap(hydra)) == "Hydra++ with lookup and corpus"
+    assert title_of(with_lookup(hydra)) == title_of(Several(hydra, BOTH[:1], 0)) == "Hydra++ with lookup"
+    assert title_of(FromText(BOTH)) == "Lookup and corpus"
+
+
+def test_wrong_names():
     for name in ("corpus+", "corpus+none", "lookup+corpus+lookahead", "corpus+lookup+corpus", "corpus+corpus+hydra"):
-        with pytest.raises(
-            HydrajaxError, match=rf"^draft: got '{re.escape(name)}', expected lookup and corpus once each"
-        ):
-            DraftRef.parse(name)
-    with pytest.raises(HydrajaxError, match="expected no number of nodes without heads or a model"):
-        DraftRef.parse("lookup-3+corpus")
-    with pytest.raises(HydrajaxError, match=r"^draft: got 1000 nodes for lookup and corpus, expected 0 to 999$"):
-        DraftRef.parse("corpus-1000+hydra")
-    none_more = DraftRef.parse("lookup-0+hydra++").wrap(DRAFTERS["hydra++"])
-    assert none_more == Several(DRAFTERS["hydra++"], BOTH[:1], 0)
-    assert title_of(none_more) == "Hydra++ with lookup"
+        refusal(lambda name=name: DraftRef.parse(name), f"draft: got '{name}', expected lookup and corpus once each")
+    for name in ("lookup+", "lookup+lookup", "lookup+none", "lookup-3+lookahead-3-3-3", "lookup+lookup+hydra"):
+        refusal(lambda name=name: DraftRef.parse(name), "expected heads or a model after 'lookup+'")
+    refusal(lambda: DraftRef.parse("lookup-3+corpus"), "expected no number of nodes without heads or a model")
+    for name in ("corpus-1000+hydra", "lookup-1000+hydra"):
+        message = "draft: got 1000 nodes for lookup and corpus, expected 0 to 999"
+        assert refusal(lambda name=name: DraftRef.parse(name)) == message
 
 
 def test_sizes():
     drafter, tree = Several(DRAFTERS["hydra++"], BOTH, 7), TREES["cartesian"]
     assert drafter.spec.verified_nodes(tree) == tree.size + 7
     assert drafter.spec.longest_path(tree) == tree.depth + 7
-    state = jax.eval_shape(lambda: drafter.init_state(3, 20))
-    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state))
-    assert hash(drafter) == hash(Several(DRAFTERS["hydra++"], BOTH, 7))

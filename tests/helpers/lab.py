@@ -17,15 +17,25 @@ from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.block import BlockSettings
+from hydrajax.drafters.corpus import Corpus
+from hydrajax.drafters.corpus_search import CorpusSearch
+from hydrajax.drafters.dflash import DFlash, JetSpec
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.drafters.drafter import DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import CORPUS, DrafterSpec, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.peagle import PEagle, PEagleSettings
+from hydrajax.drafters.several import FromText, Several, with_lookup
 from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import init_base
@@ -141,6 +151,28 @@ DRAFTERS = {
     "sure model": DraftModel(Llama(SMALL.replace(qkv_bias=True)), VOCAB, confidence=0.2),
     "the base": DraftModel(Llama(CONFIG), VOCAB),
 }
+KNOWN = Vocabulary([1, 2, 5, 7, 8, 11, 12, 13, 16])  # an index into these is another token
+BLOCK = BlockSettings(n_layers=2, block_size=5, target_layers=(0, 1))
+BOTH = (PromptLookup(), CorpusSearch())
+# With those above, every kind of drafter and every way to combine them.
+MORE = {
+    "dflash": dataclasses.replace(DFlash.for_base(CONFIG, jnp.float32, BLOCK), windows=(4, 0)),
+    "dflash of some tokens": dataclasses.replace(DFlash.for_base(CONFIG, jnp.float32, BLOCK), vocabulary=KNOWN),
+    "jetspec": JetSpec.for_base(CONFIG, jnp.float32, BLOCK),
+    "dspark": DSpark.for_base(CONFIG, jnp.float32, DSparkSettings(2, 4, (0, 1), markov_rank=5, markov="rnn")),
+    "p-eagle": PEagle.for_base(CONFIG, jnp.float32, PEagleSettings(2, 5, (0, 1))),
+    "hydra with the base's lm head": HydraHeads(2, WIDTH, VOCAB, small_lm_head=LmHead(shared=True, bias=True)),
+    "hydra of some tokens": HydraHeads(2, WIDTH, VOCAB, small_lm_head=LmHead(bias=True, vocabulary=KNOWN)),
+    "medusa of low rank": MedusaHeads(2, WIDTH, VOCAB, small_lm_head=LmHead(rank=6, vocabulary=KNOWN)),
+    "lookup": PromptLookup(),
+    "lookahead": Lookahead(4, 3, 3),
+    "lookup with hydra++": with_lookup(DRAFTERS["hydra++"], 4),
+    "lookup with model": with_lookup(DRAFTERS["model"], 3),
+    "corpus": FromText(BOTH),
+    "corpus with hydra": Several(DRAFTERS["hydra"], BOTH, 6),
+    "corpus with eagle": Several(DRAFTERS["eagle"], BOTH, 0),
+}
+MORE["lookup with jetspec"] = with_lookup(MORE["jetspec"])
 
 
 @dataclass
@@ -149,7 +181,7 @@ class Lab:
 
     model: Llama = field(default_factory=lambda: Llama(CONFIG))
     trees: dict = field(default_factory=lambda: TREES)
-    drafters: dict = field(default_factory=lambda: DRAFTERS)
+    drafters: dict = field(default_factory=lambda: DRAFTERS | MORE)
     vocab: int = VOCAB
     context: int = CONTEXT
     accept_lengths = staticmethod(oracle_accept_lengths)
@@ -187,10 +219,9 @@ class Lab:
         return noise(jax.eval_shape(lambda: init_base(self.model, jax.random.key(0))), seed)
 
     def _draft(self, name: str, seed: int):
-        if name == "none":
-            return {}
-        bound = BoundBase(self.model, self.base(0))
-        return noise(jax.eval_shape(lambda: self.drafters[name].init(jax.random.key(0), bound)), 100 + seed)
+        drafter, bound = self.drafters[name], BoundBase(self.model, self.base(0))
+        params = noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), bound)), 100 + seed)
+        return params | {CORPUS: Corpus(512)} if drafter.spec.remembers else params
 
     def _decode_fn(self, drafter: str, tree: str, max_new_tokens: int, eos_ids: tuple[int, ...] = ()):
         return make_decode_fn(

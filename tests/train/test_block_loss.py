@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from helpers.block_golden import loaded_draft
 from helpers.draft_heads import random_params
+from helpers.golden_drafts import loaded_draft
 from helpers.loss_examples import check_ranks
 from helpers.recordings import as_recorded, need
 from helpers.refusals import assert_refused

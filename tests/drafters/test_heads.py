@@ -1,0 +1,245 @@
+"""Compare draft heads with their equations in NumPy, one vector at a time: no trees, no caches and no batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.forced import forced_logits
+from helpers.lab import quick_jit
+from hydrajax.amphista.heads import AmphistaHeads
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.drafter import Draw
+from hydrajax.drafters.eagle import Eagle
+from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.models.packed_forward import row_layout
+from hydrajax.trees import presets
+from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.static_tree import TreeTopology
+
+WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
+EVEN = Vocabulary(range(0, VOCAB, 2))
+SMALL = LmHead(rank=7, vocabulary=EVEN)
+LENGTHS = [(7, 3), (4, 1), (1, 4)]  # of two chunks of three texts
+
+
+def amphista(config, **settings):
+    return replace(AmphistaHeads.for_base(config, jnp.float32), **settings)
+
+
+def eagle(kind, config, **settings):
+    return replace(kind.for_base(config, jnp.float32), ttt_length=3, **settings)
+
+
+HEADS = {  # of a base
+    "medusa": lambda c: MedusaHeads(4, WIDTH, VOCAB),
+    "medusa, 3 blocks": lambda c: MedusaHeads(4, WIDTH, VOCAB, n_layers=3, share_blocks=False),
+    "medusa, shared block and bias": lambda c: MedusaHeads(4, WIDTH, VOCAB, n_layers=2, lm_head_bias=True),
+    "medusa, prefix with a window": lambda c: MedusaHeads(3, WIDTH, VOCAB).with_prefix(c, 5),
+    "hydra": lambda c: HydraHeads(4, WIDTH, VOCAB),
+    "hydra, 3 shared layers": lambda c: HydraHeads(4, WIDTH, VOCAB, n_layers=3),
+    "hydra, 3 layers": lambda c: HydraHeads(4, WIDTH, VOCAB, n_layers=3, share_blocks=False),
+    "hydra++": lambda c: HydraHeads(3, WIDTH, VOCAB).with_prefix(c),
+    "eagle": lambda c: eagle(Eagle, c),
+    "eagle, some tokens": lambda c: eagle(Eagle, c, vocabulary=EVEN),
+    "eagle3": lambda c: eagle(Eagle3, c, vocabulary=EVEN),
+    "amphista": amphista,
+    "amphista, alpha, narrow, small lm heads": lambda c: amphista(
+        c, auto_embedding_layers=2, mlp_width=24, small_lm_head=SMALL
+    ),
+    "amphista, five heads, three stages, no positions": lambda c: amphista(
+        c, num_draft_heads=5, adaptation_layers=3, position_encoding=False
+    ),
+    "amphista, one stage, no token, no auto-embedding": lambda c: amphista(
+        c, num_draft_heads=3, n_layers=2, adaptation_layers=1, reads_token=False, auto_embedding_layers=0
+    ),
+    "amphista, the base's lm head": lambda c: amphista(c, adaptation_layers=0, small_lm_head=LmHead(True, shared=True)),
+}
+SKIPPING = TreeTopology.from_choices([[1], [1, 2], [4], [4, 0], [4, 3], [1, 2, 5]])
+
+
+@pytest.fixture
+def made(request, base, oracle):
+    """Return a drafter, its parameters and its NumPy version."""
+    drafter = HEADS[request.param](base.config)
+    params = oracle.random_draft_params(drafter, base, seed=11)
+    return drafter, params, oracle.in_numpy(drafter, params, base)
+
+
+def texts_of(drafter, base, seed: int = 0, length: int = 10):
+    """Return random hidden states and tokens of three texts. Small logits, so that no tree degenerates to a chain."""
+    random, width = np.random.default_rng(seed), len(drafter.spec.aux_hidden_layers) * base.config.width
+    return 0.3 * random.normal(size=(3, length, width)).astype(np.float32), random.integers(
+        VOCAB, size=(3, length + 1), dtype=np.int32
+    )
+
+
+def begun(drafter, params, base, hidden, tokens, lengths=LENGTHS):
+    """Return the state after two chunks of ragged lengths with wrong padding, and the roots."""
+    rows, width = np.arange(3), max(map(max, lengths))
+    state, at = drafter.init_state(3, 24), np.zeros(3, int)
+    for counts in np.array(lengths).T:
+        places, counted = (at[:, None] + np.arange(width)) % hidden.shape[1], np.arange(width) < counts[:, None]
+        fed = np.where(counted[..., None], hidden[rows[:, None], places], 9.0).astype(np.float32)
+        text = np.where(counted, tokens[rows[:, None], places], 5).astype(np.int32)
+        at = at + counts
+        state = drafter.begin(params, state, fed, text, counts, tokens[rows, at], base)
+    return state, tokens[rows, at]
+
+
+@pytest.mark.quick(
+    *("medusa", "medusa, 3 blocks", "medusa, shared block and bias", "medusa, prefix with a window", "hydra"),
+    *("hydra, 3 shared layers", "hydra, 3 layers", "hydra++", "eagle, some tokens"),
+    *("amphista", "amphista, alpha, narrow, small lm heads", "amphista, the base's lm head"),
+)
+@pytest.mark.parametrize("made", HEADS, indirect=True)
+def test_guesses_equal_numpy(made, base, oracle):
+    """Static and dynamic trees after two chunks have the best tokens after each path, and training has these logits."""
+    drafter, params, plain = made
+    hidden, tokens = texts_of(drafter, base)
+    depth = min(drafter.spec.depth, 4)
+    tree, grown_tree = oracle.random_tree(3, 18, depth, widest=5), DynamicTree(16, depth - 1, 4)
+
+    @quick_jit
+    def run(params):
+        state, roots = begun(drafter, params, base, hidden, tokens)
+        trees = [drafter.propose(params, state, roots, each, base) for each in (tree, grown_tree, presets.root())]
+        return roots, trees, forced_logits(drafter, params, hidden, tokens[:, :10], base)
+
+    roots, (static, grown, root), logits = jax.device_get(run(params))
+    assert root.tokens[:, 0].tolist() == roots.tolist()  # as in calibration
+    assert logits.shape == (drafter.spec.num_draft_heads, 3, 10, VOCAB)
+    for row, length in enumerate(map(sum, LENGTHS)):
+        text = hidden[row, :length].astype(np.float64), tokens[row, 1:length].tolist()
+        plain.check_proposal(tree, text, int(roots[row]), static.tokens[row])
+        assert plain.check_grown(text, grown.tokens[row], grown.tree.parents[row]) > 1
+    for k in range(drafter.spec.num_draft_heads):  # along the true tokens
+        for row, t in ((0, 0), (1, 3), (2, 8 - k)):
+            text = hidden[row, : t + 1].astype(np.float64), tokens[row, 1 : t + 1].tolist()
+            expected = plain.logits(k, text, tokens[row, t + 1 : t + 2 + k].tolist())
+            np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 16), st.lists(st.tuples(*[st.integers(1, 5)] * 2), min_size=3, max_size=3))
+def test_random_trees_and_chunks(base, oracle, tree_seed, n_choices, lengths):
+    """Every tree is compiled, so there are few examples, with Hydra++ because of its level batching and its cache."""
+    drafter, tree = HEADS["hydra++"](base.config), oracle.random_tree(tree_seed, n_choices, depth=3, widest=6)
+    params = oracle.random_draft_params(drafter, base, seed=1)
+    plain, (hidden, tokens) = oracle.in_numpy(drafter, params, base), texts_of(drafter, base, tree_seed)
+
+    @quick_jit
+    def run(params):
+        state, roots = begun(drafter, params, base, hidden, tokens, lengths)
+        return roots, drafter.propose(params, state, roots, tree, base).tokens
+
+    roots, found = jax.device_get(run(params))
+    for row, length in enumerate(map(sum, lengths)):
+        text = hidden[row, :length].astype(np.float64), tokens[row, 1:length].tolist()
+        plain.check_proposal(tree, text, int(roots[row]), found[row])
+
+
+@pytest.mark.parametrize("made", ["hydra, 3 shared layers"], indirect=True)
+def test_the_numpy_check_can_fail(made, base):
+    """Swapped siblings, or child counts read as ranks, must fail the check."""
+    drafter, params, plain = made
+    hidden, _ = texts_of(drafter, base)
+    closed_up = TreeTopology.from_choices([[0], [1], [0, 0], [1, 0], [1, 1], [0, 0, 0]])
+
+    @quick_jit
+    def run(state):
+        return [drafter.propose(params, state, jnp.full(3, 7), each, base).tokens[0] for each in (SKIPPING, closed_up)]
+
+    good, counted = map(np.array, run(hidden[:, 0]))
+    swapped = good.copy()
+    swapped[[1, 2]] = good[[2, 1]]
+    plain.check_proposal(SKIPPING, (hidden[0, :1], []), 7, good)
+    for wrong in (swapped, counted):
+        with pytest.raises(AssertionError):
+            plain.check_proposal(SKIPPING, (hidden[0, :1], []), 7, wrong)
+
+
+@pytest.mark.quick("hydra++", "medusa, prefix with a window")
+@pytest.mark.parametrize("made", ["hydra++", "medusa, prefix with a window", "eagle", "amphista"], indirect=True)
+def test_packed_documents_are_independent(made, base):
+    drafter, params, plain = made
+    hidden, tokens = texts_of(drafter, base)
+    segments, k = np.array([[1] * 7 + [2] * 3, [1] + [2] * 9, [1] * 10], np.int32), drafter.spec.num_draft_heads - 1
+
+    @quick_jit
+    def last_head(params):
+        layout = row_layout(tokens[:, :10], segments)
+        read = drafter.teacher_hidden(params, hidden, tokens[:, :10], base, None, *layout)
+        return drafter.head_logits(params, k, read[-1], base)
+
+    logits = np.asarray(last_head(params))
+    for row, (start, end) in enumerate(((7, 10), (1, 10), (0, 10))):
+        for t in range(start, end - k - 1):
+            text = hidden[row, start : t + 1].astype(np.float64), tokens[row, start + 1 : t + 1].tolist()
+            expected = plain.logits(k, text, tokens[row, t + 1 : t + 2 + k].tolist())
+            np.testing.assert_allclose(logits[row, t], expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow  # test_draft_lm_head.py compares those of reduced vocabularies
+@pytest.mark.parametrize("made", ["hydra", "eagle", "amphista, alpha, narrow, small lm heads"], indirect=True)
+def test_samples_follow_the_reported_distribution(made, base):
+    drafter, params, plain = made
+    hidden, tokens = texts_of(drafter, base)
+
+    @quick_jit
+    def run(params, keys):
+        state, roots = begun(drafter, params, base, hidden, tokens)
+        return drafter.propose(params, state, roots, presets.cartesian([3, 2, 1]), base, Draw(keys, jnp.full(3, 0.7)))
+
+    proposal = jax.device_get(run(params, jax.random.split(jax.random.key(0), (3, 4))))
+    known = np.arange(VOCAB) if drafter.vocabulary is None else drafter.vocabulary.tokens
+    assert np.isin(proposal.tokens[:, 1:], known).all()
+    for row, length in enumerate(map(sum, LENGTHS)):
+        text = hidden[row, :length].astype(np.float64), tokens[row, 1:length].tolist()
+        for parent, nodes in ((0, [0]), (1, [0, 1]), (4, [0, 1, 4])):  # the root, its first child, that one's first
+            expected = plain.logits(len(nodes) - 1, text, proposal.tokens[row, nodes].tolist()) / 0.7
+            np.testing.assert_allclose(proposal.log_q[row, parent], expected, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra, 3 layers"])
+def test_fresh_heads_start_from_the_base(base, name):
+    """W1 = 0 and W2 = the base's lm head (medusa 2.1.1): a fresh head ranks tokens as the base does from h."""
+    drafter, tree = HEADS[name](base.config), presets.cartesian([3, 1])
+    state = np.random.default_rng(6).standard_normal((2, WIDTH)).astype(np.float32)
+
+    @quick_jit
+    def run(rng):
+        return drafter.propose(drafter.init(rng, base), state, jnp.array([1, 2]), tree, base).tokens
+
+    candidates = run(jax.random.key(0))
+    expected = np.argsort(-(state.astype(np.float64) @ np.asarray(base.params["lm_head"], np.float64)), axis=-1)
+    assert candidates[:, 1:4].tolist() == expected[:, :3].tolist()
+    assert candidates[:, 4:].tolist() == np.repeat(expected[:, :1], 3, axis=1).tolist()
+
+
+def test_eagle_3_reads_a_low_a_middle_and_a_high_layer():
+    for n_layers in (*range(1, 12), 32):
+        layers = [n_layers - place for place in default_aux_hidden_layers(n_layers)]
+        assert layers == sorted(set(layers))
+        assert all(0 <= layer < n_layers for layer in layers)
+        if n_layers == 3 or n_layers >= 7:
+            assert set(layers) == {2, n_layers // 2, n_layers - 3}
+
+
+def test_no_drafter_proposes_the_root_alone(base):
+    drafter = NoDrafter()
+    assert drafter.init(jax.random.key(0), base) == {}
+    root = np.array([4, 9], np.int32)
+    assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tokens.tolist() == [[4], [9]]
+    assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8, 0).shape == (0, 2, 5)
