@@ -13,8 +13,8 @@ import numpy as np
 
 import hydrajax
 from hydrajax.bench.random_models import random_draft
-from hydrajax.decoding.decode import settled_inputs
 from hydrajax.decoding.executor import FusedExecutor
+from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.keywords import RULES
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS, without_weights
