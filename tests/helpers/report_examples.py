@@ -24,22 +24,11 @@ ROWS = {
     ],
     "acceptance": [
         {"drafter": "medusa", "rule": "greedy", "parameter": None, "value": None, "tokens_per_step": 2.0, "nats": 1.5},
-        {
-            "drafter": "medusa",
-            "rule": "typical",
-            "parameter": "epsilon",
-            "value": 0.2,
-            "tokens_per_step": 3.0,
-            "nats": 2,
-        },
-        {
-            "drafter": "medusa",
-            "rule": "typical",
-            "parameter": "epsilon",
-            "value": 0.1,
-            "tokens_per_step": 3.5,
-            "nats": 3,
-        },
+        *(
+            {"drafter": "medusa", "rule": "typical", "parameter": "epsilon", "value": value}
+            | {"tokens_per_step": tokens_per_step, "nats": nats}
+            for value, tokens_per_step, nats in ((0.2, 3.0, 2), (0.1, 3.5, 3))
+        ),
     ],
     "overhead": [
         {"drafter": "medusa", "prefix_attention": None, "heads": [0.3, 0.25], "verify": 20, "autoregressive_step": 18},

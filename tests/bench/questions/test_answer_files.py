@@ -137,9 +137,8 @@ def test_a_run_that_was_broken_off_is_taken_up(tmp_path, calls):
     assert len(asked) == len(QUESTIONS)
     assert files.done == {question.question_id for question in QUESTIONS}
     for model_id in (PLAIN, FAST):
-        assert list(map(without_chance, lines_of(part, model_id))) == list(
-            map(without_chance, lines_of(whole, model_id))
-        )
+        found, expected = ([without_chance(line) for line in lines_of(folder, model_id)] for folder in (part, whole))
+        assert found == expected
 
 
 def test_what_a_kill_may_leave_is_mended(tmp_path):

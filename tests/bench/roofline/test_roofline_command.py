@@ -57,15 +57,12 @@ def test_command_prints_the_operators(program):
 
 @pytest.mark.slow
 def test_command_predicts_eagle_and_a_dynamic_tree(program):
-    short = ("--shape", "7b", "--draft-kind", "eagle", "--json")
-    rows = json.loads(program(*short, "--context", "1024,4096").out)["rows"]
-    assert [row["predicted"]["nodes"] for row in rows] == [1, 4, 16, 26] * 2
-    near, far = rows[3]["predicted"], rows[7]["predicted"]
-    # Of the cache four levels read 3072 more keys and values, each of 4096 numbers in 16 bits: at least that much time.
-    assert far["propose"] - near["propose"] > 4 * 3072 * 2 * 4096 * 2 / 3350e9 * 1e3
-    (row,) = json.loads(program(*short, "--tree", "dynamic-60-7-10").out)["rows"]
-    assert (row["predicted"]["tree"], row["predicted"]["nodes"]) == ("dynamic-60-7-10", 60)
-    assert row["predicted"]["propose"] > near["propose"]  # seven levels in place of four
+    rows = []
+    for tree in ((), ("--tree", "dynamic-60-7-10")):
+        rows += json.loads(program("--shape", "7b", "--draft-kind", "eagle", "--json", *tree).out)["rows"]
+    assert [row["predicted"]["nodes"] for row in rows] == [1, 4, 16, 26, 60]
+    assert rows[4]["predicted"]["tree"] == "dynamic-60-7-10"
+    assert rows[4]["predicted"]["propose"] > rows[3]["predicted"]["propose"]  # seven levels in place of four
 
 
 @pytest.mark.slow

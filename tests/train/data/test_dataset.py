@@ -69,12 +69,6 @@ def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
     assert nothing.held_out is None
 
 
-def test_a_seed_always_gives_the_same_split(texts, tokenizer):
-    names = [build(settings(texts, held_out=0.3), tokenizer, seed)[0].held_out_names for seed in (1, 1, 2, 3, 4)]
-    assert names[0] == names[1]
-    assert any(other != names[0] for other in names[2:])
-
-
 def test_limit_and_nothing_held_out(texts, tokenizer):
     everything, _ = build(settings(texts, held_out=0.0), tokenizer)
     assert (everything.held_out, everything.bytes_per_token) == (None, None)
