@@ -22,19 +22,21 @@ def base(tiny_model):
 
 
 def test_ignored_targets_do_not_count(base, example):
+    """No gradient flows into the teacher either."""
     aux_hidden_states, hidden, batch = example
     drafter = MedusaHeads(1, WIDTH, VOCAB)
     params = random_params(drafter, base)
 
-    def loss(aux_hidden_states):
+    def loss(aux_hidden_states, hidden):
         return draft_loss(Objective(**MIXED), drafter, params, aux_hidden_states, hidden, batch, base)[0]
 
-    gradient = np.abs(jax.jit(jax.grad(loss))(aux_hidden_states)).sum(axis=-1)
+    into_features, into_teacher = jax.jit(jax.grad(loss, argnums=(0, 1)))(aux_hidden_states, hidden)
     # Head 0 at t predicts token t + 2 and hidden state t + 1.
     labels = np.pad(batch["labels"], ((0, 0), (0, 2)), constant_values=IGNORED)
     used = (labels[:, 2:] != IGNORED) | (labels[:, 1:-1] != IGNORED)
     assert 0 < used.sum() < used.size
-    np.testing.assert_array_equal(gradient > 0, used)
+    np.testing.assert_array_equal(np.abs(into_features).sum(axis=-1) > 0, used)
+    assert not np.any(np.asarray(into_teacher))
 
 
 def test_no_target_at_all_is_zero_and_not_nan(base, example):
