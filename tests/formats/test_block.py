@@ -157,6 +157,11 @@ REFUSED = [
     ("released", nested(target_layer_ids=[]), "target_layer_ids: got [], expected numbers from 0 to 7"),
     ("released", nested(projector_type="domino"), "projector_type: got 'domino', expected 'dflash'"),
     ("released", nested(final_logit_softcapping=30), "final_logit_softcapping: got 30, expected no such field"),
+    ("released", nested(output_multiplier=2), "output_multiplier: got 2, expected 1"),
+    ("released", nested(attention_value_scale=0.5), "attention_value_scale: got 0.5, expected 1"),
+    ("released", nested(pure_draft_prefix_len=1), "pure_draft_prefix_len: got 1, expected 0"),
+    ("released", nested(use_swa=True), "use_swa: got True, expected False"),
+    ("released", nested(shift_label=True), "shift_label: got True, expected False"),
     ("windows", {"is_causal": False}, "is_causal: got false, expected true with sliding windows"),
     (
         "released",
