@@ -193,10 +193,8 @@ def executed(name: str, folder: Path) -> list:
 
 
 def assert_improved(cells) -> None:
-    before, after = (
-        float(re.search(rf"^{when} .*τ ([\d.]+)$", text_of(cells), re.MULTILINE)[1]) for when in ("before", "after")
-    )
-    assert after > before + 0.1
+    before, after = re.findall(r"^(?:before|after) .*τ ([\d.]+)$", text_of(cells), re.MULTILINE)
+    assert float(after) > float(before) + 0.1
 
 
 @pytest.mark.slow
@@ -217,12 +215,9 @@ def test_train_heads(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     cells = executed("02_train_heads", tmp_path)
     assert pictures(cells) == 2
-    text = text_of(cells)
-    assert "step 30: held-out tokens_per_step" in text
     assert_improved(cells)
-    taus = re.findall(r"^(our heads|the shipped heads|lookup) +([\d.]+) tokens per step$", text, re.MULTILINE)
-    assert len(taus) == 3
-    assert all(float(tau) > 1 for _, tau in taus)
+    taus = re.findall(r"^(?:our heads|the shipped heads|lookup) +([\d.]+) tokens per step$", text_of(cells), re.M)
+    assert len([tau for tau in taus if float(tau) > 1]) == 3
     assert list(tmp_path.glob("hydrajax-*/heads/config.json"))
 
 

@@ -63,15 +63,13 @@ def test_a_part_that_a_process_adds_is_imported(monkeypatch):
     [
         ("import nothing_like_it", "ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("", "AttributeError: module 'strange_rules' has no attribute 'RULE'"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_package_that_cannot_be_imported_is_named(install, source, reason):
     install("strange", "[hydrajax.rules]\nstrange = strange_rules:RULE\n", strange_rules=source)
-    with pytest.raises(HydrajaxError) as raised:
+    what = r"rules: 'strange' of the package strange cannot be imported \(strange_rules:RULE\)"
+    with pytest.raises(HydrajaxError, match=f"^{what}: {reason}$"):
         plugins.find("rules", "strange")
-    what = "rules: 'strange' of the package strange cannot be imported (strange_rules:RULE)"
-    assert str(raised.value) == f"{what}: {reason}"
 
 
 def test_a_built_in_name_is_not_replaced(install):

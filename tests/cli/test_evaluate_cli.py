@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ import pytest
 import hydrajax
 from hydrajax import assets, plugins
 from hydrajax.bench.questions.contenders import Answerer, contenders
-from hydrajax.cli import COMMANDS, evaluate, run_command
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.parameters import parameters_as_arrays
 from hydrajax.decoding.rejection import RejectionSampling
@@ -37,17 +35,6 @@ QUESTIONS = [
 QUICK = ["--max-new-tokens", 8]
 
 
-@pytest.fixture
-def program(capsys):
-    def run(*argv) -> SimpleNamespace:
-        capsys.readouterr()
-        command = "hydrajax evaluate", COMMANDS["evaluate"], evaluate.add_arguments, evaluate.run
-        code = run_command(*command, [str(arg) for arg in argv])
-        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("set") / "mine.jsonl"
@@ -57,7 +44,7 @@ def questions(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def arguments(base, heads, wide_tree, questions):
-    return ["--base", base, "--draft", heads, "--tree", wide_tree, "--set", questions, *QUICK]
+    return ["evaluate", "--base", base, "--draft", heads, "--tree", wide_tree, "--set", questions, *QUICK]
 
 
 def read(path: Path) -> list[dict]:
@@ -163,7 +150,7 @@ def test_interrupted_grown_and_refused(program, arguments, monkeypatch, tmp_path
 def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_path):
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")
-    common = ["--base", base, "--draft", "lookup", "--tree", "chain-2", *QUICK]
+    common = ["evaluate", "--base", base, "--draft", "lookup", "--tree", "chain-2", *QUICK]
     result = program(*common, "--set", long, "--output", tmp_path / "out")
     assert "cut at the beginning, being longer than 120 tokens: 2 of 3 prompts" in result.out
     (choice,) = read(tmp_path / "out" / "tiny-autoregressive.jsonl")[0]["choices"]
@@ -199,72 +186,38 @@ def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     assert ways[1].identity() == ways[4].identity() == ways[1].identity() | {"tree": "0"}
     assert ways[1].identity()["heads"] != ways[0].identity()["heads"]
     lookup = contenders(loaded, "tiny", ["lookup"], [], request.replace(rule=Greedy()))[1]
-    assert (lookup.model_id, lookup.executor.program.tree) == (
-        "tiny-lookup",
-        presets.by_name(PromptLookup().spec.default_tree),
-    )
-
-
-# --- the shipped model ------------------------------------------------------------------------------------------------
-
-SHIPPED = ["--base", assets.base(), "--draft", assets.path("hydra"), "--template", "plain"]
-
-
-def spec_bench_figures(path: Path, base_path: Path, task: str = "overall"):
-    """Mean accepted tokens, and the means of the questions' speeds, as Spec-Bench's evaluation/speed.py takes them."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(assets.base())
-
-    def choices(file):
-        records = [json.loads(line) for line in file.open(encoding="utf-8")]
-        return [record["choices"][0] for record in records if task in ("overall", record["category"])]
-
-    own, plain = choices(path), choices(base_path)
-    accepted = [length for choice in own for length in choice["accept_lengths"]]
-    speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in own]
-    counts = [sum(len(tokenizer(text).input_ids) - 1 for text in choice["turns"]) for choice in plain]
-    plain_speeds = [count / sum(choice["wall_time"]) for count, choice in zip(counts, plain, strict=True)]
-    return np.mean(accepted), np.mean(speeds), np.mean(plain_speeds)
+    assert lookup.model_id == "tiny-lookup"
+    assert lookup.executor.program.tree == presets.by_name(PromptLookup().spec.default_tree)
 
 
 @pytest.mark.slow
-def test_a_whole_set_is_killed_half_way_and_taken_up(tmp_path):
+def test_a_run_is_killed_half_way_and_taken_up(tmp_path):
     data = Path(os.environ.get("HYDRAJAX_PROMPTS") or Path(__file__).resolve().parents[3] / "shared" / "prompts")
     questions = data / "mt_bench_question.jsonl"
     if not questions.is_file():
         pytest.skip(f"no question files in {data}; set HYDRAJAX_PROMPTS")
-    flags = [*SHIPPED, "--tree", "chain-2", "--set", "mt_bench", "--data", data, "--max-new-tokens", 16]
-
-    def start(output: Path) -> subprocess.Popen:
-        command = [sys.executable, "-m", "hydrajax", "evaluate", *map(str, flags), "--output", str(output)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    part, whole = tmp_path / "part", tmp_path / "whole"
-    file = part / "base-hydra-chain-2.jsonl"
-    process = start(part)
-    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 40):
+    command = [sys.executable, "-m", "hydrajax", "evaluate", "--base", "shipped", "--draft", assets.path("hydra")]
+    command += ["--template", "plain", "--tree", "chain-2", "--set", "mt_bench", "--data", data, "--output", tmp_path]
+    command += ["--max-new-tokens", "16", "--limit", "16"]
+    file = tmp_path / "shipped-hydra-chain-2.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 8):
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL, "it had ended before"
-    assert not (part / "summary.json").exists()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, "it had ended before"
+    assert not (tmp_path / "summary.json").exists()
 
-    process = start(part)
-    out, _ = process.communicate(timeout=1800)
-    assert process.returncode == 0, out
-    assert "questions are answered" in out
-    asked = [json.loads(line) for line in questions.read_text().splitlines()]
-    for path in sorted(part.glob("*.jsonl")):
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    assert "questions are answered" in done.stderr
+    asked = read(questions)[:16]
+    for path in sorted(tmp_path.glob("*.jsonl")):
         for record, question in zip(read(path), asked, strict=True):
             assert (record["question_id"], record["category"]) == (question["question_id"], question["category"])
             assert len(record["choices"][0]["turns"]) == len(question["turns"])
-    drafted = json.loads((part / "summary.json").read_text())["results"]["base-hydra-chain-2"]
-    assert (drafted["overall"]["questions"], drafted["overall"]["equal"]) == (80, True)
-    for task in ("overall", asked[-1]["category"]):
-        accepted, speed, _ = spec_bench_figures(file, part / "base-autoregressive.jsonl", task)
-        assert accepted == pytest.approx(drafted[task]["tokens_per_step"])
-        assert speed > 0
-    assert start(whole).communicate(timeout=1800)
-    for path in part.glob("*.jsonl"):
-        assert list(map(without_chance, read(path))) == list(map(without_chance, read(whole / path.name)))
+    drafted = json.loads((tmp_path / "summary.json").read_text())["results"][file.stem]
+    assert (drafted["overall"]["questions"], drafted["overall"]["equal"]) == (16, True)
+    for task in ("overall", asked[-1]["category"]):  # as Spec-Bench's evaluation/speed.py takes it
+        own = [record["choices"][0] for record in read(file) if task in ("overall", record["category"])]
+        accepted = [length for choice in own for length in choice["accept_lengths"]]
+        assert np.mean(accepted) == pytest.approx(drafted[task]["tokens_per_step"])

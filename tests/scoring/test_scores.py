@@ -132,15 +132,15 @@ QUESTION = Question("T/1", "code", (PROMPT,), RECORD)
 
 
 def test_a_completion_ends_at_the_first_stop_sequence():
-    for text, kept in [
-        ("    return 2 * x\n", "    return 2 * x\n"),
-        ("    return 2 * x\n\ndef more():\n    pass", "    return 2 * x\n"),
-        ("    a = 2\n    # inner\n    return a * x\n# outer", "    a = 2\n    # inner\n    return a * x"),
-        ("    return 2\nprint(double(1))\nclass A:", "    return 2"),
-        ("    return 2\nif __name__:\n    pass", "    return 2"),
-        ("    return 2\nclass A:\n    pass", "    return 2"),
-        ("\ndef double", ""),
-    ]:
+    for text, kept in {
+        "    return 2 * x\n": "    return 2 * x\n",
+        "    return 2 * x\n\ndef more():\n    pass": "    return 2 * x\n",
+        "    a = 2\n    # inner\n    return a * x\n# outer": "    a = 2\n    # inner\n    return a * x",
+        "    return 2\nprint(double(1))\nclass A:": "    return 2",
+        "    return 2\nif __name__:\n    pass": "    return 2",
+        "    return 2\nclass A:\n    pass": "    return 2",
+        "\ndef double": "",
+    }.items():
         assert program(PROMPT, text, "double") == PROMPT + kept
 
 
