@@ -237,40 +237,47 @@ def rewritten(folder: Path, *path: str, to):
 
 
 SMALL = {"bias": True, "shared": False, "rank": 3, "vocabulary": [1, 2]}
-REFUSED = {  # path of the field, values, the message; other types are in tests/formats/test_conformance.py
-    "hydrajax_draft": ([3, 0, "1", None, [1], 1.5], "hydrajax_draft: got"),
-    "drafter": ([ABSENT, None, {}, [], "params", 3], "drafter is invalid"),
-    "files": ([ABSENT, None, {}, [], "params", 3], "files: got"),
-    "drafter.heads": ([ABSENT, None, "eagle", "swan", "Hydra", ["hydra"], {}, 3], ""),
-    "drafter.settings": ([ABSENT, None, {}, [], "num_draft_heads", 3], "drafter is invalid"),
-    "drafter.prefix": ([ABSENT, None, "yes", 1, [], {}], ""),
-    "drafter.prefix_window": ([0, -1, True, 2.0, "5", [5], {}], "prefix_window: got"),
-    "drafter.settings.num_draft_heads": ([ABSENT, 3.0, 0, 1, 3, 200, 256], ""),
-    "drafter.settings.n_layers": ([3.0, 0, 1], ""),
-    "drafter.settings.width": ([ABSENT, 0, -32, 31], ""),
-    "drafter.settings.vocab_size": ([ABSENT, 0, -61, 62], ""),
-    "drafter.settings.hidden_state_offset": ([3], "hidden_state_offset: got 3, expected 0 to 2"),  # of two layers
-    "drafter.settings.share_blocks": ([0, 1, "true", False], ""),
-    "drafter.settings.dropout": (["0.1", -0.1, 1.0, 1.5, float("nan"), [0.1]], ""),
-    "drafter.settings.dtype": (
+REFUSED = [  # path of the field, values, the message; other types are in tests/formats/test_conformance.py
+    ("hydrajax_draft", [3, 0, "1", None, [1], 1.5], "hydrajax_draft: got"),
+    ("drafter", [ABSENT, None, {}, [], "params", 3], "drafter is invalid"),
+    ("files", [ABSENT, None, {}, [], "params", 3], "files: got"),
+    ("drafter.heads", [ABSENT, None, "eagle", "swan", "Hydra", ["hydra"], {}, 3], ""),
+    ("drafter.settings", [ABSENT, None, {}, [], "num_draft_heads", 3], "drafter is invalid"),
+    ("drafter.prefix", [ABSENT, None, "yes", 1, [], {}], ""),
+    ("drafter.prefix_window", [0, -1, True, 2.0, "5", [5], {}], "prefix_window: got"),
+    ("drafter.settings.num_draft_heads", [ABSENT, 3.0, 0, 1, 3, 200, 256], ""),
+    ("drafter.settings.n_layers", [3.0, 0, 1], ""),
+    ("drafter.settings.width", [ABSENT, 0, -32, 31], ""),
+    ("drafter.settings.vocab_size", [ABSENT, 0, -61, 62], ""),
+    ("drafter.settings.hidden_state_offset", [3], "hidden_state_offset: got 3, expected 0 to 2"),  # of two layers
+    ("drafter.settings.share_blocks", [0, 1, "true", False], ""),
+    ("drafter.settings.dropout", ["0.1", -0.1, 1.0, 1.5, float("nan"), [0.1]], ""),
+    (
+        "drafter.settings.dtype",
         [ABSENT, 3, "", "int32", "bool", "complex64", "object", "U5", ["float32"], {"a": 1}],
         "",
     ),
-    "drafter.settings.small_lm_head": (
+    (
+        "drafter.settings.small_lm_head",
         [3, "full", [], {}, SMALL | {"bias": 1}, SMALL | {"shared": None}, SMALL | {"vocabulary": 3}]
         + [SMALL | {"rank": rank} for rank in (0, -1, "3", True, 10**9, 10**20)]
         + [SMALL | {"vocabulary": tokens} for tokens in ([], [-1], [VOCAB], [1.0], ["1"], [[1]], [10**20])]
         + [SMALL, SMALL | {"shared": True}],  # no such were written
         "",
     ),
-    "drafter.settings.lm_head_bias": ([False], "drafter is invalid"),  # of Medusa heads
-    "drafter.settings.__class__": ([False], "drafter is invalid"),
-}
+    ("drafter.settings.lm_head_bias", [False], "drafter is invalid"),  # of Medusa heads
+    ("drafter.settings.__class__", [False], "drafter is invalid"),
+    (
+        "drafter.settings.small_lm_head",
+        [SMALL | {"vocabulary": [VOCAB]}],
+        f"vocabulary of small_lm_head: got token {VOCAB}",
+    ),
+    ("drafter.settings.small_lm_head", [SMALL | {"rank": 33}], "rank of small_lm_head: got 33, expected at most"),
+]
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_fields_that_were_not_written(tiny_model, copied, path):
-    values, message = REFUSED[path]
+@pytest.mark.parametrize(("path", "values", "message"), REFUSED, ids=[path for path, _, _ in REFUSED])
+def test_fields_that_were_not_written(tiny_model, copied, path, values, message):
     for value in values:
         with rewritten(copied, *path.split("."), to=value):
             refused(copied, tiny_model[0].config, "draft", message)
