@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from helpers.how import per_row
 from helpers.lab import quick_jit
-from helpers.refusals import refusal
+from helpers.refusals import assert_refused
 from helpers.tree_tools import random_tree, typical_walk
 from hydrajax.certify.certificate import shaped
 from hydrajax.decoding.acceptance import Greedy, VerifyResult
@@ -169,12 +169,12 @@ def test_typical_with_cuts_and_processors_matches_a_walk(rule):
 
 
 def test_typical_rejects_numbers_out_of_range():
-    for numbers, message in (
+    assert_refused(
+        lambda numbers: Typical(**numbers),
         ({"top_k": 0}, "top_k: got 0, expected an integer from 1 up"),
         ({"min_p": 1.5}, "min_p: got 1.5, expected a number from 0 to 1"),
         ({"epsilon": -0.1}, "epsilon: got -0.1, expected a number from 0 to 1"),
         ({"epsilon": float("nan")}, "epsilon: got nan, expected a number from 0 to 1"),
         ({"alpha": -1.0}, "alpha: got -1.0, expected a number from 0 up"),
         ({"temperature": 0.0}, "temperature: got 0.0, expected a positive number"),
-    ):
-        refusal(lambda numbers=numbers: Typical(**numbers), message)
+    )

@@ -9,7 +9,6 @@ import functools
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -17,6 +16,7 @@ from scipy import stats
 from helpers.host_grammars import END, Brackets, Changed, Place, Table
 from helpers.how import sampling
 from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, shared_lab
+from hydrajax.bench.uncached_forward import all_logits, last_logits
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.inputs import settled_inputs
@@ -30,7 +30,6 @@ from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
-from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.static_tree import TreeTopology
@@ -151,28 +150,11 @@ def constrained(lab, prompt: list[int], grammar=None, limit: int = NEW) -> list[
     grammar, text, emitted = grammar or Brackets(), list(prompt), []
     while len(emitted) < limit and END not in emitted:
         allowed = np.isin(np.arange(VOCAB), list(grammar.after(tuple(emitted))))
-        best = int(np.where(allowed, last_logits(lab, text), -np.inf).argmax())
+        best = int(
+            np.where(allowed, last_logits(lab.model, lab.base(0), [np.array(text, np.int32)])[0], -np.inf).argmax()
+        )
         text, emitted = [*text, best], [*emitted, best]
     return emitted
-
-
-def last_logits(lab, text: list[int]) -> np.ndarray:
-    ids = np.zeros((1, CONTEXT), np.int32)
-    ids[0, : len(text)] = text
-    return np.asarray(full_pass()(lab.base(0), ids))[0, len(text) - 1]
-
-
-@functools.cache
-def full_pass():
-    """Return the compiled ``logits(params, ids)`` at every position, without a cache."""
-    lab = shared_lab()
-
-    def logits(params, ids):
-        places = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        hidden = lab.model.apply({"params": params}, ids, places, causal_mask(ids.shape[1])).hidden
-        return lab.model.apply({"params": params}, hidden, method="logits")
-
-    return lab.quick_jit(logits)
 
 
 def accepted(out) -> int:
@@ -317,16 +299,14 @@ def probabilities(grammar, rule) -> dict[tuple[int, ...], float]:
     texts: list[tuple[int, ...]] = [()]
     for _ in range(LENGTH):
         texts = [(*text, token) for text in texts for token in sorted(grammar.after(text))]
-    ids = np.zeros((len(texts), CONTEXT), np.int32)
     start = len(PROMPTS[0])
-    ids[:, : start + LENGTH] = [[*PROMPTS[0], *text] for text in texts]
-    logits = np.asarray(full_pass()(lab.base(0), ids), np.float64)
+    logits = [all_logits(lab.model, lab.base(0), np.array([*PROMPTS[0], *text], np.int32)) for text in texts]
     found = {}
     for row, text in zip(logits, texts, strict=True):
         p = 1.0
         for place, token in enumerate(text):
             allowed = sorted(grammar.after(text[:place]))
-            weights = np.exp(row[start - 1 + place][allowed] / rule.temperature)
+            weights = np.exp(row[start - 1 + place][allowed].astype(np.float64) / rule.temperature)
             if rule.top_k is not None:
                 weights[np.argsort(-weights)[rule.top_k :]] = 0
             p *= weights[allowed.index(token)] / weights.sum()

@@ -27,6 +27,7 @@ SPECS = [
     how(ExactSampling(1.4, top_k=9, min_p=0.01)),
     how(RejectionSampling(0.8)),
 ]
+TOPS = (VOCAB, 1, 4, 4)
 
 
 def check(lab, out, top: int = 0) -> None:
@@ -48,38 +49,17 @@ def check(lab, out, top: int = 0) -> None:
             assert (top_logprobs[length:] == 0).all()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: type(spec.rule).__name__)
+@pytest.mark.parametrize(
+    ("spec", "top"), [pytest.param(*each, id=type(each[0].rule).__name__) for each in zip(SPECS, TOPS, strict=True)]
+)
 @pytest.mark.quick("ExactSampling")
-def test_every_rule_with_a_tree(lab, spec):
+def test_every_rule_with_a_tree(lab, spec, top):
     """Some sequences end inside a path, by EOS or by the limit."""
-    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": 4}
+    settings = {"max_new_tokens": NEW, "eos_ids": (0,), "logprobs": top}
     decode = make_decode_fn(lab.model, lab.drafters["hydra"], TREE, spec.rule, **settings)
     out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=spec, limits=[NEW, 17, 9], seed=1)
     assert out.accept_lengths.max() >= 1
-    check(lab, out, top=4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "top"), [(Greedy(), VOCAB), (ExactSampling(1.4, top_k=9), 1)])
-def test_without_a_draft(lab, rule, top):
-    settings = {"max_new_tokens": NEW, "logprobs": top}
-    decode = make_decode_fn(lab.model, lab.drafters["none"], presets.root(), rule, **settings)
-    out = lab.decode(decode, 0, {}, PROMPTS, rule=rule, seed=1)
     check(lab, out, top)
-    # Log-probabilities do not change the tokens.
-    np.testing.assert_array_equal(out.tokens, lab.plainly(PROMPTS, rule, seed=1).tokens)
-
-
-@pytest.mark.slow
-def test_long_paths_and_their_bonus_tokens(lab):
-    """The oracle proposes paths of four tokens, some of them wrong in the middle."""
-    texts, _ = lab.references(0, PROMPTS)
-    right = np.random.default_rng(0).random((3, lab.context + 5)) < 0.8
-    settings = {"max_new_tokens": NEW, "logprobs": True}
-    decode = make_decode_fn(lab.model, lab.drafters["oracle"], lab.trees["random"], **settings)
-    out = lab.decode(decode, 0, lab.oracle_params(texts, right), PROMPTS)
-    assert set(out.accept_lengths[out.accept_lengths >= 0].tolist()) >= {0, 1, 2, 3}
-    check(lab, out)
 
 
 def test_no_logprobs_by_default(lab):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.forced import forced_logits
 from helpers.lab import quick_jit
+from helpers.refusals import refusal
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw
@@ -22,7 +23,8 @@ from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.models.packed_forward import row_layout
+from hydrajax.models.packed_forward import row_layout, run_base
+from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
@@ -243,3 +245,29 @@ def test_no_drafter_proposes_the_root_alone(base):
     root = np.array([4, 9], np.int32)
     assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tokens.tolist() == [[4], [9]]
     assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8, 0).shape == (0, 2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", ["amphista, alpha, narrow, small lm heads"], indirect=True)
+def test_every_parameter_learns(made, base):
+    drafter = replace(made[0], num_draft_heads=2)
+    tokens = np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32)
+    batch, objective = {"tokens": tokens, "labels": tokens}, Objective(lm_weight=0.5, teacher_weight=2.0)
+
+    @quick_jit
+    def slopes(rng):
+        out = run_base(base.model, base.params, tokens)
+        inputs = out.aux_hidden_states, out.hidden, batch, base
+        return jax.grad(lambda params: draft_loss(objective, drafter, params, *inputs)[0])(drafter.init(rng, base))
+
+    for path, leaf in jax.tree.leaves_with_path(slopes(jax.random.key(0))):
+        assert float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
+
+
+def test_bad_settings_of_amphista(base):
+    heads = amphista(base.config)
+    for layers in (-1, 5):
+        message = f"adaptation_layers: got {layers}, expected 0 to num_draft_heads, 4"
+        refusal(lambda layers=layers: replace(heads, adaptation_layers=layers), message)
+    refusal(lambda: heads.trained_on(replace(heads, auto_embedding_layers=2)), "by the settings")
+    assert heads.trained_on(amphista(base.config)) == heads

@@ -4,23 +4,21 @@ The reference has no window of nodes, no mask and no cache."""
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from helpers.how import sampling
-from helpers.lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab
+from helpers.lab import CONTEXT, NEW, VOCAB, quick_jit, shared_lab, watched_step
 from helpers.refusals import refusal
 from hydrajax.api import make_decode_fn
+from hydrajax.bench.uncached_forward import last_logits
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.lookahead.drafter import Lookahead, as_nodes, candidates, remember
-from hydrajax.models.attention import causal_mask
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -33,21 +31,6 @@ PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
 # --- reference --------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def next_tokens(rows: int, length: int):
-    """Return a compiled function: the base's best token after each sequence, by a full pass."""
-    model = shared_lab().model
-
-    @quick_jit
-    def compiled(params, texts, lengths):
-        positions = jnp.broadcast_to(jnp.arange(length), texts.shape)
-        hidden = model.apply({"params": params}, texts, positions, causal_mask(length)).hidden
-        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return jnp.argmax(model.apply({"params": params}, last, method="logits"), axis=-1)
-
-    return compiled
 
 
 class PlainLookahead:
@@ -83,10 +66,8 @@ class PlainLookahead:
         """Advance the window from the text and the root, then add the emitted tokens."""
         self.window[0][0] = root
         texts = [self.text + self.window[0][: i + 1] + [level[i] for level in self.window[1:]] for i in range(self.w)]
-        length = CONTEXT + self.w + self.n
-        rows = np.array([text + [0] * (length - len(text)) for text in texts], np.int32)
-        lengths = np.array([len(text) for text in texts], np.int32)
-        guessed = np.asarray(next_tokens(self.w, length)(params, rows, lengths)).tolist()
+        logits = last_logits(shared_lab().model, params, [np.array(text, np.int32) for text in texts])
+        guessed = logits.argmax(axis=-1).tolist()
         if self.steps >= self.n - 2:
             for i in range(self.w):
                 self.meet((*(level[i] for level in self.window), guessed[i]))
@@ -104,36 +85,20 @@ def paths_of(tokens: np.ndarray, parents: np.ndarray) -> list[tuple[int, ...]]:
     return [path for path in paths.values() if path]
 
 
-@functools.cache
-def steps_of(name: str):
-    """Return prefill and a step that also returns the proposal, compiled without optimisation."""
-    lab, drafter = shared_lab(), DRAFTERS[name]
-    tree = presets.by_name(drafter.spec.default_tree)
-    engine = make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW).engine
-
-    def step(params, state):
-        proposal = engine.propose(params, state)
-        forward, logits = engine.verify(params, state.target.cache, proposal)
-        accepted = engine.accept(state, logits, proposal)
-        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        seen = proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
-        return engine.observe(params, state, proposal, outcome), seen
-
-    return quick_jit(engine.prefill), quick_jit(step)
-
-
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.quick("3-4-2")
 def test_every_step_equals_the_reference(lab, name):
     """Compare window, candidates and accepted tokens of three sequences; some drafts must be accepted."""
-    drafter, (prefill, step) = DRAFTERS[name], steps_of(name)
-    params, n_tree = Params(lab.base(0), {}), presets.by_name(drafter.spec.default_tree).size
+    drafter, params = DRAFTERS[name], Params(lab.base(0), {})
+    engine = make_decode_fn(lab.model, drafter, drafter.spec.default_tree, max_new_tokens=NEW).engine
+    prefill, step, n_tree = quick_jit(engine.prefill), watched_step(engine), engine.program.tree.size
     texts, _ = lab.references(0, PROMPTS)
     state = prefill(params, *right_padded(PROMPTS, CONTEXT), sampling(None, len(PROMPTS), VOCAB))
     plain, accepted = [PlainLookahead(drafter, prompt) for prompt in PROMPTS], []
     while not state.output.done.all():
         was_done = np.asarray(state.output.done)
-        state, (tokens, parents, emitted, counts) = jax.device_get(step(params, state))
+        state, proposal, outcome = jax.device_get(step(params, state))
+        tokens, parents, emitted, counts = proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
         for row, model in enumerate(plain):
             if was_done[row]:
                 continue
@@ -272,13 +237,3 @@ def test_names(lab):
         ("lookahead-600-5-600", "= 4800 nodes per step for lookahead-600-5-600, expected at most 4096"),
     ):
         refusal(lambda name=name: DraftRef.parse(name), name, message)
-
-
-@pytest.mark.slow
-def test_smaller_trees(lab):
-    texts, _ = lab.references(0, PROMPTS)
-    for tree in map(presets.by_name, ("chain-1", "root")):
-        found = lab.decode(make_decode_fn(lab.model, DRAFTERS["4-3-3"], tree, max_new_tokens=NEW), 0, {}, PROMPTS)
-        for row, prompt in enumerate(PROMPTS):
-            assert found.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
-        assert found.accept_lengths.max() == tree.depth

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.how import sampling
-from helpers.lab import CONTEXT, DRAFTERS, NEW, TREES, VOCAB, quick_jit, shared_lab
+from helpers.lab import CONTEXT, DRAFTERS, NEW, TREES, VOCAB, quick_jit, watched_step
 from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
@@ -220,28 +220,6 @@ def longest_true_path(tokens: list[int], parents: list[int], true: list[int]) ->
     return max(depths.values())
 
 
-@functools.cache
-def steps_of(name: str, tree: str):
-    """Return prefill and a step that also returns the proposal, with and without lookup."""
-    lab = shared_lab()
-    engine = make_decode_fn(lab.model, with_lookup(DRAFTERS[name], ADDED), BRANCHED[tree], max_new_tokens=NEW).engine
-
-    def step(params, state):
-        proposal = engine.propose(params, state)
-        base, drafted = engine.bind(params), state.draft.drafter
-        alone = engine.program.drafter.drafter.propose(
-            params.draft, drafted, state.target.root, engine.program.tree, base
-        )
-        parents = jnp.broadcast_to(alone.tree.parents, alone.tokens.shape)
-        forward, logits = engine.verify(params, state.target.cache, proposal)
-        accepted = engine.accept(state, logits, proposal)
-        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
-        seen = alone.tokens, parents, proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
-        return engine.observe(params, state, proposal, outcome), seen
-
-    return quick_jit(engine.prefill), quick_jit(step)
-
-
 @pytest.mark.parametrize(
     ("name", "tree"),
     [("hydra", "shallow"), ("hydra++", "random"), ("medusa", "root"), ("eagle", "grown"), ("model", "skips ranks")],
@@ -249,8 +227,16 @@ def steps_of(name: str, tree: str):
 @pytest.mark.quick("hydra-shallow")
 def test_every_step_equals_the_reference(lab, name, tree):
     """Compare the nodes of the heads, those of the chain and the accepted tokens of three sequences."""
-    prefill, step = steps_of(name, tree)
-    lookup = PromptLookup()
+    drafter, lookup = with_lookup(DRAFTERS[name], ADDED), PromptLookup()
+    engine = make_decode_fn(lab.model, drafter, BRANCHED[tree], max_new_tokens=NEW).engine
+    prefill, step = quick_jit(engine.prefill), watched_step(engine)
+
+    @quick_jit
+    def alone_by(params, state):
+        base, drafted = engine.bind(params), state.draft.drafter
+        found = drafter.drafter.propose(params.draft, drafted, state.target.root, engine.program.tree, base)
+        return found.tokens, jnp.broadcast_to(found.tree.parents, found.tokens.shape)
+
     params = Params(lab.base(0), lab.draft(name, 0))
     texts, _ = lab.references(0, PROMPTS)
     places = np.array([*map(len, PROMPTS)], np.int32)
@@ -259,9 +245,11 @@ def test_every_step_equals_the_reference(lab, name, tree):
     deeper = shared = gained = 0
     while not state.output.done.all():
         was_done = np.asarray(state.output.done)
-        state, found = jax.device_get(step(params, state))
+        own = alone_by(params, state)
+        state, proposal, outcome = step(params, state)
+        found = *own, proposal.tokens, proposal.tree.parents, outcome.tokens, outcome.counts
         for row in np.flatnonzero(~was_done):
-            alone, above, tokens, parents, emitted, count = (array[row].tolist() for array in found)
+            alone, above, tokens, parents, emitted, count = (array[row].tolist() for array in jax.device_get(found))
             before, true = texts[row, : places[row] + 1].tolist(), texts[row, places[row] + 1 : ends[row]].tolist()
             assert tokens[: len(alone)] == alone
             assert parents[: len(alone)] == above

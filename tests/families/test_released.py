@@ -136,12 +136,6 @@ RELEASED = {
         },
         0.268,
     ),
-    "gemma-3-1b-it": (
-        GEMMA3
-        | sizes(1152, 6912, 26, 4, 1, 262144)
-        | {"max_position_embeddings": 32768, "sliding_window": 512, "sliding_window_pattern": 6},
-        1.0,
-    ),
     "gemma-3-4b-it, its language model": (
         GEMMA3
         | sizes(2560, 10240, 34, 8, 4, 262208)

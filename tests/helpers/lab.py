@@ -304,6 +304,19 @@ class Lab:
         return out
 
 
+def watched_step(engine):
+    """Return a compiled step that also returns the proposal and the outcome."""
+
+    def step(params, state):
+        proposal = engine.propose(params, state)
+        forward, logits = engine.verify(params, state.target.cache, proposal)
+        accepted = engine.accept(state, logits, proposal)
+        state, outcome = engine.commit(state, forward, logits, proposal, accepted)
+        return engine.observe(params, state, proposal, outcome), proposal, outcome
+
+    return quick_jit(step)
+
+
 def arrays(out) -> dict[str, np.ndarray]:
     """Return the fields of a result by name, without those that are None."""
     return {name: value for name, value in out._asdict().items() if value is not None}

@@ -8,13 +8,12 @@ import json
 import math
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.refusals import refusal
-from hydrajax.errors import HydrajaxError
-from hydrajax.trees import presets
+from helpers.refusals import assert_refused, refusal
+from hydrajax.trees import DynamicTree, presets
+from hydrajax.trees.dynamic import guesses_of, static
 from hydrajax.trees.static_tree import TreeTopology
 
 # name: (choices at depth 1, 2, ..., SHA-256 of the sorted list as JSON, first 16 digits), computed from the files
@@ -75,6 +74,8 @@ def test_by_name_of_every_kind(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text("[[1], [1, 2]]")
     assert presets.by_name("root").choices == ()
+    eagle = presets.by_name("eagle_26")
+    assert (eagle.size, eagle.depth, eagle.max_rank) == (26, 5, 3)
     assert presets.by_name("chain-3").choices == ((0,), (0, 0), (0, 0, 0))
     assert presets.by_name("cartesian-2x1").choices == ((0,), (1,), (0, 0), (1, 0))
     assert presets.by_name("cartesian-3").choices == ((0,), (1,), (2,))
@@ -127,11 +128,39 @@ def test_by_name_lists_the_allowed_names():
 
 
 def test_impossible_sizes_are_rejected(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"got Cartesian widths \[2, 0\], expected 1 or more"):
-        presets.by_name("cartesian-2x0")
-    with pytest.raises(HydrajaxError, match="root included"):
-        presets.by_name("cartesian-999x999x999")  # rejected before a billion paths are listed
-    with pytest.raises(HydrajaxError, match="got a chain of -1, expected a depth of 0 or more"):
-        presets.chain(-1)
-    with pytest.raises(HydrajaxError, match="no such file"):
-        presets.by_name(str(tmp_path / "absent.json"))
+    assert_refused(
+        presets.by_name,
+        ("cartesian-2x0", "got Cartesian widths [2, 0], expected 1 or more"),
+        ("cartesian-999x999x999", "root included"),  # rejected before a billion paths are listed
+        (str(tmp_path / "absent.json"), "no such file"),
+    )
+    refusal(lambda: presets.chain(-1), "got a chain of -1, expected a depth of 0 or more")
+
+
+# --- dynamic trees ----------------------------------------------------------------------------------------------------
+
+
+def test_a_name_and_its_dynamic_tree():
+    tree = presets.by_name("dynamic-60-7-10")
+    assert tree == presets.tree_of("dynamic-60-7-10") == presets.tree_of(tree) == DynamicTree(60, 7, 10)
+    assert tree.name == "dynamic-60-7-10"
+    assert hash(tree) == hash(DynamicTree(60, 7, 10))
+    assert (tree.size, tree.depth) == (60, 8)
+    assert DynamicTree(3, 7, 10).depth == 2  # limited by the two nodes below the root
+    assert DynamicTree(4 + 2 * 16 + 1, 2, 4).size == 37  # as many nodes as there are candidates
+    assert guesses_of(DynamicTree(20, 2, 5)) == [(1, 5), (5, 5), (5, 5)]
+    assert guesses_of(presets.cartesian([3, 2])) == [(1, 3), (3, 2)]
+    assert static(presets.chain(2), "drawing") == presets.chain(2)
+    refusal(lambda: static(tree, "drawing"), "tree: got dynamic-60-7-10, expected a static tree for drawing")
+
+
+def test_invalid_dynamic_trees_are_rejected():
+    assert_refused(
+        presets.by_name,
+        ("dynamic-1-2-3", "tree: got a dynamic tree of 1 nodes, expected 2 to 4096, root included"),
+        ("dynamic-9999-2-100", "tree: got a dynamic tree of 9999 nodes, expected 2 to 4096, root included"),
+        ("dynamic-38-2-4", "dynamic-38-2-4 has 36 candidates ... too few for 37 nodes"),
+        ("dynamic-8-2-0", "tree: got 2 expansions of 0 nodes, expected at least 0 of at least 1 node"),
+        ("dynamic-8-2", "tree: got 'dynamic-8-2', expected root, chain-K"),
+        ("dynamic-8--2-3", "tree: got 'dynamic-8--2-3', expected root, chain-K"),
+    )
