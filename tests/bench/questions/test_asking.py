@@ -96,7 +96,8 @@ def test_wall_time_is_the_median_of_the_repeats(tmp_path):
 
 
 def test_different_outputs_are_counted(tmp_path):
-    plain, fast = Decoder(PLAIN, 1), Decoder(FAST, 2)
+    """Those of another model id, and those of repeats."""
+    plain, fast, count = Decoder(PLAIN, 1), Decoder(FAST, 2), iter(range(100))
 
     def wrong(ids, seed):
         answer = fast.decode(ids, seed)
@@ -104,20 +105,15 @@ def test_different_outputs_are_counted(tmp_path):
             answer.output_ids[-1] += 1
         return answer
 
-    files = AnswerFiles(tmp_path, [PLAIN, FAST], {})
+    def unsteady(ids, seed):
+        return Generation(ids, [max(next(count), 3)], "a", 1, [1], 1, 1.0)
+
+    files = AnswerFiles(tmp_path / "models", [PLAIN, FAST], {})
     evaluate(QUESTIONS, [plain, SimpleNamespace(model_id=FAST, decode=wrong)], PROMPTER, files)
     results = summarise(files.answers, QUESTIONS, PLAIN, same_outputs=True)[FAST]
     assert {name: row.different for name, row in results.items()} == {"writing": 1, "math": 0, "overall": 1}
     assert [row.equal for row in results.values()] == [False, True, False]
-
-
-def test_repeats_that_differ_are_counted(tmp_path):
-    count = iter(range(100))
-
-    def unsteady(ids, seed):
-        return Generation(ids, [max(next(count), 3)], "a", 1, [1], 1, 1.0)
-
-    files = AnswerFiles(tmp_path, [PLAIN], {})
+    files = AnswerFiles(tmp_path / "repeats", [PLAIN], {})
     evaluate(QUESTIONS[3:], [SimpleNamespace(model_id=PLAIN, decode=unsteady)], PROMPTER, files, repeats=4)
     assert summarise(files.answers, QUESTIONS[3:], PLAIN, same_outputs=True)[PLAIN]["overall"].equal is False
 
