@@ -6,7 +6,10 @@ import argparse
 import logging.config
 import signal
 import sys
+from contextlib import closing
 from functools import partial
+from socket import socket
+from typing import Any
 
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
@@ -98,16 +101,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from uvicorn.config import LOGGING_CONFIG
-
-    from hydrajax.serve import Server
     from hydrajax.serve.connections import listen
     from hydrajax.serve.options import ServerOptions
 
     given = {name: value for name, value in vars(args).items() if name in ServerOptions.model_fields}
     ServerOptions.checked(given)
     options.tree_from(args, measures=True)  # checks it
-    listener = listen(args.host, args.port)  # before the model is loaded
+    with closing(listen(args.host, args.port)) as listener:  # before the model is loaded
+        return _serve(args, given, listener)
+
+
+def _serve(args: argparse.Namespace, given: dict[str, Any], listener: socket) -> int:
+    from uvicorn.config import LOGGING_CONFIG
+
+    from hydrajax.serve import Server
+
     about = {"draft": str(options.draft_of(args) or "none")}
     show = partial(print, file=sys.stderr, flush=True)
 
