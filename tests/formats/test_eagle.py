@@ -65,7 +65,7 @@ LAYOUTS = {  # config.json, tensors, and what they are released as
     "released with a copy and a bias, the default": (TINY, BIASED | COPIES, BIASED),
     "EAGLE-3 of all tokens": (TINY | {"draft_vocab_size": 61}, ALL, ALL),
     "vLLM's own": (NESTED | {"architectures": ["EAGLEModel"]}, ONE | COPIES, ONE),
-    "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61}, ONE, ONE),
+    "vLLM's own, truncated to all": (NESTED | {"truncated_vocab_size": 61, "intermediate_size": None}, ONE, ONE),
     "vLLM's own with a bias": (NESTED | {"bias": True}, BIASED, BIASED),
     "vLLM's own with its bias by the later name": (NESTED | {"eagle_fc_bias": True, "bias": False}, BIASED, BIASED),
     "vLLM's own, outer fields": (

@@ -250,7 +250,7 @@ def test_a_truncated_file_of_before_torch_1_6(base_state, write, keep):
 
 def test_missing_files(tiny_checkpoint, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
-    refused(tmp_path, str(tmp_path), "model.safetensors", "pytorch_model.bin", ".index.json")
+    refused(tmp_path, f"{tmp_path} has neither model.safetensors nor pytorch_model.bin, nor their .index.json")
 
 
 def test_a_file_with_more_bytes_than_there_are_addresses(base_state, write, monkeypatch):
