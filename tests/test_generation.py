@@ -72,22 +72,9 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
         assert result.emitted_per_step[-1] <= without.emitted_per_step[steps - 1]
     pieces = hydrajax.stream(executor, PROMPTS[number], executor.request.replace(stop=stop))
     assert joined(pieces) == stopped[number].text
-    streamed = pieces.result
-    assert (streamed.output_ids, streamed.emitted_per_step) == (
-        stopped[number].output_ids,
-        stopped[number].emitted_per_step,
-    )
+    streamed, whole_one = pieces.result, stopped[number]
+    assert (streamed.output_ids, streamed.emitted_per_step) == (whole_one.output_ids, whole_one.emitted_per_step)
     assert streamed.finish_reason == "stop"
-
-
-def test_streamed_pieces_are_several_and_join_to_the_text(executor, whole):
-    pieces = hydrajax.stream(executor, PROMPTS[0])
-    assert pieces.result is None
-    found = list(pieces)
-    assert len(found) > 1
-    assert "".join(found) == whole[0].text
-    assert pieces.result.finish_reason == "length"
-    assert pieces.result.output_ids == whole[0].output_ids
 
 
 def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executor, whole, monkeypatch):
@@ -102,14 +89,14 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executo
     monkeypatch.setattr(FusedExecutor, "advance", watched)
     monkeypatch.setattr(executors, "next_burst", lambda steps, seconds: 2 * steps)
     pieces = hydrajax.stream(executor, PROMPTS[0])
+    assert pieces.result is None
     first = next(pieces)
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     assert (asked, pieces.result.steps) == ([1], 1)
     assert first + joined(pieces) == whole[0].text
-    assert (pieces.result.output_ids, pieces.result.emitted_per_step) == (
-        whole[0].output_ids,
-        whole[0].emitted_per_step,
-    )
+    found = pieces.result
+    assert (found.output_ids, found.emitted_per_step) == (whole[0].output_ids, whole[0].emitted_per_step)
+    assert found.finish_reason == "length"
     assert asked == [2**number for number in range(len(asked))]
     assert len(asked) > 3
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]

@@ -8,6 +8,7 @@ import importlib
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -316,6 +317,7 @@ def test_every_public_name_is_there():
     assert {name: home for name, home in homes.items() if home != "hydrajax"} == table
     for name in hydrajax.__all__:
         assert getattr(hydrajax, name) is getattr(importlib.import_module(homes[name]), name)
+    assert hydrajax.__version__ == version("hydrajax")
     with pytest.raises(AttributeError, match="module 'hydrajax' has no attribute 'nothing'"):
         _ = hydrajax.nothing
 
