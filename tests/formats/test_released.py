@@ -214,7 +214,8 @@ def test_hidden_state_offset(base, theirs, tmp_path):
     forward = base.forward(TOKENS, positions, causal_mask(12), aux_hidden_layers=(1,))
     np.testing.assert_allclose(forward.aux_hidden_states, states[-2].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
     np.testing.assert_allclose(forward.hidden, states[-1].numpy(), atol=TOLERANCE, rtol=TOLERANCE)
-    ours = forced_logits(drafter, params, forward.aux_hidden_states, jnp.asarray(TOKENS), base)
+    hidden = forward.aux_hidden_states
+    ours = jax.jit(lambda params: forced_logits(drafter, params, hidden, jnp.asarray(TOKENS), base))(params)
     np.testing.assert_allclose(ours, torchs_logits(official, states[-2]), atol=1e-4, rtol=0)  # the base's rounding too
 
 
