@@ -219,6 +219,8 @@ class Lab:
         return noise(jax.eval_shape(lambda: init_base(self.model, jax.random.key(0))), seed)
 
     def _draft(self, name: str, seed: int):
+        if name == "the base":  # nearly, so that it is often right
+            return jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, self.base(0), self.base(1 + seed))
         drafter, bound = self.drafters[name], BoundBase(self.model, self.base(0))
         params = noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), bound)), 100 + seed)
         return params | {CORPUS: Corpus(512)} if drafter.spec.remembers else params
