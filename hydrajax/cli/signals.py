@@ -40,12 +40,16 @@ def terminable() -> Iterator[None]:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             hook(lost)
             return
-        number = signal.SIGINT
-        if issubclass(lost.exc_type, Terminated):
-            number = signal.SIGTERM
-            signal.signal(number, terminate)
-        # Later and from another thread: raised in this callback, it would be lost again.
-        threading.Timer(RESEND_DELAY, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+        number = signal.SIGTERM if issubclass(lost.exc_type, Terminated) else signal.SIGINT
+        delay, sent = RESEND_DELAY, False
+        while not sent:
+            if number == signal.SIGTERM:
+                signal.signal(number, terminate)
+            try:  # later and from another thread: raised in this callback, it would be lost again
+                threading.Timer(delay, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+                sent = True
+            except KeyboardInterrupt:  # on a busy machine the thread can be earlier than the return of `start`
+                delay *= 2
 
     sys.unraisablehook = resend
     if is_default:
