@@ -184,7 +184,7 @@ class Peer:
         line = self._process.stdout.readline()
         if line:
             return json.loads(line)
-        self._process.wait()
+        self._process.communicate()  # closes its pipes
         self._errors.seek(0)
         last = ([text for text in self._errors.read().splitlines() if text.strip()] or ["no message"])[-1]
         code, self._process = self._process.returncode, None
