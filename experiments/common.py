@@ -34,6 +34,7 @@ from hydrajax.bench.report.results import Result, write_result
 from hydrajax.bench.rounds import in_rounds
 from hydrajax.bench.trees.search import Proposals, expected_tokens_per_step, simulated
 from hydrajax.cli import options, run_command
+from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
@@ -44,7 +45,6 @@ from hydrajax.language_model import LanguageModel
 from hydrajax.loaded_model import make_executor
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
-from hydrajax.text.prompt_files import read_prompts
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import CandidateTree
 

@@ -298,8 +298,8 @@ def test_a_start_without_a_command_loads_nothing_slow_and_names_at_their_first_u
 UNUSED = (
     *("conversation", "stored_trees", "decoding.processors", "decoding.sampling", "decoding.typical"),
     *("drafters.corpus", "drafters.growing", "drafters.medusa", "formats.export_base", "formats.known_bases"),
-    *("formats.torch_files", "formats.upload", "lowbit.int4", "models.experts", "text.prompt_files"),
-    *("text.templates", "trees.tree_json"),
+    *("formats.torch_files", "formats.upload", "lowbit.int4", "models.experts", "text.templates"),
+    "trees.tree_json",
 )
 
 

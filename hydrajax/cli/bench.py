@@ -18,6 +18,7 @@ from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.bench.split_contest import split_contest
 from hydrajax.cli import options
+from hydrajax.cli.prompt_files import PROMPT_FORMATS
 from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
@@ -32,7 +33,6 @@ from hydrajax.machine import machine
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.weights import WIDENED, described
 from hydrajax.ssd.fan_out import DEFAULT_BUDGET
-from hydrajax.text.prompt_files import PROMPT_FORMATS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 

@@ -7,11 +7,11 @@ import sys
 
 from hydrajax.certify.certificate import Check, certify
 from hydrajax.cli import certify_server, options
+from hydrajax.cli.prompt_files import PROMPT_FORMATS
 from hydrajax.errors import HydrajaxError
 from hydrajax.loaded_model import make_executor
 from hydrajax.machine import machine
 from hydrajax.models.weights import described
-from hydrajax.text.prompt_files import PROMPT_FORMATS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

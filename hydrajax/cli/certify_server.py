@@ -11,10 +11,10 @@ from hydrajax.certify.servers.client import Client
 from hydrajax.certify.servers.report import is_certified, lines_of, record_of
 from hydrajax.certify.servers.sides import Reference, ServerReference, Settings, Sides
 from hydrajax.cli import options
+from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import machine
-from hydrajax.text.prompt_files import read_prompts
 
 KEY = "OPENAI_API_KEY"
 NEEDS_SERVER = (

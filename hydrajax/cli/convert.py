@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hydrajax import plugins
 from hydrajax.bench.quantization import LogitEffect, logit_effect
 from hydrajax.cli import options
+from hydrajax.cli.prompt_files import PROMPT_FORMATS
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import title_of
@@ -28,7 +29,6 @@ from hydrajax.formats.upload import push
 from hydrajax.models.base_model import BaseModel
 from hydrajax.models.kv_vectors import KV_CACHES
 from hydrajax.models.weights import WIDENED
-from hydrajax.text.prompt_files import PROMPT_FORMATS
 
 KV_CACHE = "kv-cache"
 QUANTIZED = tuple(plugins.Group("weights"))

@@ -25,6 +25,7 @@ from hydrajax.cli.options import (
     request_from,
     tree_from,
 )
+from hydrajax.cli.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.program import Program
@@ -35,7 +36,6 @@ from hydrajax.language_model import AUTO, LanguageModel
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import Prompt
-from hydrajax.text.prompt_files import PROMPT_FORMATS, read_prompts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from hydrajax import api, assets, plugins
+from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.decoding.keywords import RULES, make_request, processor_fields, rule_name
 from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.program import Program
@@ -32,7 +33,6 @@ from hydrajax.models.weights import WIDENED
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement, last_devices, make_mesh
 from hydrajax.text.jsonl import file_text
-from hydrajax.text.prompt_files import read_prompts
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.tree_json import content_of

@@ -15,6 +15,7 @@ from rich.console import Console
 from hydrajax.bench.report.records import of_tree_search
 from hydrajax.bench.report.tables import print_table
 from hydrajax.cli import options
+from hydrajax.cli.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
@@ -23,7 +24,6 @@ from hydrajax.formats.draft_registry import title_of
 from hydrajax.language_model import LanguageModel
 from hydrajax.loaded_model import make_executor
 from hydrajax.locking import in_use
-from hydrajax.text.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 

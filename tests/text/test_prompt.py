@@ -15,9 +15,9 @@ import pytest
 from transformers import BatchEncoding
 
 from helpers import letters
+from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.prompt import Prompt, items
-from hydrajax.text.prompt_files import read_prompts
 
 
 class Tokenizer:
