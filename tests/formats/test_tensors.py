@@ -332,6 +332,7 @@ ODD = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("zipped", [True, False])
 def test_files_without_a_state_dict(base_state, write, zipped):
     folder = write(base_state, "bin")
