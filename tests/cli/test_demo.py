@@ -82,6 +82,7 @@ def test_own_prompt_is_continued(program, shipped, monkeypatch):
     assert f"the tree of{expected}\n" in result.out.replace(OPEN, "").replace(CLOSE, "")
 
 
+@pytest.mark.slow
 def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch):
     """Chains are no longer than what a draft proposes."""
     monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})

@@ -240,6 +240,7 @@ def test_forced_tokens_are_accepted_together(lab, stepped):
     assert out.steps.tolist() == [NEW // 4] * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_the_baseline_follows_the_grammar_one_token_at_a_time(lab, stepped):
     """Exact sampling draws the same tokens with drafts and forced tokens, because its keys belong to positions."""
     executor = stepped("medusa", "small", eos_ids=(END,), grammar=Brackets(), forced_nodes=3)

@@ -147,7 +147,7 @@ def test_greedy_output_is_the_bases(lab, name):
     assert 1 <= longest <= drafter.spec.longest_path(tree) or name == "none"
 
 
-@pytest.mark.quick("hydra++", "eagle", "the base")
+@pytest.mark.quick("hydra++", "the base")
 @pytest.mark.parametrize("name", TREES)
 def test_turns_chunks_and_reused_prefixes(lab, name):
     """A conversation, and prompts that are read in chunks after a rewind, give the tokens of one long prompt."""

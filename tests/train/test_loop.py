@@ -143,6 +143,7 @@ def test_a_killed_run_resumes_on_another_mesh(config, program, tmp_path):
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_run_whose_kernels_lie_in_another_order_resumes(config, uninterrupted, program, monkeypatch, tmp_path):
     """As on a TPU, which no test has; the platform's own order is JAX's."""
     changed = 0
