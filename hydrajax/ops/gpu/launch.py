@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton
 
 from hydrajax.models.arrays import Array
 
-dot = triton.dot if hasattr(triton, "dot") else pl.dot  # jax 0.10.0 has the latter alone
+dot = triton.dot
 
 
 def launch(
