@@ -95,7 +95,7 @@ def tests_of(tree: Path, path: str) -> list[str]:
 def outcome(copy: Path, mutant: dict, seconds: float) -> dict:
     """Return whether a test of the copy fails with the mutant, which one, and the seconds that it took."""
     file = copy / mutant["path"]
-    lines = file.read_text().splitlines(keepends=True)
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     places = [n for n, line in enumerate(lines) if line.rstrip("\n") == mutant["old"]]
     if not places:
         return {"outcome": "absent", "seconds": 0}
