@@ -6,20 +6,23 @@ import argparse
 import logging.config
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from socket import socket
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.cli.signals import Terminated
 from hydrajax.decoding.keywords import RULES
 
+if TYPE_CHECKING:
+    from hydrajax.serve import Server
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from hydrajax.serve import Server  # noqa: F401 (names a missing package)
-    from hydrajax.serve.options import ServerOptions
+    from hydrajax.serve import ServerOptions
 
     options.add_model_arguments(parser, apart=True, corpus=True)
     default, positive, integer = "(default %(default)s)", options.positive, options.integer
@@ -101,20 +104,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hydrajax.serve import Server, ServerOptions  # names a missing package
     from hydrajax.serve.connections import listen
-    from hydrajax.serve.options import ServerOptions
 
     given = {name: value for name, value in vars(args).items() if name in ServerOptions.model_fields}
     ServerOptions.checked(given)
     options.tree_from(args, measures=True)  # checks it
     with closing(listen(args.host, args.port)) as listener:  # before the model is loaded
-        return _serve(args, given, listener)
+        return _serve(args, partial(Server, **given), listener)
 
 
-def _serve(args: argparse.Namespace, given: dict[str, Any], listener: socket) -> int:
+def _serve(args: argparse.Namespace, make_server: Callable[..., Server], listener: socket) -> int:
     from uvicorn.config import LOGGING_CONFIG
-
-    from hydrajax.serve import Server
 
     about = {"draft": str(options.draft_of(args) or "none")}
     show = partial(print, file=sys.stderr, flush=True)
@@ -125,7 +126,7 @@ def _serve(args: argparse.Namespace, given: dict[str, Any], listener: socket) ->
 
     with status("loading") as report:
         model = options.load_from(args, report)
-        server = Server(model, tree=args.tree, about=about, on_status=report, **given)
+        server = make_server(model, tree=args.tree, about=about, on_status=report)
     server.on_status = on_status
     if server.choice is not None and server.choice.tree is not None:
         show(server.choice)

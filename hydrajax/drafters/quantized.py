@@ -11,7 +11,7 @@ import numpy as np
 from hydrajax import plugins
 from hydrajax.ops import trace
 
-DRAFTS = "int8"  # the type of drafts' kernels beside a quantised base
+DRAFTS = "int8"  # the weight type of drafts of a quantised base
 # Kernels of drafts that only products read.
 DRAFT_KERNELS = ("kernel", "shared_kernel", "path_kernel", "fc", "qkv", "out", "gate_up", "down")
 DRAFT_KERNELS += ("lm_head", "lm_kernel", "lm_down", "lm_up", "copied_lm_head")

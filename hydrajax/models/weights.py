@@ -1,7 +1,7 @@
 """Weights: declaration in modules, and multiplication.
 
 A weight is an array, a `Quantized` kernel, or `hydrajax.models.adapter.LowRank`, one of these two with an adapter.
-Parameters hold a quantised kernel as one node, wherever it stands: its class says how it is stored and multiplied.
+A quantised kernel is one node of the parameters. Its class defines how it is stored and multiplied.
 Matmuls with kernels go through `project`, with fused ones through `project_parts`.
 """
 

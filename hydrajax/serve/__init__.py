@@ -5,24 +5,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.optional_deps import needs
 
 if TYPE_CHECKING:
+    from hydrajax.serve.options import ServerOptions
     from hydrajax.serve.server import Server
 
-__all__ = ["Server"]
+__all__ = ["Server", "ServerOptions"]
+
+HOMES = {"Server": "hydrajax.serve.server", "ServerOptions": "hydrajax.serve.options"}
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Server":
+    if name not in HOMES:
         raise AttributeError(f"module 'hydrajax.serve' has no attribute {name!r}")
     try:
-        from hydrajax.serve.server import Server
+        return getattr(importlib.import_module(HOMES[name]), name)
     except ImportError as error:
         if not error.name or error.name.startswith("hydrajax"):
             raise
         raise HydrajaxError(needs("starlette")) from None
-    return Server
