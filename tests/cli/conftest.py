@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from helpers import small_tokenizer
+from helpers import commands, small_tokenizer
 from hydrajax.cli import main
 
 VOCAB, WIDTH, CONTEXT, HEADS = 320, 32, 128, 2
@@ -77,11 +77,17 @@ def environment(monkeypatch):
 
 @pytest.fixture
 def program(capsys):
-    """``program(*argv)`` runs the command line in this process: ``code``, ``out`` and ``err``."""
+    """``program(*argv, code=0)`` runs the command line in this process: its ``out`` and ``err``."""
+    return partial(commands.run, main, capsys)
 
-    def run(*argv) -> SimpleNamespace:
-        capsys.readouterr()
-        code = main([str(arg) for arg in argv])
-        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
+
+@pytest.fixture
+def refused(program):
+    """``refused(message, *argv)``: check that a command line fails with one line that contains the message."""
+
+    def run(message: str, *argv) -> None:
+        found = program(*argv, code=2)
+        assert found.err.count("\n") == 1
+        assert message in found.err
 
     return run

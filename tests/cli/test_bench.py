@@ -1,23 +1,23 @@
-"""`hydrajax bench`: fields, figures that hold on any machine, and errors. No timing asserts."""
+"""`hydrajax bench`: fields and figures that hold on any machine; and `hydrajax report`. No timing asserts."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 
+from hydrajax.bench.report.results import Result, write_result
+from hydrajax.files import WholeFile
+
 FAST = ("--repeats", "1", "--context", "128")
-
-
-def report_of(result) -> dict:
-    assert result.code == 0, result
-    return json.loads(result.out)
 
 
 @pytest.mark.slow
 def test_random_shape_reports_every_phase_at_the_size_and_batch(program):
     result = program(*("bench", "--random", "tiny", "--tree-sizes", "5", "--batch-sizes", "2", "--json", *FAST))
-    report = report_of(result)
+    report = json.loads(result.out)
     assert [(row["batch"], row["nodes"]) for row in report["rows"]] == [(2, 5)]
     for row in report["rows"]:
         for phase in ("autoregressive_step", "step", "propose", "verify", "accept_commit", "observe", "prefill"):
@@ -39,7 +39,6 @@ def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads,
         *("bench", "--base", base, "--draft", heads, "--tree", "cartesian-2x2", "--max-new-tokens", "8"),
         *("--json", file, *FAST),
     )
-    assert result.code == 0, result
     (row,) = json.loads(file.read_text())["rows"]
     assert row["outputs_equal"] is True
     assert 1 <= row["tokens_per_step"] <= 3
@@ -52,11 +51,45 @@ def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads,
 def test_settings_of_a_draft_are_compared(program, base, tmp_path):
     file = tmp_path / "bench.json"
     settings = ["--draft", "lookahead", "--draft-settings", "3-3-2,2-2-4", "--max-new-tokens", "8", "--json", file]
-    result = program("bench", "--base", base, *settings, *FAST)
-    assert result.code == 0, result
+    program("bench", "--base", base, *settings, *FAST)
     content = json.loads(file.read_text())
     rows = [(row["tree"], row["nodes"], row["depth"], row["outputs_equal"]) for row in content["rows"]]
     # The root and (N - 1) * G candidates, and (N - 1) * W - 1 nodes of the window.
     assert rows == [("lookahead-3-3-2", 1 + 4 + 5, 2, True), ("lookahead-2-2-4", 1 + 4 + 1, 1, True)]
     assert content["arguments"]["draft"] == "lookahead"
     assert all(row["observe"] > 0 for row in content["rows"])
+
+
+# --- hydrajax report --------------------------------------------------------------------------------------------------
+
+ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with WholeFile(tmp_path / "a.json", "--output") as file:
+        write_result(file, Result("accuracy", "amphista figure 1", "guesses", [ROW]))
+    (tmp_path / "notes.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_report(program, folder):
+    done = program("report", folder)
+    assert done.out.splitlines()[-1] == f"1 results: {folder / 'REPORT.md'}"
+    assert done.out.startswith("guesses\n")
+    assert re.search(r"hydra +1 +50\.0%", done.out)
+    assert "skipped, not a result: notes.json" in done.err
+    assert "| hydra | 1 | 50.0% |" in (folder / "REPORT.md").read_text()
+
+
+def test_the_output_can_be_elsewhere(program, folder, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    program("report", folder, "--output", elsewhere / "mine.md")
+    assert [path.name for path in elsewhere.iterdir()] == ["mine.md"]
+    assert not (folder / "REPORT.md").exists()
+
+
+def test_pictures_of_trees_need_matplotlib(refused, folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    missing = "hydrajax: pictures need matplotlib: pip install 'hydrajax[plots]'\n"
+    refused(missing, "tree", "show", "chain-2", "--picture", folder / "tree.png")

@@ -57,14 +57,29 @@ def reference():
 
 @pytest.fixture
 def certify(program, reference, tmp_path):
-    """``certify(url, *flags)``: the program's result, with the JSON report as ``report``."""
+    """``certify(url, *flags, code=0)``: the program's result, with the JSON report as ``report``."""
 
-    def run(url, *flags, against=reference):
+    def run(url, *flags, against=reference, code=0):
         path = tmp_path / "certificate.json"
-        found = program("certify", "--server", url, "--reference", against, *QUICK, "--json", path, *flags)
+        flags = ("--reference", against, *QUICK, "--json", path, *flags)
+        found = program("certify", "--server", url, *flags, code=code)
         if path.exists():
             found.report = json.loads(path.read_text())
             found.outcomes = {check["name"]: check["outcome"] for check in found.report["checks"]}
+            found.findings = [finding for check in found.report["checks"] for finding in check["findings"]]
+        return found
+
+    return run
+
+
+@pytest.fixture
+def certify_fake(certify):
+    """``certify_fake(fault, *flags, code=0, **options)``: the same for a fake server of its own."""
+
+    def run(fault="", *flags, code=0, **options):
+        with fake_server(fault, **options) as url:
+            found = certify(url, *flags, code=code)
+        found.url = url
         return found
 
     return run
@@ -79,57 +94,44 @@ def faults_of(report) -> set[tuple[str, str]]:
     }
 
 
-def test_a_planted_fault_is_found(certify):
-    for fault in FAULTS:
-        with fake_server(fault) as url:
-            found = certify(url)
-        assert found.code == 1, (fault, found.out + found.err)
+def test_a_planted_fault_is_found(certify_fake):
+    for fault, (name, kind) in FAULTS.items():
+        found = certify_fake(fault, code=1)
         assert found.out.endswith("NOT CERTIFIED\n")
-        name, kind = FAULTS[fault]
         faults = faults_of(found.report)
-        assert (name, kind) in faults
+        assert (name, kind) in faults, fault
         assert f"FAILS: {name}\n" in found.out
         assert f"  fault: {kind}: " in found.out
         if fault in ALONE:
             assert {check for check, _ in faults} == {name}
 
 
-def test_a_server_without_a_fault_is_certified(certify):
-    with fake_server() as url:
-        found = certify(url)
-    assert (found.code, found.err) == (0, "")
+def test_a_server_without_a_fault_is_certified(certify_fake):
+    found = certify_fake()
+    assert found.err == ""
     assert found.out.endswith("requests\ncertified\n")
     assert found.outcomes == dict.fromkeys(CHECKS, "holds")
-    assert [finding for check in found.report["checks"] for finding in check["findings"]] == []
+    assert found.findings == []
     assert found.report["requests"] > 60
 
 
-def test_a_tie_is_no_fault(certify):
-    with fake_server("tie") as url:
-        found = certify(url)
-        strict = certify(url, "--tolerance", 0.001)
-    assert found.code == 0, found.out
-    assert faults_of(found.report) == set()
-    ties = [finding for check in found.report["checks"] for finding in check["findings"]]
-    assert {tie["verdict"] for tie in ties} == {"tie"}
-    assert {round(tie["gap"], 6) for tie in ties} == {0.01}
-    assert strict.code == 1
+def test_a_tie_is_no_fault(certify_fake):
+    found = certify_fake("tie")
+    assert {tie["verdict"] for tie in found.findings} == {"tie"}
+    assert {round(tie["gap"], 6) for tie in found.findings} == {0.01}
+    certify_fake("tie", "--tolerance", 0.001, code=1)
 
 
-def test_valid_json_that_differs_under_load_only_is_reported(certify):
+def test_valid_json_that_differs_under_load_only_is_reported(certify_fake):
     """Its gap is unknown here, and asked alone the server gives the reference's text."""
-    with fake_server("spaced JSON under load") as url:
-        found = certify(url)
-    assert found.code == 0, found.out
-    verdicts = {finding["verdict"] for check in found.report["checks"] for finding in check["findings"]}
-    assert verdicts == {"unjudged"}
+    found = certify_fake("spaced JSON under load")
+    assert {finding["verdict"] for finding in found.findings} == {"unjudged"}
     assert " unjudged\n" in found.out
 
 
-def test_the_report_lets_a_maintainer_act(certify):
-    with fake_server("accepts a wrong token") as url:
-        found = certify(url)
-    finding = found.report["checks"][0]["findings"][0]
+def test_the_report_lets_a_maintainer_act(certify_fake):
+    found = certify_fake("accepts a wrong token", code=1)
+    finding = found.findings[0]
     assert finding["gap"] == pytest.approx(2.7)
     assert finding["at_least"] is False
     assert finding["judged_by"] == "the reference"
@@ -147,40 +149,31 @@ def test_what_a_server_does_not_offer_is_skipped(certify):
     refused = ["response_format", "tools", "logprobs", "n"]
     with fake_server(refuses=refused) as url, fake_server("accepts a wrong token", refuses=refused) as wrong:
         found = certify(url)
-        unjudged = certify(wrong, against=url)
-    assert found.code == 0, found.out
+        unjudged = certify(wrong, against=url, code=1)
     skipped = {name for name, outcome in found.outcomes.items() if outcome == "skipped"}
     assert skipped == {"structured output", "tool calls", "log-probabilities", "several choices"}
     assert "skipped (400: response_format: this field is not supported)" in found.out
-    assert unjudged.code == 1
     assert "gap unknown" in unjudged.out
 
 
-def test_a_validation_error_with_status_500_is_a_refusal(certify):
-    with fake_server(refuses=["response_format"], refusal=(500, "1 validation error: type")) as url:
-        found = certify(url)
-    assert found.code == 0, found.out
+def test_a_validation_error_with_status_500_is_a_refusal(certify_fake):
+    found = certify_fake(refuses=["response_format"], refusal=(500, "1 validation error: type"))
     assert found.outcomes["structured output"] == "skipped"
 
 
-def test_completions_alone(certify):
-    with fake_server(refuses=["messages"]) as url:
-        found = certify(url)
-    assert found.code == 0, found.out
-    assert set(found.outcomes) == CHECKS - {"structured output", "tool calls"}
+def test_completions_alone(certify_fake):
+    assert set(certify_fake(refuses=["messages"]).outcomes) == CHECKS - {"structured output", "tool calls"}
 
 
-def test_prompts_of_a_file(certify, tmp_path):
+def test_prompts_of_a_file(certify_fake, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "one"}, {"turns": ["two", "three"]}, {"prompt_ids": [4, 5, 6]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with fake_server("accepts a wrong token") as url:
-        found = certify(url, "--prompts", prompts)
+    found = certify_fake("accepts a wrong token", "--prompts", prompts, code=1)
     findings = found.report["checks"][0]["findings"]
     asked = [finding["request"].get("prompt") or finding["request"]["messages"] for finding in findings]
-    assert "one" in asked
-    assert [4, 5, 6] in asked
-    assert [{"role": "user", "content": "two"}] in asked
+    for prompt in ("one", [4, 5, 6], [{"role": "user", "content": "two"}]):
+        assert prompt in asked
 
 
 def free_port() -> int:
@@ -202,33 +195,30 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_of_the_user(certify, monkeypatch):
+def test_mistakes_of_the_user(certify_fake, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     for options, flags, said in MISTAKES:
-        with fake_server(**options) as url:
-            found = certify(url, *flags)
-        assert (found.code, found.out.startswith("greedy")) == (2, False)
-        assert found.err.startswith(f"hydrajax: {said.replace('URL', url)}")
+        found = certify_fake("", *flags, code=2, **options)
+        assert not found.out.startswith("greedy")
+        assert found.err.startswith(f"hydrajax: {said.replace('URL', found.url)}")
         assert found.err.count("\n") == 1
 
 
-def test_more_mistakes(program, certify, reference):
-    port = free_port()
-    found = certify(f"127.0.0.1:{port}")
-    assert (found.code, found.err) == (
-        2, f"hydrajax: --server: cannot reach http://127.0.0.1:{port}/v1: Connection refused\n"
-    )  # fmt: skip
-    assert "--server: got 'ftp://x', expected a URL such as http://" in certify("ftp://x").err
-    assert certify(reference).err == "hydrajax: --reference: got the server itself, expected one without speculation\n"
-    assert "--reference: got neither of --reference and --base" in program("certify", "--server", reference).err
+def test_more_mistakes(certify, refused, reference):
+    url = f"http://127.0.0.1:{free_port()}"
+    for address, message in (
+        (url, f"--server: cannot reach {url}/v1: Connection refused\n"),
+        ("ftp://x", "--server: got 'ftp://x', expected a URL such as http://"),
+        (reference, "--reference: got the server itself, expected one without speculation\n"),
+    ):
+        assert certify(address, code=2).err.startswith(f"hydrajax: {message}")
+    refused("--reference: got neither of --reference and --base", "certify", "--server", reference)
 
 
-def test_the_key(certify, monkeypatch):
-    for by in ["flag", "environment"]:
-        monkeypatch.setenv("OPENAI_API_KEY", "k" if by == "environment" else "wrong")
-        with fake_server(key="k") as url:
-            found = certify(url, *(["--api-key", "k"] if by == "flag" else []), "--requests", 2)
-        assert found.code == 0, found.out + found.err
+def test_the_key(certify_fake, monkeypatch):
+    for variable, flags in (("wrong", ["--api-key", "k"]), ("k", [])):
+        monkeypatch.setenv("OPENAI_API_KEY", variable)
+        found = certify_fake("", *flags, "--requests", 2, key="k")
         assert '"k"' not in json.dumps(found.report)
 
 

@@ -70,7 +70,6 @@ def rows_of(out: str) -> dict[str, list[str]]:
 def test_own_prompt_is_continued(program, shipped, monkeypatch):
     monkeypatch.setattr(assets, "DRAFTS_OF", {"shipped": {"medusa": "medusa"}})
     result = program("demo", "--prompt", "the tree of")
-    assert result.code == 0, result.err
     rows = rows_of(result.out)
     assert list(rows) == ["autoregressive", "Lookup chain-2", "Medusa chain-2"]
     assert rows["Medusa chain-2"][0] == "3"  # nodes
@@ -88,7 +87,6 @@ def test_an_instruct_model_answers_questions(program, base, shipped, monkeypatch
     monkeypatch.setattr(demo, "QUESTIONS", {"writing": "a tree", "maths": "1 + 1"})
     monkeypatch.setattr(demo, "CHAIN", 9)
     result = program("demo", "--base", base, "--draft", f"lookup+{shipped / 'medusa'}")
-    assert result.code == 0, result.err
     assert list(rows_of(result.out)) == ["autoregressive", "Lookup chain-9", "lookup+Medusa chain-2"]
     assert "All outputs equal the base's output without a draft, token for token." in result.out
     assert re.search(r"1\. writing: \d+ tokens in .*\n\na tree\n", result.out)
@@ -106,7 +104,6 @@ def test_drafts_of_one_kind_have_names_of_their_own(shipped, tmp_path):
 @pytest.mark.slow
 def test_demo_compares_all_drafts_on_held_out_code(program, shipped):
     result = program("demo")
-    assert result.code == 0, result.err
     kinds = ("Lookup", "Medusa", "Hydra", "Hydra++", "draft model")
     assert list(rows_of(result.out)) == ["autoregressive", *(f"{kind} chain-2" for kind in kinds)]
     assert "1. bisect.py, line" in result.out
@@ -126,20 +123,15 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
         program("demo", "--prompt", "the tree")
 
 
-def test_refusals_before_decoding(program, base, shipped, monkeypatch, tmp_path):
+def test_refusals_before_decoding(refused, base, shipped, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "measure", lambda *_: pytest.fail("decoded"))
     plain = shutil.copytree(base, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jinja"))
 
-    def refused(message: str, *flags) -> None:
-        result = program("demo", *flags)
-        assert (result.code, result.err.count("\n")) == (2, 1)
-        assert message in result.err
-
-    refused("--prompt: is empty", "--prompt", "")
-    refused("model's context of 128", "--prompt", "x" * 300)
-    refused("--base: has no chat template, expected an instruct model", "--base", plain)
+    refused("--prompt: is empty", "demo", "--prompt", "")
+    refused("model's context of 128", "demo", "--prompt", "x" * 300)
+    refused("--base: has no chat template, expected an instruct model", "demo", "--base", plain)
     monkeypatch.setattr(assets, "FOLDER", tmp_path)
-    refused(f"assets: no base in {tmp_path}: this installation has no bundled model")
+    refused(f"assets: no base in {tmp_path}: this installation has no bundled model", "demo")
     with pytest.raises(HydrajaxError, match="got 'eagle', expected one of base, medusa, hydra, hydra_pp, draft_model"):
         assets.path("eagle")
 

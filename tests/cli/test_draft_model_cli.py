@@ -36,11 +36,9 @@ def test_generate_and_certify(program, base, draft):
     plain = program(*common, "--tree", "root")
     for flags in (("--tree", "chain-4"), ("--tree", "dynamic-8-2-3"), ("--tree", "chain-4", "--draft-confidence", 0.4)):
         done = program(*common, "--draft", draft, *flags)
-        assert done.code == 0, done.err
         assert done.out == plain.out
     sure = ("--draft", draft, "--tree", "chain-2", "--max-new-tokens", 12, "--samples", 1024, "--limit", 2)
     done = program("certify", "--base", base, *sure, "--rule", "rejection", "--temperature", "0.8")
-    assert done.code == 0, done.out + done.err
 
 
 @pytest.mark.slow
@@ -49,7 +47,6 @@ def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
     flags = ("--prompts", prompts, "--how", "chains", "--shapes", "static", "--sizes", "2,3", "--largest", 3)
     flags += ("--repeats", 1, "--max-new-tokens", 8, "--output", path)
     done = program("tree", "search", "--base", base, "--draft", draft, *flags)
-    assert done.code == 0, done.err
     origin = json.loads(path.read_text())["provenance"]
     alpha, cost = origin["chain"]["acceptance"], origin["chain"]["draft_cost"]
     assert [row["nodes"] for row in origin["measured"]] == [2, 3]
@@ -59,7 +56,7 @@ def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
     assert f"α {alpha:.2f}, c {cost:.2f}: " in done.out
 
 
-def test_mistakes_end_in_one_line(program, base, draft, tmp_path):
+def test_mistakes_end_in_one_line(refused, base, draft, tmp_path):
     foreign = shutil.copytree(draft, tmp_path / "foreign")
     content = json.loads((foreign / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -80,9 +77,7 @@ def test_mistakes_end_in_one_line(program, base, draft, tmp_path):
             "convert", "export", "--base", base, "--draft", draft, "--format", "native", "--output", tmp_path / "out"),
     }  # fmt: skip
     for message, arguments in cases.items():
-        done = program(*arguments)
-        assert (done.code, done.err.count("\n")) == (2, 1), (message, done)
-        assert message in done.err
+        refused(message, *arguments)
     assert not (tmp_path / "out").exists()
 
 

@@ -64,8 +64,7 @@ def test_output_is_the_greedy_output_of_transformers_at_any_batch_size(
     drafted = ["--draft", heads, "--tree", wide_tree, "--rule", "greedy"]
     one = program(*common, tmp_path / "one.jsonl", *drafted)
     three = program(*common, tmp_path / "three.jsonl", *drafted, "--batch-size", 3)
-    lookup = program(*common, tmp_path / "lookup.jsonl", "--draft", "lookup", "--batch-size", 4)
-    assert [one.code, three.code, lookup.code] == [0, 0, 0]
+    program(*common, tmp_path / "lookup.jsonl", "--draft", "lookup", "--batch-size", 4)
     assert one.out == three.out == ""
 
     answers = read_answers(tmp_path / "one.jsonl")
@@ -92,7 +91,7 @@ def test_a_pipe_gets_plain_text(program, base, tokenizer, tmp_path, monkeypatch)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the tree\n")))
     for source in (["--prompt", "the tree"], ["--prompts", "-"], ["--prompts", tmp_path / "p.txt"]):
         result = program("generate", "--base", base, *source, "--max-new-tokens", 8)
-        assert (result.code, result.out) == (0, expected.text + "\n")
+        assert result.out == expected.text + "\n"
         assert result.err.startswith("8 tokens in 8 steps, tokens_per_step 1.00 (τ), ")
         assert result.err.count("\n") == 1
 
@@ -104,7 +103,6 @@ def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_fil
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     args = ["generate", "--base", base, "--prompts", prompt_file, "--draft", heads, "--tree", wide_tree]
     result = program(*args, "--max-new-tokens", NEW, "--batch-size", 3)
-    assert result.code == 0
     assert "\x1b[4;32m" in result.out
     texts = enumerate((decode_text(tokenizer, ids) for ids in reference), start=1)
     assert without_styles(result.out) == "".join(f"--- {n} of 4\n{text}\n" for n, text in texts)
@@ -116,9 +114,8 @@ def test_a_terminal_gets_marked_text(program, base, heads, wide_tree, prompt_fil
 def test_a_base_without_tokenizer_shows_ids(program, wordless, prompt_file, reference, tmp_path):
     args = ["generate", "--base", wordless, "--prompts", prompt_file, "--max-new-tokens", NEW, "--batch-size", 4]
     result = program(*args)
-    assert result.code == 0
     assert result.out == "".join(" ".join(map(str, ids)) + "\n" for ids in reference)
-    assert program(*args, "--output", tmp_path / "out.jsonl").code == 0
+    program(*args, "--output", tmp_path / "out.jsonl")
     for answer in read_answers(tmp_path / "out.jsonl"):
         assert (answer.text, answer.emitted_per_step) == (None, [1] * NEW)
 
@@ -129,8 +126,7 @@ def test_turns_use_the_chat_template_once_and_only_the_first_turn(program, base,
     prompts.write_text("\n\n".join(map(json.dumps, lines)))
     output = tmp_path / "out.jsonl"
     args = ["generate", "--base", base, "--prompts", prompts, "--output", output]
-    result = program(*args, "--max-new-tokens", 2, "--batch-size", 2)
-    assert result.code == 0, result.err
+    program(*args, "--max-new-tokens", 2, "--batch-size", 2)
     chat, plain = (answer.prompt_ids for answer in read_answers(output))
     assert tokenizer.decode(chat) == "<s>[user] a tree?\n[assistant]"
     assert tokenizer.decode(plain) == "<s>a tree?"
@@ -142,7 +138,6 @@ def test_output_cut_by_the_context_is_reported(program, base, tmp_path):
     output = tmp_path / "out.jsonl"
     args = ["generate", "--base", base, "--prompts", prompts, "--batch-size", 3, "--output", output]
     result = program(*args, "--max-new-tokens", 10**12)  # beyond the context, and beyond 32 bits: no error
-    assert result.code == 0
     assert [answer.new_tokens for answer in read_answers(output)] == [8, 0, 1]
     assert "3 outputs cut off: prompt and output fill the context of 128 tokens\n" in result.err
 
@@ -193,10 +188,7 @@ def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, t
 
     def outputs(name, *flags):
         path = tmp_path / f"{name}.jsonl"
-        result = program(
-            "generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output", path, *flags
-        )
-        assert result.code == 0, result.err
+        program("generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output", path, *flags)
         return [answer.output_ids for answer in read_answers(path)]
 
     drafted = ["--draft", heads, "--tree", wide_tree]
@@ -216,8 +208,7 @@ def test_penalties_and_logprobs_are_those_of_the_model(program, base, heads, wid
     output = tmp_path / "out.jsonl"
     flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3]
     flags += ["--max-new-tokens", NEW, "--logprobs", "--top-logprobs", 3]
-    result = program("generate", "--base", base, "--prompts", prompt_file, "--output", output, *flags)
-    assert result.code == 0, result.err
+    program("generate", "--base", base, "--prompts", prompt_file, "--output", output, *flags)
     expected = hydrajax.load(base).generate(IDS, max_new_tokens=NEW, repetition_penalty=1.3, logprobs=3)
     for found, wanted in zip(read_answers(output), expected, strict=True):
         assert found.output_ids == wanted.output_ids
@@ -229,7 +220,6 @@ def test_streamed_text_is_the_text(program, base, heads, wide_tree, tokenizer):
     common = ["generate", "--base", base, "--draft", heads, "--tree", wide_tree, "--max-new-tokens", NEW]
     whole = program(*common, "--prompt", "the tree")
     streamed = program(*common, "--prompt", "the tree", "--stream")
-    assert [whole.code, streamed.code] == [0, 0]
     assert streamed.out == whole.out
     middle = whole.out[3:6]
     cut = program(*common, "--prompt", "the tree", "--stop", middle, "--stop", "never said")

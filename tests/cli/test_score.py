@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from helpers import commands
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax.bench.questions.contenders import Answerer
 from hydrajax.text.answers import Generation
@@ -63,14 +64,8 @@ def script():
 
 @pytest.fixture
 def score(script, capsys, tmp_path):
-    """``score(*flags)`` scores the answers: ``code``, ``out`` and ``err``."""
-
-    def run(*flags) -> SimpleNamespace:
-        capsys.readouterr()
-        code = script.main([str(tmp_path / "out"), *map(str, flags)])
-        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
-
-    return run
+    """``score(*flags, code=0)`` scores the answers: its ``out`` and ``err``."""
+    return partial(commands.run, script.main, capsys, tmp_path / "out")
 
 
 @pytest.fixture
@@ -91,10 +86,9 @@ def test_scores_are_kept_shown_and_not_computed_twice(
 ):
     answers(doubled, right_up_to_two)
     arguments += ["--set", sets["sums"], "--rule", "typical"]
-    assert not program(*arguments).code
+    program(*arguments)
     before = summary()
     result = score()
-    assert not result.code, result.err
     lines = (tmp_path / "out" / "scores" / "gsm8k" / f"{DRAFTED}.jsonl").read_text().splitlines()
     assert [json.loads(line)["values"]["exact match"] for line in lines] == [1, 1, 0, 0]
     after = summary()
@@ -125,9 +119,8 @@ def test_scores_are_kept_shown_and_not_computed_twice(
 
 def test_equal_outputs_have_equal_scores(program, arguments, sets, answers, score, summary):
     answers(lambda _: "    return 2 * x\n\nprint(x)", lambda _: "    return 2 * x\n\nprint(x)")
-    assert not program(*arguments, "--set", sets["code"]).code
+    program(*arguments, "--set", sets["code"])
     result = score("--run-code")
-    assert not result.code, result.err
     assert "100.0 [100.0, 100.0]" in result.out
     row = next(line for line in result.out.splitlines() if "0.0 [0.0, 0.0]" in line)
     assert row.split()[0] == "code"
@@ -141,10 +134,9 @@ def test_a_judge(program, arguments, sets, answers, score, summary, monkeypatch,
     answers(lambda _: "A poem.", lambda _: "A poem.")
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    assert not program(*arguments, "--set", sets["talk"]).code
+    program(*arguments, "--set", sets["talk"])
     judge = ["--judge", "http://127.0.0.1:9/v1", "--judge-model", "m"]
-    result = score(*judge)
-    assert result.code == 2
+    result = score(*judge, code=2)
     assert result.err.startswith("hydrajax: --judge: cannot reach http://127.0.0.1:9/v1: ")
     assert result.err.count("\n") == 1
     assert "scores" not in summary()
@@ -156,7 +148,6 @@ def test_a_judge(program, arguments, sets, answers, score, summary, monkeypatch,
         lambda judge, messages: f"[[{ratings['second' if 'More.' in messages[1]['content'] else 'first']}]]",
     )
     result = score(*judge)
-    assert not result.code, result.err
     assert [line.split()[2:4] for line in result.out.splitlines() if "rating" in line][:1] == [["rating", "7.00"]]
     assert "turn 2" in result.out
     assert not [path for path in (tmp_path / "out").rglob("*.json*") if "k-1" in path.read_text()]
@@ -164,11 +155,10 @@ def test_a_judge(program, arguments, sets, answers, score, summary, monkeypatch,
 
 def test_mistakes(program, arguments, sets, answers, score, summary, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = score()
-    assert (result.code, result.err.startswith("hydrajax: answers: no such file: ")) == (2, True)
+    assert score(code=2).err.startswith("hydrajax: answers: no such file: ")
     (tmp_path / "changed.jsonl").write_text(sets["talk"].read_text().replace("Write", "Read"))
     answers(lambda _: "1", lambda _: "1")
-    assert not program(*arguments, "--set", sets["talk"]).code
+    program(*arguments, "--set", sets["talk"])
     judge = ["--judge", "http://host/v1", "--judge-model", "m"]
     for flags, message in [
         (["--score", "bleu"], "--score: got 'bleu', expected auto, humaneval, gsm8k, rouge, judge"),
@@ -176,8 +166,8 @@ def test_mistakes(program, arguments, sets, answers, score, summary, tmp_path, m
         (judge[:2], "--judge-model: is needed for the score judge"),
         ([*judge, "--data", "elsewhere", "--set", "changed.jsonl"], "--set: changed.jsonl has other questions than "),
     ]:
-        result = score(*flags)
-        assert (result.code, result.err.count("\n")) == (2, 1)
+        result = score(*flags, code=2)
+        assert result.err.count("\n") == 1
         assert result.err.startswith(f"hydrajax: {message}")
         assert "scores" not in summary()
 
