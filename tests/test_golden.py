@@ -266,10 +266,7 @@ def test_end_of_sequence(golden, arch, loaded):
 
 @pytest.mark.parametrize(
     ("arch", "tree_name"),
-    [
-        ("hydra_pp", "mc63"),
-        pytest.param("hydra_mlp", "small", marks=pytest.mark.slow),
-    ],
+    [("hydra_pp", "mc63"), pytest.param("hydra_mlp", "small", marks=pytest.mark.slow)],
     indirect=True,  # otherwise pytest would reuse the fixtures of another arch and tree
     scope="module",
 )

@@ -29,25 +29,16 @@ from hydrajax.train.flops import drafter_forward_flops
 from hydrajax.train.losses import Objective
 
 LAYERS = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 61,
-}
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 61,
+}  # fmt: skip
 READS = [0, 1]  # inputs of these layers, as vLLM counts
 RELEASED = LAYERS | {"ptd_token_id": 60, "num_speculative_tokens": 4, "eagle_aux_hidden_state_layer_ids": READS}
 SPECULATORS = {
-    "speculators_model_type": "peagle",
-    "transformer_layer_config": LAYERS,
-    "mask_token_id": 60,
-    "draft_vocab_size": 61,
-    "eagle_aux_hidden_state_layer_ids": READS,
+    "speculators_model_type": "peagle", "transformer_layer_config": LAYERS, "mask_token_id": 60,
+    "draft_vocab_size": 61, "eagle_aux_hidden_state_layer_ids": READS,
     "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
-}
+}  # fmt: skip
 
 
 class NormedLayer(Layer):

@@ -216,11 +216,7 @@ REFUSED = [
     ({"hidden_act": "gelu", "hidden_activation": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
     *(
         ({field: {key: rope, "factor": 4.0}}, ("rope scaling", repr(rope), "'linear'", "'llama3'"))
-        for field, key in (
-            ("rope_scaling", "type"),
-            ("rope_scaling", "rope_type"),
-            ("rope_parameters", "rope_type"),
-        )
+        for field, key in (("rope_scaling", "type"), ("rope_scaling", "rope_type"), ("rope_parameters", "rope_type"))
         for rope in ("dynamic", "mrope")
     ),
     ({"mlp_bias": True}, ("mlp_bias", "True", "false")),
@@ -237,10 +233,7 @@ REFUSED = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         ("short_factors", "got 1", "expected 3"),
     ),
-    (
-        {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}},
-        ("low_freq_factor", "less than", "4.0"),
-    ),
+    ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, ("low_freq_factor", "less than", "4.0")),
     ({"hidden_size": "wide"}, ("wrong type", "wide")),
     ({"num_hidden_layers": None}, ("wrong type",)),
     ({"vocab_size": float("inf")}, ("wrong type",)),

@@ -21,274 +21,152 @@ QWEN3 = QWEN | {"attention_bias": False, "head_dim": 128, "rope_scaling": None, 
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
 GEMMA = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6}
 GEMMA2 = GEMMA | {
-    "model_type": "gemma2",
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "max_position_embeddings": 8192,
-    "rope_theta": 1e4,
-    "sliding_window": 4096,
-}
+    "model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 8192, "rope_theta": 1e4, "sliding_window": 4096,
+}  # fmt: skip
 GEMMA3 = GEMMA | {
-    "model_type": "gemma3_text",
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-}
+    "model_type": "gemma3_text", "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 256,
+    "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+}  # fmt: skip
 OLMO = {"attention_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 500000} | UNTIED
 PHI3 = {"model_type": "phi3", "attention_bias": False, "rms_norm_eps": 1e-5, "rope_theta": 1e4} | UNTIED
 # 48 divisors, as many as in the released files; the numbers are not theirs.
 LONGROPE = {
-    "max_position_embeddings": 131072,
-    "original_max_position_embeddings": 4096,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
     "rope_scaling": {
-        "type": "longrope",
-        "short_factor": [1.0 + i / 100 for i in range(48)],
+        "type": "longrope", "short_factor": [1.0 + i / 100 for i in range(48)],
         "long_factor": [1.0 + i for i in range(48)],
     },
     "sliding_window": 262144,
-}
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 OLMO3_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32.0}
 QWEN3_MOE = QWEN3 | {
-    "model_type": "qwen3_moe",
-    "decoder_sparse_step": 1,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
+    "model_type": "qwen3_moe", "decoder_sparse_step": 1, "max_position_embeddings": 40960, "mlp_only_layers": [],
+    "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
 GLM = {
-    "model_type": "glm4_moe",
-    "attention_bias": True,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_experts_per_tok": 8,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1000000,
+    "model_type": "glm4_moe", "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072,
+    "n_group": 1, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
     "topk_group": 1,
-} | UNTIED
+} | UNTIED  # fmt: skip
 # The fields, with the parameters of the model and those that one token uses, in billions.
 RELEASED = {
     "Mistral-7B-v0.1": (MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {"sliding_window": 4096}, 7.24),
     "Mistral-7B-Instruct-v0.2": (
-        MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {"rope_theta": 1e6, "sliding_window": None},
-        7.24,
+        MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {"rope_theta": 1e6, "sliding_window": None}, 7.24,
     ),
     "Qwen2.5-0.5B": (
-        QWEN
-        | sizes(896, 4864, 24, 14, 2, 151936)
+        QWEN | sizes(896, 4864, 24, 14, 2, 151936)
         | {"model_type": "qwen2", "max_position_embeddings": 32768, "max_window_layers": 24, "sliding_window": 32768}
-        | TIED,
-        0.494,
+        | TIED, 0.494,
     ),
     "Qwen3-8B with YaRN": (
-        QWEN3
-        | sizes(4096, 12288, 36, 32, 8, 151936)
+        QWEN3 | sizes(4096, 12288, 36, 32, 8, 151936)
         | {"model_type": "qwen3", "max_position_embeddings": 131072, "max_window_layers": 36, "rope_scaling": YARN}
-        | UNTIED,
-        8.19,
+        | UNTIED, 8.19,
     ),
     "Llama-3.2-1B": (
-        LLAMA
-        | sizes(2048, 8192, 16, 32, 8, 128256)
-        | {
-            "attention_bias": False,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
+        LLAMA | sizes(2048, 8192, 16, 32, 8, 128256) | {
+            "attention_bias": False, "head_dim": 64, "max_position_embeddings": 131072, "mlp_bias": False,
             "rope_scaling": {
-                "factor": 32.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
             },
             "rope_theta": 500000.0,
-        }
-        | TIED,
-        1.236,
+        } | TIED, 1.236,
     ),
     "LLaMA-1 as first converted": (
-        LLAMA
-        | sizes(4096, 11008, 32, 32, None, 32000)
-        | {"max_sequence_length": 2048, "pad_token_id": -1, "bos_token_id": 0, "eos_token_id": 1},
-        6.738,
+        LLAMA | sizes(4096, 11008, 32, 32, None, 32000)
+        | {"max_sequence_length": 2048, "pad_token_id": -1, "bos_token_id": 0, "eos_token_id": 1}, 6.738,
     ),
     "gemma-3-270m": (
-        GEMMA3
-        | sizes(640, 2048, 18, 4, 1, 262144)
-        | {
-            "_sliding_window_pattern": 6,
-            "layer_types": [FULL if i % 6 == 5 else SLIDING for i in range(18)],
-            "max_position_embeddings": 32768,
-            "sliding_window": 512,
-            "use_bidirectional_attention": False,
-        },
-        0.268,
+        GEMMA3 | sizes(640, 2048, 18, 4, 1, 262144) | {
+            "_sliding_window_pattern": 6, "layer_types": [FULL if i % 6 == 5 else SLIDING for i in range(18)],
+            "max_position_embeddings": 32768, "sliding_window": 512, "use_bidirectional_attention": False,
+        }, 0.268,
     ),
     "gemma-3-4b-it, its language model": (
-        GEMMA3
-        | sizes(2560, 10240, 34, 8, 4, 262208)
-        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
-        3.88,
+        GEMMA3 | sizes(2560, 10240, 34, 8, 4, 262208)
+        | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}, 3.88,
     ),
     "gemma-2-2b": (
-        GEMMA2 | sizes(2304, 9216, 26, 8, 4, 256000) | {"head_dim": 256, "query_pre_attn_scalar": 256},
-        2.614,
+        GEMMA2 | sizes(2304, 9216, 26, 8, 4, 256000) | {"head_dim": 256, "query_pre_attn_scalar": 256}, 2.614,
     ),
     "gemma-2-27b": (
-        GEMMA2 | sizes(4608, 36864, 46, 32, 16, 256000) | {"head_dim": 128, "query_pre_attn_scalar": 144},
-        27.227,
+        GEMMA2 | sizes(4608, 36864, 46, 32, 16, 256000) | {"head_dim": 128, "query_pre_attn_scalar": 144}, 27.227,
     ),
     "OLMo-2-0425-1B": (
-        OLMO
-        | sizes(2048, 8192, 16, 16, 16, 100352)
-        | {"model_type": "olmo2", "max_position_embeddings": 4096, "rope_scaling": None},
-        1.485,
+        OLMO | sizes(2048, 8192, 16, 16, 16, 100352)
+        | {"model_type": "olmo2", "max_position_embeddings": 4096, "rope_scaling": None}, 1.485,
     ),
     "Olmo-3-1025-7B": (
-        OLMO
-        | sizes(4096, 11008, 32, 32, 32, 100278)
-        | {
-            "model_type": "olmo3",
-            "layer_types": [FULL if i % 4 == 3 else SLIDING for i in range(32)],
+        OLMO | sizes(4096, 11008, 32, 32, 32, 100278) | {
+            "model_type": "olmo3", "layer_types": [FULL if i % 4 == 3 else SLIDING for i in range(32)],
             "max_position_embeddings": 65536,
             "rope_scaling": OLMO3_YARN | {"beta_slow": 1.0, "attention_factor": 1.2079441541679836},
             "sliding_window": 4096,
-        },
-        7.298,
+        }, 7.298,
     ),
     "granite-3.3-2b-instruct": (
-        sizes(2048, 8192, 40, 32, 8, 49159)
-        | {
-            "model_type": "granite",
-            "attention_bias": False,
-            "attention_multiplier": 0.015625,
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 8.0,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "residual_multiplier": 0.22,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e7,
-        }
-        | TIED,
-        2.534,
+        sizes(2048, 8192, 40, 32, 8, 49159) | {
+            "model_type": "granite", "attention_bias": False, "attention_multiplier": 0.015625,
+            "embedding_multiplier": 12.0, "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": False,
+            "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_theta": 1e7,
+        } | TIED, 2.534,
     ),
     "SmolLM3-3B": (
-        sizes(2048, 11008, 36, 16, 4, 128256)
-        | {
-            "model_type": "smollm3",
-            "attention_bias": False,
-            "layer_types": [FULL] * 36,
-            "max_position_embeddings": 65536,
-            "max_window_layers": 28,
-            "mlp_bias": False,
-            "no_rope_layer_interval": 4,
-            "no_rope_layers": [1, 1, 1, 0] * 9,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 5e6,
-            "sliding_window": None,
+        sizes(2048, 11008, 36, 16, 4, 128256) | {
+            "model_type": "smollm3", "attention_bias": False, "layer_types": [FULL] * 36,
+            "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": False, "no_rope_layer_interval": 4,
+            "no_rope_layers": [1, 1, 1, 0] * 9, "rms_norm_eps": 1e-6, "rope_theta": 5e6, "sliding_window": None,
             "use_sliding_window": False,
-        }
-        | TIED,
-        3.075,
+        } | TIED, 3.075,
     ),
     "Phi-3-mini-4k-instruct": (
-        PHI3
-        | sizes(3072, 8192, 32, 32, 32, 32064)
-        | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047},
-        3.821,
+        PHI3 | sizes(3072, 8192, 32, 32, 32, 32064)
+        | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "sliding_window": 2047}, 3.821,
     ),
     "Phi-3-mini-128k-instruct": (PHI3 | sizes(3072, 8192, 32, 32, 32, 32064) | LONGROPE, 3.821),
     "Phi-4-mini-instruct": (
-        PHI3 | sizes(3072, 8192, 32, 24, 8, 200064) | LONGROPE | {"partial_rotary_factor": 0.75} | TIED,
-        3.836,
+        PHI3 | sizes(3072, 8192, 32, 24, 8, 200064) | LONGROPE | {"partial_rotary_factor": 0.75} | TIED, 3.836,
     ),
     "Mixtral-8x7B-v0.1": (
-        MISTRAL
-        | sizes(4096, 14336, 32, 32, 8, 32000)
-        | {
-            "model_type": "mixtral",
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-            "rope_theta": 1e6,
+        MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {
+            "model_type": "mixtral", "num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1e6,
             "sliding_window": None,
-        },
-        46.70,
-        12.88,
+        }, 46.70, 12.88,
     ),
     "Qwen3-30B-A3B": (
-        QWEN3_MOE
-        | sizes(2048, 6144, 48, 32, 4, 151936)
-        | {"moe_intermediate_size": 768, "max_window_layers": 48}
-        | UNTIED,
-        30.53,
-        3.35,
+        QWEN3_MOE | sizes(2048, 6144, 48, 32, 4, 151936) | {"moe_intermediate_size": 768, "max_window_layers": 48}
+        | UNTIED, 30.53, 3.35,
     ),
     "OLMoE-1B-7B-0924": (
-        sizes(2048, 1024, 16, 16, 16, 50304)
-        | {
-            "model_type": "olmoe",
-            "attention_bias": False,
-            "clip_qkv": None,
-            "max_position_embeddings": 4096,
-            "norm_topk_prob": False,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "rms_norm_eps": 1e-5,
+        sizes(2048, 1024, 16, 16, 16, 50304) | {
+            "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "max_position_embeddings": 4096,
+            "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5,
             "rope_theta": 1e4,
-        }
-        | UNTIED,
-        6.92,
-        1.28,
+        } | UNTIED, 6.92, 1.28,
     ),
     "Qwen1.5-MoE-A2.7B": (
-        QWEN
-        | sizes(2048, 5632, 24, 16, 16, 151936)
-        | {
-            "model_type": "qwen2_moe",
-            "decoder_sparse_step": 1,
-            "max_position_embeddings": 8192,
-            "max_window_layers": 21,
-            "moe_intermediate_size": 1408,
-            "norm_topk_prob": False,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "shared_expert_intermediate_size": 5632,
-            "sliding_window": 32768,
-        }
-        | UNTIED,
-        14.32,
-        2.69,
+        QWEN | sizes(2048, 5632, 24, 16, 16, 151936) | {
+            "model_type": "qwen2_moe", "decoder_sparse_step": 1, "max_position_embeddings": 8192,
+            "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60,
+            "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+        } | UNTIED, 14.32, 2.69,
     ),
     "GLM-4.5-Air": (
-        GLM
-        | sizes(4096, 10944, 46, 96, 8, 151552)
+        GLM | sizes(4096, 10944, 46, 96, 8, 151552)
         | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "routed_scaling_factor": 1.0}
-        | {"first_k_dense_replace": 1, "use_qk_norm": False},
-        106.85,
-        13.42,
+        | {"first_k_dense_replace": 1, "use_qk_norm": False}, 106.85, 13.42,
     ),
     "GLM-4.5": (
-        GLM
-        | sizes(5120, 12288, 92, 96, 8, 151552)
+        GLM | sizes(5120, 12288, 92, 96, 8, 151552)
         | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 2.5}
-        | {"first_k_dense_replace": 3, "use_qk_norm": True},
-        352.8,
-        33.63,
+        | {"first_k_dense_replace": 3, "use_qk_norm": True}, 352.8, 33.63,
     ),
-}
+}  # fmt: skip
 NAMED = {
     "mixtral-8x7b": "Mixtral-8x7B-v0.1",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
