@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from helpers import dense_models
+from helpers import family_settings
 from helpers.configs import as_transformers_reads, sizes, written
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
@@ -260,11 +260,15 @@ def test_impossible_windows():
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from(list(dense_models.FAMILIES)).flatmap(lambda k: st.tuples(st.just(k), dense_models.FAMILIES[k])))
+@given(
+    st.sampled_from(list(family_settings.FAMILIES)).flatmap(
+        lambda k: st.tuples(st.just(k), family_settings.FAMILIES[k])
+    )
+)
 def test_settings_of_every_family_survive_and_mean_the_same_to_transformers(tmp_path_factory, drawn):
     kind, fields = drawn
     folder = tmp_path_factory.getbasetemp() / "settings"
-    AutoConfig.for_model(kind, **(dense_models.SHARED | fields)).save_pretrained(folder)
+    AutoConfig.for_model(kind, **(family_settings.SHARED | fields)).save_pretrained(folder)
     config = to_llama_config(json.loads((folder / "config.json").read_text()))
     assert config == as_transformers_reads(folder)
     raw = from_llama_config(config, "base")

@@ -1,11 +1,15 @@
 """Models of every family, dense and with experts, compared with transformers on random small models (float32).
 
-`helpers.dense_models` and `helpers.expert_models` draw the settings.
+`helpers.family_settings` has the settings. test_golden.py compares a trained base.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +19,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from helpers import dense_models, expert_models
-from helpers.dense_models import N_TOKENS, QUICK, VOCAB, random_pair, random_pairs
+import hydrajax
+from helpers import family_settings
+from helpers.family_settings import LLAMA3, SHARED, VOCAB, WINDOW
+from helpers.lab import QUICK, quick_jit
 from helpers.refusals import refusal
-from helpers.with_transformers import assert_equal_logits, generated, greedy_ids, prompts_of
 from hydrajax import plugins
+from hydrajax.bench.random_models import random_draft
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
@@ -29,25 +36,172 @@ from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.models.adapter import Adapter, check_adapter
-from hydrajax.models.attention import rope_frequencies, rope_table
+from hydrajax.models.attention import causal_mask, rope_frequencies, rope_table
+from hydrajax.models.cache import append, init_cache
+from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
-FAMILIES = dense_models.FAMILIES | expert_models.EXPERT_FAMILIES
-EXPERTS = expert_models.EXPERT_EXAMPLES
-EXAMPLES = dense_models.EXAMPLES | EXPERTS
+FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES
+EXPERTS = family_settings.EXPERT_EXAMPLES
+EXAMPLES = family_settings.EXAMPLES | EXPERTS
+# 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
+# 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
+OTHERS = {
+    "llama, MHA": {"num_key_value_heads": 4},
+    "llama, MQA": {
+        "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "llama, llama3": {"head_dim": 16, "rope_parameters": LLAMA3 | {"rope_theta": 1e4}},
+    "llama, linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2, window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
+    "qwen3, wide heads": {"head_dim": 16},
+}  # fmt: skip
 BIAS = "e_score_correction_bias"
+TOLERANCE = 1e-4
+NEW = 12
+N_TOKENS, N_CACHED = 44, 37  # of a text, and of its part in the cache
+TREE = [-1, 0, 1, 2, 0, 4]  # parents of the nodes: the text goes on along the first four
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, N_TOKENS)).astype(np.int32)
+
+
+class Pair(NamedTuple):
+    """One checkpoint in both packages."""
+
+    theirs: torch.nn.Module
+    model: Llama
+    params: dict
+    folder: Path
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """Return transformers' logits of whole texts."""
+        with torch.no_grad():
+            return self.theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+
+
+def random_pair(
+    folder: Path, model_type: str, settings: dict, seed: int = 7, dtype=torch.float32, fused: bool = False
+) -> Pair:
+    """Return a model with random weights, large enough for clear attention, saved by transformers and read by us.
+
+    fused: the experts of a layer are one tensor of the file.
+    """
+    config = AutoConfig.for_model(model_type, **(SHARED | settings))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise)
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in every file
+            buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
+    model.save_pretrained(folder, save_original_format=not fused)
+    return Pair(model.float(), *load_llama(folder), folder)
+
+
+def assert_equal_logits(pair: Pair, single: bool) -> None:
+    """Compare the logits of a text, and of a tree over its first tokens, which are in the cache.
+
+    single: also of one token instead of the tree.
+    """
+    model, params, tokens = pair.model, pair.params, TOKENS
+    positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
+
+    def run(params, tokens, positions, cache=None, *, mask):
+        forward = model.apply({"params": params}, tokens, positions, mask, cache)
+        return forward.block, model.apply({"params": params}, forward.hidden, method="logits")
+
+    block, prefill = quick_jit(partial(run, mask=causal_mask(N_TOKENS)))(params, tokens, positions)
+    expected = pair.logits(tokens)
+
+    counts = np.array([N_CACHED, N_CACHED - 5], np.int32)
+    cache = append(init_cache(model.config, 2, N_TOKENS + 8, jnp.float32), block, jnp.asarray(counts))
+    paths = [[0]]
+    for node, parent in enumerate(TREE[1:], start=1):
+        paths.append([*paths[parent], node])
+    mask = np.zeros((len(TREE), len(TREE)), bool)
+    for node, path in enumerate(paths):
+        mask[node, path] = True
+    text = max(paths, key=len)
+    nodes = np.stack([(tokens[row, :6] + 1) % VOCAB for row in range(2)])  # another text along the second branch
+    for row, count in enumerate(counts):
+        nodes[row, text] = tokens[row, count : count + len(text)]
+    depths = np.array([len(path) - 1 for path in paths])
+    tree = quick_jit(partial(run, mask=mask))(params, nodes, counts[:, None] + depths, cache)[1]
+    by_node = np.zeros_like(tree)
+    for row, count in enumerate(counts):
+        for path in (text, paths[-1]):
+            whole = np.concatenate([tokens[row, :count], nodes[row, path]])
+            by_node[row, path] = pair.logits(whole[None])[0, count:]
+    found = {"prefill": (np.asarray(prefill), expected), "tree": (np.asarray(tree), by_node)}
+    if single:
+        step = quick_jit(partial(run, mask=causal_mask(1)))
+        logits = step(params, tokens[[0, 1], counts][:, None], counts[:, None], cache)[1]
+        found["one token"] = np.asarray(logits[:, 0]), expected[[0, 1], counts]
+    for what, (ours, theirs) in found.items():
+        assert np.abs(theirs).max() > 1, what  # logits of realistic size
+        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=0, err_msg=what)
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(1, VOCAB, random.integers(3, 18)).tolist() for _ in range(count)]
+
+
+def greedy_ids(pair, prompts: list[list[int]]) -> list[list[int]]:
+    """Return transformers' continuations."""
+    found, how = [], {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW}
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():  # transformers needs the mask because no padding id is set
+            out = pair.theirs.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def generated(pair, prompts: list[list[int]], kind: str) -> list[list[int]]:
+    """Return the tokens of tree decoding in batches of 3 with a new draft of this kind."""
+    if kind in KINDS:
+        drafter, params = random_draft(pair.model, pair.params, kind)
+    else:
+        m = hydrajax.load(pair.folder).with_draft(kind)
+        drafter, params = m.drafter, m.params
+    dynamic = drafter.spec.supports_dynamic_tree
+    tree = "dynamic-6-2-3" if dynamic else f"chain-{min(drafter.spec.depth, 3)}" if drafter.spec.depth else "root"
+    decode = hydrajax.make_decode_fn(pair.model, drafter, tree, max_new_tokens=NEW, eos_ids=())
+    longest, found = max(map(len, prompts)), []
+    for first in range(0, len(prompts), 3):
+        rows = (prompts[first : first + 3] * 3)[:3]
+        prompt = np.array([row + [0] * (longest - len(row)) for row in rows], np.int32)
+        found += decode(params, prompt, np.array([len(row) for row in rows], np.int32)).tokens[:, :NEW].tolist()
+    return found[: len(prompts)]
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(model: Llama, params: dict):
+    hidden = run_base(model, params, TOKENS).hidden
+    return model.apply({"params": params}, hidden, method="logits")
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Return ``pairs(family)``: the model of `EXAMPLES` in both packages."""
-    return random_pairs(tmp_path_factory, EXAMPLES)
+    """Return ``pairs(name)``: the model of `EXAMPLES` or `OTHERS` in both packages, made once."""
+
+    def make(name: str) -> Pair:
+        family = name.split(",")[0]
+        return random_pair(tmp_path_factory.mktemp(family), family, (EXAMPLES | OTHERS)[name])
+
+    return functools.cache(make)
 
 
-@pytest.mark.parametrize("family", EXAMPLES)
-def test_logits_of_a_text_and_of_a_tree(pairs, family):
-    assert_equal_logits(pairs(family), single=False)
+@pytest.mark.quick(*EXAMPLES, "llama, llama3", "mistral", "qwen2", "qwen3, wide heads")
+@pytest.mark.parametrize("name", EXAMPLES | OTHERS)
+def test_logits_of_a_text_and_of_a_tree(pairs, name):
+    assert_equal_logits(pairs(name), single=name in OTHERS)
 
 
 @pytest.mark.slow
@@ -82,7 +236,10 @@ def test_an_export_has_the_numbers_of_the_file(tmp_path, family):
     assert json.loads((tmp_path / "copy" / "config.json").read_text())["model_type"] == family
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo3", "gemma3_text"])
+LLAMAS = [name for name in OTHERS if name.startswith("llama")]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "olmo3", "gemma3_text", *LLAMAS])
 def test_rope_frequencies(pairs, family):
     """Angular frequencies match to float32 rounding, because errors grow with the position."""
     pair = pairs(family)
@@ -96,11 +253,22 @@ def test_rope_frequencies(pairs, family):
         np.testing.assert_allclose(factor, getattr(rope, f"{name}attention_scaling"), rtol=1e-6)
 
 
-def test_trees_give_transformers_greedy_ids(pairs):
-    pair, prompts = pairs("gemma3_text"), prompts_of(3)
+@pytest.mark.parametrize("name", ["llama, llama3", pytest.param("llama, linear", marks=pytest.mark.slow)])
+def test_the_rope_scaling_matters_here(pairs, name):
+    """Without it the logits differ clearly, so the texts are long enough to test it."""
+    pair = pairs(name)
+    plain = pair.model.clone(config=pair.model.config.replace(rope_scaling=None))
+    scaled, without = (logits_of(model, pair.params) for model in (pair.model, plain))
+    assert np.abs(scaled - without).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gemma3_text", "hydra++"), ("mistral", "none")])
+def test_decoding_gives_transformers_greedy_ids(pairs, name, kind):
+    """Prompts of several lengths, some longer than the window, in one batch."""
+    pair, prompts = pairs(name), prompts_of(3)
     expected = greedy_ids(pair, prompts)
     assert len({token for ids in expected for token in ids}) > 3  # not one token repeated
-    assert generated(pair, prompts, "hydra++") == expected
+    assert generated(pair, prompts, kind) == expected
 
 
 @pytest.mark.slow
@@ -123,8 +291,7 @@ def test_few_bits(pairs, family):
     every = sorted(set(plugins.Group("weights")) - {"fp8"})  # which no CPU has
     for quantize in ("int8",) if family == "qwen2_moe" else every:
         model, params = load_llama(pair.folder, quantize=quantize)
-        hidden = jax.jit(lambda params, model=model: run_base(model, params, TOKENS).hidden)(params)
-        ours = model.apply({"params": params}, hidden, method="logits")
+        ours = logits_of(model, params)
         likeness = np.corrcoef(np.ravel(ours), np.ravel(pair.logits(TOKENS)))[0, 1]
         least = (0.98, 0.5) if family in EXPERTS else (0.99, 0.6)
         assert least[quantize != "int8"] < likeness < 1 - 1e-9, quantize

@@ -1,0 +1,218 @@
+"""Settings of random small models of every family: strategies of hypothesis, and examples."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+from hypothesis import strategies as st
+
+VOCAB, N_LAYERS, WINDOW = 61, 3, 9
+SHARED = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": N_LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def fields(**choices) -> st.SearchStrategy[dict]:
+    """Return a strategy for fields: a strategy each, or a list of values."""
+    return st.fixed_dictionaries({k: st.sampled_from(v) if isinstance(v, list) else v for k, v in choices.items()})
+
+
+def merged(*parts: st.SearchStrategy[dict]) -> st.SearchStrategy[dict]:
+    return st.tuples(*parts).map(lambda drawn: functools.reduce(operator.or_, drawn))
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 32
+# 8 features and a context of 64 have frequencies on both sides of YaRN's transition.
+YARNS = merged(
+    fields(rope_type=["yarn"], factor=[2.0, 4.0, 8.0], original_max_position_embeddings=[16, 32, 64]),
+    st.sampled_from([{}, {"beta_fast": 8.0, "beta_slow": 2.0}, {"attention_factor": 0.8}, {"truncate": False}]),
+    st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}]),
+)
+# The rotary embedding of layers that are all alike, and of one type: transformers looks for `truncate` outside of it.
+ROPES = merged(
+    fields(rope_theta=[1e4, 5e5]),
+    st.sampled_from([{"rope_type": "default"}, {"rope_type": "linear", "factor": 4.0}, LLAMA3]) | YARNS,
+)
+ROPES_OF_TYPE = ROPES.map(lambda rope: {name: value for name, value in rope.items() if name != "truncate"})
+LONGROPE = {part: st.lists(st.floats(1.0, 8.0), min_size=int(4 * part), max_size=int(4 * part)) for part in (1.0, 0.75)}
+# The type of each layer, also by the family's default.
+EVERY_LAYER = st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=N_LAYERS, max_size=N_LAYERS)
+TYPES = st.just({}) | EVERY_LAYER.map(lambda types: {"layer_types": types})
+TYPES = TYPES.map(lambda types: {"sliding_window": WINDOW} | types)
+QWEN = merged(
+    TYPES, fields(use_sliding_window=[True], max_window_layers=st.integers(0, N_LAYERS), rope_parameters=ROPES)
+)
+GEMMA = merged(
+    TYPES,
+    fields(
+        head_dim=[8, 16], query_pre_attn_scalar=[8, 24], final_logit_softcapping=[None, 5.0],
+        hidden_activation=["gelu_pytorch_tanh", "silu"], tie_word_embeddings=[False, True],
+        num_key_value_heads=[1, 2, 4],
+    ),
+)  # fmt: skip
+
+
+def by_type(*thetas: float) -> st.SearchStrategy[dict]:
+    """Return rotary embeddings of layers with and without a window."""
+    return fields(sliding_attention=fields(rope_type=["default"], rope_theta=[*thetas]), full_attention=ROPES_OF_TYPE)
+
+
+def phi3(part: float) -> st.SearchStrategy[dict]:
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part}
+    longrope = merged(
+        fields(rope_type=["longrope"], short_factor=LONGROPE[part], long_factor=LONGROPE[part]),
+        st.sampled_from([{}, {"attention_factor": 0.9}]),
+    )
+    return fields(
+        head_dim=[8],
+        sliding_window=[None, WINDOW],
+        tie_word_embeddings=[False, True],
+        original_max_position_embeddings=[64],
+        rope_parameters=merged(st.just(plain), st.just({}) | longrope),
+    )
+
+
+LLAMA = fields(head_dim=[8, 16], rms_norm_eps=[1e-6, 1e-3], tie_word_embeddings=[False, True], rope_parameters=ROPES)
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": merged(LLAMA, fields(sliding_window=[WINDOW])),
+    "qwen2": QWEN,
+    "qwen3": merged(QWEN, fields(head_dim=[8, 16])),
+    "gemma2": merged(GEMMA, fields(attn_logit_softcapping=[None, 2.0], rope_parameters=ROPES)),
+    "gemma3_text": merged(GEMMA, fields(rope_parameters=by_type(1e3, 1e4), sliding_window_pattern=[2, 3, 6])),
+    "olmo2": fields(num_key_value_heads=[1, 2, 4], rope_parameters=ROPES, rms_norm_eps=[1e-3]),
+    "olmo3": merged(TYPES, fields(num_key_value_heads=[1, 4], rope_parameters=by_type(1e4))),
+    "granite": fields(
+        embedding_multiplier=[1.0, 12.0],
+        attention_multiplier=[1.0, 0.015625, 0.35],
+        residual_multiplier=[1.0, 0.22],
+        logits_scaling=[1.0, 3.0, 8.0],
+        tie_word_embeddings=[False, True],
+        rope_parameters=ROPES,
+    ),
+    "smollm3": fields(
+        no_rope_layers=st.lists(st.sampled_from([0, 1]), min_size=N_LAYERS, max_size=N_LAYERS) | st.none(),
+        no_rope_layer_interval=[2, 3, 4],
+        use_sliding_window=[False, True],
+        sliding_window=[WINDOW],
+        rope_parameters=ROPES,
+        tie_word_embeddings=[False, True],
+    ),
+    "phi3": phi3(1.0) | phi3(0.75),
+}
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LOCAL = {"rope_type": "default", "rope_theta": 1e3}
+BOTH = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA_EXAMPLE = {"sliding_window": WINDOW, "layer_types": BOTH, "head_dim": 16, "query_pre_attn_scalar": 24}
+# Every setting differs from its default.
+EXAMPLES = {
+    "llama": {"rope_parameters": YARN | {"truncate": False}},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": BOTH, "rope_parameters": YARN},
+    "gemma2": GEMMA_EXAMPLE
+    | {"tie_word_embeddings": False, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    "gemma3_text": GEMMA_EXAMPLE
+    | {
+        "rope_parameters": {
+            "sliding_attention": LOCAL, "full_attention": LOCAL | {"rope_type": "linear", "factor": 4.0},
+        }
+    },
+    "olmo2": {"rms_norm_eps": 1e-3},
+    "olmo3": {
+        "sliding_window": WINDOW, "layer_types": BOTH,
+        "rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN},
+    },
+    "granite": {
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.35, "residual_multiplier": 0.22,
+        "logits_scaling": 3.0, "tie_word_embeddings": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": WINDOW},
+    "phi3": {
+        "sliding_window": WINDOW, "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 4.0, 9.0],
+        },
+    },
+}  # fmt: skip
+
+# --- mixtures of experts ------------------------------------------------------------------------------------------------
+
+SMALL = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+SPARSE = {"mlp_only_layers": [1], "decoder_sparse_step": 1}
+QWEN_MOE = fields(
+    rope_parameters=ROPES, num_experts_per_tok=st.integers(1, 5), num_experts=st.integers(5, 9),
+    moe_intermediate_size=[8, 24, 40], norm_topk_prob=[False, True], decoder_sparse_step=[1, 1, 2],
+    mlp_only_layers=st.lists(st.integers(0, N_LAYERS - 1), max_size=2, unique=True),
+    tie_word_embeddings=[False, True],
+)  # fmt: skip
+
+
+def glm4_moe(part: float, groups: int) -> st.SearchStrategy[dict]:
+    rotated = {"partial_rotary_factor": part}
+    return fields(
+        n_routed_experts=[8],
+        n_group=[groups],
+        topk_group=st.integers(1, groups),
+        num_experts_per_tok=[1, 2],
+        moe_intermediate_size=[8, 24],
+        n_shared_experts=[1, 2],
+        routed_scaling_factor=[1.0, 2.5],
+        norm_topk_prob=[False, True],
+        first_k_dense_replace=st.integers(0, N_LAYERS - 1),
+        use_qk_norm=[False, True],
+        attention_bias=[False, True],
+        partial_rotary_factor=[part],
+        head_dim=[8, 16],
+        rope_parameters=ROPES.map(lambda rope: rope | rotated),
+        num_mtp_layers=[0],
+    )
+
+
+EXPERT_FAMILIES = {
+    "mixtral": fields(
+        num_local_experts=[4, 5, 6],
+        num_experts_per_tok=st.integers(1, 4),
+        sliding_window=[None, WINDOW],
+        rope_parameters=ROPES,
+    ),
+    "qwen2_moe": merged(
+        QWEN_MOE,
+        # transformers fails for windows in layer_types without use_sliding_window: its cache has them, its mask none.
+        st.just({"use_sliding_window": False}) | TYPES.map(lambda types: types | {"use_sliding_window": True}),
+        fields(
+            max_window_layers=st.integers(0, N_LAYERS), shared_expert_intermediate_size=[8, 48], qkv_bias=[False, True]
+        ),
+    ),
+    "qwen3_moe": merged(QWEN_MOE, fields(use_sliding_window=[False, True], sliding_window=[WINDOW], head_dim=[8, 16])),
+    "olmoe": fields(
+        rope_parameters=ROPES,
+        num_experts_per_tok=st.integers(1, 5),
+        num_experts=st.integers(5, 9),
+        norm_topk_prob=[False, True],
+        num_key_value_heads=[1, 2, 4],
+        pad_token_id=[0],
+    ),
+    "glm4_moe": st.one_of([glm4_moe(part, groups) for part in (0.5, 1.0) for groups in (1, 2, 4)]),
+}
+# Every setting differs from its default.
+EXPERT_EXAMPLES = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": WINDOW},
+    "qwen2_moe": SMALL
+    | SPARSE
+    | {
+        "norm_topk_prob": True, "shared_expert_intermediate_size": 48, "use_sliding_window": True,
+        "sliding_window": WINDOW, "layer_types": BOTH,
+    },
+    "qwen3_moe": SMALL | SPARSE | {"num_experts": 8, "head_dim": 16, "rope_parameters": YARN},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": 0},
+    "glm4_moe": {
+        "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "use_qk_norm": True,
+        "attention_bias": True, "head_dim": 16, "num_mtp_layers": 0,
+    },
+}  # fmt: skip
