@@ -1,31 +1,52 @@
-"""On a CPU a token's hidden state is the same to the last bit in a tree and on its own.
+"""On a CPU a token's hidden state is the same to the last bit in a tree and on its own, and some of its logits equal
+their columns of the whole.
 
 With rounded inputs the last bit matters: it decides which of two steps an input takes; logits then differ by tenths.
 """
 
 from __future__ import annotations
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.few_bits import in_few_bits
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import append
 from hydrajax.models.expert_settings import Experts
-from hydrajax.models.init import init_base
+from hydrajax.models.init import abstract_base, init_base
+from hydrajax.models.layout import leaf
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
-
-pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 CONFIG = LlamaConfig(97, 80, 112, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, tied_lm_head=True)
 PROMPT = 5
 PATHS = [[0, 1, 4], [0, 2, 6], [0, 3]]  # nodes of the tree below
 PARENTS = [-1, 0, 0, 0, 1, 1, 2]
+
+
+def quantized(node) -> bool:
+    return isinstance(node, Quantized)
+
+
+def in_few_bits(model: Llama, params: dict, factor: float = 1) -> dict:
+    """Return float parameters with the kernels that ``model`` stores in few bits, times a factor, in its classes."""
+
+    def stored(path, wanted):
+        path = tuple(key.key for key in path)
+        found = leaf(params, path)
+        if not quantized(wanted):
+            return found
+        kernel, kind = np.asarray(found) * factor, type(wanted)
+        if path[-2:-1] == ("experts",) and not path[-1].startswith("shared"):
+            return jax.tree.map(lambda *parts: np.stack(parts), *map(kind.of, kernel))
+        return kind.of(kernel.T / factor if path[-1] == "embedding" else kernel)
+
+    return jax.tree.map_with_path(stored, nn.unbox(abstract_base(model)), is_leaf=quantized)
 
 
 def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None) -> BoundBase:
@@ -40,6 +61,7 @@ def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None) -> B
 EXPERTS = Experts(9, 3, 48, shared_width=32, shared_gate=True, normalized=True)
 
 
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.quick("weights of 8 bits", "bfloat16", "weights of 4 bits", "experts", "a cache of 8 bits")
 @pytest.mark.parametrize(
     ("dtype", "batch", "settings"),
@@ -89,3 +111,23 @@ def compare(base: BoundBase, batch: int) -> None:
             cache, hidden, alone = run(nodes[:, node : node + 1], position, causal_mask(1), cache)
             np.testing.assert_array_equal(hidden[:, 0], together.hidden[:, node])
             np.testing.assert_array_equal(alone[:, 0], logits[:, node])
+
+
+SOME = np.array([40, 3, 7, 96])  # in this order, not sorted
+
+
+# One row, the kernel for few rows, XLA's product.
+@pytest.mark.parametrize(
+    ("rows", "tied", "quantize"),
+    [(1, True, None), (1, False, "int8"), (5, True, "int4"), (5, False, None), (200, False, None)],
+)
+def test_columns_of_all_logits(rows, tied, quantize):
+    config = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, tied_lm_head=tied)
+    params = jax.jit(lambda: init_base(Llama(config, jnp.float32), jax.random.key(0)))()
+    model = Llama(config, jnp.float32, quantize)
+    base = BoundBase(model, in_few_bits(model, params))
+    hidden = np.random.default_rng(1).standard_normal((rows, 32), np.float32)
+    some, whole = jax.jit(lambda x: (base.logits(x, SOME), base.logits(x)))(hidden)
+    assert some.dtype == jnp.float32
+    assert np.std(whole) > 0.01
+    np.testing.assert_allclose(some, whole[:, SOME], rtol=2e-5, atol=2e-6)
