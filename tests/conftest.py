@@ -24,26 +24,17 @@ from helpers import programs, recordings, type_checks
 # The hook checks arrays that enter or leave functions of these packages against the annotated shapes and dtypes. It
 # must precede the first import of hydrajax.
 CHECKED = (
-    *(
-        "models",
-        "ops",
-        "lowbit.quantized",
-        "lowbit.int4",
-        "lowbit.int4_tiles",
-        "lowbit.tiles",
-        "lowbit.products",
-        "lowbit.kernels",
-    ),
+    *("models", "ops"),
+    *(f"lowbit.{room}" for room in ("quantized", "int4", "int4_tiles", "tiles", "products", "kernels")),
     *("drafters", "amphista.heads", "lookahead.drafter", "trees.topology", "bench.trees.simulation"),
     *("decoding", "train.losses", "train.chunks"),
 )
 install_import_hook([f"hydrajax.{room}" for room in CHECKED], f"{type_checks.__name__}.checker")
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
+from helpers.noise import noise
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.llama import Llama
 from hydrajax.models.init import init_base
@@ -207,11 +198,12 @@ def tiny_model() -> tuple[Llama, dict]:
     Weights have std 0.3, not 0.02, so that the logits differ by much more than rounding.
     """
     model = Llama(LlamaConfig(61, 32, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64))
-    shapes = jax.eval_shape(lambda: init_base(model, jax.random.key(0)))
-    random = np.random.default_rng(5)
+    return model, noise(jax.eval_shape(lambda: init_base(model, jax.random.key(0))), 5)
 
-    def draw(leaf):
-        noise = random.standard_normal(leaf.shape).astype(np.float32)
-        return jnp.asarray(1 + 0.2 * noise if len(leaf.shape) == 1 else 0.3 * noise)
 
-    return model, jax.tree.map(draw, shapes)
+@pytest.fixture(scope="session")
+def lab():
+    """Return the `Lab` of this process."""
+    from helpers.lab import shared_lab
+
+    return shared_lab()

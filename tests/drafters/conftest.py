@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.lab import Lab, shared_lab
 from helpers.noise import noise
 from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
@@ -233,11 +232,6 @@ def in_numpy(drafter, params, base: BoundBase) -> HeadsInNumPy:
 def random_draft_params(drafter, base: BoundBase, seed: int):
     """Return noise in the shapes of ``init``."""
     return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return shared_lab()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from helpers.every_format import write_formats
 from helpers.fake_hub import FakeHub
-from helpers.lab import Lab, shared_lab
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base_model import BoundBase
 
@@ -47,11 +46,6 @@ def hub(_no_proxy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield server
     server.stop()
-
-
-@pytest.fixture(scope="session")
-def lab() -> Lab:
-    return shared_lab()
 
 
 @pytest.fixture(scope="module")
