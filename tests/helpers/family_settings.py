@@ -140,7 +140,7 @@ EXAMPLES = {
     },
 }  # fmt: skip
 
-# --- mixtures of experts ------------------------------------------------------------------------------------------------
+# --- mixtures of experts ----------------------------------------------------------------------------------------------
 
 SMALL = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 SPARSE = {"mlp_only_layers": [1], "decoder_sparse_step": 1}
