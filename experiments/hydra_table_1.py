@@ -43,7 +43,7 @@ def measure(setup: common.Setup, heads: str, args) -> dict:
         for depth in range(tree.depth)
     ]
     # The drafter has layers of its own that attend to the text.
-    attends = bool(passes.observe(executors[0].spec.drafter, executors[0].model, tree, 1, args.context))
+    attends = bool(passes.observe(executors[0].program.drafter, executors[0].model, tree, 1, args.context))
     return {
         "drafter": heads, "prefix_attention": median["observe"] if attends else None, "heads": costs,
         "verify": median["verify"], "autoregressive_step": median["step"],
