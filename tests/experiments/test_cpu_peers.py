@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import pytest
 from gguf import GGUFReader
 from peer_checks import Run, differences
 from peer_files import gguf_file, random_directory
-from peer_picture import speed_picture
 from peer_programs import Peer, Program, Variant, variants
 
 import hydrajax
@@ -41,26 +39,17 @@ def base(tmp_path_factory) -> Path:
     return random_directory(tmp_path_factory.mktemp("base") / "tiny", LlamaConfig(300, 32, 80, 1, 4, 2, 8, 64))
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """``command(*argv)``: exit code, standard output and errors, with a program that is not installed."""
-    monkeypatch.setattr(cpu_peers, "PROGRAMS", (ABSENT,))
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        code = run_command("cpu_peers.py", "", cpu_peers.add_arguments, cpu_peers.run, [str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_only_our_own_decoders(command, base, tmp_path):
+def test_only_our_own_decoders(monkeypatch, capsys, base, tmp_path):
     """The results, the table and the picture, and the programs that are missing."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([5, 7, 5, 7, 5], [9, 3, 1])))
     output = tmp_path / "tiny.json"
-    sizes = ["--max-new-tokens", 6, "--repeats", 1, "--prompts", prompts, "--work", tmp_path / "work"]
-    code, out, err = command("--model", base, "--draft", "lookup=chain-2", *sizes, "--output", output)
-    assert (code, err) == (0, "")
+    monkeypatch.setattr(cpu_peers, "PROGRAMS", (ABSENT,))
+    argv = ["--model", base, "--draft", "lookup=chain-2", "--max-new-tokens", 6, "--repeats", 1, "--prompts", prompts]
+    argv = [str(word) for word in (*argv, "--work", tmp_path / "work", "--output", output)]
+    assert run_command("cpu_peers.py", "", cpu_peers.add_arguments, cpu_peers.run, argv) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
     assert "Absent is left out: absent-program is not installed\n" in out
     assert "All tokens that must agree do." in out
     content = json.loads(output.read_text())
@@ -73,29 +62,6 @@ def test_only_our_own_decoders(command, base, tmp_path):
     lines = output.with_suffix(".md").read_text().splitlines()
     assert [line.split(" | ")[0] for line in lines[4:6]] == [f"| {name}" for name in names]
     assert (tmp_path / "figures" / "tiny.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_has_at_most_ten_bars():
-    """Of each other program the fastest way, of ours the fastest drafts."""
-    own = [f"hydrajax{kind}, {way}" for kind in ("", " int8", " int4") for way in ("autoregressive", *"ABCDE")]
-    names = [*own, "llama.cpp Q4_1, greedy", "llama.cpp server Q4_1, x", "transformers float32, greedy"]
-    rows = [{"name": name, "tokens_per_second": 10.0 + at, "prompts": 8} for at, name in enumerate(names)]
-    content = {"results": rows, "machine": {"device": "X"}, "builds": {"llama.cpp": "llama-cpp-python 1 with AVX2"}}
-    figure = speed_picture(content | {"arguments": {"model": "smollm2", "threads": 2, "questions": "q"}})
-    (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [30, 10, 13, 14, 15, 29, 22, 25, 26, 27]
-    assert axes.get_xlabel() == "tokens per second, 8 questions of MT-Bench\nllama.cpp: llama-cpp-python 1 with AVX2"
-
-
-def test_wrong_arguments(command):
-    for argv, message in (
-        (["--types", "int3"], "--types: got 'int3', expected"),
-        (["--peers", "numpy"], "--peers: got 'numpy', expected"),
-        (["--output", "no/folder.json"], "--output: cannot write no/folder.json"),
-    ):
-        code, _, err = command(*argv)
-        assert code == 2
-        assert message in err
 
 
 def test_wrong_tokens_are_reported():
@@ -158,14 +124,3 @@ def test_written_files_are_the_base(base, tmp_path):
     assert gguf_file(base, tmp_path, "F32").stat().st_mtime_ns == before  # it is kept
     reads_gguf = next(variants(ABSENT, ["float32"], tmp_path, found["Q8_0"].model))
     assert (reads_gguf.name, reads_gguf.float32) == ("Absent Q8_0", False)
-
-
-def test_the_process_keeps_its_cores():
-    if sys.platform != "linux":
-        pytest.skip("needs sched_setaffinity")
-    import os
-
-    before = os.sched_getaffinity(0)
-    with cpu_peers.on_cores(1) as found:
-        assert found == len(os.sched_getaffinity(0)) == 1
-    assert os.sched_getaffinity(0) == before

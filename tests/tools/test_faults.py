@@ -1,15 +1,20 @@
-"""`python -m tools.faults`: its counts, and faults in files, settings and training runs with one seed."""
+"""`python -m tools.faults`: its counts, every fault with one seed, and checks that can fail."""
 
 from __future__ import annotations
 
 import importlib
 import multiprocessing
 import os
+import random
 import re
 
 import pytest
 
 from helpers.scripts import ROOT, TOOLS
+from hydrajax.decoding import acceptance
+from hydrajax.decoding.program import Program
+from hydrajax.formats.draft_registry import KINDS
+from hydrajax.trees import presets
 
 
 @pytest.fixture(autouse=True)
@@ -17,21 +22,10 @@ def path(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
 
 
-@pytest.fixture
-def faults(monkeypatch):
-    """The faults by name, to add one to."""
-    from tools.faults.registry import FAULTS
-
-    monkeypatch.setattr("tools.faults.registry.FAULTS", known := dict(FAULTS))
-    return known
-
-
-def main(*argv: object) -> int:
-    return importlib.import_module("tools.faults.__main__").main([str(word) for word in argv])
-
-
-def test_failures_are_counted_with_the_first_seed(faults, tmp_path):
+def test_failures_are_counted_with_the_first_seed(monkeypatch, tmp_path):
     from tools.faults import registry
+
+    monkeypatch.setattr(registry, "FAULTS", faults := {})
 
     def fails(trial):
         number = trial.random.random()
@@ -47,7 +41,7 @@ def test_failures_are_counted_with_the_first_seed(faults, tmp_path):
         raise registry.Unsupported("no disk")
 
     drawn: list[float] = []
-    faults["fails"], faults["lacks"] = registry.Fault(fails, 6), registry.Fault(lacks, 1)
+    faults |= {"fails": registry.Fault(fails, 6), "lacks": registry.Fault(lacks, 1)}
     found = registry.run("fails", range(7, 13), 60, 60, tmp_path, {})
     assert (found.trials, found.failures, found.first_seed, found.message) == (33, 3, 9, "it failed")
     drawn, before = [], drawn
@@ -57,44 +51,38 @@ def test_failures_are_counted_with_the_first_seed(faults, tmp_path):
     assert (found.trials, found.failures, found.message) == (0, 0, "not tried: no disk")
 
 
-@pytest.mark.slow
-def test_settings_and_command_lines(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    only = ["--only", "train-settings", "--only", "command-lines", "--seeds", "1", "--folder", tmp_path]
-    assert main(*only) == 0
-    assert "train-settings: 17 trials, 0 failures." in capsys.readouterr().err
-    assert main("--only", "wind") == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_every_fault_is_described():
+def test_every_fault_is_described_and_every_kind_of_draft_is_covered(capsys):
     """In the page of the tool."""
-    importlib.import_module("tools.faults.__main__")
+    main = importlib.import_module("tools.faults.__main__").main
+    from tools.faults.drafts import DRAFTS
     from tools.faults.registry import FAULTS
 
     listed = re.findall(r"^\| `([\w-]+)` \|", (TOOLS / "faults" / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(FAULTS)
+    assert {name.removeprefix("lookup+") for name in DRAFTS} == set(KINDS)
+    assert main(["--only", "wind"]) == 2
+
+
+# The trials of one seed, if their number is fixed.
+TRIALS = {
+    "train-settings": 17, "shard-indexes": 20, "safetensors-headers": 29, "stdin": 8, "serve-options": 20,
+    "serve-requests": 22, "serve-connections": 60, "call-arguments": 12, "train-process-loss": 1, "train-diverges": 1,
+    "report-values": 1, "command-lines": None, "drafts-cached": None, "stop-strings": None, "drafts-on-devices": None,
+    "chat-terminal": None, "chat-no-stdin": None,
+}  # fmt: skip
+NEED_ROOT = ("train-power-cut", "train-network")
 
 
 @pytest.mark.slow
-def test_downloaded_files_and_training(tmp_path, capsys):
-    trials = {
-        "shard-indexes": 20, "safetensors-headers": 29, "stdin": 8, "serve-options": 20, "serve-requests": 22,
-        "serve-connections": 60, "call-arguments": 12, "train-process-loss": 1, "train-diverges": 1,
-    }  # fmt: skip
-    for name, count in trials.items():
-        assert main("--only", name, "--seeds", "1", "--folder", tmp_path) == 0
-        assert f"{name}: {count} trials, 0 failures." in capsys.readouterr().err
-    assert main("--only", "report-values", "--seeds", "3", "--folder", tmp_path) == 0
-    assert "report-values: 3 trials, 0 failures." in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_faults_that_need_root(tmp_path, capsys):
-    for name in ("train-power-cut", "train-network"):
-        assert main("--only", name, "--seeds", "1", "--folder", tmp_path) == 0
-        err = capsys.readouterr().err
-        assert "not tried: " in err or " trials, 0 failures." in err
+@pytest.mark.parametrize("name", [*TRIALS, *NEED_ROOT])
+def test_faults_have_no_failures(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main = importlib.import_module("tools.faults.__main__").main
+    assert main(["--only", name, "--seeds", "1", "--folder", str(tmp_path)]) == 0
+    err = capsys.readouterr().err
+    assert re.search(rf"{name}: {TRIALS.get(name) or '[1-9][0-9]*'} trials, 0 failures", err) or (
+        name in NEED_ROOT and "not tried: " in err
+    ), err
 
 
 @pytest.mark.slow
@@ -109,3 +97,37 @@ def test_limits_of_a_command(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(registry.Failure, match=r"^did not end within 0\.5 seconds$"):
         commands.run_limited(["train", "--config", tmp_path / "pipe"], 4 << 30, 0.5, tmp_path)
+
+
+@pytest.mark.slow
+def test_decoding_passes_with_long_paths_and_fails_if_it_accepts_too_much(monkeypatch):
+    from tools.faults import drafts, registry
+
+    case = drafts.Case.drawn(random.Random(2), "hydra")
+    drafter = case.program.drafter if case.has_oracle else drafts.with_oracle(case.program.drafter)
+    program = Program(drafter, presets.chain(3), max_new_tokens=20)
+    case = case._replace(program=program, request=program.request(), batch=3)
+    longest, check = [], drafts.check_bookkeeping
+
+    def watched(case, out, prompts, limits):
+        longest.append(out.accept_lengths.max())
+        check(case, out, prompts, limits)
+
+    monkeypatch.setattr(drafts, "check_bookkeeping", watched)
+    assert drafts.check_case(case, random.Random(1), 6) == 18
+    assert max(longest) == 3  # of a chain of three, which untrained heads would not find
+    accepted = acceptance.accepted_nodes
+    monkeypatch.setattr(acceptance, "accepted_nodes", lambda agrees, tree: accepted(agrees | True, tree))
+    with pytest.raises(registry.Failure, match=r"Greedy.*token .* differs"):
+        drafts.check_case(case, random.Random(1), 6)
+
+
+@pytest.mark.slow
+def test_repeated_calls(monkeypatch, tmp_path):
+    from tools.faults import process, registry
+
+    monkeypatch.setattr(process, "CALLS", 12)
+    found = registry.run("repeated-calls", range(1), 600, 300, tmp_path, {})
+    assert (found.trials, found.message) == (12, "")
+    monkeypatch.setattr(process, "PROGRAMS", -99)
+    assert "new kinds of call" in registry.run("repeated-calls", range(1), 600, 300, tmp_path, {}).message

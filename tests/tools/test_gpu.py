@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 
@@ -14,12 +15,10 @@ from hydrajax.bench.report.outputs import find_results
 from hydrajax.cli import build_parser
 from hydrajax.train.run_config import load_config
 
-GPU = TOOLS / "gpu"
-
 
 @pytest.mark.slow
 def test_train_bench(tmp_path):
-    bench, out = module(GPU / "train_bench.py"), tmp_path / "bench.jsonl"
+    bench, out = module(TOOLS / "gpu" / "train_bench.py"), tmp_path / "bench.jsonl"
     flags = "--shape tiny --dtype float32 --length 16 --batches 2 --repeats 1 --chunk-tokens 32"
     assert bench.main([*flags.split(), "--out", str(out)]) == 0
     header, line = (json.loads(text) for text in out.read_text().splitlines())
@@ -30,21 +29,21 @@ def test_train_bench(tmp_path):
     assert line["tflops_per_second"] == pytest.approx(line["tokens_per_second"] * header["flops_per_token"] / 1e12)
 
 
-def script(name: str, *argv: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, str(GPU / f"{name}.py"), *argv], capture_output=True, text=True)
+def run(name: str, *argv) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, TOOLS / f"{name}.py", *argv], capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_half_hour_keeps_finished_parts(tmp_path):
     """Each part's result, log and exit code; a second call runs the remaining parts."""
     begin = ["--tiny", "--out", str(tmp_path)]
-    done = script("half_hour", *begin, "--only", "without_graphs")
+    done = run("gpu/half_hour", *begin, "--only", "without_graphs")
     assert done.returncode == 0, done.stdout + (tmp_path / "without_graphs.log").read_text()
-    assert "no time left" in script("half_hour", *begin, "--only", "check", "--minutes", "0").stdout
+    assert "no time left" in run("gpu/half_hour", *begin, "--only", "check", "--minutes", "0").stdout
     parts = json.loads((tmp_path / "parts.json").read_text())
     assert parts["without_graphs"]["exit_code"] == 0
-    assert "got lunch, expected" in script("half_hour", *begin, "--only", "lunch").stderr
-    done = script("half_hour", *begin)
+    assert "got lunch, expected" in run("gpu/half_hour", *begin, "--only", "lunch").stderr
+    done = run("gpu/half_hour", *begin)
     assert done.returncode == 0, done.stdout
     rest = json.loads((tmp_path / "parts.json").read_text())
     assert (len(rest), rest["without_graphs"]) == (13, parts["without_graphs"])
@@ -53,33 +52,31 @@ def test_half_hour_keeps_finished_parts(tmp_path):
 
 
 def test_train_smollm2_carries_the_base_in_two_parts(tmp_path):
-    trainer = module(GPU / "train_smollm2.py")
-    (tmp_path / "base").write_bytes(content := bytes(range(256)) * 4 + b"odd")
-    for name in ("seeds", "texts"):
-        (tmp_path / f"{name}.jsonl").write_text(name)
-    packed, arrived, work = tmp_path / "packed", tmp_path / "arrived", tmp_path / "work"
+    trainer = module(TOOLS / "gpu" / "train_smollm2.py")
+    for name in ("base", "seeds.jsonl", "texts.jsonl"):
+        (tmp_path / name).write_bytes(content := bytes(range(256)) * 4 + name.encode())
+    packed, arrived, base = tmp_path / "packed", tmp_path / "arrived", tmp_path / "work" / "base.gguf"
     trainer.main(["pack", str(packed), "--base", str(tmp_path / "base"), "--text", str(tmp_path)])
     assert {path.name for path in (packed / "1").iterdir()} == {"base.1"}
-    join = ["join", str(arrived), "--work", str(work)]
     arrived.mkdir()
-    (packed / "0").rename(arrived / "0")
-    trainer.main(join)
-    assert not (work / "base.gguf").exists()
-    (arrived / "0").rename(tmp_path / "gone")  # the second call brings the second part only
-    (packed / "1").rename(arrived / "1")
-    trainer.main(join)
-    assert (work / "base.gguf").read_bytes() == content
-    assert (work / "seeds.jsonl").read_text() == "seeds"
-    (work / "base.gguf").unlink()
+    for part in ("0", "1"):  # each call brings one part only
+        (packed / part).rename(arrived / part)
+        trainer.main(join := ["join", str(arrived), "--work", str(base.parent)])
+        assert base.exists() == (part == "1")
+        (arrived / part).rename(tmp_path / part)
+    assert base.read_bytes() == (tmp_path / "base").read_bytes()
+    assert (base.parent / "texts.jsonl").read_bytes() == content
+    base.unlink()
+    (tmp_path / "1").rename(arrived / "1")
     (arrived / "1" / "base.1").write_bytes(b"damaged")
     with pytest.raises(SystemExit, match="sha256"):
         trainer.main(join)
-    assert not (work / "base.gguf").exists()
+    assert not base.exists()
 
 
 def test_commands_of_train_smollm2(tmp_path):
     """The commands parse, and the settings for one device replace those of the configs."""
-    trainer = module(GPU / "train_smollm2.py")
+    trainer = module(TOOLS / "gpu" / "train_smollm2.py")
     (tmp_path / "pack.json").write_text('{"base": "smollm2"}')
     (tmp_path / "answers-0.jsonl").touch()
     (tmp_path / "answers-0.jsonl.settings.json").touch()
@@ -103,59 +100,58 @@ def test_commands_of_train_smollm2(tmp_path):
         assert (parsed.dtype, parsed.base_name, parsed.draft) == ("int8", "smollm2", str(tmp_path / name / "heads"))
 
 
+def report(where: str, folder, flags: str) -> list[dict]:
+    """Return the rows of a report of programs compiled for a described device."""
+    packages = ("jax_cuda12_plugin", "jax_cuda13_plugin") if where == "gpu" else ("libtpu",)
+    if not any(map(importlib.util.find_spec, packages)):
+        pytest.skip(f"XLA's compiler is not installed: pip install 'jax[{'cuda12' if where == 'gpu' else 'tpu'}]'")
+    done = run(f"{where}/compile_report", *shlex.split(flags), "--json", folder / "p.json")
+    assert done.returncode == 0, done.stderr
+    ((_, result),), _ = find_results(folder)
+    return result.rows
+
+
 @pytest.mark.slow
 def test_compiled_program_of_a_gpu(tmp_path):
     """Two layers of a 7B, compiled for a described GPU."""
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("XLA's CUDA compiler is not installed: pip install 'jax[cuda12]'")
-    argv = ["--layers", "2", "--what", "ar,ar-step,verify,hydra++", "--contexts", "512"]
-    done = script("compile_report", *argv, "--json", str(tmp_path / "p.json"))
-    assert done.returncode == 0, done.stderr
-    ((_, result),), _ = find_results(tmp_path)
-    for row in result.rows:
+    for row in report("gpu", tmp_path, "--layers 2 --what ar,ar-step,verify,hydra++ --contexts 512"):
         assert row["one_graph"], row
         assert row["copies"] == 0, row
         assert row["kernels_per_layer"] <= 13, row
         assert row["gigabytes"] / row["floor_gigabytes"] < (1.01 if row["nodes"] == 1 else 1.2), row
 
 
-# At most; what a T4's attention moves in addition is XLA's, of all slots and in float32.
-LOW_BIT_RATIOS = {
-    ("h100", "ar"): {"int8": 1.1, "int4": 1.1},
-    ("h100", "verify"): {"int8": 1.25, "int4": 1.25},
-    ("t4", "ar"): {"int8": 1.1, "int4": 1.1},
-    ("t4", "verify"): {"int8": 1.8},
+# The bytes (on TPUs the cycles) at most, by program and weights. What a T4's attention moves in addition is XLA's, of
+# all slots and in float32. A device would choose between the fixed split and split-K.
+GPU = "--layers 2 '--flags= --xla_gpu_experimental_force_split_k=1'"
+LOW_BITS = {
+    f"{GPU} --device h100 --dtype bfloat16 --what ar": {"ar int8": 1.1, "ar int4": 1.1},
+    f"{GPU} --device h100 --dtype bfloat16 --what verify": {"verify int8": 1.25, "verify int4": 1.25},
+    f"{GPU} --device t4 --dtype float16 --what ar": {"ar int8": 1.1, "ar int4": 1.1},
+    f"{GPU} --device t4 --dtype float16 --what verify": {"verify int8": 1.8},
+    "--what ar,verify": {"ar int8": 1.3, "verify int8": 1.4, "ar int4": 1.5, "verify int4": 1.6},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("device", "what"), LOW_BIT_RATIOS)
-def test_low_bit_weights_cost_their_own_bytes_on_a_gpu(device, what, tmp_path):
-    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        pytest.skip("XLA's CUDA compiler is not installed: pip install 'jax[cuda12]'")
-    bounds = LOW_BIT_RATIOS[device, what]
-    argv = ["--layers", "2", "--device", device, "--what", what, "--weights", ",".join(bounds)]
-    argv += ["--dtype", "float16" if device == "t4" else "bfloat16"]
-    argv += ["--flags= --xla_gpu_experimental_force_split_k=1"]  # a device would choose between this and split-K
-    done = script("compile_report", *argv, "--json", str(tmp_path / "p.json"))
-    assert done.returncode == 0, done.stderr
-    ((_, result),), _ = find_results(tmp_path)
-    assert len(result.rows) == len(bounds)
-    for row in result.rows:
-        assert row["gigabytes"] / row["floor_gigabytes"] < bounds[row["weights"]], row
+@pytest.mark.parametrize("flags", LOW_BITS)
+def test_low_bit_weights_cost_their_own_bytes(flags, tmp_path):
+    where, unit = ("gpu", "gigabytes") if GPU in flags else ("tpu", "cycles")
+    weights = ",".join(dict.fromkeys(name.split()[1] for name in LOW_BITS[flags]))
+    rows = report(where, tmp_path, f"{flags} --weights {weights}")
+    assert len(rows) == len(LOW_BITS[flags])
+    for row in rows:
+        assert row[unit] / row[f"floor_{unit}"] < LOW_BITS[flags][f"{row['what']} {row['weights']}"], row
         assert row["temporary_megabytes"] < 50, row  # no weight is laid out anew before the loop
 
 
 @pytest.mark.slow
-def test_low_bit_weights_cost_their_own_bytes_on_a_tpu(tmp_path):
-    if not importlib.util.find_spec("libtpu"):
-        pytest.skip("XLA's TPU compiler is not installed: pip install 'jax[tpu]'")
-    argv = ["--what", "ar,verify", "--weights", "int8,int4", "--json", str(tmp_path / "p.json")]
-    report = [sys.executable, str(TOOLS / "tpu" / "compile_report.py"), *argv]
-    done = subprocess.run(report, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    ((_, result),), _ = find_results(tmp_path)
-    bounds = {("ar", "int8"): 1.3, ("verify", "int8"): 1.4, ("ar", "int4"): 1.5, ("verify", "int4"): 1.6}
-    for row in result.rows:
-        assert row["cycles"] / row["floor_cycles"] < bounds[row["what"], row["weights"]], row
-        assert row["temporary_megabytes"] < 50, row
+def test_mistakes_end_in_one_line():
+    for flags, message in (
+        ("--devices 3", "--devices: got 3, expected 1 or 8"),
+        ("--devices 8 --what ar,prefill", "--what: got prefill, which has no loop"),
+        ("--what train", "--what: got train, expected one of"),
+    ):
+        done = run("gpu/compile_report", *flags.split())
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr.splitlines()[-1]
