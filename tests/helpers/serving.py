@@ -14,7 +14,7 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.server import Server
 
-SECONDS = 300
+SECONDS = 300  # enough on a busy machine
 
 
 class PoolServer(Server):
@@ -57,6 +57,24 @@ def serving(*options: object, api_key: str | None = None):
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def watched(look):
+    """Yield a list of what ``look()`` returns, called all the time."""
+    stop, seen = threading.Event(), []
+
+    def watch():
+        while not stop.wait(0.001):
+            seen.append(look())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()
 
 
 def expected(served, prompts, rule=Greedy(), *, limit: int, seeds: int = 0):  # noqa: B008 (it is frozen)

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from helpers import letters
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.programs import Kind
 
@@ -27,3 +28,17 @@ def small(served):
         if program.kind is not Kind.CONSTRAINED:
             pool.programs.compile(program)
     return pool
+
+
+@pytest.fixture
+def start():
+    """``start(pool, ...)``: a running batcher that is closed at the end."""
+    made = []
+
+    def started(executors, **settings) -> Batcher:
+        made.append(Batcher(executors, **settings).start())
+        return made[-1]
+
+    yield started
+    for batcher in made:
+        batcher.close()

@@ -1,19 +1,19 @@
-"""Admission: never more than fits, and the queue always advances."""
+"""Admission and the prefix cache: never more than fits, and the queue always advances."""
 
 from __future__ import annotations
-
-import threading
 
 import numpy as np
 import pytest
 
 from helpers import letters
 from helpers.letters import CONTEXT
+from helpers.serving import SECONDS, watched
+from hydrajax.decoding.prompt_batch import common_length
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.admission import CacheBudget, CacheMemory, GroupUsage
-from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.prefix_cache import SHORTEST, CachedPrefix, PrefixCache
 from hydrajax.serve.requests import Submission
 
 
@@ -118,32 +118,93 @@ def test_models_share_one_limit_in_the_order_of_arrival(pool):
     assert one.find_group([], request(1, 1), arrived=2.0) == 0
 
 
-def test_two_models_never_use_more_than_their_common_limit(small):
+def test_two_models_never_use_more_than_their_common_limit(small, start):
     """One has the memory that the other leaves, also that of cached prefixes."""
     sizes = small.nbytes(1, 90), small.prefill_nbytes(90)
     memory = CacheMemory([small, small], sum(sizes) + small.nbytes(1, 40))
-    batchers = [Batcher(small, cache_memory=memory).start() for _ in range(2)]
-    seen, stop = [], threading.Event()
-
-    def watch():
-        while not stop.wait(0.001):
-            seen.append([batcher.stats() for batcher in batchers])
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    prompts = [np.arange(at, at + 20, dtype=np.int32) % 16 for at in range(8)]
-    try:
-        handles = [
-            batchers[at % 2].submit([batchers[at % 2].request(prompt, max_new_tokens=20 + 10 * (at % 5))])[0]
-            for at, prompt in enumerate(prompts)
-        ]
-        assert all(handle.wait(300).finish_reason in ("length", "eos") for handle in handles)
-    finally:
-        stop.set()
-        watcher.join()
-        for batcher in batchers:
-            batcher.close()
+    batchers = [start(small, cache_memory=memory) for _ in range(2)]
+    with watched(lambda: [batcher.stats() for batcher in batchers]) as seen:
+        handles = []
+        for at in range(8):
+            prompt, batcher = np.arange(at, at + 20, dtype=np.int32) % 16, batchers[at % 2]
+            handles += batcher.submit([batcher.request(prompt, max_new_tokens=20 + 10 * (at % 5))])
+        assert all(handle.wait(SECONDS).finish_reason in ("length", "eos") for handle in handles)
     used = [sum(each.nbytes + each.prefix_cache_nbytes for each in both) for both in seen]
     assert 0 < max(used) <= memory.limit
     assert all(any(both[at].prefix_cache_entries for both in seen) for at in range(2))
+    for batcher in batchers:
+        batcher.close()
     assert [batcher.stats().nbytes for batcher in batchers] == [0, 0]
+
+
+SYSTEM = np.arange(40)
+
+
+def text(*ends: int) -> np.ndarray:
+    return np.concatenate([SYSTEM, ends]).astype(np.int32)
+
+
+def names(cache: PrefixCache) -> set[str]:
+    return {one.state for one in cache._entries}
+
+
+def test_common_length():
+    for a, b, n in (([1], [], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2), ([1, 5, 3], [1, 2, 3], 1)):
+        a, b = np.array(a, int), np.array(b, int)
+        assert common_length(a, b) == common_length(b, a) == n
+
+
+def test_lookup_finds_the_longest_prefix_but_never_the_whole_prompt():
+    cache = PrefixCache(1000)
+    cache.add(CachedPrefix(text(1, 2, 3), "first", 10, 0))
+    cache.add(CachedPrefix(text(1, 7), "second", 10, 0))
+    for new, name, shared in (
+        (text(1, 2, 9), "first", 42),
+        (text(1, 7, 8, 9), "second", 42),
+        (text(1, 2, 3), "first", 42),  # its last token must be run
+    ):
+        found, n = cache.lookup(new)
+        assert (found.state, n) == (name, shared)
+    assert cache.lookup(text(5))[1] == len(SYSTEM)
+    assert cache.lookup(SYSTEM[:SHORTEST]) is None
+    assert cache.lookup(SYSTEM[: SHORTEST + 1])[1] == SHORTEST
+    assert cache.lookup(text(1)[1:]) is None
+
+
+def test_the_least_recently_used_entry_is_evicted_first():
+    cache = PrefixCache(30)
+    texts = {name: np.full(20, number, np.int32) for number, name in enumerate("abcd")}
+    for name in "abc":
+        assert cache.accepts(texts[name], 10)
+        cache.add(CachedPrefix(texts[name], name, 10, 0))
+    cache.lookup(np.concatenate([texts["a"], [9]]))
+    cache.add(CachedPrefix(texts["d"], "d", 10, 0))
+    assert (names(cache), cache.sizes()) == ({"a", "c", "d"}, [10] * 3)
+    cache.shrink(19)
+    assert names(cache) == {"d"}
+    assert not cache.accepts(texts["a"], 20)
+    cache.shrink(0)
+    assert cache.sizes() == []
+
+
+def test_an_entry_replaces_its_prefixes():
+    cache = PrefixCache(100)
+    cache.add(CachedPrefix(text(1), "begun", 10, 0))
+    cache.add(CachedPrefix(text(2), "other", 10, 0))
+    assert not cache.accepts(text(1), 10)
+    assert not cache.accepts(text()[:30], 10)
+    assert not cache.accepts(np.arange(SHORTEST - 1) + 7, 10)
+    assert cache.accepts(text(1, 5), 10)
+    cache.add(CachedPrefix(text(1, 5), "ended", 10, 0))
+    assert names(cache) == {"ended", "other"}
+
+
+def test_models_share_the_memory_and_not_the_entries():
+    cache = PrefixCache(20)
+    for owner, name in (("a", "first"), ("b", "second")):
+        assert cache.accepts(text(1), 10, owner)
+        cache.add(CachedPrefix(text(1), name, 10, 0, owner))
+    assert [cache.lookup(text(1, 2), owner)[0].state for owner in ("a", "b")] == ["first", "second"]
+    assert cache.lookup(text(1, 2), "c") is None
+    cache.add(CachedPrefix(text(3), "third", 10, 0, "b"))
+    assert (cache.sizes("a"), cache.sizes("b")) == ([], [10, 10])

@@ -12,7 +12,6 @@ from helpers.log_probabilities import check_answer
 from helpers.serving import SECONDS, running
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
-from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 
 pytestmark = pytest.mark.slow  # compiles its own programs
@@ -49,22 +48,19 @@ def wanted(served: LanguageModel):
     return answer
 
 
-def test_sequences_that_join_and_leave_keep_their_own(served, pool):
+def test_sequences_that_join_and_leave_keep_their_own(served, pool, start):
     """Greedy and sampled, short and long, more of them than slots; nothing is compiled."""
     random = np.random.default_rng(0)
-    batcher = Batcher(pool).start()
-    try:
-        with no_compilation():
-            requests = [
-                batcher.request(
-                    random.integers(0, 16, random.integers(1, 50), dtype=np.int32),
-                    max_new_tokens=int(random.integers(1, 40)), temperature=1.2 * (number % 2), seed=number,
-                )
-                for number in range(12)
-            ]  # fmt: skip
-            answers = [handle.wait(SECONDS) for handle in batcher.submit(requests)]
-    finally:
-        batcher.close()
+    batcher = start(pool)
+    with no_compilation():
+        requests = [
+            batcher.request(
+                random.integers(0, 16, random.integers(1, 50), dtype=np.int32),
+                max_new_tokens=int(random.integers(1, 40)), temperature=1.2 * (number % 2), seed=number,
+            )
+            for number in range(12)
+        ]  # fmt: skip
+        answers = [handle.wait(SECONDS) for handle in batcher.submit(requests)]
     for answer in answers:
         check_answer(served.model, served.params.base, answer, TOP)
 

@@ -1,4 +1,4 @@
-"""The API over a socket, with OpenAI's client and with misbehaving clients."""
+"""The API over a socket, with OpenAI's client and with misbehaving clients; the chat page and the API that it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ import pytest
 from helpers.serving import SECONDS, expected, running
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
+from hydrajax.loaded_model import make_executor
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.connections import listen
+from hydrajax.serve.served_models import plain_step_seconds, total
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
@@ -217,55 +220,47 @@ def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, caplog):
     assert caplog.text.count("RuntimeError: secret") == 3
 
 
-def test_numbers_that_clients_of_vllm_send(served, client, address):
-    """The body of vLLM's benchmark client, a penalty and a bias without further flags."""
+def test_benchmark_clients_find_the_first_token_and_the_usage(served, address):
+    """They split the stream at line ends, and take the first event with text, without a role, as the first token.
+
+    The finish reason, the usage and the terminator come as one piece: each piece wakes the client.
+    """
     (plain,) = expected(served, ["abc"], limit=12)
-    body = {"model": "letters", "prompt": "abc", "temperature": 0.0, "repetition_penalty": 1.0, "max_tokens": 12}
-    body |= {"logprobs": None, "stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{address}/v1/completions", json=body, headers=AUTHORISED, timeout=SECONDS)
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    assert events.pop() == "[DONE]"
-    assert json.loads(events[-1])["usage"]["completion_tokens"] == 12
-    texts = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
-    assert "".join(texts).startswith(plain.text)
-    ban = {str(token): -100 for token in range(3, 17)}
-    answer = client.completions.create(model="letters", prompt="no", max_tokens=9, logit_bias=ban, presence_penalty=9)
-    assert set(answer.choices[0].text) <= set("abc")
-
-
-def test_benchmark_clients_find_the_first_token_and_the_usage(address):
-    """They split the stream at line ends, and take the first event with text, without a role, as the first token."""
-    parts = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    common = {"model": "letters", "stream": True, "temperature": 0.0, "ignore_eos": True, "prompt": "abc"}
     usage = {"stream_options": {"include_usage": True}}
-    of_vllm = {"model": "letters", "messages": parts, "max_completion_tokens": 12, "stream": True} | usage
-    of_sglang = GOOD | {"model": "letters", "best_of": 1, "stream": True, "temperature": 0.0, "ignore_eos": True}
-    for path, body in (("chat/completions", of_vllm), ("completions", of_sglang)):
+    of_vllm = common | usage | {"repetition_penalty": 1.0, "max_tokens": 12, "logprobs": None}
+    of_sglang = common | {"max_tokens": 3, "best_of": 1}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
+    chat = {"model": "letters", "messages": parts, "max_completion_tokens": 12, "stream": True} | usage
+    for path, body in (("completions", of_vllm), ("completions", of_sglang), ("chat/completions", chat)):
         headers = AUTHORISED | {"x-request-id": "bench-0"}
-        answer = httpx.post(f"{address}/v1/{path}", json=body, headers=headers, timeout=SECONDS)
-        assert answer.status_code == 200
-        *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-        assert last == "[DONE]"
-        events = [json.loads(event) for event in events]
+        url = f"{address}/v1/{path}"
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=SECONDS) as answer:
+            assert answer.status_code == 200
+            *pieces, last = answer.iter_raw()  # httpx yields the chunks of the transfer one by one
+        lines = [line.removeprefix("data: ") for line in b"".join([*pieces, last]).decode().splitlines() if line]
+        assert lines.pop() == "[DONE]"
+        events = list(map(json.loads, lines))
+        if "stream_options" in body:
+            assert not any(b'"usage"' in piece for piece in pieces)
+            assert b'"finish_reason": "' in last.split(b'"usage"')[0]
+            tokens = events.pop()["usage"]["completion_tokens"]
+            assert tokens == 12 if path == "completions" else tokens > 0
         if path == "completions":
             assert events[0]["choices"][0]["text"]
+            text = "".join(event["choices"][0]["text"] for event in events)
+            assert text.startswith(plain.text[: body["max_tokens"]])
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
         else:
-            assert events.pop()["usage"]["completion_tokens"] > 0
             first, second, *_ = [event["choices"][0]["delta"] for event in events]
             assert first == {"role": "assistant", "content": ""}
             assert second["content"]
 
 
-def test_the_end_of_a_stream_is_one_piece(address):
-    """The finish reason, the usage and the terminator come together: each piece wakes the client."""
-    body = {"model": "letters", "prompt": "abc", "max_tokens": 12, "stream": True}
-    body |= {"stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{address}/v1/completions", json=body, headers=AUTHORISED, timeout=SECONDS) as answer:
-        *pieces, last = answer.iter_raw()  # httpx yields the chunks of the transfer one by one
-    assert not any(b'"usage"' in piece for piece in pieces)
-    finish, usage, end = [line for line in last.splitlines() if line][-3:]
-    assert b'"finish_reason": "length"' in finish
-    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == 12
-    assert end == b"data: [DONE]"
+def test_a_bias_and_a_penalty_need_no_further_flags(client):
+    ban = {str(token): -100 for token in range(3, 17)}
+    answer = client.completions.create(model="letters", prompt="no", max_tokens=9, logit_bias=ban, presence_penalty=9)
+    assert set(answer.choices[0].text) <= set("abc")
 
 
 def test_echo_puts_the_prompt_before_each_answer(served, client):
@@ -456,3 +451,59 @@ def test_an_ipv6_address_is_answered(small):
         assert address.startswith("http://[::1]:")
         assert httpx.get(f"{address}/health").status_code == 200
         assert httpx.get(f"{address}/health", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_the_page_loads_nothing_from_other_hosts(address):
+    page = httpx.get(f"{address}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    linked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert sorted(linked) == ["data:,", "page.css", "page.js"]
+    for name, kind in (("page.css", "text/css"), ("page.js", "javascript")):
+        assert kind in httpx.get(f"{address}/{name}").headers["content-type"]
+    assert not re.search(r"https?://|innerHTML", page.text + httpx.get(f"{address}/page.js").text)
+    assert httpx.get(f"{address}/app.py").status_code == 404
+    assert httpx.get(f"{address}/../app.py").status_code == 404
+
+
+def test_every_event_marks_drafted_tokens(address, served):
+    """All tokens of a step except the first one are drafted; the tokens join to the text."""
+    (wanted,) = expected(served, ["a bad cafe"], limit=30)
+    options = {"include_drafts": True, "include_usage": True}
+    body = {"prompt": "a bad cafe", "max_tokens": 30, "stream": True, "stream_options": options}
+    answer = httpx.post(f"{address}/v1/completions", json=body, headers=AUTHORISED, timeout=SECONDS)
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    found = [token for event in events for token in event.get("hydrajax", {}).get("tokens", [])]
+    roots = {sum(wanted.emitted_per_step[:step]) for step in range(wanted.steps)}
+    assert [token["drafted"] for token in found] == [number not in roots for number in range(wanted.new_tokens)]
+    assert "".join(token["text"] for token in found).removesuffix("</s>") == wanted.text
+    assert 0 < sum(token["drafted"] for token in found) == wanted.new_tokens - wanted.steps
+
+
+def test_several_models_are_chosen_by_name(small):
+    """Metrics add up the models' counts; an unknown name is refused."""
+    with running(small, others={"second": small}) as (address, _):
+        for name, status in (("hydrajax", 200), ("second", 200), ("", 200), ("third", 404)):
+            body = {"model": name, "prompt": "abc", "max_tokens": 2}
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=SECONDS)
+            assert answer.status_code == status
+            if status == 200:
+                assert answer.json()["model"] == (name or "hydrajax")
+            else:
+                assert answer.json()["error"]["message"] == "model: got 'third', expected one of: hydrajax, second"
+        assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
+
+
+def test_counts_are_added_up(small):
+    batchers = [Batcher(small), Batcher(small)]
+    batchers[0].submit([batchers[0].request([1, 2], max_new_tokens=3)])
+    stats = total(batchers)
+    assert (stats.requests, stats.waiting) == (1, 1)
+    assert stats.limit_nbytes == 2 * batchers[1].stats().limit_nbytes
+    assert stats.failed is False
+
+
+@pytest.mark.slow
+def test_a_plain_step_takes_time(served):
+    executor = make_executor(served, served.program(tree="root", max_new_tokens=16))
+    assert 1e-6 < plain_step_seconds(executor) < 1

@@ -8,12 +8,14 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from helpers.compilations import no_compilation
 from helpers.lab import NEW, shared_lab
 from helpers.letters import END, TREE, answers, model, pool
+from helpers.serving import SECONDS, watched
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.sampling import ExactSampling
@@ -21,27 +23,12 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve import batcher as batcher_module
+from hydrajax.serve import shapes
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.slot_group import SlotGroup
 from hydrajax.trees import presets
-
-SECONDS = 300  # enough on a busy machine
-
-
-@pytest.fixture
-def start():
-    """``start(pool, ...)``: a running batcher that is closed at the end."""
-    made = []
-
-    def started(executors, **settings) -> Batcher:
-        made.append(Batcher(executors, **settings).start())
-        return made[-1]
-
-    yield started
-    for batcher in made:
-        batcher.close()
 
 
 def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[int]]:
@@ -52,25 +39,6 @@ def prompts_and_limits(count: int, seed: int) -> tuple[list[np.ndarray], list[in
         shared = prompts[at - 2][: random.integers(1, len(prompts[at - 2]) + 1)]
         prompts[at] = np.concatenate([shared, prompts[at][:12]])
     return prompts, random.integers(1, 60, count).tolist()
-
-
-@contextmanager
-def watched(batcher):
-    """Samples of the batcher's stats, taken all the time."""
-    stop, seen = threading.Event(), []
-
-    def watch():
-        while not stop.is_set():
-            seen.append(batcher.stats())
-            time.sleep(0.001)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield seen
-    finally:
-        stop.set()
-        watcher.join()
 
 
 @contextmanager
@@ -162,7 +130,7 @@ def test_random_arrivals_with_several_shapes_trees_and_a_cache_of_the_draft(star
     for memory, groups in ((executors.nbytes(1, 90), 1), (executors.nbytes(1, 90) + executors.nbytes(2, 20), 2)):
         memory += executors.prefill_nbytes(90)
         batcher = start(executors, cache_memory=memory)
-        with watched(batcher) as seen, every_iteration_makes_progress(executors):
+        with watched(batcher.stats) as seen, every_iteration_makes_progress(executors):
             check_random_arrivals(served, batcher, 40, 0.0)
         assert max(stats.nbytes + stats.prefix_cache_nbytes for stats in seen) <= memory
         assert max(stats.running for stats in seen) > 1
@@ -256,10 +224,16 @@ def test_a_cancelled_request_frees_its_slot_and_the_others_continue(small, start
     assert len(seen) > 2
 
 
-def test_bursts_that_end_early_do_not_lengthen_the_next_ones(small, start, monkeypatch):
+@pytest.fixture
+def asked(monkeypatch):
+    """The number of steps that each burst is asked for."""
+    found, advance = [], SlotGroup.advance
+    monkeypatch.setattr(SlotGroup, "advance", lambda *args: (found.append(args[1]), advance(*args))[1])
+    return found
+
+
+def test_bursts_that_end_early_do_not_lengthen_the_next_ones(small, start, asked):
     """Longer bursts would delay others: a sequence of three tokens has a single step and at most two more."""
-    asked, advance = [], SlotGroup.advance
-    monkeypatch.setattr(SlotGroup, "advance", lambda *args: (asked.append(args[1]), advance(*args))[1])
     batcher = start(small)
     handles = batcher.submit([request(batcher, [1, 2], 3) for _ in range(20)])  # so that the group is never empty
     assert all(handle.wait(SECONDS).new_tokens == 3 for handle in handles)
@@ -267,10 +241,8 @@ def test_bursts_that_end_early_do_not_lengthen_the_next_ones(small, start, monke
 
 
 @pytest.mark.parametrize("seconds", [0.0, SECONDS])
-def test_after_an_answer_steps_are_single_while_its_client_may_ask_again(small, start, monkeypatch, seconds):
+def test_after_an_answer_steps_are_single_while_its_client_may_ask_again(small, start, asked, monkeypatch, seconds):
     monkeypatch.setattr(batcher_module, "ASKS_AGAIN", seconds)
-    asked, advance = [], SlotGroup.advance
-    monkeypatch.setattr(SlotGroup, "advance", lambda *args: (asked.append(args[1]), advance(*args))[1])
     batcher = start(small)
     short, long = batcher.submit([request(batcher, [1, 2], limit) for limit in (3, 20)])
     assert (short.wait(SECONDS).new_tokens, long.wait(SECONDS).new_tokens) == (3, 20)
@@ -347,7 +319,7 @@ def test_memory_bounds_the_batch_and_the_prefix_cache(served, small, start):
     memory = small.nbytes(1, 90) + small.prefill_nbytes(90)
     assert memory < small.nbytes(2, 90) + small.prefill_nbytes(1)
     batcher = start(small, cache_memory=memory)
-    with watched(batcher) as seen, every_iteration_makes_progress(small):
+    with watched(batcher.stats) as seen, every_iteration_makes_progress(small):
         handles = batcher.submit([request(batcher, [*range(at, at + 10)] * 2, 30) for at in range(4)])
         for handle in handles:
             handle.wait(SECONDS)
@@ -423,3 +395,26 @@ def test_bad_requests_are_refused(served, small, start):
             without.request([1], **{name: value})
     with pytest.raises(HydrajaxError, match="slots: got 0, expected at least 1"):
         pool(served, PoolSizes(slots=0))
+
+
+@pytest.mark.parametrize("together", [1, 1000, shapes.MOVED_TOGETHER])
+def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(small, together, monkeypatch):
+    monkeypatch.setattr(shapes, "MOVED_TOGETHER", together)
+    sizes = [x.nbytes for x in jax.tree.leaves(small.empty(small.cache_lens[0]))]
+    monkeypatch.setattr(small.shapes, "_parts", shapes._parts(sizes))
+    (cache_len,) = small.cache_lens
+    first, second = (small.finish(small.empty(cache_len), ids, small.neutral) for ids in (np.arange(9), np.arange(5)))
+    state = small.put(small.tile(first, 2, cache_len), 1, second, cache_len)
+    wanted = small.shapes.gather(state, [1, 0], cache_len)
+    found = small.reshape(state, [1, 0], cache_len)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    for x, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, expected = jax.random.key_data(x), jax.random.key_data(expected)
+        np.testing.assert_array_equal(x, expected)
+
+
+def test_arrays_are_moved_in_runs_of_limited_size(monkeypatch):
+    for sizes, runs in [([3, 3, 3], [2, 1]), ([9, 1, 9], [1, 1, 1]), ([6], [1]), ([0, 6, 6], [2, 1])]:
+        monkeypatch.setattr(shapes, "MOVED_TOGETHER", 7)
+        assert [len(sizes[part]) for part in shapes._parts(sizes)] == runs
