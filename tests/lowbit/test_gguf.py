@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import gguf
@@ -21,7 +22,6 @@ import hydrajax
 from helpers import small_tokenizer
 from helpers.gguf_files import llama3_factors, write_gguf
 from helpers.released import refusal
-from helpers.threads import in_threads
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.hub import resolve
@@ -313,8 +313,8 @@ def test_a_changed_file_has_another_directory(write, tmp_path):
 def test_threads_make_one_directory(write, monkeypatch):
     file, calls, describe = write(), [], module._describe
     monkeypatch.setattr(module, "_describe", lambda *args: (calls.append(args), time.sleep(0.2), describe(*args)))
-    made = in_threads(lambda: resolve(file, "base"))
-    assert len(made) == 4
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(resolve, [file] * 4, ["base"] * 4))
     assert len(set(made)) == len(calls) == 1
 
 
