@@ -12,6 +12,14 @@ from hydrajax.train.metrics import read_metrics
 
 PROJECT = Path(__file__).resolve().parents[2]
 CLOCK = {"tokens_per_second", "tflops_per_second"}  # fields that differ between runs
+JOINT = {
+    "task": "joint",
+    "draft": {"heads": "medusa", "num_draft_heads": 2},
+    "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
+    "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
+    "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},
+    "steps": 6,
+}
 
 
 def start(config: Path, output: Path, *overrides: str, **environment: str) -> subprocess.Popen:

@@ -4,7 +4,6 @@ Arguments: the folder of the heads, of ``settings.json`` and for ``answer.json``
 """
 
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -12,7 +11,9 @@ import numpy as np
 
 import hydrajax
 from helpers.leaves import by_path
+from helpers.programs import answer
 from hydrajax.decoding.inputs import settled_inputs
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.sharding import make_mesh
 
 
@@ -28,14 +29,10 @@ def describe(tree) -> dict:
     }
 
 
-def main(folder: Path, base: str) -> None:
+def main(folder: Path, base: str) -> dict:
     settings = json.loads((folder / "settings.json").read_text())
-    found = {"devices": jax.device_count()}
-    prompts = settings["prompts"]
-    lengths = np.array([len(ids) for ids in prompts], np.int32)
-    prompt = np.zeros((len(prompts), lengths.max()), np.int32)
-    for row, ids in zip(prompt, prompts, strict=True):
-        row[: len(ids)] = ids
+    found, prompts = {}, settings["prompts"]
+    prompt, lengths = right_padded(prompts, max(map(len, prompts)))
     tree = hydrajax.TreeTopology.from_choices(settings["tree"])
 
     plain = None
@@ -66,8 +63,8 @@ def main(folder: Path, base: str) -> None:
         hydrajax.load(base, folder, placement=make_mesh(model=3))
     except hydrajax.HydrajaxError as error:
         found["undivided"] = str(error)
-    (folder / "answer.json").write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    answer(main)

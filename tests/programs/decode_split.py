@@ -5,13 +5,13 @@ Arguments: the folder of ``settings.json`` and for ``answer.json``; the base; th
 """
 
 import json
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
 import hydrajax
+from helpers.programs import answer
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.state import Params
 from hydrajax.sharding import Placement, last_devices
@@ -71,11 +71,10 @@ def answer_of(case: str, settings: dict, m) -> dict:
     return answer
 
 
-def main(folder: Path, base: str, draft: str, cases: str) -> None:
+def main(folder: Path, base: str, draft: str, cases: str) -> dict:
     settings = json.loads((folder / "settings.json").read_text())
-    found = {"devices": jax.device_count()}
     m = hydrajax.load(base, draft, placement=Placement(draft=last_devices(settings["draft_devices"])))
-    found["homes"] = [sorted(device.id for device in home.device_set) for home in m.placement.homes()]
+    found = {"homes": [sorted(device.id for device in home.device_set) for home in m.placement.homes()]}
     for case in filter(None, cases.split(",")):
         found[case] = answer_of(case, settings, m)
     if settings["generate"]:
@@ -85,8 +84,8 @@ def main(folder: Path, base: str, draft: str, cases: str) -> None:
             answers = some.generate(texts, tree="chain-2", max_new_tokens=9, batch_size=2)
             pieces = list(some.generate(texts[:1], tree="chain-2", max_new_tokens=9, rule="exact", seed=4))
             found[name] = [answer.output_ids for answer in answers + pieces]
-    (folder / "answer.json").write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    answer(main)

@@ -4,9 +4,7 @@ Arguments: the folder for ``answer.json``, and the kinds of drafts to compile a 
 NumPy or with the same call without a mesh.
 """
 
-import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from helpers.programs import answer
 from hydrajax import ops
 from hydrajax.bench.random_models import random_base, random_draft
 from hydrajax.decoding.executor import FusedExecutor
@@ -191,10 +190,9 @@ def compiled_steps(mesh, kinds) -> dict[str, dict]:
     return found
 
 
-def main(folder: Path, *kinds: str) -> None:
+def main(_: Path, *kinds: str) -> dict:
     mesh = make_mesh(data=2, model=4)
-    found = {
-        "devices": jax.device_count(),
+    return {
         "ranked": ranked(mesh),
         "looked_up": looked_up(mesh),
         "only_rows_divided": looked_up(make_mesh(data=2)),
@@ -204,8 +202,7 @@ def main(folder: Path, *kinds: str) -> None:
         "multiplied": multiplied(mesh),
         "compiled": compiled_steps(make_mesh(model=4), kinds),
     }
-    (folder / "answer.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    answer(main)

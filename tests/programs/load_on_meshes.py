@@ -5,9 +5,7 @@ exported is compared with what each device holds.
 """
 
 import dataclasses
-import json
 import shutil
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.every_format import random_like
+from helpers.programs import answer
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
@@ -99,7 +98,7 @@ def compare(expected, found, dtype=np.float32) -> dict:
     return {"equal": bool(equal), "needed": needed, "divided": divided, "copied": Counted.copied}
 
 
-def main(folder: Path, *names: str) -> None:
+def main(folder: Path, *names: str) -> dict:
     view = SafetensorFiles.view
     SafetensorFiles.view = lambda files, key: view(files, key).view(Counted)
     found, progress = {}, []
@@ -146,9 +145,8 @@ def main(folder: Path, *names: str) -> None:
         load_llama(folder / "llama", place=placer(meshes["model8"]))
     except HydrajaxError as error:
         found["truncated"] = str(error)
-    found |= {"devices": jax.device_count()}
-    (folder / "answer.json").write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    answer(main)

@@ -4,14 +4,13 @@ Arguments: the folder for ``answer.json``; ``drafts`` and a base, ``families`` a
 with its draft.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 
 import hydrajax
+from helpers.programs import answer
 from hydrajax.bench.random_models import random_draft
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.inputs import settled_inputs
@@ -109,8 +108,5 @@ def draft_model(base: str, draft: str) -> dict:
 
 
 if __name__ == "__main__":
-    folder, what, *models = sys.argv[1:]
-    found = {"drafts": drafts, "families": families, "draft_model": draft_model}[what](*models) | {
-        "devices": jax.device_count()
-    }
-    (Path(folder) / "answer.json").write_text(json.dumps(found))
+    tasks = {"drafts": drafts, "families": families, "draft_model": draft_model}
+    answer(lambda folder, task, *models: tasks[task](*models))

@@ -3,8 +3,6 @@
 Argument: the folder for ``answer.json``.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 
 from helpers import letters
 from helpers.lab import shared_lab
+from helpers.programs import answer
 from hydrajax import make_executor
 from hydrajax.conversation import Chat
 from hydrajax.decoding.request import Request
@@ -64,14 +63,14 @@ def answers(m: LanguageModel) -> list:
         batcher.close()
 
 
-def main(folder: Path) -> None:
+def main(_: Path) -> dict:
     split, one = model(Placement(draft=last_devices(1))), model(Placement())
-    found = {"devices": jax.device_count(), "kinds": []}
+    found = {"kinds": []}
     for name, m in (("split", split), ("one device", one)):
         found["kinds"].append(type(m.executor(m.program(tree="chain-2"))).__name__)
         found[name] = {"turns": turns(m), "answers": answers(m)}
-    (folder / "answer.json").write_text(json.dumps(found))
+    return found
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    answer(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,14 +100,34 @@ def config_file(tmp_path, settings):
 
 @pytest.fixture
 def program(capfd, monkeypatch):
-    """``program(*argv, main=...)`` runs a command line in this process: ``code``, ``out`` and ``err``."""
+    """``program(*argv, main=...)`` runs a command line in this process: ``code``, ``out`` and ``err``.
+
+    stopped: the step after which a signal stops it.
+    """
     from hydrajax.cli import train
+    from hydrajax.train import train_loop
 
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # the program sets it; this restores it
 
-    def run(*argv, main=train.main) -> SimpleNamespace:
+    def run(*argv, main=train.main, stopped: int = 0) -> SimpleNamespace:
         capfd.readouterr()
-        code = main([str(arg) for arg in argv])
+        asked = itertools.count(1)
+        with monkeypatch.context() as patch:
+            if stopped:
+                patch.setattr(train_loop.Interrupts, "agreed", lambda self, meeting: next(asked) == stopped)
+            code = main([str(arg) for arg in argv])
         return SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    return run
+
+
+@pytest.fixture
+def train(program):
+    """``train(*argv)`` runs the training program, which must succeed."""
+
+    def run(*argv, **how) -> SimpleNamespace:
+        done = program("--config", *argv, **how)
+        assert done.code == 0, done.err
+        return done
 
     return run

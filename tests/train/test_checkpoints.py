@@ -28,6 +28,9 @@ def small(seed: int) -> dict:
     return {"kernel": jnp.asarray(numbers(seed, 8, 4)), "count": jnp.int32(seed)}
 
 
+LARGE = {"kernel": jnp.asarray(numbers(1, 256, 64)), "count": jnp.int32(1)}
+
+
 def opened(directory, keep: int = 2, higher_is_better: bool = True) -> TrainCheckpoints:
     return TrainCheckpoints(directory, keep=keep, higher_is_better=higher_is_better)
 
@@ -53,9 +56,6 @@ def newest(directory) -> tuple[int, list[str]]:
 def same(ours, theirs) -> None:
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert [x.dtype for x in jax.tree.leaves(ours)] == [x.dtype for x in jax.tree.leaves(theirs)]
-
-
-# --- saving and restoring -------------------------------------------------------------------------------------
 
 
 def test_training_state(tmp_path, capfd):
@@ -123,9 +123,6 @@ def test_newest_and_best_are_kept(tmp_path, metrics, higher, kept):
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(step) for step in kept]
 
 
-# --- what does not fit ----------------------------------------------------------------------------------------
-
-
 def test_state_of_another_configuration(tmp_path):
     """An older checkpoint is not used instead."""
     fill(tmp_path, 1)
@@ -151,9 +148,6 @@ def test_refused(tmp_path):
         checkpoints.save(1, small(1), {"position": 1})
         assert_refused(checkpoints.save, (1, small(2), {}, "checkpoint...step 1 is already saved"))
     assert newest(tmp_path / "run") == (1, [])
-
-
-# --- damage ---------------------------------------------------------------------------------------------------
 
 
 def harm(path: Path, how: str) -> None:
@@ -208,20 +202,13 @@ def test_training_resumes_from_the_checkpoint_before_the_damage(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "2.damaged", "3.damaged"]
 
 
-# --- saves that fail ------------------------------------------------------------------------------------------
-
-
-def large(seed: int) -> dict:
-    return {"kernel": jnp.asarray(numbers(seed, 256, 64)), "count": jnp.int32(seed)}
-
-
 @pytest.mark.parametrize("call", ["wait", "save", "close"])
 def test_failed_write(tmp_path, call, capfd):
     fill(tmp_path, 1, 2)
     checkpoints = opened(tmp_path)
-    arguments = (4, large(4), {}) if call == "save" else ()
+    arguments = (4, LARGE, {}) if call == "save" else ()
     with full_disk(1024):
-        checkpoints.save(3, large(3), {}, 9.0)
+        checkpoints.save(3, LARGE, {}, 9.0)
         assert_refused(
             getattr(checkpoints, call), (*arguments, f"checkpoint: saving step 3...{tmp_path}...File too large")
         )
@@ -235,14 +222,11 @@ def test_failed_write(tmp_path, call, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_no_space_for_any_file(tmp_path):
+def test_no_space_for_any_file_or_for_the_last(tmp_path, monkeypatch):
     """Orbax then raises further errors when it is closed."""
     with full_disk(0), pytest.raises(HydrajaxError, match="saving step 1"), opened(tmp_path) as checkpoints:
         checkpoints.save(1, small(1), {}, wait=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_no_space_for_the_last_file(tmp_path, monkeypatch):
     fill(tmp_path, 1)
 
     def no_space(self):
@@ -258,7 +242,7 @@ def test_no_space_for_the_last_file(tmp_path, monkeypatch):
 def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(tmp_path):
     def train():
         with full_disk(1024), opened(tmp_path) as checkpoints:
-            checkpoints.save(1, large(1), {})
+            checkpoints.save(1, LARGE, {})
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

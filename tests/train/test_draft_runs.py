@@ -6,15 +6,21 @@ import dataclasses
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from helpers.runs import heads_file, without_clock
+from helpers.runs import heads_file, refused, without_clock
 from hydrajax import load
+from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import read_config
+from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.init import init_base
+from hydrajax.models.llama import Llama
+from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
-from hydrajax.train import train_loop
 from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.run_config import config_from, draft_of
@@ -39,18 +45,15 @@ OF_ONE_PASS = ("dspark", "dflash")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
-    kind, base, settings, program, config_file, tmp_path, monkeypatch
+    kind, base, settings, program, train, config_file, tmp_path
 ):
     data = settings["data"] | {"rows": "pack"}
     settings = settings | KINDS[kind] | {"data": data, "steps": 6, "checkpoint_every": 2, "eval_every": 3}
     config = config_file(**settings)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert program("--config", config, f"output={whole}").code == 0
-    asked = iter([False] * 3 + [True])
-    with monkeypatch.context() as patch:
-        patch.setattr(train_loop.Interrupts, "agreed", lambda self, meeting: next(asked))
-        assert "stopped at step 4 of 6" in program("--config", config, f"output={parts}").out
-    assert "resumed at step 4 of 6" in program("--config", config, f"output={parts}").out
+    train(config, f"output={whole}")
+    assert "stopped at step 4 of 6" in program("--config", config, f"output={parts}", stopped=4).out
+    assert "resumed at step 4 of 6" in train(config, f"output={parts}").out
     assert without_clock(parts) == without_clock(whole)
     if kind != "dspark":  # the native format's file names differ between runs
         assert heads_file(parts).read_bytes() == heads_file(whole).read_bytes()
@@ -64,14 +67,12 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     drafted = m.generate(prompts, tree="best-8" if kind in OF_ONE_PASS else "dynamic-8-2-4", max_new_tokens=16)
     assert [out.text for out in drafted] == [out.text for out in load(base).generate(prompts, max_new_tokens=16)]
 
-    goes_on = program("--config", config, f"output={tmp_path / 'more'}", f"draft.init={whole / 'heads'}", "steps=1")
-    assert goes_on.code == 0, goes_on.err
+    train(config, f"output={tmp_path / 'more'}", f"draft.init={whole / 'heads'}", "steps=1")
     if kind in OF_ONE_PASS:
         return
     other = "eagle3" if kind == "eagle" else "eagle"
     draft = f"draft={{heads: {other}, init: {whole / 'heads'}}}"
-    refused = program("--config", config, f"output={tmp_path / 'other'}", draft)
-    assert (refused.code, "by the settings" in refused.err) == (2, True)
+    assert "by the settings" in refused(program("--config", config, f"output={tmp_path / 'other'}", draft))
 
 
 def counts_of(settings: dict) -> np.ndarray:
@@ -111,3 +112,62 @@ def test_every_parameter_learns(tiny_model):
         for path, slope in jax.tree.leaves_with_path(slopes):
             assert np.isfinite(slope).all(), path
             assert np.abs(slope).max() > 0, path
+
+
+SHAPE = LlamaConfig(97, 32, 64, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=16, max_positions=64)
+LOW_RANK = {"lm_down", "lm_up"}
+# By far the most frequent targets, unordered.
+FREQUENT = np.random.default_rng(1).permutation(97)[:60]
+LM_HEADS = [
+    ("medusa", {"lm_head": "low_rank", "lm_rank": 8, "vocabulary": 60}, LOW_RANK),
+    ("medusa", {"lm_head": "shared", "vocabulary": 60}, set()),
+    ("hydra", {"lm_head": "shared"}, set()),
+    ("hydra", {"vocabulary": 60}, {"lm_kernel"}),
+    ("amphista", {"lm_head": "low_rank", "lm_rank": 8}, LOW_RANK),
+]
+
+
+@pytest.mark.quick("low rank, 60")
+@pytest.mark.parametrize(("heads", "lm_head", "names"), LM_HEADS, ids=["low rank, 60", *map(str, range(4))])
+def test_small_lm_heads_learn_and_come_back(heads, lm_head, names, tmp_path):
+    model = Llama(SHAPE, jnp.float32)
+    base = BoundBase(model, jax.jit(lambda: init_base(model, jax.random.key(0)))())
+    counts = np.bincount(FREQUENT, minlength=97) * 100 + np.arange(97)
+    drafter = make_drafter(draft_of(heads=heads, num_draft_heads=2, **lm_head), SHAPE, jnp.float32, counts)
+    known = sorted(FREQUENT.tolist()) if "vocabulary" in lm_head else list(range(97))
+    assert drafter.vocabulary is None or drafter.vocabulary.tokens.tolist() == known
+    params = jax.jit(lambda: drafter.init(jax.random.key(1), base))()
+    assert {name for name in params["head_0"] if name.startswith("lm_")} == names
+    # Every token determines the next two.
+    tokens = (np.arange(16) * 5 + np.random.default_rng(0).integers(0, 97, (8, 1))) % 97
+    batch = {"tokens": jnp.asarray(tokens, jnp.int32), "labels": jnp.asarray(tokens, jnp.int32)}
+    out = jax.jit(lambda params: run_base(model, params, batch["tokens"]))(base.params)
+    objective, optimizer = Objective(lm_weight=1.0, teacher_weight=0.0), optax.adam(3e-2)
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            return draft_loss(objective, drafter, params, out.aux_hidden_states, out.hidden, batch, base)[0]
+
+        value, slope = jax.value_and_grad(loss)(params)
+        update, state = optimizer.update(slope, state)
+        return optax.apply_updates(params, update), state, value
+
+    state, losses = optimizer.init(params), []
+    for _ in range(60):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    assert losses[-1] < 0.8 * losses[0]
+
+    # Tokens outside the vocabulary rank last, trained ones near the front.
+    batch = {"tokens": batch["tokens"]}
+    ranks = np.asarray(drafter.ranks(params, out.aux_hidden_states, batch, base, 64, 2))
+    for k in range(2):
+        found, wanted = ranks[k][:, : -(k + 2)], tokens[:, k + 2 :]
+        assert (found[~np.isin(wanted, known)] == 97).all()
+        assert np.median(found[np.isin(wanted, known)]) < 20
+
+    export_heads(tmp_path / "heads", drafter, params, dtype=jnp.float32)
+    again, read = load_draft(tmp_path / "heads", SHAPE, jnp.float32)
+    assert again == drafter
+    jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(np.asarray, params))

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import hydrajax
 from helpers.lora_files import apply_lora
 from helpers.loss_examples import random_params, rows_with_gaps
-from helpers.released import refusal
+from helpers.refusals import refusal
+from helpers.runs import JOINT as RUN
 from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models.adapter import KERNELS, TARGETS, Adapter, split_adapter, with_adapter
@@ -30,7 +31,6 @@ from hydrajax.train.optimizer import optimizer_of
 from hydrajax.train.run_config import DataConfig, JointConfig, OptimizerConfig, TrainConfig, draft_of
 from hydrajax.train.tasks.heads_task import HeadsLoss, make_drafter
 from hydrajax.train.tasks.joint_task import JointLoss, JointTask, heads_weight
-from hydrajax.train.train_loop import Interrupts
 from hydrajax.train.train_step import init_state, make_train_step, state_shardings
 
 RATE, DECAY = 1e-3, 0.1
@@ -197,9 +197,6 @@ def test_the_weight_of_the_heads_rises_along_a_sine():
     np.testing.assert_allclose([heads_weight(at_once, step) for step in range(5)], 0.2, rtol=1e-6)
 
 
-# --- steps ----------------------------------------------------------------------------------------------------------
-
-
 def train(model, frozen, batches, lr: float = RATE, **settings):
     """Train on each batch; return the task, ``[params]`` before the first step and after each, and ``[metrics]``."""
     config = TrainConfig(
@@ -272,43 +269,13 @@ def test_parts_of_a_batch_add_up_to_it(steps):
         assert np.mean(np.abs(expected - found) > 1e-5) < 0.02
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------
-
-RUN = {
-    "task": "joint",
-    "draft": {"heads": "medusa", "num_draft_heads": 2},
-    "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
-    "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
-    "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},
-    "steps": 6,
-}
-
-
-@pytest.fixture
-def run(config_file, program, monkeypatch, tmp_path):
-    """``run(stop_after=None, *overrides) -> Path``: the output of a run, stopped after this many steps and resumed."""
-
-    def run(stop_after=None, *overrides):
-        output = tmp_path / f"run-{stop_after}"
-        if stop_after:
-            asked = iter([False] * (stop_after - 1) + [True])
-            with monkeypatch.context() as patched:
-                patched.setattr(Interrupts, "agreed", lambda self, meeting: next(asked))
-                result = program("--config", config_file(**RUN), f"output={output}", *overrides)
-            assert f"stopped at step {stop_after} of 6" in result.out
-        result = program("--config", config_file(**RUN), f"output={output}", *overrides)
-        assert result.code == 0, result.err
-        if stop_after:
-            assert f"resumed at step {stop_after} of 6" in result.out
-        return output, result.out
-
-    return run
-
-
 @pytest.mark.slow
-def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
+def test_a_run_and_what_it_leaves_behind(program, train, config_file, base, tmp_path):
     """A run stopped in its second stage ends bitwise as another; heads, adapter and merged base load together."""
-    (whole, out), (parts, _) = run(), run(stop_after=3)
+    config, whole, parts = config_file(**RUN), tmp_path / "whole", tmp_path / "parts"
+    out = train(config, f"output={whole}").out
+    assert "stopped at step 3 of 6" in program("--config", config, f"output={parts}", stopped=3).out
+    assert "resumed at step 3 of 6" in train(config, f"output={parts}").out
     for name in ("adapter/adapter_model.safetensors", "heads/medusa_lm_head.safetensors", "base/model.safetensors"):
         assert (whole / name).read_bytes() == (parts / name).read_bytes(), name
     merged, heads, adapter = whole / "base", whole / "heads", whole / "adapter"
@@ -329,9 +296,10 @@ def test_a_run_and_what_it_leaves_behind(run, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_an_int4_base(run, base):
+def test_a_run_on_an_int4_base(train, config_file, base, tmp_path):
     """As in the paper (2.2.1). Heads and adapter are for the base in the same 4 bits."""
-    output, _ = run(None, "quantize=int4")
+    train(config_file(**RUN), "quantize=int4")
+    output = tmp_path / "run"
     loaded = hydrajax.load(base, output / "heads", adapter=output / "adapter", quantize="int4")
     drafted = loaded.generate([[5, 6, 7]], max_new_tokens=16, tree="chain-2")[0]
     alone = loaded.generate([[5, 6, 7]], draft="none", max_new_tokens=16, tree="root")[0]

@@ -24,7 +24,6 @@ from hydrajax.cli.train import main
 from hydrajax.train import train_loop, train_step
 from hydrajax.train.checkpoints import TrainCheckpoints
 from hydrajax.train.metrics import TrainMetrics, read_metrics
-from hydrajax.train.train_loop import Interrupts
 
 STEPS, EVERY = 16, 4  # steps of a run, and of each checkpoint in it
 FINISHING = "finishing the step, saving the checkpoint; Ctrl-C again quits without saving"
@@ -122,17 +121,17 @@ def test_a_run_that_ends_early_resumes_and_ends_bitwise_as_the_uninterrupted_one
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_on_another_mesh(config, program, tmp_path):
+def test_a_killed_run_resumes_on_another_mesh(config, train, tmp_path):
     """No line of the metrics is repeated or missing, and numbers differ by rounding only."""
     whole, output = tmp_path / "whole", tmp_path / "run"
     settings = (f"steps={LONG}", "checkpoint_every=5", "eval_every=16")
-    assert program("--config", config, f"output={whole}", *settings).code == 0
+    train(config, f"output={whole}", *settings)
     killed = start(config, output, *settings, "mesh.data=2", "mesh.cpu_devices=2")
     wait_for_step(killed, output, random.randint(6, 30))
     killed.kill()
     finish(killed, -signal.SIGKILL)
     assert max(line["step"] for line in read_metrics(output / "metrics.jsonl")) < LONG, "killed too late"
-    assert "resumed at step " in program("--config", config, f"output={output}", *settings).out
+    assert "resumed at step " in train(config, f"output={output}", *settings).out
     for line, expected in zip(without_clock(output), without_clock(whole), strict=True):
         assert (line["step"], line["kind"]) == (expected["step"], expected["kind"])
         if line["kind"] == "train":
@@ -144,7 +143,7 @@ def test_a_killed_run_resumes_on_another_mesh(config, program, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_kernels_lie_in_another_order_resumes(config, uninterrupted, program, monkeypatch, tmp_path):
+def test_a_run_whose_kernels_lie_in_another_order_resumes(config, uninterrupted, program, train, monkeypatch, tmp_path):
     """As on a TPU, which no test has; the platform's own order is JAX's."""
     changed = 0
 
@@ -155,17 +154,15 @@ def test_a_run_whose_kernels_lie_in_another_order_resumes(config, uninterrupted,
 
     monkeypatch.setattr(train_step, "trained_order", reversed_axes)
     output = tmp_path / "run"
-    with monkeypatch.context() as patch:  # a signal before the second step
-        patch.setattr(Interrupts, "agreed", lambda self, synchronise: True)
-        assert f"stopped at step 1 of {STEPS}" in program("--config", config, f"output={output}").out
-    assert f"resumed at step 1 of {STEPS}" in program("--config", config, f"output={output}").out
+    assert f"stopped at step 1 of {STEPS}" in program("--config", config, f"output={output}", stopped=1).out
+    assert f"resumed at step 1 of {STEPS}" in train(config, f"output={output}").out
     assert changed
     found, expected = (load_file(heads_file(folder)) for folder in (output, uninterrupted))
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
+def test_one_step_runs_ahead(config, train, monkeypatch, tmp_path):
     """A signal is handled after a step or two, also if no metrics are read. JAX alone runs 16 and more ahead."""
     make, losses, ahead = train_loop.make_train_step, [], []
 
@@ -185,13 +182,13 @@ def test_one_step_runs_ahead(config, program, monkeypatch, tmp_path):
 
     monkeypatch.setattr(train_loop, "make_train_step", made)
     few = (f"{name}={STEPS}" for name in ("log_every", "eval_every", "checkpoint_every"))
-    assert f"finished {STEPS} steps" in program("--config", config, f"output={tmp_path / 'run'}", *few).out
+    assert f"finished {STEPS} steps" in train(config, f"output={tmp_path / 'run'}", *few).out
     assert len(ahead) == STEPS
     assert max(ahead) <= 1
 
 
 def test_finished_run_is_exported_again_and_other_settings_are_refused(
-    config, settings, uninterrupted, program, monkeypatch, tmp_path
+    config, settings, uninterrupted, program, train, monkeypatch, tmp_path
 ):
     output = tmp_path / "run"
     shutil.copytree(uninterrupted, output)
@@ -208,15 +205,14 @@ def test_finished_run_is_exported_again_and_other_settings_are_refused(
     before = next((output / "heads").glob("*.safetensors")).read_bytes()
     shutil.rmtree(output / "heads")
     # The frequency of logs, checkpoints and evaluations may change.
-    again = program(*there, "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
-    assert again.code == 0, again.err
+    again = train(*there[1:], "log_every=7", "checkpoint_every=3", "keep_checkpoints=1")
     assert f"holds a finished run of {STEPS} steps" in again.out
     # A setting missing in an older run had its default.
     for record in output.glob("checkpoints/*/hydrajax.json"):
         content = json.loads(record.read_text())
         del content["meta"]["settings"]["draft"]["ttt_length"], content["checksum"]
         record.write_text(json.dumps(content))
-    assert program(*there).code == 0
+    train(*there[1:])
     assert next((output / "heads").glob("*.safetensors")).read_bytes() == before
     assert without_clock(output) == without_clock(uninterrupted)
 

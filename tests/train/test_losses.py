@@ -59,23 +59,20 @@ def in_torch(objective, head_logits, read, base_logits, hidden, labels):
     return total.item(), metrics, *(x.numpy() for x in gradients)
 
 
-OBJECTIVES = {
-    "medusa": Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8),
-    "reconstruction": Objective(teacher_weight=0.0, reconstruction_weight=1.0),
-    "all": Objective(**MIXED, head_decay=0.9, chunk_tokens=2),
-    "all, one chunk": Objective(**MIXED, head_decay=0.9),
+CASES = {
+    "medusa": (MedusaHeads, Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)),
+    "reconstruction": (MedusaHeads, Objective(teacher_weight=0.0, reconstruction_weight=1.0)),
+    "all": (HydraHeads, Objective(**MIXED, head_decay=0.9, chunk_tokens=2)),
+    "all, one chunk": (HydraHeads, Objective(**MIXED, head_decay=0.9)),
 }
 
 
-CASES = [("hydra", "all"), ("hydra", "all, one chunk"), ("medusa", "medusa"), ("medusa", "reconstruction")]
-
-
-@pytest.mark.quick("hydra-all", "medusa-medusa", "medusa-reconstruction")
-@pytest.mark.parametrize(("kind", "name"), CASES)
-def test_values_and_gradients_equal_torch(base, example, kind, name):
+@pytest.mark.quick("all", "medusa", "reconstruction")
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_gradients_equal_torch(base, example, name):
     aux_hidden_states, hidden, batch = example
-    objective = OBJECTIVES[name]
-    drafter = {"hydra": HydraHeads, "medusa": MedusaHeads}[kind](HEADS, WIDTH, VOCAB, n_layers=2)
+    heads, objective = CASES[name]
+    drafter = heads(HEADS, WIDTH, VOCAB, n_layers=2)
     params = random_params(drafter, base)
 
     def halves(params, aux_hidden_states):
@@ -276,48 +273,20 @@ def test_what_a_model_learns_from_another_equals_torch(base, example):
     assert float(found.similarity["agreement"]) == (log_p.argmax(-1) == log_q.argmax(-1)).sum()
 
 
-UNREAD = (7, 11)
+def test_parameters_that_no_part_reads_are_not_carried():
+    """Their gradients are zeros, which would take memory and time in every chunk."""
+    params = {"both": jnp.ones((4, 3)), "unread": jnp.ones((7, 11))}
+    x, targets = jnp.ones((5, 2, 4)), jnp.ones((5, 2, 3))
 
-
-def loss_of(params, x, targets):
-    """Sum the squares of the gaps of two parts, of which one has a parameter of its own."""
-
-    def first(params, x, targets, shared):
+    def part(params, x, targets, shared):
         gap = jnp.sum((x @ params["both"] - targets) ** 2)
         return shared * gap, gap
 
-    def second(params, x, targets, shared):
-        gap = jnp.sum((x @ params["both"] * params["second"] - targets) ** 2)
-        return shared * gap, gap
+    def loss(params):
+        return sum_over_chunks([part], lambda scale, i: scale, params, [x], [targets], 0.5)[0]
 
-    return sum_over_chunks([first, second], lambda scale, i: scale, params, [x, x], [targets, targets], 0.5)
-
-
-def case():
-    random = np.random.default_rng(0)
-    params = {"both": random.standard_normal((4, 3)), "second": random.standard_normal(3), "other": np.ones(UNREAD)}
-    x, targets = random.standard_normal((5, 2, 4)), random.standard_normal((5, 2, 3))
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, x, targets))
-
-
-def test_gradients_of_all_chunks():
-    params, x, targets = case()
-
-    def expected(params, x):
-        product = x @ params["both"]
-        return 0.5 * jnp.sum((product - targets) ** 2 + (product * params["second"] - targets) ** 2)
-
-    ours = jax.value_and_grad(lambda *args: loss_of(*args, targets), (0, 1), has_aux=True)
-    (value, _), found = jax.jit(ours)(params, x)
-    wanted = jax.jit(jax.value_and_grad(expected, (0, 1)))(params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), (value, found), wanted)
-
-
-def test_parameters_that_no_part_reads_are_not_carried():
-    """Their gradients are zeros, which would take memory and time in every chunk."""
-    params, x, targets = case()
-    program = jax.make_jaxpr(jax.grad(lambda params: loss_of(params, x, targets)[0]))(params)
+    program = jax.make_jaxpr(jax.grad(loss))(params)
     (loop,) = (one for one in program.eqns if one.primitive.name == "scan")
     shapes = [var.aval.shape for var in loop.outvars]
     assert params["both"].shape in shapes
-    assert UNREAD not in shapes
+    assert params["unread"].shape not in shapes

@@ -7,18 +7,10 @@ import shutil
 
 import pytest
 
-from helpers.runs import refused
+from helpers.runs import JOINT, refused
 from hydrajax.locking import in_use
 from hydrajax.train.data.corpus import train_tokenizer
 
-JOINT = {
-    "task": "joint",
-    "draft": {"heads": "medusa", "num_draft_heads": 2},
-    "objective": {"lm_weight": 1.0, "teacher_weight": 0.0, "head_decay": 0.8},
-    "adapter": {"rank": 2, "alpha": 4.0, "dropout": 0.1},
-    "joint": {"distill": True, "heads_alone_steps": 2, "rise_steps": 2},
-    "steps": 6,
-}
 # ``(overrides of the settings, beginning of the message)``
 OF_HEADS = [
     ("steps=many", "steps: got 'many', expected an integer"),

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers.runs import heads_file, refused
 from hydrajax import load
-from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.state import Params
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.fingerprint import fingerprint
@@ -27,7 +24,6 @@ from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.train.metrics import read_metrics
-from hydrajax.trees import presets
 
 
 def train_lines(output) -> list[dict]:
@@ -35,11 +31,10 @@ def train_lines(output) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, texts, tmp_path):
+def test_a_vocabulary_of_the_most_frequent_targets(program, train, config_file, base, texts, tmp_path):
     """The vocabulary is that of the training text, decoding stays exact, and initial heads keep theirs."""
     config = config_file(draft={"heads": "medusa", "num_draft_heads": 2, "vocabulary": 9})
-    done = program("--config", config, "steps=1", f"output={tmp_path / 'first'}")
-    assert done.code == 0, done.err
+    train(config, "steps=1", f"output={tmp_path / 'first'}")
     evaluated = read_metrics(tmp_path / "first" / "metrics.jsonl")[-1]
     assert 1 <= evaluated["tokens_per_step"] <= 3
     loaded = load(base, tmp_path / "first" / "heads", dtype="float32")
@@ -49,17 +44,15 @@ def test_a_vocabulary_of_the_most_frequent_targets(program, config_file, base, t
     assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text has nine words
     assert len(tokens) == 9
 
-    prompts = np.array([text[:8] for text in ids], np.int32)
-    settings = {"max_new_tokens": 16}
-    tree = make_decode_fn(loaded.model, loaded.drafter, presets.cartesian([4, 2]), **settings)
-    plain = make_autoregressive_fn(loaded.model, **settings)(Params(loaded.params.base, {}), prompts)
-    np.testing.assert_array_equal(tree(loaded.params, prompts).tokens, plain.tokens)
+    prompts = [text[:8] for text in ids]
+    drafted = loaded.generate(prompts, tree="cartesian-4x2", max_new_tokens=16)
+    plain = loaded.generate(prompts, draft="none", max_new_tokens=16)
+    assert [out.output_ids for out in drafted] == [out.output_ids for out in plain]
 
     other = tmp_path / "other.txt"
     other.write_text("branch. draft heads " * 900)
     overrides = f"draft.init={tmp_path / 'first' / 'heads'}", f"data.files=[{other}]", "steps=1"
-    done = program("--config", config, *overrides, f"output={tmp_path / 'second'}")
-    assert done.code == 0, done.err
+    train(config, *overrides, f"output={tmp_path / 'second'}")
     assert load(base, tmp_path / "second" / "heads").drafter.vocabulary == loaded.drafter.vocabulary
     line = refused(program("--config", config, *overrides, "draft.vocabulary=8", f"output={tmp_path / 'third'}"))
     assert line.startswith("draft.init: ")
@@ -79,32 +72,24 @@ def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, 
     assert not all(np.isfinite([line["loss"], line["grad_norm"]]).all() for line in found[1:])
 
 
-def test_heads_for_another_base_from_conversations(program, golden, settings, tmp_path):
+def test_heads_for_another_base_from_conversations(program, train, golden, config_file, settings, tmp_path):
     """Conversations in FastChat's format. The base has no chat template, so the configuration must name one."""
-    conversations = [
-        {
-            "id": f"sum_{i}",
-            "conversations": [
-                {"from": "human", "value": f"Which number follows {i}?"},
-                {"from": "gpt", "value": f"{i + 1} follows {i}."},
-                {"from": "human", "value": f"Write a function that adds {i} to its argument."},
-                {"from": "gpt", "value": f"def add(value):\n    return value + {i}\n"},
-            ],
-        }
-        for i in range(60)
-    ]
+    turns = (
+        ("human", "Which number follows {}?"),
+        ("gpt", "{} precedes it."),
+        ("human", "Write it."),
+        ("gpt", "def {}():"),
+    )
+    records = [{"conversations": [{"from": who, "value": text.format(i)} for who, text in turns]} for i in range(60)]
     text = tmp_path / "conversations.json"
-    text.write_text(json.dumps(conversations))
+    text.write_text(json.dumps(records))
     base = golden / "base" / "mha"
 
     data = {"files": [str(text)], "template": "vicuna", "length": 64, "rows": "pack", "held_out": 0.1, "limit": 60}
     draft = {"heads": "hydra", "num_draft_heads": 2}
-    changes = {"model": str(base), "data": data, "draft": draft, "steps": 3, "output": str(tmp_path / "run")}
-    config = tmp_path / "golden.yaml"
-    config.write_text(yaml.safe_dump(settings | changes))
+    config = config_file(model=str(base), data=data, draft=draft, steps=3)
     assert "template" in refused(program("--config", config, "data.template=auto"))
-    result = program("--config", config)
-    assert result.code == 0, result.err
+    train(config)
     found = train_lines(tmp_path / "run")
     assert len(found) == 3
     assert np.isfinite([line["loss"] for line in found]).all()
@@ -131,16 +116,13 @@ def evaluations(run) -> list[dict]:
     return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"]
 
 
-def test_a_draft_model_learns_from_the_model_that_it_drafts_for(program, config_of_base, base, tmp_path):
+def test_a_draft_model_learns_from_the_model_that_it_drafts_for(train, config_of_base, base, tmp_path):
     optimizer = {"name": "muon", "lr": 0.03, "warmup_steps": 0}
-    done = program("--config", config_of_base(teacher=str(base), steps=12, optimizer=optimizer))
-    assert done.code == 0, done.err
+    train(config_of_base(teacher=str(base), steps=12, optimizer=optimizer))
     first, last = (evaluations(tmp_path / "run")[i] for i in (0, -1))
     assert 0 < last["kl"] < 0.8 * first["kl"]
     assert first["acceptance"] < last["acceptance"] < 1
-    loaded = load(
-        base, tmp_path / "run" / "base", dtype="float32"
-    )  # has the teacher's tokenizer, else it would be refused
+    loaded = load(base, tmp_path / "run" / "base", dtype="float32")  # refused without the teacher's tokenizer
     assert isinstance(loaded.drafter, DraftModel)
     drafted = loaded.generate("the tree", max_new_tokens=12, tree="chain-2")
     prompt = torch.tensor([drafted.prompt_ids])
@@ -150,10 +132,9 @@ def test_a_draft_model_learns_from_the_model_that_it_drafts_for(program, config_
 
 
 @pytest.mark.slow
-def test_a_model_that_goes_on_from_its_teacher_is_its_teacher(program, config_of_base, base, tmp_path):
+def test_a_model_that_goes_on_from_its_teacher_is_its_teacher(train, config_of_base, base, tmp_path):
     settings = {"model": str(base), "scratch": None, "teacher": str(base), "optimizer": {"lr": 1e-30}}
-    done = program("--config", config_of_base(**settings, dtype="float32", steps=1))
-    assert done.code == 0, done.err
+    train(config_of_base(**settings, dtype="float32", steps=1))
     first = evaluations(tmp_path / "run")[0]
     assert first["kl"] == pytest.approx(0, abs=1e-5)
     assert (first["acceptance"], first["agreement"]) == (pytest.approx(1, abs=1e-5), 1)

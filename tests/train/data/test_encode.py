@@ -11,6 +11,8 @@ from helpers.refusals import assert_refused
 from hydrajax.text.templates import VICUNA_SYSTEM
 from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.encode import encode_conversations
+from hydrajax.train.data.packing import Document
+from hydrajax.train.data.preview import preview
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -137,22 +139,17 @@ def test_marked_templates_agree_with_the_mask_of_transformers(with_template):
     assert document.targets.tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
-def test_vicuna(tokenizer):
+def test_vicuna_and_plain(tokenizer):
+    """Written out as in FastChat's conversation.py: separators " " and "</s>", roles USER and ASSISTANT."""
+    (_, q1), (_, a1), (_, q2), (_, a2) = TURNS
     document = encode_conversation(tokenizer, conversation(*TURNS), "vicuna")
-    (q1, a1), (q2, a2) = [(TURNS[i][1], TURNS[i + 1][1]) for i in (0, 2)]
-    # Written out as in FastChat's conversation.py: separators " " and "</s>", roles USER and ASSISTANT.
     text = f"{VICUNA_SYSTEM} USER: {q1} ASSISTANT: {a1}</s>USER: {q2} ASSISTANT: {a2}</s>"
     assert document.ids.tolist() == tokenizer.encode(text)
-    assert document.ids[0] == tokenizer.bos_token_id
-    assert document.ids[1] != tokenizer.bos_token_id
+    assert document.ids[0] == tokenizer.bos_token_id != document.ids[1]
     assert target_texts(document, tokenizer) == [f" {a1}</s>", f" {a2}</s>"]
     with_system = encode_conversation(tokenizer, conversation(("system", "Be brief."), *TURNS[:2]), "vicuna")
     assert tokenizer.decode(with_system.ids).startswith("<s>Be brief. USER: What is a tree? ASSISTANT: A  graph")
-
-
-def test_plain(tokenizer):
     document = encode_conversation(tokenizer, conversation(*TURNS), "plain")
-    (q1, a1), (q2, a2) = [(TURNS[i][1], TURNS[i + 1][1]) for i in (0, 2)]
     assert tokenizer.decode(document.ids) == f"<s>{q1}\n{a1}</s>{q2}\n{a2}</s>"
     assert target_texts(document, tokenizer) == [f"{a1}</s>", f"{a2}</s>"]
 
@@ -163,30 +160,25 @@ def test_a_token_that_reaches_into_the_prompt(with_template):
         (" ", "graph", " graph</s>"),  # the token " graph" takes the space that ends the prompt
         ("]:", ":Yes", "Yes</s>"),  # "]::" is one token of this vocabulary
     ):
-        source = (
+        tokenizer = with_template(
             "{% for m in messages %}{{ m.role + '" + between + "' + m.content }}"
             "{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ 'assistant" + between + "' }}{% endif %}"
         )
-        tokenizer = with_template(source)
         document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", answer)))
         assert target_texts(document, tokenizer) == [expected]
 
 
-def test_a_token_that_reaches_into_the_next_prompt_does_not_count(with_template):
-    source = (
+def test_what_follows_an_answer_is_not_learnt(with_template):
+    """Neither a token that reaches into the next prompt, nor a question after the last answer."""
+    tokenizer = with_template(
         "{% for m in messages %}{{ ('::' if m.role == 'user' else '=') + m.content }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '=' }}{% endif %}"
     )
-    tokenizer = with_template(source)
     document = encode_conversation(tokenizer, conversation(TURNS[0], ("assistant", "Yes]"), ("user", "So")))
     assert tokenizer.decode(document.ids).endswith("=Yes]::So")
     assert target_texts(document, tokenizer) == ["Yes"]
-
-
-def test_a_question_after_the_last_answer_is_not_learnt(with_template):
-    tokenizer = with_template(CHATML)
-    document = encode_conversation(tokenizer, conversation(*TURNS[:3]))
+    document = encode_conversation(with_template(CHATML), conversation(*TURNS[:3]))
     assert target_texts(document, tokenizer) == [ANSWERS[0] + "<|im_end|>"]
 
 
@@ -259,3 +251,25 @@ def test_templates_that_read_parts_only_give_the_same_targets(with_template):
         )
         assert parts.ids.tolist() == texts.ids.tolist()
         assert parts.targets.tolist() == texts.targets.tolist()
+
+
+def test_a_preview_marks_the_targets(tokenizer):
+    """With brackets, or with colours on a terminal; markup of rich is text. A decoder of SentencePiece drops spaces."""
+    question, answer = "How many [b]ears[/b] are there?", "Two: naïve\n  ones."
+    turns = ("user", question), ("assistant", answer)
+    document = encode_conversation(tokenizer, conversation(*turns, *turns), "plain")
+    expected = f"<s>{question}\n⟦{answer}</s>⟧{question}\n⟦{answer}</s>⟧"
+    unmarked = expected.replace("⟦", "").replace("⟧", "")
+    assert preview(document, tokenizer, color=False).plain == expected
+    assert preview(Document(document.ids, document.targets & False), tokenizer, color=False).plain == unmarked
+    colored = preview(document, tokenizer)
+    assert colored.plain == unmarked
+    targets = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
+    assert targets == [f"{answer}</s>"] * 2
+
+    class Dropping:
+        def decode(self, ids, **_):
+            return "".join([" a", " b", " c"][token] for token in ids).removeprefix(" ")
+
+    document = Document(np.array([0, 1, 2]), np.array([False, True, False]))
+    assert preview(document, Dropping(), color=False).plain == "a⟦ b⟧ c"

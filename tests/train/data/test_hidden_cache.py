@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from helpers.runs import heads_file, refused
+from hydrajax.formats.huggingface import load_llama
+from hydrajax.train.data.hidden_cache import fingerprint
+from hydrajax.train.data.packing import Rows
 from hydrajax.train.metrics import read_metrics
 
 BYTES = 32 * 4  # per token: width 32, float32
@@ -28,12 +32,11 @@ def same_lines(output, expected) -> None:
 
 
 @pytest.mark.slow
-def test_same_run_with_and_without(program, config_file, settings, make_base, tmp_path):
+def test_same_run_with_and_without(train, config_file, settings, make_base, tmp_path):
     plain, cached = tmp_path / "plain", tmp_path / "cached"
-    assert program("--config", config_file(output=str(plain))).code == 0
+    train(config_file(output=str(plain)))
     config = config_file(output=str(cached), **data(settings))
-    first = program("--config", config)
-    assert first.code == 0, first.err
+    first = train(config)
     record = json.loads((cached / "hidden.json").read_text())
     size = sum((cached / name).stat().st_size for name in ("hidden.bin", "best.bin"))
     assert size == np.prod(record["shape"]) * 4 + np.prod(record["shape"][:-1]) * 4 > 50 * 32 * BYTES
@@ -49,27 +52,26 @@ def test_same_run_with_and_without(program, config_file, settings, make_base, tm
     # The next run with the same data reads it; a run with other data does not.
     before = (cached / "hidden.bin").read_bytes()
     shutil.rmtree(cached / "checkpoints")
-    assert f"hidden states: {size / 1e9:.2f} GB, found in " in program("--config", config).out
+    assert f"hidden states: {size / 1e9:.2f} GB, found in " in train(config).out
     shutil.rmtree(cached / "checkpoints")
-    other_base = program("--config", config, f"model={make_base(1)}")
-    assert told in other_base.out
+    assert told in train(config, f"model={make_base(1)}").out
     assert (cached / "hidden.bin").read_bytes() != before
     shutil.rmtree(cached / "checkpoints")
     (cached / "hidden.json").write_text(json.dumps(record))  # of the first base again, but the file is cut off
     (cached / "hidden.bin").write_bytes(before[:-1])
-    assert told in program("--config", config).out
+    assert told in train(config).out
     assert (cached / "hidden.bin").read_bytes() == before
 
 
 @pytest.mark.slow
-def test_heads_with_a_vocabulary_share_a_cache(program, config_file, settings, tmp_path):
+def test_heads_with_a_vocabulary_share_a_cache(train, config_file, settings, tmp_path):
     """The base's best tokens come from the cache: the loss of tokens outside the vocabulary stays 0."""
     small = {"draft": settings["draft"] | {"lm_head": "shared", "vocabulary": 40}}
     plain, first, second = (tmp_path / name for name in ("plain", "first", "second"))
-    assert program("--config", config_file(output=str(plain), **small)).code == 0
+    train(config_file(output=str(plain), **small))
     shared = data(settings, hidden_cache=str(tmp_path / "cache")) | small
-    assert "to write to" in program("--config", config_file(output=str(first), **shared)).out
-    assert "found in" in program("--config", config_file(output=str(second), **shared)).out
+    assert "to write to" in train(config_file(output=str(first), **shared)).out
+    assert "found in" in train(config_file(output=str(second), **shared)).out
     assert not (first / "hidden.bin").exists()
     for output in (first, second):
         same_lines(output, plain)
@@ -77,12 +79,6 @@ def test_heads_with_a_vocabulary_share_a_cache(program, config_file, settings, t
 
 def test_other_data_is_noticed(tmp_path, base, settings):
     """The fingerprint alone: other tokens, other segments, another base."""
-    import jax.numpy as jnp
-
-    from hydrajax.formats.huggingface import load_llama
-    from hydrajax.train.data.hidden_cache import fingerprint
-    from hydrajax.train.data.packing import Rows
-
     _, params = load_llama(base, jnp.float32)
     tokens, segments = np.arange(12, dtype=np.int32).reshape(2, 6), np.ones((2, 6), np.int32)
     rows = Rows(tokens, tokens, segments)
