@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
-import re
 import struct
 import time
 import tracemalloc
@@ -295,35 +293,6 @@ def test_an_index_that_is_wrong(base_state, write, kind):
     save_one(read(first) | {"a\nb": tensor.clone()}, first)
     save_one(before | {"a\nb": tensor.clone()}, second)
     refused(folder, first.name, second.name)
-
-
-class Hostile:
-    """Unpickled, it opens a file for writing."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-@pytest.mark.parametrize("how", ["zip", "before torch 1.6", "pickle", "among tensors"])
-def test_no_code_is_run(base_state, tiny_checkpoint, tmp_path, how):
-    trace = tmp_path / "executed"
-    evil = Hostile(trace)
-    (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
-    path = tmp_path / "pytorch_model.bin"
-    torch.save(base_state | {"evil": evil} if how == "among tensors" else {"evil": evil}, path)
-    if how == "before torch 1.6":
-        torch.save({"evil": evil}, path, _use_new_zipfile_serialization=False)
-    elif how == "pickle":
-        path.write_bytes(pickle.dumps({"evil": evil}))
-    message = refused(tmp_path, str(path), "more than tensors: ")
-    assert not re.search("weights_only|safe_globals", message)  # torch's advice for running the code
-    assert not trace.exists()
-    if how == "zip":  # the trap is a trap
-        torch.load(path, weights_only=False)["evil"].close()
-        assert trace.exists()
 
 
 ODD = [

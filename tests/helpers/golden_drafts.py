@@ -74,11 +74,11 @@ def check_outputs(record, out, roots=None) -> None:
         np.testing.assert_array_equal(out.accept_lengths[row, : len(accepts)], accepts, err_msg=f"prompt {row}")
 
 
-def check_trees(record, proposals, swaps: int = 0, first: int = 0) -> int:
+def check_trees(record, proposals, swaps: int = 0, first: int = 0, exchanged: bool = False) -> int:
     """Compare the recorded parts of every proposed tree, rejected tokens included: they depend on the whole state.
 
-    Nodes of ``swaps`` trees may be swapped where the recorded margin is small. first: the first recorded node. Returns
-    the number of trees.
+    Nodes of ``swaps`` trees may be swapped where the recorded margin is small, and with ``exchanged`` be others. first:
+    the first recorded node. Returns the number of trees.
     """
     swapped = compared = 0
     for row, accepts in enumerate(record["accept_lengths"]):
@@ -91,6 +91,7 @@ def check_trees(record, proposals, swaps: int = 0, first: int = 0) -> int:
             if different:
                 margin = next(record[name] for name in (f"tree_margin_{row}", f"margin_{row}") if name in record)
                 assert margin[i] < CLOSE, f"prompt {row}, step {i}: {different}"
+                assert exchanged or sorted(ours["tokens"]) == sorted(recorded["tokens"])
                 swapped += 1
             compared += 1
     assert swapped <= swaps
