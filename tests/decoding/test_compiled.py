@@ -156,15 +156,17 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
 )
 def test_the_loop_updates_its_caches_in_place(name, batch, rule):
     engine = make_engine(name)
-    hlo = optimised_hlo(engine, batch, rule=rule)
-    assert cache_copies(engine, hlo) == []
+    check_updates(engine, optimised_hlo(engine, batch, rule=rule), batch, DRAFTERS[name][2])
 
-    # No other instruction rewrites a whole cache, such as a select over all slots: every cache-shaped result updates a
-    # few slots, alone or as the only instruction of its shape in a fusion.
+
+def check_updates(engine: Engine, hlo: str, batch: int, own_layers: int) -> None:
+    """No cache is copied, and no instruction rewrites a whole one, such as a select over all slots: every cache-shaped
+    result updates a few slots, alone or as the only instruction of its shape in a fusion.
+    """
+    assert cache_copies(engine, hlo) == []
     makers = cache_makers(engine, hlo, batch)
     updates = take_updates(makers, engine, hlo, batch)
-    n_caches = 2 * CONFIG.n_layers + 2 * DRAFTERS[name][2]
-    assert updates == n_caches
+    assert updates == 2 * (CONFIG.n_layers + own_layers)
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 
@@ -185,15 +187,9 @@ def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
 def test_extend_updates_the_caches_in_place(name, batch):
     """A conversation turn must not copy the caches, which happens if the write waits for an input."""
     engine = make_engine(name)
-    hlo = extended_hlo(engine, batch)
-    assert cache_copies(engine, hlo) == []
-    makers = cache_makers(engine, hlo, batch)
-    updates = take_updates(makers, engine, hlo, batch)
     # A draft model first writes the last token of the previous answer if that token is pending.
     writes = 2 if name == "model" else 1
-    assert updates == 2 * CONFIG.n_layers + 2 * writes * DRAFTERS[name][2]
-    assert makers.pop("fusion", 0) <= updates
-    assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
+    check_updates(engine, extended_hlo(engine, batch), batch, writes * DRAFTERS[name][2])
 
 
 class CopyingEngine(Engine):

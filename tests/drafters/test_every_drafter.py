@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from helpers.how import how, sampling
 from helpers.lab import NEW, VOCAB
 from helpers.log_probabilities import of_whole_text
+from helpers.noise import noise
 from helpers.refusals import refusal
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.decode import result_of
@@ -23,8 +25,10 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
-from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of
+from hydrajax.drafters.trainable import Trainable
+from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of, trainable, without_weights
 from hydrajax.lookahead.drafter import Lookahead
+from hydrajax.models.base_model import BoundBase
 from hydrajax.trees import presets
 
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
@@ -77,7 +81,7 @@ def test_specs_and_states(lab):
         drafter, tree = lab.drafters[name], tree_of(lab, name)
         assert hash(drafter) == hash(dataclasses.replace(drafter))
         state = jax.eval_shape(lambda drafter=drafter: drafter.init_state(3, 20))
-        assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(state)), name
+        chex.assert_tree_shape_prefix(state, (3,))
         assert (
             jax.eval_shape(lambda state, drafter=drafter: drafter.rewind(state, jnp.array([2, 0, 1])), state) == state
         )
@@ -107,6 +111,52 @@ def test_names_and_titles(lab):
         assert heads(name) is type(lab.drafters[name])
         assert kind_of(lab.drafters[name]) == name
     assert kind_of(lab.drafters["model"]) is None  # not a format of heads
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.quick("lookup")
+def test_every_kind_that_is_installed_decodes_the_bases_own_text(lab, name):
+    """As programs build it, with its default tree and random parameters; sequences can be removed and moved."""
+    drafter, base = KINDS[name].build(lab.model.config, jnp.float32), BoundBase(lab.model, lab.base(0))
+    tree = presets.by_name(drafter.spec.default_tree)
+    params = noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 3)
+    texts, _ = lab.references(0, PROMPTS)
+    out = lab.decode(make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW), 0, params, PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        assert out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), NEW)
+    assert (out.accept_lengths.max() > 0) == (tree != presets.root())
+    assert KINDS[name].title
+    chex.assert_tree_shape_prefix(drafter.init_state(3, 20), (3,))
+    assert name not in without_weights() or (params == {} and kind_of(drafter) is None)
+
+
+def settings_of(name: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(heads(name).Settings)}
+
+
+@pytest.mark.parametrize("name", trainable())
+def test_heads_are_known_by_their_name_with_and_without_a_prefix_layer(lab, name):
+    kind, base = heads(name), BoundBase(lab.model, lab.base(0))
+    drafter = kind.for_base(lab.model.config, jnp.float32)
+    assert isinstance(drafter, Trainable)
+    assert kind_of(drafter) == name
+    for prefix in (False, True) if "prefix" in settings_of(name) else ():
+        drafter = kind.for_base(lab.model.config, jnp.bfloat16, kind.Settings(prefix=prefix, num_draft_heads=3))
+        assert (kind_of(drafter), drafter.prefix is not None, drafter.spec.prefix_layer) == (name, prefix, prefix)
+        assert (drafter.spec.depth, drafter.spec.num_draft_heads, drafter.width, drafter.vocab_size) == (3, 3, 32, 17)
+        assert drafter.dtype == jnp.bfloat16
+        boxed = jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), base))
+        assert ("prefix" in boxed) == prefix
+
+
+def test_a_setting_of_one_name_is_the_same_in_all_kinds():
+    """A training file may have settings of other kinds at their defaults, and records of runs do."""
+    found = [
+        (field.name, field.type, field.default)
+        for name in trainable()
+        for field in dataclasses.fields(heads(name).Settings)
+    ]
+    assert len(set(found)) == len({name for name, _, _ in found})
 
 
 def test_programs_that_do_not_fit_are_refused(lab):

@@ -1,4 +1,4 @@
-"""Compare prompt lookup with a plain search, and decode with it."""
+"""Compare prompt lookup with a plain search."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from helpers.lab import NEW, quick_jit
+from helpers.lab import quick_jit
 from helpers.refusals import refusal
-from hydrajax.api import make_decode_fn
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
@@ -224,31 +223,6 @@ def test_matches_by_hand():
     # With the root 2, [0, 1, 2] matches at position 5 and the shorter [1, 2] at position 1. Without a match nothing is
     # proposed; a token that was just repeated continues to repeat, and its earlier occurrence was followed by 2.
     assert propose(np.array([2, 9, 1])).tolist() == [[2, 5, 7, 6, 0], [9, -1, -1, -1, -1], [1, 1, 2, 1, 5]]
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
-
-PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tree", ["chain", "wide"])
-def test_steps_accept_what_a_plain_search_gets_right(lab, tree):
-    texts, _ = lab.references(0, PROMPTS)
-    decode_fn = make_decode_fn(lab.model, PromptLookup(), TREES[tree], max_new_tokens=NEW)
-    out = lab.decode(decode_fn, 0, {}, PROMPTS)
-    for row, prompt in enumerate(PROMPTS):
-        at = len(prompt)
-        for accepted in out.accept_lengths[row, : out.steps[row]]:
-            tokens = fill(TREES[tree], texts[row, : at + 1].tolist(), PromptLookup())
-            right = {()}
-            for path, token in zip(TREES[tree].choices, tokens[1:], strict=True):
-                true = texts[row, at + len(path)] if at + len(path) < lab.context else -2
-                if path[:-1] in right and token == true:
-                    right.add(path)
-            assert accepted == min(max(map(len, right)), len(prompt) + NEW - at - 1)
-            at += int(accepted) + 1
-    assert out.accept_lengths.max() >= 2
 
 
 def test_bad_settings_are_rejected():

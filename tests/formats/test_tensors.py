@@ -25,6 +25,7 @@ from hydrajax.formats.torch_files import TorchFiles, save_torch
 Q = "model.layers.1.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
 MAPS = Path("/proc/self/maps")
+NEITHER = " has neither model.safetensors nor pytorch_model.bin, nor their .index.json"
 KINDS = ["safetensors", "safetensors shards", "bin", "bin shards"]
 
 
@@ -233,7 +234,7 @@ def test_every_tensor_is_needed_in_its_shape_and_as_floats(base_state, write, ki
             path.write_bytes(content[:keep])
             refused(folder, str(path), "damaged")
         path.unlink()
-        refused(folder, str(folder), *(["missing from", path.name] if "shards" in kind else ["has neither"]))
+        refused(folder, str(folder), *(["missing from", path.name] if "shards" in kind else [NEITHER]))
         path.write_bytes(content)
     load_llama(folder)
 
@@ -244,11 +245,6 @@ def test_a_truncated_file_of_before_torch_1_6(base_state, write, keep):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep) if isinstance(keep, float) else keep])
     refused(path.parent, str(path), "damaged")
-
-
-def test_missing_files(tiny_checkpoint, tmp_path):
-    (tmp_path / "config.json").write_bytes((tiny_checkpoint / "config.json").read_bytes())
-    refused(tmp_path, f"{tmp_path} has neither model.safetensors nor pytorch_model.bin, nor their .index.json")
 
 
 def test_a_file_with_more_bytes_than_there_are_addresses(base_state, write, monkeypatch):
