@@ -39,12 +39,9 @@ def tokenizer():
 @functools.cache
 def token_bytes() -> dict[int, bytes]:
     """Return the bytes of every token that is not special (tests/grammar/test_vocabulary.py checks them)."""
-    decoder = tokenizer().backend_tokenizer.decoder
-    letters = {chr(byte): byte for byte in (*range(33, 127), *range(0xA1, 0xAD), *range(0xAE, 0x100))}
-    others = [byte for byte in range(256) if chr(byte) not in letters]
-    letters |= {chr(256 + number): byte for number, byte in enumerate(others)}
-    assert decoder.decode(["Ġt", "Ã", "Ł"]) == " tß"
-    return {number: bytes(map(letters.get, token)) for token, number in tokenizer().get_vocab().items() if number > EOS}
+    assert tokenizer().backend_tokenizer.decoder.decode(["Ġt", "Ã", "Ł"]) == " tß"
+    vocabulary = tokenizer().get_vocab().items()
+    return {number: small_tokenizer.bytes_of(token) for token, number in vocabulary if number > EOS}
 
 
 ALPHABET = ["a", "b", "t", "r", "e", "h", " ", "{", '"', ":", ",", "1", "2", "ß", "日", "🌳"]

@@ -18,18 +18,6 @@ from hydrajax.text.continuation import TokenBytes
 PADDING = 20  # ids of a base beyond its tokenizer's
 
 
-def byte_of_letter() -> dict[str, int]:
-    """Return GPT-2's table of bytes as printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in kept]
-    return {chr(byte): byte for byte in kept} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def of_byte_level(token: str) -> bytes:
-    table = byte_of_letter()
-    return bytes(table[letter] for letter in token)
-
-
 def of_sentencepiece(token: str) -> bytes:
     """Return the bytes of a piece: ``▁`` is a space and ``<0x41>`` a byte."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
@@ -54,10 +42,10 @@ def shipped():
 
 
 TOKENIZERS = {
-    "byte level": (small_tokenizer.byte_level, of_byte_level),
-    "added tokens": (with_added_tokens, of_byte_level),
+    "byte level": (small_tokenizer.byte_level, small_tokenizer.bytes_of),
+    "added tokens": (with_added_tokens, small_tokenizer.bytes_of),
     "metaspace": (small_tokenizer.metaspace, of_sentencepiece),
-    "shipped": (shipped, of_byte_level),
+    "shipped": (shipped, small_tokenizer.bytes_of),
 }
 
 

@@ -7,6 +7,17 @@ SAMPLE = ["the tree of the draft, the base of the tree", "naïve café Straße",
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
 
 
+# GPT-2's table of bytes as printable characters (Radford et al. 2019, `bytes_to_unicode`).
+_KEPT = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+_BYTES = {chr(byte): byte for byte in _KEPT}
+_BYTES |= {chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _KEPT)}
+
+
+def bytes_of(token: str) -> bytes:
+    """Return the bytes of a token of a byte-level tokenizer."""
+    return bytes(_BYTES[letter] for letter in token)
+
+
 def byte_level():
     """Return a byte-level BPE tokenizer with <unk>, <s>, </s> = 0, 1, 2; it adds <s> and has a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

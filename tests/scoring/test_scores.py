@@ -1,20 +1,28 @@
-"""Scores: their choice for a question set, exact match, ROUGE, and pass@1 of HumanEval."""
+"""Scores: their choice for a question set, exact match, ROUGE, pass@1 of HumanEval, their files and intervals."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from decimal import Decimal
 from pathlib import Path
+from typing import ClassVar
 
+import numpy as np
 import pytest
+from scipy.stats import binom
 
+from helpers.answering import FAST, PLAIN
 from hydrajax.bench.questions.sets import FILES, Question, read_questions
 from hydrajax.errors import HydrajaxError
 from scoring.exact_match import ExactMatch, last_number
+from scoring.intervals import ScoreFigures, mean_interval, summarise_scores
 from scoring.pass_at_1 import PassAt1, program
 from scoring.registry import SCORES, choose
 from scoring.rouge import Rouge
+from scoring.score_files import score_answers
+from scoring.score_protocol import Scored
 
 CODE = Question("H/0", "code", ("def f():",), {"prompt": "def f():", "test": "def check(f): f()", "entry_point": "f"})
 SUM = Question(1, "gsm8k", ("1 + 1?",), {"answer": "#### 2"})
@@ -184,3 +192,144 @@ def test_all_canonical_solutions_pass():
         whole = question.record["prompt"] + question.record["canonical_solution"]
         assert PassAt1().of(question, [f"Here:\n```python\n{whole}\n```"]).values == {"pass@1": 1.0}
         assert PassAt1().of(question, ["    return None\n"]).values == {"pass@1": 0.0}
+
+
+QUESTIONS = [Question(1, "a", ("one?",), {"r": 1}), Question("x/2", "a", ("two?", "more?"), {"r": 2})]
+
+
+class Length:
+    """The number of characters of all answers; None of an answer that holds a question mark. Remembers its calls."""
+
+    metrics: ClassVar[dict[str, float]] = {"length": 1}
+
+    def __init__(self, version=1):
+        self.version, self.calls = version, []
+
+    def identity(self):
+        return {"version": self.version}
+
+    def of(self, question, texts):
+        self.calls.append((question.question_id, tuple(texts)))
+        return (
+            None if "?" in "".join(texts) else Scored({"length": float(sum(map(len, texts)))}, {"texts": list(texts)})
+        )
+
+
+def answers(**texts) -> dict:
+    """By model: a text for the first question, and two for the second."""
+    return {
+        model_id: {
+            question.question_id: {"choices": [{"output_ids": [list(map(ord, text)) for text in own]}]}
+            for question, own in zip(QUESTIONS, (row[:1], row[1:]), strict=True)
+        }
+        for model_id, row in texts.items()
+    }
+
+
+def score(folder, score, given, questions=QUESTIONS):
+    return score_answers("length", score, questions, given, folder, lambda ids: "".join(map(chr, ids)))
+
+
+def test_equal_answers_are_scored_once_and_a_rerun_scores_nothing(tmp_path):
+    given = answers(plain=["ab", "c", "de"], fast=["ab", "c", "d"], faster=["ab", "c", "de"])
+    first, again = Length(), Length()
+    values = score(tmp_path, first, given)
+    assert {model_id: [row["length"] for row in own.values()] for model_id, own in values.items()} == {
+        "plain": [2.0, 3.0], "fast": [2.0, 2.0], "faster": [2.0, 3.0],
+    }  # fmt: skip
+    assert first.calls == [(1, ("ab",)), ("x/2", ("c", "de")), ("x/2", ("c", "d"))]
+    assert score(tmp_path, again, given) == values
+    assert again.calls == []
+    lines = [json.loads(line) for line in (tmp_path / "scores" / "length" / "fast.jsonl").read_text().splitlines()]
+    assert [(line["question_id"], line["values"], line["detail"]) for line in lines] == [
+        (1, {"length": 2.0}, {"texts": ["ab"]}), ("x/2", {"length": 2.0}, {"texts": ["c", "d"]}),
+    ]  # fmt: skip
+
+
+def test_what_a_score_depends_on_makes_it_anew(tmp_path):
+    given = answers(plain=["ab", "c", "de"])
+    score(tmp_path, Length(), given)
+    for scored, questions, calls in (
+        (Length(2), QUESTIONS, 2),  # other settings of the score
+        (Length(2), [Question(1, "a", ("one?",), {"r": 9}), QUESTIONS[1]], 1),  # another reference
+        (Length(2), QUESTIONS, 1),  # and the first again
+    ):
+        score(tmp_path, scored, given, questions)
+        assert len(scored.calls) == calls
+    changed = Length(2)
+    assert score(tmp_path, changed, answers(plain=["abc", "c", "de"]))["plain"][1] == {"length": 3.0}
+    assert changed.calls == [(1, ("abc",))]
+
+
+def test_an_answer_without_a_figure_is_tried_again(tmp_path):
+    given = answers(plain=["ab?", "c", "de"])
+    assert score(tmp_path, Length(), given) == {"plain": {"x/2": {"length": 3.0}}}
+    again = Length()
+    score(tmp_path, again, given)
+    assert again.calls == [(1, ("ab?",))]
+
+
+def test_a_killed_run_keeps_the_whole_lines(tmp_path):
+    class Killed(Length):
+        def of(self, question, texts):
+            if len(self.calls) == 1:
+                raise KeyboardInterrupt
+            return super().of(question, texts)
+
+    given = answers(plain=["ab", "c", "de"])
+    with pytest.raises(KeyboardInterrupt):
+        score(tmp_path, Killed(), given)
+    path = tmp_path / "scores" / "length" / "plain.jsonl"
+    path.write_text(path.read_text() + "[]\n" + '{"question_id": "x/2", "val')
+    again = Length()
+    values = score(tmp_path, again, given)
+    assert values == {"plain": {1: {"length": 2.0}, "x/2": {"length": 3.0}}}
+    assert again.calls == [("x/2", ("c", "de"))]
+    assert len(list(map(json.loads, path.read_text().splitlines()))) == 2
+
+
+def test_the_interval_of_a_share_is_the_binomials():
+    """Drawing n questions with replacement from k right ones of n gives a binomial count."""
+    values = np.array([1.0] * 30 + [0.0] * 70)
+    mean, low, high = mean_interval(values)
+    assert mean == pytest.approx(0.3)
+    assert [low, high] == pytest.approx(binom.ppf([0.025, 0.975], 100, 0.3) / 100, abs=0.011)  # a question more or less
+
+
+def test_the_interval_of_a_mean_has_the_width_of_the_normal_law():
+    values = np.random.default_rng(6).uniform(0, 1, 400)
+    mean, low, high = mean_interval(values)
+    error = np.std(values) / 20
+    assert mean == pytest.approx(values.mean())
+    assert [low, high] == pytest.approx([mean - 1.96 * error, mean + 1.96 * error], abs=0.15 * error)
+    assert mean_interval(np.array([0.5])) == (0.5, None, None)
+
+
+def test_differences_are_paired():
+    """Hard and easy questions: each figure is wide, their difference is not."""
+    questions = [Question(n, "a" if n < 40 else "b", ("x",)) for n in range(80)]
+    hard = np.random.default_rng(7).uniform(0, 1, 80)
+    values = {
+        PLAIN: {n: {"m": hard[n]} for n in range(80)},
+        FAST: {n: {"m": hard[n] - 0.1 + 0.01 * (n % 2)} for n in range(80)},
+    }
+    found = summarise_scores(values, questions, PLAIN, ["m"])
+    assert [list(rows) for rows in found.values()] == [["a", "b", "overall"]] * 2
+    row = found[FAST]["overall"]["m"]
+    assert (row.questions, row.mean) == (80, pytest.approx(hard.mean() - 0.095))
+    assert row.difference == pytest.approx(-0.095)
+    error = 0.005 / np.sqrt(80)
+    assert [row.difference_low, row.difference_high] == pytest.approx(
+        [-0.095 - 1.96 * error, -0.095 + 1.96 * error], abs=0.2 * error
+    )
+    assert row.high - row.low > 20 * (row.difference_high - row.difference_low)
+    plain = found[PLAIN]["overall"]["m"]
+    assert (plain.difference, plain.difference_low, plain.difference_high) == (0, 0, 0)
+
+
+def test_only_questions_with_a_figure_from_all_count():
+    questions = [Question(n, name, ("x",)) for n, name in enumerate(["a", "a", "b"])]
+    values = {PLAIN: {0: {"m": 1.0, "n": 5.0}, 1: {"m": 3.0}}, FAST: {0: {"m": 2.0, "n": 6.0}, 2: {"m": 9.0}}}
+    found = summarise_scores(values, questions, PLAIN, ["m", "n", "o"])[FAST]
+    assert {name: list(metrics) for name, metrics in found.items()} == {"a": ["m", "n"], "overall": ["m", "n"]}
+    assert found["a"]["m"] == ScoreFigures(1, 2.0, None, None, 1.0, None, None)
