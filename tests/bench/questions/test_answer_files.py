@@ -19,8 +19,6 @@ from hydrajax.bench.questions.answer_files import AnswerFiles
 from hydrajax.bench.questions.asking import evaluate
 from hydrajax.bench.questions.summary import MT_BENCH
 
-# --- what the published scripts read ----------------------------------------------------------------------------------
-
 
 def spec_bench_speed(path, base_path, tokenizer, task):
     """As ``speed`` of hemingkx/Spec-Bench, evaluation/speed.py (commit 132ba4c): speeds, ratio, accepted tokens."""
@@ -108,13 +106,6 @@ def test_the_files_hold_what_published_scripts_read(tmp_path):
             assert files.answers[model_id][question.question_id] == record
 
 
-# --- taking up --------------------------------------------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("calls", [0, 9, 20, 25])
 def test_a_run_that_was_broken_off_is_taken_up(tmp_path, calls):
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -124,13 +115,13 @@ def test_a_run_that_was_broken_off_is_taken_up(tmp_path, calls):
     def broken(decoder):
         def decode(ids, seed):
             if len(log) == calls:
-                raise Killed
+                raise KeyboardInterrupt
             return decoder.decode(ids, seed)
 
         return SimpleNamespace(model_id=decoder.model_id, decode=decode)
 
     files = AnswerFiles(part, [PLAIN, FAST], SETTINGS)
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         evaluate(QUESTIONS, list(map(broken, decoders)), PROMPTER, files, repeats=2)
     asked = []
     files = run(part, repeats=2, on_question=lambda: asked.append(1))

@@ -36,27 +36,37 @@ def by_name(operators) -> Counter:
     return found
 
 
-def test_bytes_by_hand():
-    """Two devices: a tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 heads, bfloat16."""
-    c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4)
-    found = forward(Llama(c, jnp.bfloat16), 2, 4, 10, division=Division(model=2))
-    rows, queries, scores = 8, 2 * 4 * 4, 2 * 4 * 14  # a device's head
+@pytest.mark.parametrize(("devices", "kv_heads"), [(1, 1), (2, 2)])
+def test_bytes_by_hand(devices, kv_heads):
+    """A tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 heads, bfloat16; a device has one KV head."""
+    c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=kv_heads, head_dim=4)
+    found = forward(Llama(c, jnp.bfloat16), 2, 4, 10, division=Division(model=devices))
+    heads, mlp, vocabulary = 2 // devices, 12 // devices, 50 // devices
+    rows, qkv, queries, scores = 8, 4 * (heads + 2), 2 * heads * 4 * 4, 2 * heads * 4 * 14
     assert by_name(of_kind(found, "weights", "attention")) == {
-        "qkv": 2 * (rows * 8 + 8 * 12 + rows * 12),
+        "qkv": 2 * (rows * 8 + 8 * qkv + rows * qkv),
+        # Tree and cache are a product each, which both read the queries. Scores and sums are float32.
         "scores": 2 * (2 * queries + 2 * 14 * 4) + 4 * scores,
         "weighted sum": 2 * (scores + 2 * 14 * 4) + 4 * 2 * queries,
-        "out": 2 * (rows * 4 + 4 * 8 + rows * 8),
-        "gate up": 2 * (rows * 8 + 8 * 12 + rows * 12),
-        "down": 2 * (rows * 6 + 6 * 8 + rows * 8),
-        "lm head": 2 * (rows * 8 + 8 * 25) + 4 * rows * 25,
+        "out": 2 * (rows * 4 * heads + 4 * heads * 8 + rows * 8),
+        "gate up": 2 * (rows * 8 + 8 * 2 * mlp + rows * 2 * mlp),
+        "down": 2 * (rows * mlp + mlp * 8 + rows * 8),
+        "lm head": 2 * (rows * 8 + 8 * vocabulary) + 4 * rows * vocabulary,
     }
     # In a ring of two a device sends half of the numbers twice.
     sums = dict.fromkeys(("all-reduce embedding", "all-reduce out", "all-reduce down"), 2 * rows * 8)
-    assert by_name(of_kind(found, "collective")) == sums
-    around = by_name(of_kind(found, "elementwise"))
-    assert around["embedding"] == 2 * 2 * rows * 8  # every device writes all rows
-    assert around["around gate up"] == 2 * (rows * 8 + rows * 12)
-    assert around["around down"] == 2 * (rows * 6 + rows * 8)
+    assert by_name(of_kind(found, "collective")) == (sums if devices == 2 else {})
+    assert by_name(of_kind(found, "elementwise")) == {
+        "embedding": 2 * 2 * rows * 8,  # every device writes all rows
+        "around qkv": 2 * (rows * 8 + rows * qkv),  # what the norm writes and the rotation reads
+        # Queries and the tree's keys are written, and the scores read by the softmax.
+        "around scores": 2 * (queries + 2 * 4 * 4) + 4 * scores,
+        "around weighted sum": 2 * (scores + 2 * 4 * 4) + 4 * 2 * queries,
+        "around out": 2 * (rows * 4 * heads + rows * 8),
+        "around gate up": 2 * (rows * 8 + rows * 2 * mlp),
+        "around down": 2 * (rows * mlp + rows * 8),
+        "around lm head": 2 * rows * 8,  # its logits are the result
+    }
 
 
 def test_a_mesh_of_one_device_changes_nothing():
@@ -120,23 +130,17 @@ def test_a_draft_model_is_copied():
     assert begin(drafter, base, 1, 64, 64, EIGHT) == begin(drafter, base, 1, 64, 64)
 
 
-# --- predictions ------------------------------------------------------------------------------------------------------
-
-
-def test_a_collective_takes_its_latency_and_its_bytes():
-    device = Device("round", flops=1.0, bandwidth=1.0, link=100.0, latency=2.0)
-    exchange = Operator("all-reduce out", 0.0, 1000.0, 1, "collective", count=3)
-    assert device.seconds(exchange) == 3 * (2 + 10)
-    assert not device.memory_bound(exchange)
-
-
-def prediction(config=SEVEN, kind="medusa", device="H100", batch=1, context=1024, nodes=64, **settings):
-    tree, drafter = first_nodes(presets.sparse(), [nodes]), KINDS[kind].build(config, jnp.bfloat16)
-    (found,) = predict(DEVICES[device], config, drafter, tree, [batch], [context], 2, **settings)
+def prediction(**settings):
+    tree, drafter = first_nodes(presets.sparse(), [64]), KINDS["medusa"].build(SEVEN, jnp.bfloat16)
+    (found,) = predict(DEVICES["H100"], SEVEN, drafter, tree, [1], [1024], 2, **settings)
     return found
 
 
 def test_a_step_on_eight_devices():
+    """A collective takes its latency and its bytes."""
+    device = Device("round", flops=1.0, bandwidth=1.0, link=100.0, latency=2.0)
+    exchange = Operator("all-reduce out", 0.0, 1000.0, 1, "collective", count=3)
+    assert (device.seconds(exchange), device.memory_bound(exchange)) == (3 * (2 + 10), False)
     one, eight = prediction(), prediction(division=EIGHT)
     assert (one.collectives, one.collective_time) == (0, 0)
     # Sums: two a layer and the embedding. Tokens: one of verify. Medusa: four blocks and four rankings.

@@ -30,22 +30,18 @@ def head_kernels(kind: str, tree=TREE, batch: int = 3):
     return [op for op in operators if op.kind == "weights"]
 
 
-def test_the_tree_has_the_assumed_parents():
-    assert [len(level.parents) for level in TREE.levels] == [1, 10, 10, 1]
-
-
-def test_medusa_heads_run_on_one_row_each():
+def test_medusa_heads_run_on_one_row_each_and_hydra_heads_once_per_parent():
     assert flops(head_kernels("medusa")) == 2 * 3 * 4 * (D * D + D * V)
-
-
-def test_hydra_heads_run_once_per_parent():
     paths = [1, 10, 10, 1]
+    assert [len(level.parents) for level in TREE.levels] == paths
     shared = 4 * 2 * D * 2 * D  # the hidden state and the root, once per row of the batch
     path = sum(p * k * D * 2 * D for k, p in enumerate(paths))
     assert flops(head_kernels("hydra")) == 2 * 3 * (shared + path + sum(paths) * D * V)
 
 
 def test_hydra_pp_blocks_are_multiplied_three_times_and_read_once():
+    """Heads below the tree are not run."""
+    assert {op.name.split()[1] for op in head_kernels("hydra", presets.chain(2))} == {"0", "1"}
     blocks = [op for op in head_kernels("hydra++") if "blocks" in op.name]
     assert [op.flops for op in blocks] == [3 * 2 * 3 * p * D * D for p in (1, 10, 10, 1)]
     assert all(op.bytes == 2 * (D * D + 2 * op.rows * D) for op in blocks)
@@ -56,10 +52,6 @@ def test_the_bytes_of_a_draft_are_its_parameters():
     for kind in ("medusa", "hydra"):
         parameters = draft_parameters(KINDS[kind].build(SEVEN, jnp.bfloat16), BASE)
         assert 1 < moved(head_kernels(kind, presets.chain(4), batch=1)) / (2 * parameters) < 1.01
-
-
-def test_heads_below_the_tree_are_not_run():
-    assert {op.name.split()[1] for op in head_kernels("hydra", presets.chain(2))} == {"0", "1"}
 
 
 def test_every_matrix_of_the_draft_is_multiplied_with():
@@ -90,9 +82,8 @@ def test_flops_of_drafts_with_a_cache_against_xla(kind, tree, monkeypatch):
     params = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
     state = jax.eval_shape(lambda: drafter.init_state(batch, slots))
     whole = jax.ShapeDtypeStruct((batch, 6), jnp.int32)
-    aux_hidden_states = jax.ShapeDtypeStruct(
-        (batch, 6, len(drafter.spec.aux_hidden_layers) * config.width), jnp.float32
-    )
+    width = len(drafter.spec.aux_hidden_layers) * config.width
+    aux_hidden_states = jax.ShapeDtypeStruct((batch, 6, width), jnp.float32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
 
     def filled(base, params, state, root):

@@ -32,8 +32,6 @@ def test_woken_experts_against_draws():
     found = np.mean([len(np.unique(draw)) for draw in draws])
     assert woken(64, 8, 8) == pytest.approx(found, rel=0.02)
 
-
-def test_woken_experts_at_the_ends():
     assert woken(128, 8, 0) == 0
     assert woken(128, 8, 1) == pytest.approx(8)
     assert woken(128, 8, 2) == pytest.approx(16 - 64 / 128)

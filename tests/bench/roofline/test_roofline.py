@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,9 +24,6 @@ from hydrajax.ops.cpu import library
 from hydrajax.trees import presets
 
 SEVEN = PRESETS["7b"]
-
-
-# --- a forward pass -------------------------------------------------------------------------------------------------
 
 
 def test_flops_against_xla(monkeypatch):
@@ -62,36 +57,6 @@ def test_flops_of_a_layer_against_the_shapes_of_its_products():
     assert flops(forward(Llama(c), batch, queries, keys - queries)) == expected
 
 
-def test_bytes_by_hand():
-    """A tree of 4 nodes over 10 cached tokens, batch 2, one layer of 2 query heads and 1 KV head, bfloat16."""
-    c = LlamaConfig(50, 8, 12, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4)
-    found = {"elementwise": Counter(), "weights": Counter(), "attention": Counter()}
-    for operator in forward(Llama(c, jnp.bfloat16), 2, 4, 10):
-        found[operator.kind][operator.name] += operator.bytes * operator.count
-    rows, queries, scores = 8, 2 * 2 * 4 * 4, 2 * 2 * 4 * 14
-    assert found["weights"] | found["attention"] == {
-        "qkv": 2 * (rows * 8 + 8 * 16 + rows * 16),
-        # Tree and cache are a product each, which both read the queries. Scores and sums are float32.
-        "scores": 2 * (2 * queries + 2 * 14 * 4) + 4 * scores,
-        "weighted sum": 2 * (scores + 2 * 14 * 4) + 4 * 2 * queries,
-        "out": 2 * (rows * 8 + 8 * 8 + rows * 8),
-        "gate up": 2 * (rows * 8 + 8 * 24 + rows * 24),
-        "down": 2 * (rows * 12 + 12 * 8 + rows * 8),
-        "lm head": 2 * (rows * 8 + 8 * 50) + 4 * rows * 50,
-    }
-    assert found["elementwise"] == {
-        "embedding": 2 * 2 * rows * 8,
-        "around qkv": 2 * (rows * 8 + rows * 16),  # what the norm writes and the rotation reads
-        # Queries and the tree's keys are written, and the scores read by the softmax.
-        "around scores": 2 * (queries + 2 * 4 * 4) + 4 * scores,
-        "around weighted sum": 2 * (scores + 2 * 4 * 4) + 4 * 2 * queries,
-        "around out": 2 * (rows * 8 + rows * 8),
-        "around gate up": 2 * (rows * 8 + rows * 24),
-        "around down": 2 * (rows * 12 + rows * 8),
-        "around lm head": 2 * rows * 8,  # its logits are the result
-    }
-
-
 def test_one_token_reads_every_weight_and_the_cache():
     """Against the count of `hydrajax bench` from the arrays; activations are the difference."""
     config = LlamaConfig(4000, 512, 1536, n_layers=2, n_heads=8, n_kv_heads=2, head_dim=64, tied_lm_head=True)
@@ -109,25 +74,18 @@ def test_prefill_computes_logits_of_the_last_token_only():
     }  # fmt: skip
 
 
-# --- devices and predictions ----------------------------------------------------------------------------------------
-
-
-def test_an_operator_takes_the_longer_of_arithmetic_and_traffic():
+def test_seconds_and_rates_of_a_device():
+    """An operator takes the longer of arithmetic and traffic; measured rates are interpolated in logarithms and
+    averaged rate by rate.
+    """
     device = Device("round", flops=100.0, bandwidth=10.0)
-    assert device.seconds(Operator("a", 1000.0, 1.0, 1, "weights")) == 10
-    assert device.seconds(Operator("b", 1.0, 1000.0, 1, "weights", count=3)) == 300
-    assert device.memory_bound(Operator("b", 1.0, 1000.0, 1, "weights"))
-    assert not device.memory_bound(Operator("a", 1000.0, 1.0, 1, "weights"))
-
-
-def test_measured_rates_are_interpolated_in_logarithms_and_constant_beyond():
+    computes, moves = Operator("a", 1000.0, 1.0, 1, "weights"), Operator("b", 1.0, 1000.0, 1, "weights", count=3)
+    assert (device.seconds(computes), device.seconds(moves)) == (10, 300)
+    assert (device.memory_bound(computes), device.memory_bound(moves)) == (False, True)
     device = Device("here", 400.0, 1e9, weight_rates=((1, 100.0), (16, 400.0)))
     rate = {rows: device.rate(Operator("", 1.0, 1.0, rows, "weights")) for rows in (1, 4, 16, 64)}
     assert rate == pytest.approx({1: 100, 4: 200, 16: 400, 64: 400})
     assert device.rate(Operator("", 1.0, 1.0, 1, "attention")) == 400  # none measured: the peak
-
-
-def test_measurements_are_averaged_rate_by_rate():
     slow, fast = (Device("here", k, 10 * k, ((1, k), (4, 2 * k)), ((1, k),)) for k in (100.0, 400.0))
     mean = devices.average([slow, fast])
     assert (mean.flops, mean.bandwidth) == pytest.approx((200, 2000))
@@ -164,13 +122,9 @@ def test_device_of_a_device_kind():
     assert {kind: device and (device.name, device.flops) for kind, device in found.items()} == KINDS_OF_DEVICES
 
 
-def predictions(
-    config=SEVEN, kind="hydra++", device="H100", sizes=(1, 4, 16, 64), batches=(1,), contexts=(1024,), **more
-):
-    drafter = KINDS[kind].build(config, jnp.bfloat16)
-    return list(
-        predict(DEVICES[device], config, drafter, first_nodes(presets.sparse(), sizes), batches, contexts, 2, **more)
-    )
+def predictions(kind="hydra++", device="H100", sizes=(1, 4, 16, 64), batches=(1,), **more):
+    drafter, trees = KINDS[kind].build(SEVEN, jnp.bfloat16), first_nodes(presets.sparse(), sizes)
+    return list(predict(DEVICES[device], SEVEN, drafter, trees, batches, (1024,), 2, **more))
 
 
 def test_a_7b_step_at_batch_1_is_memory_bound():

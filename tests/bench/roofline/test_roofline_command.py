@@ -124,9 +124,8 @@ QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--
 def test_command_compares_predictions_with_measurements(program, monkeypatch, tmp_path):
     """With given times; the slow test below measures."""
     times = {"autoregressive_step": 4.0, "step": 8.0, "propose": 1.0, "verify": 6.0, "accept_commit": 0.5}
-    others = dict.fromkeys(
-        ("observe", "draft_overhead", "prefill", "compile_seconds", "autoregressive_bandwidth_fraction"), 0.5
-    )
+    rest = ("observe", "draft_overhead", "prefill", "compile_seconds", "autoregressive_bandwidth_fraction")
+    others = dict.fromkeys(rest, 0.5)
     cell = {"batch": 1, "context": 64, "tree": "first-4", "nodes": 4, "depth": 2, "break_even": 2.0}
     sizes = {"autoregressive_bytes_per_step": 1, "peak_memory_bytes": 1}
     rows = [BenchmarkRow(**cell, **times, **others, **sizes)]
@@ -170,37 +169,30 @@ def test_command_measures_here(program):
 
 def test_mistakes_end_in_one_line(program, tmp_path):
     file = tmp_path / "no" / "such" / "file"
-    cases = [
+    for arguments, message in (
         ("", "exactly one of --shape and --base"),
         ("--shape 8x7b", "--shape: got '8x7b', expected tiny"),
         (f"--base {tmp_path / 'none'}", "--base: no such file"),
-        ("--shape 7b --device B200", "invalid choice: 'B200'"),
-        ("--shape 7b --device A100 --dtype float32", "--dtype: got 'float32', expected bfloat16 for the peaks of A100"),
-        ("--shape 7b --tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
-        ("--shape 7b --tree chain-5", "got a depth of 5, expected at most"),
-        (
-            "--shape 7b --draft-kind lookup --tree dynamic-8-1-4",
-            "tree: got dynamic-8-1-4, expected a static tree because PromptLookup cannot fill dynamic ones",
-        ),
-        (
-            "--shape 7b --tree dynamic-8-1-4 --tree-sizes 2",
-            "got dynamic-8-1-4, expected a static tree for a sweep over tree sizes",
-        ),
-        ("--shape 7b --batch-sizes 1,x", "got 'x', expected an integer from 1 up"),
-        (
-            "--shape 7b --tree-sizes 1,16 --tokens-per-step 3",
-            "--tokens-per-step: got 1 values, expected one for each of 2 tree sizes",
-        ),
-        ("--shape 7b --tree-sizes 64 --tokens-per-step 6", "got 6.0 for 64 nodes, expected 1 to 5"),
-        ("--shape 7b --tokens-per-step 1;2", "got '1;2', expected numbers separated by commas"),
-        (f"--shape 7b --json {file}", "--json: cannot write"),
-        ("--shape 7b --mesh model=5", "--mesh: got model=5, expected a divisor of the base's 32 heads"),
-        ("--shape 7b --mesh rows=2", "got 'rows=2', expected model=M or data=D,model=M"),
-        ("--shape 7b --device TPUv4i --mesh model=2", "--mesh: the bandwidth between several TPUv4i is unknown"),
-        ("--shape 7b --device here --quantize int8", "--quantize: cannot be used with --device here"),
-        ("--shape 7b --collective-latency -1", "got '-1', expected a number from 0 to 1000000"),
         ("--shape tiny --context 64,4096", "--context: got 4096, expected at most the model's 1024"),
-        ("--shape 7b --acceptance 0.6", "--acceptance: requires a draft model"),
-    ]
-    for arguments, message in cases:
+    ):
         assert message in refused(program(*arguments.split())), arguments
+    for arguments, message in (
+        ("--device B200", "invalid choice: 'B200'"),
+        ("--device A100 --dtype float32", "--dtype: got 'float32', expected bfloat16 for the peaks of A100"),
+        ("--tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
+        ("--tree chain-5", "got a depth of 5, expected at most"),
+        ("--draft-kind lookup --tree dynamic-8-1-4", "expected a static tree because PromptLookup cannot fill dynamic"),
+        ("--tree dynamic-8-1-4 --tree-sizes 2", "dynamic-8-1-4, expected a static tree for a sweep over tree sizes"),
+        ("--batch-sizes 1,x", "got 'x', expected an integer from 1 up"),
+        ("--tree-sizes 1,16 --tokens-per-step 3", "-per-step: got 1 values, expected one for each of 2 tree sizes"),
+        ("--tree-sizes 64 --tokens-per-step 6", "got 6.0 for 64 nodes, expected 1 to 5"),
+        ("--tokens-per-step 1;2", "got '1;2', expected numbers separated by commas"),
+        (f"--json {file}", "--json: cannot write"),
+        ("--mesh model=5", "--mesh: got model=5, expected a divisor of the base's 32 heads"),
+        ("--mesh rows=2", "got 'rows=2', expected model=M or data=D,model=M"),
+        ("--device TPUv4i --mesh model=2", "--mesh: the bandwidth between several TPUv4i is unknown"),
+        ("--device here --quantize int8", "--quantize: cannot be used with --device here"),
+        ("--collective-latency -1", "got '-1', expected a number from 0 to 1000000"),
+        ("--acceptance 0.6", "--acceptance: requires a draft model"),
+    ):
+        assert message in refused(program("--shape", "7b", *arguments.split())), arguments

@@ -34,33 +34,36 @@ def test_a_product_with_a_weight():
     assert around == Operator("around kernel", 0, 4 * (24 + 24), 1, "elementwise")
 
 
-def test_a_scan_counts_as_often_as_it_runs():
-    def run(p, x):
-        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["kernel"]), None), x, length=5)[0]
-
-    assert flops(counted(run)) == 5 * ONE
+def scanned(p, x):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ p["kernel"]), None), x, length=5)[0]
 
 
-def test_a_product_in_a_loop_of_unknown_length_is_refused():
+def branching(p, x):
+    return jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["kernel"], lambda x: jnp.tanh(x @ p["kernel"]) @ x.T @ x, x)
+
+
+def calling(p, x):
+    unused = x @ p["kernel"]
+    del unused
+    return jax.checkpoint(jax.jit(jax.nn.silu))(x @ p["kernel"])
+
+
+def masked(p, x):
+    sees = (x > 0).astype(jnp.float32)
+    return sees @ sees.T
+
+
+def test_control_flow():
+    """A scan counts as often as it runs, of a condition the largest branch; calls are entered, dead code is dropped.
+    Products of masks are not counted.
+    """
+    expected = {scanned: 5 * ONE, branching: ONE + 2 * (2 * 3 * 3 * 8), calling: ONE, masked: 0}
+    for run, operations in expected.items():
+        assert flops(counted(run)) == operations, run.__name__
+    assert not counted(masked)
     with pytest.raises(ValueError, match="loop of unknown length"):
         counted(lambda p, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ p["kernel"], x))
     assert not counted(lambda p, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + 1, x))
-
-
-def test_the_largest_branch_of_a_condition_counts():
-    def run(p, x):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["kernel"], lambda x: jnp.tanh(x @ p["kernel"]) @ x.T @ x, x)
-
-    assert flops(counted(run)) == ONE + 2 * (2 * 3 * 3 * 8)
-
-
-def test_calls_are_entered_and_dead_code_is_dropped():
-    def run(p, x):
-        unused = x @ p["kernel"]
-        del unused
-        return jax.checkpoint(jax.jit(jax.nn.silu))(x @ p["kernel"])
-
-    assert flops(counted(run)) == ONE
 
 
 def test_a_weight_is_read_once_by_products_that_follow_each_other():
@@ -82,14 +85,6 @@ def test_int8_weights_are_a_byte_each():
 def test_a_ranking_reads_the_output_of_its_product():
     found = {op.name: op.bytes for op in counted(lambda p, x: jax.lax.top_k(x @ p["kernel"], 2)[1])}
     assert found == {"kernel": 4 * (24 + 64 + 24), "kernel ranking": 4 * 24}
-
-
-def test_products_of_masks_are_not_counted():
-    def run(p, x):
-        sees = (x > 0).astype(jnp.float32)
-        return sees @ sees.T
-
-    assert not counted(run)
 
 
 def test_layers_are_counted_as_if_each_were_traced(monkeypatch):
