@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,11 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from helpers.draft_heads import config_in, identical
 from helpers.every_format import BASE, HEADS, params_of
+from helpers.recordings import need
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import native
 from hydrajax.formats.export import NATIVE, WRITTEN, export_heads
 from hydrajax.formats.fingerprint import fingerprint
+from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
 
 FOREIGN = [*(name for name, (_, format, _) in HEADS.items() if format != NATIVE), "medusa_2"]
@@ -43,6 +46,37 @@ def test_written_and_read_back_bit_for_bit(formats, tmp_path, name):
     assert config_in(tmp_path / "next").keys() == config_in(formats / name).keys()
     for path in (formats / name).glob("*.safetensors"):
         assert (tmp_path / "next" / path.name).read_bytes() == path.read_bytes()
+
+
+HYDRA, EAGLE = ("hydra_mlp/heads", "hydra_pp/heads"), ("eagle/eagle1_mha/draft", "eagle/eagle3_mha/draft")
+ONE_PASS = [f"parallel/{name}_a/draft" for name in ("dflash", "dspark", "dsdflash", "jetspec")]
+UNSAID = ["base_model_name_or_path", "transformers_version"]  # of Hydra heads; then of layers
+UNSAID += ["initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout"]
+UNSAID += ["auto_map", "layer_types", "max_window_layers", "num_anchors", "rope_parameters"]  # of drafts of one pass
+
+
+@pytest.mark.parametrize("folder", [*HYDRA, *EAGLE, *ONE_PASS])
+def test_official_drafts_are_written_again(golden, tmp_path, folder):
+    """The export equals the official file without the base's tensors, and other formats keep the draft."""
+    source = need(golden / folder)
+    base = read_config(golden / ("parallel/base_a" if folder in ONE_PASS else "base/mha"))
+    drafter, params = load_draft(source, base, None)
+    for format in (None, NATIVE, *(["speculators"] if folder in EAGLE else [])):
+        record = {"shapes": {"n_layers": base.n_layers}}
+        export_heads(tmp_path / str(format), drafter, params, format=format, dtype=None, base_fingerprint=record)
+        found, again = load_draft(tmp_path / str(format), base, None)
+        assert found == drafter
+        identical(params, again)
+    (path,) = source.glob("*.safetensors")
+    official, written = load_file(path), load_file(tmp_path / "None" / path.name)
+    own = "(?!.*(embed_|rotary)).*" if folder not in ONE_PASS else "(?!embed_tokens|lm_head).*"
+    assert written.keys() == {name for name in official if re.fullmatch(own, name)}
+    assert len(written) > 9
+    assert all(torch.equal(x, official[name]) for name, x in written.items())
+    before, after = config_in(source), config_in(tmp_path / "None")
+    unsaid = UNSAID[: 2 if folder in HYDRA else 8 if folder in EAGLE else None]
+    kept = {name: value for name, value in before.items() if name not in unsaid}
+    assert kept == {name: after.get(name) for name in kept}
 
 
 @pytest.fixture

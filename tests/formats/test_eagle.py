@@ -23,7 +23,6 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
-from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
@@ -200,32 +199,6 @@ def test_other_refusals(tmp_path):
     save(tmp_path, *reversed(PLAIN["released"]))
     for n_layers in (2, 5):  # of which not three can be read
         refusal(lambda n=n_layers: load_draft(tmp_path, BASE.replace(n_layers=n)), "draft", f"got {n_layers} layers")
-
-
-# --- the drafts of the official code --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arch", ["eagle1_mha", "eagle3_mha"])
-def test_official_drafts_are_written_again(golden, tmp_path, arch):
-    """The export equals the official file without the embedding, and every chain of formats keeps it."""
-    source = golden / "eagle" / arch / "draft"
-    base = read_config(golden / "base" / "mha")
-    drafter, params = load_draft(source, base, None)
-    official = load_file(source / "model.safetensors")
-    official.pop("embed_tokens.weight", None)
-    for format in (None, "speculators", "native"):
-        export_heads(tmp_path / str(format), drafter, params, format=format, dtype=None)
-        found, again = load_draft(tmp_path / str(format), base, None)
-        assert found == drafter
-        identical(params, again)
-    written = load_file(tmp_path / "None" / "model.safetensors")
-    assert written.keys() == official.keys()
-    assert all(torch.equal(tensor, written[name]) for name, tensor in official.items())
-    before, after = config_in(source), config_in(tmp_path / "None")
-    unsaid = {"initializer_range", "use_cache", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id"}
-    assert {name: after[name] for name in before if name not in unsaid} == {
-        name: value for name, value in before.items() if name not in unsaid
-    }
 
 
 # --- exports --------------------------------------------------------------------------------------------------
