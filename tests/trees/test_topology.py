@@ -37,23 +37,27 @@ def line_to(parents, node: int) -> list[int]:
     return line
 
 
+def check_arrays(found, row: int, parents: list[int]) -> None:
+    """Compare the arrays of one tree of a batch with loops over its parents."""
+    for node, parent in enumerate(parents):
+        line = line_to(parents, node)
+        assert found.depths[row, node] == len(line) - 1
+        assert np.flatnonzero(found.mask[row, node]).tolist() == sorted(line)
+        assert found.paths[row, node].tolist() == line + [node] * (found.depth + 1 - len(line))
+        children = [child for child, above in enumerate(parents) if above == node]
+        assert found.children[row, node].tolist() == children + [-1] * (found.children.shape[2] - len(children))
+        assert parent < 0 or found.inner[row, found.parent_slot[row, node]] == parent
+
+
 @pytest.mark.parametrize("n_nodes", [1, 2, 13])
 def test_trees_of_parents_match_a_loop(n_nodes):
     """Build a batch of random trees of equal size and different shapes."""
     parents = np.stack([random_parents(seed, n_nodes) for seed in range(40)])
     found = jax.device_get(made(parents))
-    assert (found.size, found.depth) == (n_nodes, DEPTH)
+    assert (found.size, found.depth, found.children.shape[2]) == (n_nodes, DEPTH, MOST_CHILDREN)
     np.testing.assert_array_equal(found.parents, parents)
     for row, mine in enumerate(parents):
-        for node in range(n_nodes):
-            line = line_to(mine, node)
-            assert found.depths[row, node] == len(line) - 1
-            assert np.flatnonzero(found.mask[row, node]).tolist() == sorted(line)
-            assert found.paths[row, node].tolist() == line + [node] * (DEPTH + 1 - len(line))
-            children = np.flatnonzero(mine == node).tolist()
-            assert found.children[row, node].tolist() == children + [-1] * (MOST_CHILDREN - len(children))
-            parent = found.inner[row, found.parent_slot[row, node]]
-            assert parent == mine[node] or mine[node] < 0
+        check_arrays(found, row, mine.tolist())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -87,14 +91,7 @@ def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
     for row in range(batch):
         mine = [*parents[row], row, *range(tree.size, tree.size + length - 1)]
         assert longer.parents[row].tolist() == mine
-        for node in range(longer.size):
-            line = line_to(mine, node)
-            assert longer.depths[row, node] == len(line) - 1
-            assert np.flatnonzero(longer.mask[row, node]).tolist() == sorted(line)
-            assert longer.paths[row, node].tolist() == line + [node] * (longer.depth + 1 - len(line))
-            children = [child for child, parent in enumerate(mine) if parent == node]
-            assert longer.children[row, node].tolist() == children + [-1] * (longer.children.shape[2] - len(children))
-            assert mine[node] < 0 or longer.inner[row, longer.parent_slot[row, node]] == mine[node]
+        check_arrays(longer, row, mine)
 
 
 def test_static_arrays_are_constants_of_the_host():
