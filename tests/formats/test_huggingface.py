@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from helpers.damage import edit
 from helpers.draft_heads import VOCAB, identical
 from helpers.released import refusal
 from hydrajax.formats.checkpoint import Checkpoint
@@ -34,11 +35,6 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 def copy(tiny_checkpoint, tmp_path) -> Path:
     """A copy of the tiny checkpoint that a test may damage."""
     return Path(shutil.copytree(tiny_checkpoint, tmp_path / "copy"))
-
-
-def change_json(path: Path, remove=(), **changes) -> None:
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if key not in remove}))
 
 
 def change_tensors(directory: Path, remove=(), **changes) -> None:
@@ -139,7 +135,7 @@ def test_rotary_buffers_of_old_files_are_ignored(copy):
 
 def test_fields_that_old_files_leave_out(copy):
     """No num_key_value_heads means as many as heads, no head_dim means width / heads."""
-    change_json(copy / "config.json", remove=["num_key_value_heads", "head_dim"])
+    edit(copy / "config.json", remove=["num_key_value_heads", "head_dim"])
     kv = {
         f"model__layers__{i}__self_attn__{name}_proj__weight": torch.ones(32, 32)
         for i in range(2)
@@ -154,16 +150,16 @@ def test_refused_configurations(copy):
     path = copy / "config.json"
     whole = path.read_text()
     for field in ("hidden_size", "num_hidden_layers", "vocab_size", "model_type"):
-        change_json(path, remove=[field])
+        edit(path, remove=[field])
         refused(copy, "config.json", field)
         path.write_text(whole)
     for text, piece in ((b"{not json", "as JSON"), (b"\xff\xfe\x00", "as JSON"), (b"[1, 2]", "JSON object")):
         path.write_bytes(text)
         refused(copy, "base", "config.json", piece)
     path.write_text(whole)
-    change_json(path, num_hidden_layers=4)  # a layer has nine tensors; five are named
+    edit(path, num_hidden_layers=4)  # a layer has nine tensors; five are named
     refused(copy, str(copy), "missing tensors 'model.layers.2.input_layernorm.weight'", "and 13 more")
-    change_json(path, num_hidden_layers=1)
+    edit(path, num_hidden_layers=1)
     refused(copy, "unexpected tensors 'model.layers.1.")
     path.unlink()
     refused(copy, "base", "no such file", "config.json")
