@@ -165,16 +165,9 @@ def random_hf_llama(model_type: str = "llama", **settings):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     defaults = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 88,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     config = AutoConfig.for_model(model_type, **(defaults | settings))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(7)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from helpers.torch_eagle import Eagle1
+from helpers.torch_eagle import Eagle3 as TorchEagle3
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -22,9 +25,9 @@ LLAMA_8B = PRESETS["8b"]
 QWEN3_4B = LlamaConfig(151_936, 2560, 9728, 36, 32, 8, 128, 40_960, qk_norm=True, tied_lm_head=True)
 QWEN3_8B = LlamaConfig(151_936, 4096, 12_288, 36, 32, 8, 128, 40_960, qk_norm=True)
 QWEN3_32B = LlamaConfig(151_936, 5120, 25_600, 64, 64, 8, 128, 40_960, qk_norm=True)
-WIDE = LlamaConfig(
-    151_936, 4096, 12_288, 94, 64, 4, 128, 40_960, qk_norm=True
-)  # the shapes of Qwen 3 235B without experts
+# The shapes of Qwen 3 235B without experts.
+WIDE = LlamaConfig(151_936, 4096, 12_288, 94, 64, 4, 128, 40_960, qk_norm=True)
+KNOWN = 32_000  # tokens of the EAGLE-3 drafts
 
 
 class Shapes(dict):
@@ -40,31 +43,16 @@ class Shapes(dict):
         pytest.fail(f"{name} is read")
 
 
-def file_of(version: int, config: dict, *, layer: str, fc: str = "fc", bias=False, known=None, more=()) -> Shapes:
-    """Names and shapes of a draft's tensors, from the official modules (eagle/model/cnets.py and cnets1.py)."""
-    width, mlp, heads = (config[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+def file_of(config: dict, version: int, bias=False, released=True) -> Shapes:
+    """Names and shapes of a draft's tensors, from torch modules; EAGLE-1 has a copy of the base's embedding."""
+    width, heads, vocab = (config[name] for name in ("hidden_size", "num_attention_heads", "vocab_size"))
     kv_heads, head_dim = config.get("num_key_value_heads", heads), config.get("head_dim", width // heads)
-    read = 2 * width if version == 3 else width
-    found = {
-        f"{layer}self_attn.q_proj.weight": (heads * head_dim, read),
-        f"{layer}self_attn.k_proj.weight": (kv_heads * head_dim, read),
-        f"{layer}self_attn.v_proj.weight": (kv_heads * head_dim, read),
-        f"{layer}self_attn.o_proj.weight": (width, heads * head_dim),
-        f"{layer}mlp.gate_proj.weight": (mlp, width),
-        f"{layer}mlp.up_proj.weight": (mlp, width),
-        f"{layer}mlp.down_proj.weight": (width, mlp),
-        f"{layer}post_attention_layernorm.weight": (width,),
-        f"{fc}.weight": (width, (3 if version == 3 else 2) * width),
-    }
-    found |= {f"{fc}.bias": (width,)} if bias else {}
-    tensors = {name: (shape, "float16") for name, shape in found.items()}
-    if version == 3:
-        tensors |= {f"{layer}{norm}.weight": ((width,), "float16") for norm in ("input_layernorm", "hidden_norm")}
-        tensors |= {"norm.weight": ((width,), "float16"), "lm_head.weight": ((known, width), "float16")}
-        tensors |= {"d2t": ((known,), "int64"), "t2d": ((config["vocab_size"],), "BOOL")}
-    if "embed_tokens.weight" in more:
-        tensors["embed_tokens.weight"] = ((config["vocab_size"], width), "float16")
-    return Shapes(tensors)
+    c = LlamaConfig(vocab, width, config["intermediate_size"], 1, heads, kv_heads, head_dim)
+    with torch.device("meta"):
+        state = (Eagle1(c, bias) if version == 1 else TorchEagle3(c, 3, KNOWN, released)).state_dict()
+    dtypes = {torch.float32: "float16", torch.int64: "int64", torch.bool: "BOOL"}
+    tensors = {name: (tuple(x.shape), dtypes[x.dtype]) for name, x in state.items()}
+    return Shapes(tensors | ({"embed_tokens.weight": ((vocab, width), "float16")} if version == 1 else {}))
 
 
 OLD = {  # what SafeAILab/EAGLE's have in common
@@ -126,8 +114,8 @@ SPECULATORS = {
 SMALLER = {"intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 1_000_000}
 RED_HAT = SPECULATORS | {"eagle_aux_hidden_state_layer_ids": [2, 18, 33], "norm_before_residual": True}
 RED_HAT |= {"transformer_layer_config": LAYER | SMALLER}
-EAGLE_1 = {"version": 1, "layer": "layers.0.", "more": ("embed_tokens.weight",)}
-EAGLE_3 = {"version": 3, "layer": "midlayer.", "known": 32_000}
+EAGLE_1, EAGLE_3 = {"version": 1}, {"version": 3}
+SPECULATED = EAGLE_3 | {"released": False}
 PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: heads, kv heads, head_dim, theta, eps
     "EAGLE-Vicuna-7B-v1.3": (VICUNA_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
     "EAGLE-llama2-chat-7B": (LLAMA_2_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
@@ -136,8 +124,8 @@ PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: h
     "SpecForge's Qwen 3 32B": (SPECFORGE, EAGLE_3, QWEN3_32B, (64, 8, 80, 1e6, 1e-6)),
     "SpecForge's Qwen 3 4B": (SPECFORGE_4B, EAGLE_3, QWEN3_4B, (32, 8, 80, 1e6, 1e-6)),
     "AngelSlim's Qwen 3 8B": (ANGELSLIM_8B, EAGLE_3, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
-    "RedHatAI's Qwen 3 8B": (RED_HAT, EAGLE_3 | {"layer": "layers.0."}, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
-    "speculators' Qwen 3 235B": (SPECULATORS, EAGLE_3 | {"layer": "layers.0."}, WIDE, (64, 4, 128, 5e6, 1e-6)),
+    "RedHatAI's Qwen 3 8B": (RED_HAT, SPECULATED, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
+    "speculators' Qwen 3 235B": (SPECULATORS, SPECULATED, WIDE, (64, 4, 128, 5e6, 1e-6)),
 }
 
 
@@ -146,7 +134,7 @@ def test_published_drafts_are_understood(name):
     config, holds, base, expected = PUBLISHED[name]
     layer = config.get("transformer_layer_config", config)
     version = holds["version"]
-    files = file_of(config=layer, **holds)
+    files = file_of(layer, **holds)
     names = () if "speculators_model_type" in config else files.keys()
     (format,) = [format for format in formats() if format.recognises(config, names)]
     drafter = format.drafter(config, files, base)
@@ -160,7 +148,7 @@ def test_published_drafts_are_understood(name):
     if version == 1:
         assert drafter.fc_bias == holds.get("bias", False)
     else:
-        assert drafter.lm_head.size(base.vocab_size) == 32_000
+        assert drafter.lm_head.size(base.vocab_size) == KNOWN
         layers = [1, 46, 90] if name.startswith("speculators") else [2, base.n_layers // 2, base.n_layers - 3]
         assert [base.n_layers - place for place in drafter.spec.aux_hidden_layers] == layers
         assert drafter.norm_before_residual == name.startswith("RedHatAI")

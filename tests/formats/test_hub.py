@@ -24,18 +24,11 @@ MODEL = {f"{name}.json": b"{}" for name in (*TEXTS, "chat_template", "model.safe
 NATIVE = {"config.json": b"{}", "params/_METADATA": b"{}", "params/d/0a1b": b"array", "params/manifest.ocdbt": b"m"}
 UNREAD = {
     "README.md": b"# A model",
-    "modeling.py": b"raise SystemExit",
-    "pytorch_model.bin": b"bin",
-    "hydra_lm_head.pt": b"pt",
-    "data.pkl": b"pickle",
-    "code/tokenizer.json": b"{}",
-    "onnx/model.safetensors": b"onnx",
-    "original/model.safetensors.index.json": b"{}",
-    "params/evil.py": b"raise SystemExit",
-    "params/deep/evil.pkl": b"pickle",
-    "params/model.safetensors": b"none",
+    "modeling.py": b"raise SystemExit", "pytorch_model.bin": b"bin", "hydra_lm_head.pt": b"pt", "data.pkl": b"pickle",
+    "code/tokenizer.json": b"{}", "onnx/model.safetensors": b"onnx", "original/model.safetensors.index.json": b"{}",
+    "params/evil.py": b"raise SystemExit", "params/deep/evil.pkl": b"pickle", "params/model.safetensors": b"none",
     "other/params/_METADATA": b"{}",
-}
+}  # fmt: skip
 
 
 def refused(message: str, act=resolve, *arguments, **more) -> None:
@@ -214,15 +207,11 @@ def test_a_cache_that_is_a_file(hub, tmp_path):
 # --- uploading ------------------------------------------------------------------------------------------------
 
 EXPORT = {
-    "config.json": b"{}",
-    "hydra_lm_head.safetensors": b"heads",
-    "hydra_lm_head.pt": b"legacy",
+    "config.json": b"{}", "hydra_lm_head.safetensors": b"heads", "hydra_lm_head.pt": b"legacy",
     "README.md": b"---\nlicense: apache-2.0\n---\n# Heads\n",
-    "tokenizer.json": b"{}",
-    "chat_template.jinja": b"{{ messages }}",
-    "params/_METADATA": b"{}",
+    "tokenizer.json": b"{}", "chat_template.jinja": b"{{ messages }}", "params/_METADATA": b"{}",
     "params/d/0a1b": b"array",
-}
+}  # fmt: skip
 KEPT = {".env": b"HF_TOKEN=secret", "notes.txt": b"mine"} | dict.fromkeys(
     ("train.py", "optimizer.bin", "logs/config.json", "logs/model.safetensors", "logs/model.pt", "params/code.py"), b""
 )

@@ -284,15 +284,10 @@ def test_fields_that_were_not_written(tiny_model, copied, path, values, message)
 
 
 AMPHISTA = {
-    "num_draft_heads": [1, 0, "4"],
-    "adaptation_layers": [1, 5, 2.0],
-    "auto_embedding_layers": [0],
-    "position_encoding": [0, False],
-    "reads_token": [1, False],
-    "mlp_width": [0, 7, 8.0],
-    "config": [3, {}, {"width": 1}, {"n_layers": 2}],
-    "share_blocks": [True],
-}
+    "num_draft_heads": [1, 0, "4"], "adaptation_layers": [1, 5, 2.0], "auto_embedding_layers": [0],
+    "position_encoding": [0, False], "reads_token": [1, False], "mlp_width": [0, 7, 8.0],
+    "config": [3, {}, {"width": 1}, {"n_layers": 2}], "share_blocks": [True],
+}  # fmt: skip
 
 
 def test_fields_of_amphista_that_were_not_written(tiny_model, tmp_path):
