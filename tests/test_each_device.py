@@ -14,34 +14,17 @@ def found(request, tmp_path_factory, on_eight_devices) -> dict:
     return on_eight_devices(tmp_path_factory.mktemp("each"), "each_device", *kinds, flags=flags)
 
 
-def test_ranks_of_a_divided_vocabulary_are_those_of_a_stable_sort(found):
-    """Also if a device has fewer tokens than are wanted, and if the devices do not divide the vocabulary."""
-    assert found["ranked"] == [True] * 4
-
-
-def test_rows_of_a_divided_embedding(found):
+def test_operations_on_a_mesh(found):
+    """Results are those of NumPy or of one device, also where the mesh does not divide heads, rows or vocabulary."""
+    assert found["ranked"] == [True] * 4  # as a stable sort, also if a device has fewer tokens than are wanted
     assert found["looked_up"] == found["only_rows_divided"] == [True] * 3
-
-
-def test_tokens_divided_between_products(found):
-    """On a mesh of 2 x 4: each device has 4 of 16 tokens, and values and gradients are those of one device."""
-    assert found["by_tokens"]["shard"] == [2, 4, 32]
-    assert len(found["by_tokens"]["gaps"]) == 4
+    assert found["by_tokens"]["shard"] == [2, 4, 32]  # tokens between products: 4 of 16 on each device of 2 x 4
+    assert len(found["by_tokens"]["gaps"]) == 4  # values and gradients
     assert max(found["by_tokens"]["gaps"]) < 1e-5
-
-
-def test_attention_of_each_devices_heads(found):
-    """Masks of one tree and of one per row, windows; heads and rows that the mesh divides and that it does not."""
-    assert len(found["attended"]) == 4
+    assert len(found["attended"]) == 4  # masks of one tree and of one per row, windows
     assert max(found["attended"].values()) < 1e-5
-
-
-def test_each_device_appends_its_heads(found):
     assert found["appended"] == [True] * 3
-
-
-def test_products_with_divided_low_bit_weights(found):
-    assert len(found["multiplied"]) == 4
+    assert len(found["multiplied"]) == 4  # with weights of few bits
     assert all(found["multiplied"].values()), found["multiplied"]
 
 

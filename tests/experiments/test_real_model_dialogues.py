@@ -10,12 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import real_model_dialogues as script
 
-from hydrajax import assets
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import run_command
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.text.tokenizer import load_tokenizer
 
 EOS = 2
 TURNS = script.Turns([1, 3, 4], [EOS, 5, 6, 7], [EOS, 8, 9])
@@ -27,17 +25,6 @@ def test_draws_follow_the_distribution():
     found = np.bincount(np.asarray(jax.jit(script.draw)(jax.random.key(0), logits)), minlength=300)
     assert found.sum() == found[[3, 255, 256, 299]].sum() == 4000
     np.testing.assert_allclose(found[[3, 255, 256, 299]] / 4000, [0.1, 0.2, 0.3, 0.4], atol=0.03)
-
-
-def test_the_template_is_split_where_a_role_begins_to_write():
-    """Rows in which nobody stops writing are left out."""
-    rows = script.records(TURNS, np.array([[4, 5, 6], [4, EOS, 5]]), EOS)
-    assert rows == [{"prompt_ids": TURNS.opening, "output_ids": [4, EOS, 5]}]
-    tokenizer = load_tokenizer(assets.base())
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ eos_token }}{% endfor %}"
-    turns = script.turns_of(tokenizer)
-    texts = [tokenizer.decode(ids) for ids in turns]
-    assert texts == ["user:", f"{tokenizer.eos_token}assistant:", f"{tokenizer.eos_token}user:"]
 
 
 def test_the_template_follows_every_message_and_greedy_rows_repeat():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
 import random
 import re
 
@@ -83,20 +81,6 @@ def test_faults_have_no_failures(name, tmp_path, capsys, monkeypatch):
     assert re.search(rf"{name}: {TRIALS.get(name) or '[1-9][0-9]*'} trials, 0 failures", err) or (
         name in NEED_ROOT and "not tried: " in err
     ), err
-
-
-@pytest.mark.slow
-def test_limits_of_a_command(tmp_path, monkeypatch):
-    """Its exit code and stderr are returned; too long a run is a failure."""
-    from tools.faults import commands, registry
-
-    monkeypatch.setattr(commands, "CONTEXT", multiprocessing.get_context("spawn"))  # nothing is imported before
-    code, err = commands.run_limited(["report", tmp_path / "none"], 4 << 30, 60, tmp_path)
-    assert code == 2
-    assert err.startswith("hydrajax: report: ")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(registry.Failure, match=r"^did not end within 0\.5 seconds$"):
-        commands.run_limited(["train", "--config", tmp_path / "pipe"], 4 << 30, 0.5, tmp_path)
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,13 @@ def recorded_batch(folder, which: str):
     return record, {"tokens": tokens, "labels": labels}, anchors
 
 
+def loss_of(m, objective, batch, anchors, params=None, **settings):
+    out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers, batch.get("segments"))
+    base, params = BoundBase(m.model, m.params.base), m.params.draft if params is None else params
+    inputs = out.aux_hidden_states, out.hidden, batch, anchors, base
+    return block_loss(objective, m.drafter, params, *inputs, **settings)
+
+
 @pytest.mark.quick("masked-dflash", "masked-dspark")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("which", ["all", "masked"])
@@ -50,13 +59,8 @@ def test_losses_and_gradients_are_the_official_ones(parallel, name, which):
     need(parallel / f"{name}_a" / "losses.npz")
     m, folder = loaded_draft(parallel, f"{name}_a"), parallel / f"{name}_a"
     record, batch, anchors = recorded_batch(folder, which)
-
-    def run(params):
-        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
-        base = BoundBase(m.model, m.params.base)
-        return block_loss(objective, m.drafter, params, out.aux_hidden_states, out.hidden, batch, anchors, base)
-
-    (loss, parts), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(m.params.draft)
+    run = jax.value_and_grad(functools.partial(loss_of, m, objective, batch, anchors), has_aux=True)
+    (loss, parts), gradient = jax.jit(run)(m.params.draft)
     assert float(loss) == pytest.approx(float(record[f"{which}_{field}"]), abs=1e-5)
     assert all(np.isfinite(x).all() for x in parts.values())
     if name != "dflash":
@@ -76,14 +80,7 @@ def test_micro_batches_add_up(parallel):
     """The loss of a batch is the sum of its rows' losses with the batch's divisors."""
     m = loaded_draft(parallel, "dspark_a")
     _, batch, anchors = recorded_batch(parallel / "dspark_a", "masked")
-
-    @jax.jit
-    def run(batch, anchors, totals):
-        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers)
-        base = BoundBase(m.model, m.params.base)
-        inputs = m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base
-        return block_loss(DSPARK, *inputs, totals=totals)
-
+    run = jax.jit(lambda batch, anchors, totals: loss_of(m, DSPARK, batch, anchors, totals=totals))
     totals = block_totals(block_targets(batch, anchors, m.drafter, DECAY), m.drafter.depth)
     loss, parts = run(batch, anchors, totals)
     rows = []
@@ -124,10 +121,7 @@ def test_blocks_of_a_packed_row_read_their_own_document(parallel):
 
     @jax.jit
     def loss(batch, anchors):
-        out = run_base(m.model, m.params.base, batch["tokens"], m.drafter.spec.aux_hidden_layers, batch.get("segments"))
-        batch = batch | {"labels": batch["tokens"]}
-        base = BoundBase(m.model, m.params.base)
-        return block_loss(CE, m.drafter, m.params.draft, out.aux_hidden_states, out.hidden, batch, anchors, base)[0]
+        return loss_of(m, CE, batch | {"labels": batch["tokens"]}, anchors)[0]
 
     alone = loss({"tokens": tokens}, Anchors(anchors, kept))
     together = loss(packed, Anchors((anchors + np.array([[0], [32]], np.int32)).reshape(1, -1), kept.reshape(1, -1)))

@@ -148,13 +148,10 @@ def test_more_contradictions():
     assert_refused(config_from, *((base | changes, message) for changes, message in cases))
 
 
-def test_not_settings(load):
+def test_not_settings(load, tmp_path):
+    assert_refused(load_config, *((path, "config: cannot read") for path in (tmp_path / "none.yaml", tmp_path)))
     contents = ("", "- a\n- b", "just text", "a: [1", "a: b: c", "\x00")
     assert_refused(load, *((content, "config: ...run.yaml") for content in contents))
-
-
-def test_missing_file_and_folder(tmp_path):
-    assert_refused(load_config, *((path, "config: cannot read") for path in (tmp_path / "none.yaml", tmp_path)))
 
 
 def test_every_setting_has_a_type_that_the_loader_converts():

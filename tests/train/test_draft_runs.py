@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from helpers.refusals import assert_refused
 from helpers.runs import heads_file, refused, without_clock
 from hydrajax import load
 from hydrajax.formats.export import export_heads
@@ -25,7 +26,7 @@ from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.run_config import config_from, draft_of
 from hydrajax.train.tasks.from_config import tokenizer_of
-from hydrajax.train.tasks.heads_task import make_drafter
+from hydrajax.train.tasks.heads_task import load_heads, make_drafter
 
 EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise": 0.1}
 KINDS = {
@@ -67,7 +68,11 @@ def test_a_stopped_run_ends_bitwise_where_another_ends_and_its_draft_decodes(
     drafted = m.generate(prompts, tree="best-8" if kind in OF_ONE_PASS else "dynamic-8-2-4", max_new_tokens=16)
     assert [out.text for out in drafted] == [out.text for out in load(base).generate(prompts, max_new_tokens=16)]
 
-    train(config, f"output={tmp_path / 'more'}", f"draft.init={whole / 'heads'}", "steps=1")
+    (tmp_path / "other.txt").write_text("branch. draft heads " * 900)
+    more = f"output={tmp_path / 'more'}", f"draft.init={whole / 'heads'}", f"data.files=[{tmp_path / 'other.txt'}]"
+    train(config, *more, "steps=1")
+    if "vocabulary" in KINDS[kind]["draft"]:  # which the further text would give another one
+        assert load(base, tmp_path / "more" / "heads").drafter.vocabulary == m.drafter.vocabulary
     if kind in OF_ONE_PASS:
         return
     other = "eagle3" if kind == "eagle" else "eagle"
@@ -171,3 +176,9 @@ def test_small_lm_heads_learn_and_come_back(heads, lm_head, names, tmp_path):
     again, read = load_draft(tmp_path / "heads", SHAPE, jnp.float32)
     assert again == drafter
     jax.tree.map(np.testing.assert_array_equal, read, jax.tree.map(np.asarray, params))
+
+    if "vocabulary" in lm_head:  # training starts with the vocabulary of the file; another size is refused
+        same, few = (draft_of(heads=heads, num_draft_heads=2, **lm_head | {"vocabulary": n}) for n in (60, 8))
+        other, smaller = (make_drafter(draft, SHAPE, jnp.float32, counts[::-1]) for draft in (same, few))
+        assert load_heads(other, str(tmp_path / "heads"), SHAPE)[0].vocabulary == drafter.vocabulary != other.vocabulary
+        assert_refused(load_heads, (smaller, str(tmp_path / "heads"), SHAPE, "draft.init: "))

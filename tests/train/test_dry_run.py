@@ -36,16 +36,11 @@ def settings(**changes) -> TrainConfig:
     return TrainConfig(**(defaults | changes))
 
 
-@pytest.fixture
-def dry_run():
-    """``run(config, memory) -> (fits, lines)``."""
-
-    def run(config, memory: float | None = 80.0):
-        out = io.StringIO()
-        fits = module.dry_run(config, Console(file=out, width=200, highlight=False, markup=False), memory)
-        return fits, out.getvalue()
-
-    return run
+def dry_run(config, memory: float | None = 80.0) -> tuple[bool, str]:
+    """Return ``(fits, printed lines)``."""
+    out = io.StringIO()
+    fits = module.dry_run(config, Console(file=out, width=200, highlight=False, markup=False), memory)
+    return fits, out.getvalue()
 
 
 @pytest.fixture
@@ -67,7 +62,7 @@ def figure(text: str, label: str) -> float:
     return float(number) * {"k": 1e-6, "M": 1e-3, "G": 1}[prefix]
 
 
-def test_counts_of_vicuna_7b(no_compilation, dry_run):
+def test_counts_of_vicuna_7b(no_compilation):
     """Hydra++ on LLaMA 7B in bfloat16: 2 bytes a base weight, 4 and 8 a trained weight."""
     draft = draft_of(num_draft_heads=4, n_layers=4, prefix=True)
     fits, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=draft))
@@ -87,7 +82,7 @@ def test_counts_of_vicuna_7b(no_compilation, dry_run):
 
 
 @pytest.mark.slow
-def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, dry_run, monkeypatch):
+def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, monkeypatch):
     """Rank r costs r numbers for every input and output of a linear layer, the lm head too. The int8 base is a byte
     for a weight and 4 for the scale of an output.
     """
@@ -106,7 +101,7 @@ def test_counts_of_an_adapter_on_vicuna_7b(no_compilation, dry_run, monkeypatch)
 
 
 @pytest.mark.slow
-def test_counts_of_eagle_3_on_vicuna_7b(no_compilation, dry_run):
+def test_counts_of_eagle_3_on_vicuna_7b(no_compilation):
     """EAGLE-3 reads three layers, so the smallest base compiled has three."""
     draft = draft_of(heads="eagle3", vocabulary=8000)
     _, text = dry_run(settings(model="vicuna-7b", dtype="bfloat16", draft=draft, tree="chain-4"))
@@ -115,7 +110,7 @@ def test_counts_of_eagle_3_on_vicuna_7b(no_compilation, dry_run):
     assert [depth for _, depth in no_compilation] == [3, 5]
 
 
-def test_verdict_and_smaller_micro_batches(no_compilation, dry_run):
+def test_verdict_and_smaller_micro_batches(no_compilation):
     for memory, fitting, words, absent in (
         (11, True, ["fits in 11 GB"], "DOES NOT FIT"),
         (4, False, ["FIT in 4 GB: 10.0 GB needed", "lation=2: 5.0 GB\n", "lation=4: 2.5 GB, fits"], "accumulation=8"),
@@ -129,7 +124,7 @@ def test_verdict_and_smaller_micro_batches(no_compilation, dry_run):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_cpu_has_the_memory_of_the_machine(no_compilation, dry_run, monkeypatch):
+def test_a_cpu_has_the_memory_of_the_machine(no_compilation, monkeypatch):
     monkeypatch.setattr(module, "make_mesh", lambda *sizes: make_mesh())  # without a second device
     (kibibytes,) = re.findall(r"MemTotal: +(\d+) kB", Path("/proc/meminfo").read_text())
     for count, whose in ((1, "this machine's memory"), (2, "each device's share of this machine's memory")):
@@ -138,7 +133,7 @@ def test_a_cpu_has_the_memory_of_the_machine(no_compilation, dry_run, monkeypatc
         assert float(found) == pytest.approx(int(kibibytes) * 1024 / GB / count, rel=1e-3)
 
 
-def test_hours(no_compilation, dry_run):
+def test_hours(no_compilation):
     """About 6 N D for a base from scratch: without the embedding, which is looked up, and with attention."""
     shape = module.SHAPES["tiny"]
     _, text = dry_run(settings(task="base", model=None, scratch=shape, optimizer=OptimizerConfig(name="muon")))
@@ -156,7 +151,7 @@ def test_hours(no_compilation, dry_run):
 
 
 @pytest.mark.slow
-def test_the_plan_of_a_real_compilation(dry_run):
+def test_the_plan_of_a_real_compilation():
     """The temporaries of a tiny run hold at least the gradients, and not 30 times as much."""
     fits, text = dry_run(settings())
     assert fits
@@ -168,7 +163,7 @@ def test_the_plan_of_a_real_compilation(dry_run):
     assert gradients < planned < 30 * gradients
 
 
-def test_a_directory_needs_its_config_alone(tmp_path, no_compilation, dry_run):
+def test_a_directory_needs_its_config_alone(tmp_path, no_compilation):
     raw = {
         "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 3,
         "num_attention_heads": 4, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,

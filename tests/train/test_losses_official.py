@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from helpers.recordings import as_recorded
 from hydrajax import load
 from hydrajax.formats.eagle_format import EAGLE, EAGLE_3
+from hydrajax.formats.hydra_format import Hydra
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import write
@@ -24,40 +25,9 @@ from hydrajax.train.losses import IGNORED, HeadCounts, Objective, draft_loss
 pytestmark = pytest.mark.quick("hydra_pp", "masked")  # Hydra++ has what Hydra has, and the prefix layer
 
 
-def official_names(arch: str, grads: dict) -> dict[str, np.ndarray]:
-    """Our gradients with the released names and layouts (rows are outputs)."""
-    stride, lm_suffix = {"hydra_mlp": (1, ""), "hydra_pp": (2, ".1")}[arch]
-    heads = grads.get("heads", grads)
-    out = {}
-    for k in range(sum(name.startswith("head_") for name in heads)):
-        head, block = heads[f"head_{k}"], heads[f"head_{k}"]["conditioned"]
-        out[f"hydra_lm_head.{k}{lm_suffix}.weight"] = head["lm_kernel"].T
-        out[f"hydra_lm_head.{k}{lm_suffix}.bias"] = head["lm_bias"]
-        parts = [block[name] for name in ("shared_kernel", "path_kernel") if name in block]
-        kernel = np.concatenate(parts)
-        for i, part in enumerate(("linear", "res_connection")):
-            out[f"hydra_mlp.{k}.{stride - 1}.{part}.weight"] = kernel[:, i].T
-            out[f"hydra_mlp.{k}.{stride - 1}.{part}.bias"] = block["bias"][i]
-        if "blocks_0" in head:  # the shared block: the sum over its uses, under its first name
-            out[f"hydra_mlp.{k}.{2 * stride - 1}.linear.weight"] = head["blocks_0"]["kernel"].T
-            out[f"hydra_mlp.{k}.{2 * stride - 1}.linear.bias"] = head["blocks_0"]["bias"]
-    if "prefix" in grads:
-        layer, name = grads["prefix"]["layer"], "prefix_embeding_layer.layers.0."
-        for i, projection in enumerate("qkv"):  # as many key-value heads as heads: one row of each per head
-            out[f"{name}self_attn.{projection}_proj.weight"] = layer["qkv"][:, :, i].reshape(64, 64).T
-        out[f"{name}self_attn.o_proj.weight"] = layer["out"].T
-        for i, projection in enumerate(("gate", "up")):
-            out[f"{name}mlp.{projection}_proj.weight"] = layer["gate_up"][:, i].T
-        out[f"{name}mlp.down_proj.weight"] = layer["down"].T
-        out[f"{name}input_layernorm.weight"] = layer["attention_norm"]["scale"]
-        out[f"{name}post_attention_layernorm.weight"] = layer["mlp_norm"]["scale"]
-        out["prefix_embeding_layer.norm.weight"] = grads["prefix"]["norm"]["scale"]
-    return out
-
-
 @pytest.fixture(scope="module", params=["hydra_mlp", "hydra_pp"])
 def official(golden, request):
-    """The official run of one architecture: ``(folder, recorded values per head, loss(objective, params), params)``."""
+    """The official run of one architecture: ``(model, recorded values per head, loss(objective, params), folder)``."""
     folder = golden / request.param
     m = load(golden / "base" / "mha", folder / "heads")
     recorded = np.load(folder / "losses.npz")
@@ -73,13 +43,13 @@ def official(golden, request):
     def per_head(name: str) -> list[float]:
         return [logs[f"hydra{k}_{name}"] for k in range(m.drafter.spec.depth)]
 
-    return folder, per_head, loss, m.params.draft
+    return m, per_head, loss, folder
 
 
 def test_losses_equal_the_official_code(official):
-    _, per_head, loss, params = official
+    m, per_head, loss, _ = official
     objective = Objective(lm_weight=0.5, reconstruction_weight=2.0, chunk_tokens=14)  # 5 chunks of 7 positions, of 32
-    value, metrics = jax.jit(functools.partial(loss, objective))(params)
+    value, metrics = jax.jit(functools.partial(loss, objective))(m.params.draft)
     names = {"lm": "lm_loss", "teacher": "teacher_loss", "reconstruction": "reconstruct_loss"}
     names |= {"top1": "top1", "agreement": "teacher_top1"}
     for field, name in names.items():
@@ -89,17 +59,17 @@ def test_losses_equal_the_official_code(official):
 
 
 def test_teacher_gradients_equal_the_official_code(official):
-    folder, per_head, loss, params = official
+    m, per_head, loss, folder = official
     step = jax.jit(jax.value_and_grad(functools.partial(loss, Objective(chunk_tokens=14)), has_aux=True))
-    (value, _), grads = step(params)
+    (value, _), gradient = step(m.params.draft)
     assert float(value) == pytest.approx(sum(per_head("teacher_loss")), abs=1e-4)
-    ours = official_names(folder.name, jax.tree.map(np.asarray, grads))
+    ours = write(Hydra().layout(m.drafter, json.loads((folder / "heads" / "config.json").read_text())), gradient)
     expected = load_file(folder / "teacher_loss_grads.safetensors")
     assert len(expected) > 15
-    for name, gradient in expected.items():
-        scale = np.abs(gradient).max()
-        found = as_recorded(ours[name], gradient)
-        np.testing.assert_allclose(found / scale, gradient / scale, atol=1e-4, rtol=0, err_msg=name)
+    for name, values in expected.items():
+        scale = np.abs(values).max()
+        found = as_recorded(ours[name], values)
+        np.testing.assert_allclose(found / scale, values / scale, atol=1e-4, rtol=0, err_msg=name)
 
 
 class Official(NamedTuple):

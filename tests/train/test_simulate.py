@@ -82,11 +82,9 @@ def generated(tiny_model):
 @pytest.mark.parametrize("name", ["hydra", "medusa", "eagle3"])
 def test_ranks_equal_numpy(tiny_model, name):
     """EAGLE-3's vocabulary has half of the tokens; the others rank after all 61."""
-    model, base = tiny_model
-    drafter = drafter_of(name)
-    draft = random_params(drafter, BoundBase(model, base), seed=1)
+    (model, base), drafter, bound = tiny_model, drafter_of(name), BoundBase(*tiny_model)
+    draft = random_params(drafter, bound, seed=1)
     tokens = np.random.default_rng(2).integers(0, 61, (2, 11), dtype=np.int32)
-    bound = BoundBase(model, base)
 
     @jax.jit
     def ranks_and_logits(draft, tokens):
@@ -137,19 +135,13 @@ def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
 
     # The same documents, of various lengths, packed in pairs.
     lengths = np.array([NEW, 7, 12, NEW, 1, 20])
-    rows = []
-    for first, second in ((0, 1), (2, 3), (4, 5)):
-        width = 2 * (PROMPT + NEW)
-        row = np.zeros(width, np.int32), np.full(width, IGNORED, np.int32), np.zeros(width, np.int32)
-        at = 0
-        for number, document in enumerate((first, second), start=1):
-            end = at + PROMPT + lengths[document]
-            row[0][at:end] = tokens[document, : end - at]
-            row[1][at:end] = labels[document, : end - at]
-            row[2][at:end] = number
-            at = end
-        rows.append(row)
-    batch = dict(zip(("tokens", "labels", "segments"), map(np.stack, zip(*rows, strict=True)), strict=True))
+    batch = {name: np.zeros((3, 2 * (PROMPT + NEW)), np.int32) for name in ("tokens", "labels", "segments")}
+    batch["labels"][:] = IGNORED
+    for document, length in enumerate(PROMPT + lengths):
+        at = PROMPT + lengths[document - 1] if document % 2 else 0
+        place = document // 2, slice(at, at + length)
+        batch["tokens"][place], batch["labels"][place] = tokens[document, :length], labels[document, :length]
+        batch["segments"][place] = 1 + document % 2
     packed = tally_of(WIDE, model, base, drafter, draft, batch)
     assert packed._tokens == lengths.sum()
     expected = [steps_up_to(out.accept_lengths[row], length) for row, length in enumerate(lengths)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -28,34 +27,6 @@ from hydrajax.train.metrics import read_metrics
 
 def train_lines(output) -> list[dict]:
     return [line for line in read_metrics(output / "metrics.jsonl") if line["kind"] == "train"]
-
-
-@pytest.mark.slow
-def test_a_vocabulary_of_the_most_frequent_targets(program, train, config_file, base, texts, tmp_path):
-    """The vocabulary is that of the training text, decoding stays exact, and initial heads keep theirs."""
-    config = config_file(draft={"heads": "medusa", "num_draft_heads": 2, "vocabulary": 9})
-    train(config, "steps=1", f"output={tmp_path / 'first'}")
-    evaluated = read_metrics(tmp_path / "first" / "metrics.jsonl")[-1]
-    assert 1 <= evaluated["tokens_per_step"] <= 3
-    loaded = load(base, tmp_path / "first" / "heads", dtype="float32")
-    tokens = loaded.drafter.vocabulary.tokens.tolist()
-    ids = [loaded.tokenizer(path.read_text())["input_ids"] for path in texts.iterdir()]
-    counts = Counter(token for text in ids for token in text)
-    assert {token for token, _ in counts.most_common(5)} < set(tokens)  # the text has nine words
-    assert len(tokens) == 9
-
-    prompts = [text[:8] for text in ids]
-    drafted = loaded.generate(prompts, tree="cartesian-4x2", max_new_tokens=16)
-    plain = loaded.generate(prompts, draft="none", max_new_tokens=16)
-    assert [out.output_ids for out in drafted] == [out.output_ids for out in plain]
-
-    other = tmp_path / "other.txt"
-    other.write_text("branch. draft heads " * 900)
-    overrides = f"draft.init={tmp_path / 'first' / 'heads'}", f"data.files=[{other}]", "steps=1"
-    train(config, *overrides, f"output={tmp_path / 'second'}")
-    assert load(base, tmp_path / "second" / "heads").drafter.vocabulary == loaded.drafter.vocabulary
-    line = refused(program("--config", config, *overrides, "draft.vocabulary=8", f"output={tmp_path / 'third'}"))
-    assert line.startswith("draft.init: ")
 
 
 def test_steps_that_are_not_finite_are_skipped_counted_and_end_the_run(program, config_file, settings, tmp_path):

@@ -11,12 +11,14 @@ import pytest
 
 from helpers import letters
 from helpers.refusals import assert_refused
+from hydrajax import assets
 from hydrajax.bench import rounds
 from hydrajax.bench.contests.contest import contest
 from hydrajax.bench.draft_contest import candidate_drafts, measure_drafts
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.typical import Typical
+from hydrajax.formats.hub import resolve
 
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
@@ -155,3 +157,6 @@ def test_candidates_of_a_base():
     drafts = ["lookup", "medusa", "hydra++", "dspark", "lookup+medusa", "lookup+hydra++", "lookup+dspark"]
     assert candidate_drafts("smollm2") == drafts
     assert candidate_drafts("some/directory") == ["lookup"]
+    bundled = list(assets.SHIPPED_DRAFTS)
+    assert candidate_drafts("shipped") == ["lookup", *bundled, *(f"lookup+{name}" for name in bundled)]
+    assert [resolve(name, "draft") for name in bundled] == [assets.path(name) for name in assets.DRAFTS]

@@ -80,9 +80,7 @@ def test_only_sizes_near_the_fastest_are_tried_unless_they_are_named():
     names = list(search(race, CHAINS, SIZES, supported(4), 1, all_sizes=True).trees)
     assert [int(name.split("-")[1]) for name in names[len(SIZES) :]] == SIZES[1:]
     assert {rounds for *_, rounds in race.ran} == {1}  # never more than were asked for
-
-
-def test_the_numbers_are_chosen_at_four_nodes_if_small_trees_are_fastest():
+    # The other numbers are chosen at four nodes if small trees are fastest.
     race = KnownRace(best_at(1, 1, 2))
     names = list(search(race, CHAINS, SIZES, supported(4), 1).trees)
     assert race.ran[1][1] == ["dynamic-4-1-3", "dynamic-4-2-3"]

@@ -23,14 +23,10 @@ from hydrajax.bench.trees.speculation import best_length, expected_tokens, impro
 from hydrajax.trees import presets
 
 # Accuracies of the five best guesses of four heads; those of the second head are not in order.
-ACCURACIES = np.array(
-    [
-        [0.50, 0.20, 0.10, 0.05, 0.02],
-        [0.40, 0.04, 0.12, 0.05, 0.01],
-        [0.30, 0.15, 0.10, 0.03, 0.01],
-        [0.25, 0.10, 0.05, 0.02, 0.01],
-    ]
-)
+ACCURACIES = np.array([
+    [0.50, 0.20, 0.10, 0.05, 0.02], [0.40, 0.04, 0.12, 0.05, 0.01],
+    [0.30, 0.15, 0.10, 0.03, 0.01], [0.25, 0.10, 0.05, 0.02, 0.01],
+])  # fmt: skip
 WRONG = 99  # a rank beyond every guess
 
 
@@ -157,25 +153,19 @@ def test_expected_tokens_per_step_of_any_tree():
         assert expected_tokens_per_step(tree, ranks, spans) == pytest.approx((43 + 19) / steps)
 
 
-def test_accuracies_are_shares_of_ranks():
-    ranks = np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]])
-    found = accuracies(ranks)
+def test_edges_of_a_search():
+    """Accuracies are shares of ranks; paths that were never right are not added; a size below one is refused."""
+    found = accuracies(np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]]))
     assert found.shape == (2, WIDEST)
     np.testing.assert_allclose(found[:, :3], [[0.5, 0.25, 0], [0, 0, 0.5]])
-
-
-def test_paths_that_were_never_right_are_not_added():
     wrong = np.full((2, 4), WRONG)
     for found in (joint(wrong, 10), simulated(wrong[:, None], [(0, 1, 4)], 10)):
         assert found == Proposals((), (1.0,))
         assert_refused(found.tree, (2, "got size 2, expected 1 to 1, which were searched"))
-
-
-def test_a_size_below_one_is_rejected():
     message = "got 0 as the largest size, expected 1 or more"
     assert_refused(independent, (ACCURACIES, 0, message))
-    assert_refused(joint, (np.zeros((2, 3), int), 0, message))
-    assert_refused(simulated, (np.zeros((2, 1, 3), int), [(0, 1, 3)], 0, message))
+    assert_refused(joint, (wrong, 0, message))
+    assert_refused(simulated, (wrong[:, None], [(0, 1, 3)], 0, message))
 
 
 def test_expected_tokens_by_enumeration():
@@ -204,14 +194,9 @@ def test_best_length_is_optimal():
         # Corollary 3.9: a chain pays exactly if alpha > c, and then even a chain of one token does.
         assert (best > 0) == (alpha > c)
         assert alpha <= c or improvement(alpha, 1, c) == pytest.approx((1 + alpha) / (1 + c))
-
-
-def test_numbers_out_of_range():
     assert_refused(
         improvement,
-        (-0.1, 1, 0.1, "acceptance: got -0.1, expected 0 to 1"),
-        (1.1, 1, 0.1, "acceptance: got 1.1, expected 0 to 1"),
-        (float("nan"), 1, 0.1, "acceptance: got nan, expected 0 to 1"),
+        *((alpha, 1, 0.1, f"acceptance: got {alpha}, expected 0 to 1") for alpha in (-0.1, 1.1, float("nan"))),
         (0.5, -1, 0.1, "K: got -1, expected at least 0"),
         (0.5, 1, -0.1, "cost: got -0.1 for a pass of the draft, expected at least 0"),
     )

@@ -37,8 +37,8 @@ def write(path, *records, **settings):
     return path
 
 
-def messages_of(tmp_path, record, format="auto"):
-    (conversation,), bad = read_conversations(write(tmp_path / "one.jsonl", record), format)
+def messages_of(tmp_path, record):
+    (conversation,), bad = read_conversations(write(tmp_path / "one.jsonl", record))
     assert bad == []
     return conversation.messages
 
@@ -49,12 +49,9 @@ def test_a_json_list_and_lines(tmp_path):
         assert read_conversations(path) == ([Conversation(ASKED, f"{path} record {n}") for n in (1, 2, 3, 4)], [])
     path = write(tmp_path / "c.jsonl", SHAREGPT, "", "  \r", ALPACA, MESSAGES, MESSAGES["messages"])
     assert read_conversations(str(path)) == ([Conversation(ASKED, f"{path} line {n}") for n in (1, 4, 5, 6)], [])
-
-
-def test_a_file_that_is_one_conversation(tmp_path):
-    path = tmp_path / "c.json"
-    for content in (json.dumps(MESSAGES["messages"]), json.dumps(MESSAGES, indent=1)):
-        path.write_text(content)
+    path = tmp_path / "one.json"  # a file that is one conversation
+    for indent in (None, 1):
+        path.write_text(json.dumps(MESSAGES["messages"], indent=indent))
         assert read_conversations(path)[0] == [Conversation(ASKED, f"{path} record 1")]
 
 
@@ -99,11 +96,9 @@ RECORDS = [
 
 
 def test_messages_of_records(tmp_path):
+    """Text is kept as it is."""
     for record, expected in RECORDS:
         assert " ".join(f"{role} {content}" for role, content in messages_of(tmp_path, record)) == expected
-
-
-def test_text_is_kept_as_it_is(tmp_path):
     text = "  two\r\n\tlines, naïve 🌲\u2028 "
     wanted = DialogueTurn("user", text), DialogueTurn("assistant", text)
     assert messages_of(tmp_path, {"prompt": text, "response": text}) == wanted
@@ -189,9 +184,6 @@ def test_summary():
     assert summary([], bad, "texts", most=1) == "0 texts, 3 records left out: f line 3: is empty; ..."
 
 
-# --- plain text -----------------------------------------------------------------------------------------------------
-
-
 def test_texts_of_files_and_folders(tmp_path):
     for name, content in {
         "b.py": b"x = 1\r\n",
@@ -228,9 +220,6 @@ def test_texts_of_files_and_folders(tmp_path):
         (tmp_path / "empty.py", "data.files: found no text in ...empty.py; 1 left out, ... is empty"),
         (tmp_path / "none.txt", "data.files: no such file: ...none.txt"),
     )
-
-
-# --- datasets -------------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_a_data_set_are_records(monkeypatch):

@@ -28,17 +28,19 @@ def library(tmp_path):
     return tmp_path
 
 
-def test_tests_packages_and_unreadable_files_are_left_out(library):
+def test_files_up_to_a_size_in_the_order_of_the_seed(library):
+    """Tests, packages, unreadable, absent and empty files are left out."""
     names = {file.name for file in corpus.standard_library(10**6, library)}
     assert names == {"a.py", "pkg/b.py", "pkg/c.py", "d.py"}
     assert sum(len(file.text) for file in corpus.standard_library(700, library)) <= 700
-
-
-def test_order_follows_the_seed(library):
     seeds = [0, 0, 1, 2, 3, 4, 5]
     orders = [tuple(file.name for file in corpus.standard_library(10**6, library, seed)) for seed in seeds]
     assert orders[0] == orders[1]
     assert len(set(orders)) > 1
+    listed = ["a.py", "pkg/b.py", "pkg/c.py", "pkg/absent.py", "empty.py"]
+    found = {file.name for file in corpus.as_many_as_fit(listed, library, 10**6, seed=0)}
+    assert found == {"a.py", "pkg/b.py", "pkg/c.py"}
+    assert len(list(corpus.as_many_as_fit(listed, library, 700, seed=0))) == 2
 
 
 def test_the_running_python_has_a_library():
@@ -55,15 +57,5 @@ def test_tokenizer_gives_text_back(library):
     for text, ids in zip(texts, documents, strict=True):
         assert tokenizer.decode(ids) == text
     assert_refused(corpus.train_tokenizer, (texts, 100, "vocab_size: got 100, expected at least 257"))
-
-
-def test_a_folder_without_source_is_refused(tmp_path):
-    assert_refused(corpus.standard_library, (1000, tmp_path, "found no Python source"))
-
-
-def test_files_up_to_a_size(library):
-    """Absent and empty files are left out."""
-    names = ["a.py", "pkg/b.py", "pkg/c.py", "pkg/absent.py", "empty.py"]
-    found = {file.name for file in corpus.as_many_as_fit(names, library, 10**6, seed=0)}
-    assert found == {"a.py", "pkg/b.py", "pkg/c.py"}
-    assert len(list(corpus.as_many_as_fit(names, library, 700, seed=0))) == 2
+    (library / "empty").mkdir()
+    assert_refused(corpus.standard_library, (1000, library / "empty", "found no Python source"))

@@ -51,6 +51,11 @@ def test_stream_holds_the_text_and_the_held_out_files_are_not_in_it(texts, token
     assert found.bytes_per_token == pytest.approx(n_bytes / n_tokens)
     assert logged[-1].startswith("data: 4 documents (")
     assert logged[-1].endswith("2 held out")
+    everything, _ = build(settings(texts, held_out=0.0), tokenizer)
+    assert (everything.held_out, everything.bytes_per_token) == (None, None)
+    few, logged = build(settings(texts, limit=3, held_out=0.0), tokenizer)
+    assert logged[-1].startswith("data: 3 documents")
+    assert len(few.train.tokens) < len(everything.train.tokens)
 
 
 def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
@@ -66,16 +71,7 @@ def test_of_a_single_text_the_end_is_held_out(texts, tokenizer, tmp_path):
     assert text[beginning - 1] == "\n"
     assert last[:200] not in first
     assert logged[-1].endswith("1 held out")
-    nothing, _ = build(settings(tmp_path / "mine.txt", held_out=0.0), tokenizer)
-    assert nothing.held_out is None
-
-
-def test_limit_and_nothing_held_out(texts, tokenizer):
-    everything, _ = build(settings(texts, held_out=0.0), tokenizer)
-    assert (everything.held_out, everything.bytes_per_token) == (None, None)
-    found, logged = build(settings(texts, limit=3, held_out=0.0), tokenizer)
-    assert logged[-1].startswith("data: 3 documents")
-    assert len(found.train.tokens) < len(everything.train.tokens)
+    assert build(settings(tmp_path / "mine.txt", held_out=0.0), tokenizer)[0].held_out is None
 
 
 def test_a_new_tokenizer_has_never_seen_the_held_out_text(tmp_path):
@@ -129,11 +125,7 @@ def test_refused(texts, tokenizer, tmp_path):
         build,
         (settings(texts, length=100_000), tokenizer, "data.length: got 100000, expected at most"),
         (settings(texts, files=("no/such/folder",)), tokenizer, "no/such/folder"),
-        (
-            settings(texts, limit=1, held_out=0.001),
-            tokenizer,
-            "data.held_out: too little to evaluate on",
-        ),
+        (settings(texts, limit=1, held_out=0.001), tokenizer, "data.held_out: too little to evaluate on"),
         (settings(tmp_path), tokenizer, "data.files: found no text"),
         (settings(texts), Endless(), "data.rows: stream needs a tokenizer with an end-of-text token"),
     )
@@ -141,9 +133,8 @@ def test_refused(texts, tokenizer, tmp_path):
 
 def test_lines_in_order_with_their_place(tmp_path):
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    first.write_text(
-        '{"prompt_ids": [1, 2], "output_ids": [3], "text": "ignored"}\n\n{"prompt_ids": [], "output_ids": []}\n'
-    )
+    whole = '{"prompt_ids": [1, 2], "output_ids": [3], "text": "ignored"}'
+    first.write_text(whole + '\n\n{"prompt_ids": [], "output_ids": []}\n')
     second.write_text(json.dumps({"prompt_ids": [4], "output_ids": [5, 6]}))  # no newline at the end
     found = read([first, second])
     assert [where for where, _, _ in found] == [f"{first} line 1", f"{first} line 3", f"{second} line 1"]
@@ -152,13 +143,9 @@ def test_lines_in_order_with_their_place(tmp_path):
 
 def test_answers_of_one_conversation_are_held_out_together(tmp_path):
     path, talks = tmp_path / "a.jsonl", [0, 1, 2, 0, 2, 3, None, None, 2]
-    path.write_text(
-        "".join(
-            json.dumps({"prompt_ids": [1], "output_ids": [10 + row]} | ({} if talk is None else {"conversation": talk}))
-            + "\n"
-            for row, talk in enumerate(talks)
-        )
-    )
+    records = [{"prompt_ids": [1], "output_ids": [10 + row], "conversation": talk} for row, talk in enumerate(talks)]
+    lines = [json.dumps({name: value for name, value in record.items() if value is not None}) for record in records]
+    path.write_text("\n".join(lines))
     config = DataConfig(files=(str(path),), format="generations", held_out=0.5)
     seen = set()
     for seed in range(8):

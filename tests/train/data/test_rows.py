@@ -98,7 +98,7 @@ def test_an_empty_document_is_none():
     assert [make([empty, document], 2).tokens.tolist() for make in (pad, pack)] == [[[1, 2]]] * 2
 
 
-def test_nothing_to_train_on_is_refused():
+def test_refused():
     for make in (pad, pack):
         assert_refused(make, ([document(-1, -2)], 4, "no document has a target in its first 4 tokens"))
     assert_refused(
@@ -106,29 +106,24 @@ def test_nothing_to_train_on_is_refused():
         ([all_targets([1, 2, 3])], 5, 0, "data.length: got 5, expected at most 4"),
         ([], 5, 0, "data.length: got 5, expected at most 0"),
     )
-
-
-def test_split_is_disjoint_complete_and_of_the_size_asked_for():
-    items = [f"item {i}" for i in range(40)]
-    for held_out, expected in ((0.25, 10), (0.001, 1), (0.0, 0)):
-        train, held = split(items, held_out, seed=1)
-        assert len(held) == expected
-        assert sorted(train + held, key=items.index) == items
-        assert (train, held) == (sorted(train, key=items.index), sorted(held, key=items.index))
-
-
-def test_split_follows_the_seed_and_the_position_alone():
-    items = list(range(1000))
-    held = split(items, 0.02, 3)[1]
-    assert held == split(items, 0.02, 3)[1] != split(items, 0.02, 4)[1]
-    assert [str(i) for i in held] == split([str(i) for i in items], 0.02, 3)[1]
-    assert 200 < np.mean(split(items, 0.2, 5)[1]) < 800  # drawn from everywhere, not cut off an end
-
-
-def test_a_split_that_leaves_nothing_is_refused():
     assert_refused(
         split,
         ([0], 0.1, 0, "data.held_out: got 0.1, which leaves none of 1 documents to train on"),
         ([], 0.0, 0, "data.held_out: got 0.0, which leaves none of 0 documents"),
         ([0, 1, 2, 3], 0.9, 0, "data.held_out: got 0.9, which leaves none of 4 documents"),
     )
+
+
+def test_split():
+    """Disjoint, complete and of the size asked for; it follows the seed and the position alone."""
+    items = [f"item {i}" for i in range(40)]
+    for held_out, expected in ((0.25, 10), (0.001, 1), (0.0, 0)):
+        train, held = split(items, held_out, seed=1)
+        assert len(held) == expected
+        assert sorted(train + held, key=items.index) == items
+        assert (train, held) == (sorted(train, key=items.index), sorted(held, key=items.index))
+    items = list(range(1000))
+    held = split(items, 0.02, 3)[1]
+    assert held == split(items, 0.02, 3)[1] != split(items, 0.02, 4)[1]
+    assert [str(i) for i in held] == split([str(i) for i in items], 0.02, 3)[1]
+    assert 200 < np.mean(split(items, 0.2, 5)[1]) < 800  # drawn from everywhere, not cut off an end

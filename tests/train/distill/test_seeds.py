@@ -30,18 +30,12 @@ def test_beginnings_are_stretches_of_long_enough_documents():
     assert 1 <= (prompts[:, 0] == 2000).sum() <= 40
     for seed in seeds:
         assert (seed.source, seed.index) == (NAMES[seed.ids[0] // 1000], seed.ids[0] % 1000)
-
-
-def test_a_beginning_depends_on_the_seed_and_its_number_alone():
     few, again, many, other = (
-        cut(NAMES, documents(), n, 12, seed).seeds for n, seed in ((5, 1), (5, 1), (20, 1), (20, 2))
+        [(seed.source, seed.index) for seed in cut(NAMES, documents(), n, 12, seed).seeds]
+        for n, seed in ((5, 1), (5, 1), (20, 1), (20, 2))
     )
-    places = [[(seed.source, seed.index) for seed in seeds] for seeds in (few, again, many, other)]
-    assert places[0] == places[1] == places[2][:5]
-    assert places[2] != places[3]
-
-
-def test_no_document_is_long_enough():
+    assert few == again == many[:5]  # it depends on the seed and its number alone
+    assert many != other
     assert_refused(cut, (NAMES, documents(), 3, 31, 0, "prompt_tokens: got 31, longer than every document"))
 
 
@@ -76,11 +70,9 @@ def test_of_a_conversation_only_what_the_user_says_is_kept(tmp_path):
 
 
 def test_questions(tmp_path):
-    (tmp_path / "mt_bench_question.jsonl").write_text('{"question_id": 81, "category": "x", "turns": ["a", "b"]}\n')
-    by_name, by_path = (
-        read_seeds("mt_bench", str(tmp_path))[0],
-        read_seeds(str(tmp_path / "mt_bench_question.jsonl"))[0],
-    )
+    asked = tmp_path / "mt_bench_question.jsonl"
+    asked.write_text('{"question_id": 81, "category": "x", "turns": ["a", "b"]}\n')
+    by_name, by_path = (read_seeds(*names)[0] for names in (("mt_bench", str(tmp_path)), (str(asked),)))
     assert by_name == by_path
     assert by_name.seeds[0][:2] == ("mt_bench_question.jsonl", 81)
     assert by_name.seeds[0].turns == ("a", "b")
