@@ -95,7 +95,8 @@ def compare(expected, found, dtype=np.float32) -> dict:
         parts = {str(part.index): part.data.size for part in ours.addressable_shards}
         needed += 4 * sum(parts.values())
         divided |= len(parts) > 1
-    return {"equal": bool(equal), "needed": needed, "divided": divided, "copied": Counted.copied}
+    copied, Counted.copied = Counted.copied, 0
+    return {"equal": bool(equal), "needed": needed, "divided": divided, "copied": copied}
 
 
 def main(folder: Path, *names: str) -> dict:
@@ -110,7 +111,6 @@ def main(folder: Path, *names: str) -> dict:
         expected = random_like(nn.unbox(abstract_base(model)))
         export_llama(folder / name, model, expected, dtype=None)
         for mesh_name, mesh in meshes.items():
-            Counted.copied = 0
             params = load_llama(folder / name, place=placer(mesh), on_progress=lambda *at: progress.append(at))[1]
             assert progress[-1][0] == progress[-1][1] == sum(x.size for x in jax.tree.leaves(expected))
             found[f"{name} {mesh_name}"] = compare(expected, params)
@@ -119,14 +119,12 @@ def main(folder: Path, *names: str) -> dict:
             params = load_llama(folder / name, jnp.bfloat16, placer(mesh))[1]
             found["as_bfloat16"] = compare(expected, params, jnp.bfloat16)
             for case, sharded in (("draft_model", True), ("copied_draft_model", False)):
-                Counted.copied = 0
                 place = Placement(mesh, shard_draft=sharded).place_draft_model
                 found[case] = compare(expected, load_llama(folder / name, place=place, what="draft")[1])
             shutil.copytree(folder / name, folder / "bin")
             files = SafetensorFiles([folder / "bin" / "model.safetensors"], "base")
             save_torch(folder / "bin" / "pytorch_model.bin", {key: files.read(key) for key in files})
             (folder / "bin" / "model.safetensors").unlink()
-            Counted.copied = 0
             found["bin"] = compare(expected, load_llama(folder / "bin", place=placer(mesh))[1])
             bound, record = BoundBase(model, expected), fingerprint(folder / name)
 
@@ -136,7 +134,6 @@ def main(folder: Path, *names: str) -> dict:
         expected = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))
         export_heads(folder / name, drafter, expected, dtype=None, format=format, base_fingerprint=record)
         for mesh_name, mesh in meshes.items():
-            Counted.copied = 0
             found[f"{name} {mesh_name}"] = compare(expected, load_draft(folder / name, BASE, mesh=mesh)[1])
 
     with (folder / "llama" / "model.safetensors").open("r+b") as file:

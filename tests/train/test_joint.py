@@ -82,9 +82,8 @@ def example(tiny_model):
 @functools.partial(jax.jit, static_argnums=0)
 def value_and_slope(loss, params, frozen, batch):
     """Equal losses share a program."""
-    return jax.value_and_grad(lambda params: loss(params, frozen, batch, loss.totals(batch), None, 0), has_aux=True)(
-        params
-    )
+    run = lambda params: loss(params, frozen, batch, loss.totals(batch), None, 0)  # noqa: E731
+    return jax.value_and_grad(run, has_aux=True)(params)
 
 
 def log_softmax(logits):

@@ -219,9 +219,8 @@ def test_language_model_loss_equals_torch(base, example):
     kernel, rows = (torch.from_numpy(np.array(x)).requires_grad_() for x in (base.params["lm_head"], hidden))
     text = torch.from_numpy(batch["labels"][:, 1:]).long()
     logits = (rows @ kernel)[:, :-1]
-    expected = torch.nn.functional.cross_entropy(
-        logits.reshape(-1, VOCAB), text.reshape(-1), ignore_index=IGNORED, reduction="sum"
-    )
+    cross_entropy = functools.partial(torch.nn.functional.cross_entropy, ignore_index=IGNORED, reduction="sum")
+    expected = cross_entropy(logits.reshape(-1, VOCAB), text.reshape(-1))
 
     def loss(params, hidden):
         found = language_model_loss(base.model, params, hidden, batch["labels"], chunk_tokens=8)
@@ -230,9 +229,8 @@ def test_language_model_loss_equals_torch(base, example):
     (total, count), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(base.params, hidden)
     assert float(total) == pytest.approx(expected.item(), rel=1e-5)
     assert float(count) == (batch["labels"][:, 1:] != IGNORED).sum()
-    for ours, theirs in zip(
-        (grads[0]["lm_head"], grads[1]), torch.autograd.grad(expected, [kernel, rows]), strict=True
-    ):
+    slopes = torch.autograd.grad(expected, [kernel, rows])
+    for ours, theirs in zip((grads[0]["lm_head"], grads[1]), slopes, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     segments = jnp.asarray([[1] * 5 + [2] * 6] * 2)
     # The two documents of one sequence, in separate sequences of the same length.

@@ -59,21 +59,17 @@ def test_lines_are_json_and_arrays_become_lists_and_curves(tmp_path):
         assert curve in found
 
 
-def test_a_resumed_run_drops_the_lines_of_lost_work(tmp_path):
-    """One killed before its first checkpoint evaluates step 0 again, which must give one line and not two."""
+def test_lines_of_lost_work_and_lines_that_were_cut_off_are_dropped(tmp_path):
+    """A run killed before its first checkpoint evaluates step 0 again, which must give one line and not two."""
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
     for _ in range(2):
         with opened(tmp_path, 0) as metrics:
             for step in range(7):
                 metrics.log(step, "train", {"x": step})
     with opened(tmp_path, 4) as metrics:
         metrics.log(5, "train", {"x": 50})
-    lines = read_metrics(tmp_path / "metrics.jsonl")
-    assert [(line["step"], line["x"]) for line in lines] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
-
-
-def test_a_line_that_was_cut_off_is_dropped(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
+    assert [(line["step"], line["x"]) for line in read_metrics(path)] == [*((n, n) for n in range(5)), (5, 50)]
     for rest in ('{"step": 2, "ki', '{"step": 2', "\0\0\0"):
         path.write_text('{"step": 1, "kind": "train"}\n' + rest)
         assert read_metrics(path) == [{"step": 1, "kind": "train"}]

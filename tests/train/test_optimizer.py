@@ -42,9 +42,6 @@ def test_warm_up_may_be_absent_or_as_long_as_the_run():
     np.testing.assert_allclose(rates(100, 4)[:4], [0.0, 0.5, 1.0, 1.5], rtol=1e-6)
 
 
-# --- AdamW ----------------------------------------------------------------------------------------------------------
-
-
 def params_and_gradients(steps: int):
     """A matrix, a norm scale, and the two-row bias of a Hydra head's first block."""
     random = np.random.default_rng(3)
@@ -102,8 +99,6 @@ def test_adamw_equals_numpy(clip_norm):
     assert min(jax.tree.leaves(moved)) > 0.01
 
 
-# --- Muon -----------------------------------------------------------------------------------------------------------
-
 LR, DECAY = 0.5, 0.25
 MATRICES = {  # the matrices inside each kernel, and the axes that Muon must see as rows and columns
     "qkv": ((24, 2, 3, 5), lambda x: [x[:, :, i].reshape(24, 10) for i in range(3)]),
@@ -131,11 +126,8 @@ def muon_update():
     for name in ("gate_up", "shared_kernel", "path_kernel"):
         gradients[name][:, 1] *= 0.01
     gradients["qkv"][:, :, 2] *= 0.01
-    config = OptimizerConfig(
-        name="muon", lr=LR, schedule="constant", warmup_steps=0, weight_decay=DECAY, clip_norm=None
-    )
-    nested = {"layer": params}
-    optimizer = make_optimizer(config, steps=10)
+    nested, decay = {"layer": params}, {"weight_decay": DECAY, "clip_norm": None}
+    optimizer = make_optimizer(OptimizerConfig("muon", LR, schedule="constant", warmup_steps=0, **decay), steps=10)
     updates, _ = jax.jit(optimizer.update)({"layer": gradients}, optimizer.init(nested), nested)
     return params, gradients, jax.tree.map(np.asarray, updates["layer"])
 

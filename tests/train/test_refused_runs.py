@@ -101,15 +101,12 @@ def test_outputs(program, config_file, tmp_path):
 
 def test_settings_of_several_processes(program, config_file, monkeypatch):
     for variables, message in (
-        ({"JAX_COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
-        ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
-        ({"JAX_PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
-        (
-            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID: got 2, expected less than JAX_NUM_PROCESSES = 2",
-        ),
+        ({"COORDINATOR_ADDRESS": "nowhere"}, "JAX_COORDINATOR_ADDRESS: got 'nowhere', expected host:port"),
+        ({"COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS: got 'host:99999', expected host:port"),
+        ({"PROCESS_ID": "first"}, "JAX_PROCESS_ID: got 'first', expected an integer from 0 up"),
+        ({"NUM_PROCESSES": "2", "PROCESS_ID": "2"}, "got 2, expected less than JAX_NUM_PROCESSES = 2"),
     ):
         with monkeypatch.context() as patch:
-            for name, value in ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
-                patch.setenv(name, value)
+            for name, value in ({"COORDINATOR_ADDRESS": "127.0.0.1:1234"} | variables).items():
+                patch.setenv(f"JAX_{name}", value)
             assert message in refused(program("--config", config_file()))

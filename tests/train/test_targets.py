@@ -77,9 +77,8 @@ def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
 
     @jax.jit
     def sums(batch):
-        forward = run_base(
-            base.model, base.params, batch["tokens"], drafter.spec.aux_hidden_layers, batch.get("segments")
-        )
+        segments = batch.get("segments")
+        forward = run_base(base.model, base.params, batch["tokens"], drafter.spec.aux_hidden_layers, segments)
         return draft_loss(objective, drafter, params, *forward[1::-1], batch, base, counts=ones)
 
     packed, apart = packed_and_apart()

@@ -80,8 +80,8 @@ def test_the_files_hold_what_published_scripts_read(tmp_path):
     speed, ratio, accepted = spec_bench_speed(fast, plain, lambda text: text.split()[:6], "overall")
     assert (speed, accepted) == (pytest.approx(5 / 0.03), pytest.approx(5 / 3))
     assert ratio == pytest.approx(5 / 3)
-    assert spec_bench_speed(fast, plain, str.split, "math")[2] == pytest.approx(5 / 3)
-    assert spec_bench_speed(fast, plain, str.split, "mt_bench")[2] == pytest.approx(5 / 3)
+    for task in ("math", "mt_bench"):
+        assert spec_bench_speed(fast, plain, str.split, task)[2] == pytest.approx(5 / 3)
 
     answers = fastchat_answers(tmp_path)
     assert set(answers) == {PLAIN, FAST}  # and no other file of the directory is taken for a model's
@@ -166,20 +166,21 @@ def test_other_settings_are_refused(tmp_path):
     AnswerFiles(tmp_path, [PLAIN], {"rule": "typical"})  # no answers yet: nothing to mix
     run(tmp_path)
     before = (tmp_path / f"{FAST}.jsonl").read_bytes()
-    found = 'other settings: rule: got "exact", expected "greedy"; choose another directory, or remove'
-    tree = "other settings: tree: got null, expected [[0], [0, 0]]"
     assert_refused(
         lambda settings: run(tmp_path, settings=settings),
-        (SETTINGS | {"rule": "exact"}, found),
+        (
+            SETTINGS | {"rule": "exact"},
+            'settings: rule: got "exact", expected "greedy"; choose another directory, or remove',
+        ),
         (SETTINGS | {"seed": 1}, "other settings: seed: got 1, expected null"),
-        ({"rule": "greedy"}, tree),
+        ({"rule": "greedy"}, "other settings: tree: got null, expected [[0], [0, 0]]"),
     )
     (tmp_path / "settings.json").unlink()
     assert_refused(run, (tmp_path, "holds answers, but no readable settings"))
     assert (tmp_path / f"{FAST}.jsonl").read_bytes() == before
 
 
-def test_a_damaged_line_is_named(tmp_path):
+def test_damaged_lines_and_unusable_places(tmp_path):
     run(tmp_path)
     path = tmp_path / f"{FAST}.jsonl"
     first, _, *others = path.read_bytes().splitlines()
@@ -187,12 +188,8 @@ def test_a_damaged_line_is_named(tmp_path):
         path.write_bytes(b"\n".join([first, damage, *others]) + b"\n")
         message = "tiny-hydra.jsonl line 2: ...; the line is damaged or not from this program"
         assert_refused(run, (tmp_path, message))
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
     assert_refused(
         AnswerFiles,
-        (tmp_path / "file", [PLAIN], {}, "output: ...file is a file, expected a directory"),
-        (tmp_path / "file" / "below", [PLAIN], {}, "output: cannot make ...: Not a directory"),
+        (path, [PLAIN], {}, f"output: ...{FAST}.jsonl is a file, expected a directory"),
+        (path / "below", [PLAIN], {}, "output: cannot make ...: Not a directory"),
     )

@@ -85,13 +85,9 @@ def test_dense_layers_are_counted_as_before():
     assert whole == dense + sparse - lm_head
 
 
-def test_training_counts_the_experts_of_a_token():
+def test_training_and_int8_count_the_experts_of_a_token():
     dense = CONFIG.replace(mlp_width=K * F + 12, experts=None)
-    router = 2 * D * E
-    assert forward_flops(Llama(CONFIG), 32).weights == forward_flops(Llama(dense), 32).weights + router
-
-
-def test_int8_experts_take_half_the_bytes():
+    assert forward_flops(Llama(CONFIG), 32).weights == forward_flops(Llama(dense), 32).weights + 2 * D * E
     wide = CONFIG.replace(width=256, experts=Experts(E, K, 512))
     whole, half = (of_experts(forward(Llama(wide, jnp.bfloat16, q), 1, 1, 10))["experts down"] for q in (None, "int8"))
     assert 0.5 < half.bytes / whole.bytes < 0.52
@@ -107,11 +103,8 @@ def test_devices_have_a_part_of_the_experts_and_one_sum():
     assert of_experts(two)["experts router"] == of_experts(one)["experts router"]
     exchanges = {op.name: op.bytes for op in two if op.kind == "collective" and "experts" in op.name}
     assert exchanges == {"all-reduce experts": 4 * 4 * D, "all-reduce experts shared down": 2 * 4 * D}
-    # 3 devices do not divide 8 experts: each has all of them.
-    assert (
-        of_experts(forward(model, 1, 4, 8, division=Division(model=3)))["experts down"]
-        == of_experts(one)["experts down"]
-    )
+    three = forward(model, 1, 4, 8, division=Division(model=3))  # do not divide 8 experts: each has all of them
+    assert of_experts(three)["experts down"] == of_experts(one)["experts down"]
 
 
 def test_a_draft_model_may_have_experts():

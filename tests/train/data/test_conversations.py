@@ -222,11 +222,14 @@ def test_texts_of_files_and_folders(tmp_path):
     )
 
 
-def test_rows_of_a_data_set_are_records(monkeypatch):
+def test_data_sets(monkeypatch):
+    """Their rows are records; no remote code runs."""
     calls = []
 
     def load_dataset(*args, **settings):
         calls.append((args, settings))
+        if args == ("a/b",):
+            raise ConnectionError("no route to host\nand much more")
         nulls = {"conversations": None, "messages": None}
         return [{**ALPACA, **nulls}, {**nulls, "text": "x"}, {**SHAREGPT, "messages": None}]
 
@@ -234,14 +237,7 @@ def test_rows_of_a_data_set_are_records(monkeypatch):
     conversations, bad = read_dataset("some/name", "train[:3]")
     assert conversations == [Conversation(ASKED, "some/name record 1"), Conversation(ASKED, "some/name record 3")]
     assert bad == [BadRecord("some/name record 2", 'got fields "text", expected a record in a known format')]
-    assert calls == [(("some/name",), {"split": "train[:3]"})]  # no remote code
-
-
-def test_a_data_set_that_cannot_be_had(monkeypatch):
-    def offline(*args, **settings):
-        raise ConnectionError("no route to host\nand much more")
-
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=offline))
+    assert calls == [(("some/name",), {"split": "train[:3]"})]
     assert_refused(read_dataset, ("a/b", "data.dataset: cannot load 'a/b', split 'train': no route to host"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert_refused(read_dataset, ("a/b", "data.dataset: data sets by name need datasets: pip install datasets"))
