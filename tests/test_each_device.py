@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.asked import asked_parameters
+from helpers.programs import asked_parameters
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.golden_drafts import LONGEST, check_outputs, check_trees, near, slow, steps_of
 from helpers.how import sampling
 from helpers.lab import quick_jit

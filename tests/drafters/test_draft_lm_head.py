@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.lab import VOCAB, WIDTH, quick_jit
 from helpers.noise import noise
 from helpers.refusals import refusal

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads

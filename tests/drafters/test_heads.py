@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
 from helpers.refusals import refusal
 from hydrajax.amphista.heads import AmphistaHeads

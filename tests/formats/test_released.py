@@ -21,8 +21,7 @@ from transformers import LlamaForCausalLM
 
 import hydrajax
 from helpers import released
-from helpers.draft_heads import config_in, heads_of
-from helpers.forced import forced_logits
+from helpers.draft_heads import config_in, forced_logits, heads_of
 from helpers.released import VOCAB, WIDTH, Medusa, medusa_config, randomise, refusal, save, vllm, vllm_config
 from hydrajax import assets
 from hydrajax.drafters.hydra import HydraHeads

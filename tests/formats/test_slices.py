@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.asked import asked_parameters
+from helpers.programs import asked_parameters
 from helpers.released import refusal
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.families.family_layout import base_layout

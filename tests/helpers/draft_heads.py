@@ -1,4 +1,4 @@
-"""Draft heads of every kind for the tiny model, random parameters, and comparison of pytrees."""
+"""Draft heads of every kind for the tiny model, random parameters, training forwards and comparison of pytrees."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def random_params(drafter, base) -> dict:
         return jnp.asarray(1 + 0.3 * noise if noise.ndim == 1 else noise * len(noise) ** -0.5, leaf.dtype)
 
     return jax.tree.map(draw, shapes)
+
+
+def forced_logits(drafter, params, aux_hidden_states, tokens, base):
+    """Return float32 logits ``[K, B, T, V]``: head k at position t predicts token t + 2 + k. Tokens outside its
+    vocabulary have -inf.
+    """
+    hidden = drafter.teacher_hidden(params, aux_hidden_states, tokens, base)
+    logits = jnp.stack([drafter.head_logits(params, k, rows, base) for k, rows in enumerate(hidden)])
+    if drafter.vocabulary is None:
+        return logits
+    unknown = jnp.full((*logits.shape[:-1], base.config.vocab_size), -jnp.inf)
+    return unknown.at[..., drafter.vocabulary.tokens].set(logits)
 
 
 def identical(ours, theirs, dtype=None) -> None:

@@ -1,4 +1,4 @@
-"""Run ``tests/programs`` in separate processes."""
+"""Run ``tests/programs`` in separate processes, for the selected tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 # For programs that import the package `helpers`, as tests do.
@@ -25,3 +27,9 @@ def answer(main: Callable) -> None:
     folder, *arguments = sys.argv[1:]
     found = main(Path(folder), *arguments) | {"devices": jax.device_count()}
     (Path(folder) / "answer.json").write_text(json.dumps(found))
+
+
+def asked_parameters(request: pytest.FixtureRequest, name: str) -> set:
+    """Return the values of one parameter in the selected tests of the fixture's file."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return {item.callspec.params.get(name) for item in items}

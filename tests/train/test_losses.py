@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, random_params
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.hydra import HydraHeads

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.forced import forced_logits
+from helpers.draft_heads import forced_logits
 from helpers.loss_examples import check_ranks, drafter_of, random_params
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.bench.trees.simulation import accepted_lengths, runs
