@@ -52,36 +52,31 @@ VALUES = [
 ]  # fmt: skip
 
 
+def with_value(content, place: tuple, value):
+    """Return a copy of nested JSON with another value at a place, or without it if the value is `MISSING`."""
+    if not place:
+        return value
+    outer = changed = copy.deepcopy(content)
+    for key in place[:-1]:
+        outer = outer[key]
+    if value is MISSING:
+        del outer[place[-1]]
+    else:
+        outer[place[-1]] = value
+    return changed
+
+
 def wrong_fields(text: str, few: bool = False) -> Iterator[tuple[str, str]]:
     """Yield ``(description, text)`` with one error each."""
     content = json.loads(text)
     firsts = [place for place in places(content) if all(key == 0 for key in place if isinstance(key, int))]
     for place in [(), *firsts]:  # only the first item of lists
         for value in VALUES[::3] if few else VALUES:
-            if value is MISSING and not place:
-                continue
-            changed = copy.deepcopy(content)
-            outer, *_ = [changed]
-            for key in place[:-1]:
-                outer = outer[key]
-            if not place:
-                changed = value
-            elif value is MISSING:
-                del outer[place[-1]]
-            else:
-                outer[place[-1]] = value
-            yield f"{place} is {'missing' if value is MISSING else repr(value)[:20]}", json.dumps(changed)
-        if few:
-            continue
-        marked = copy.deepcopy(content)
-        outer = marked
-        for key in place[:-1]:
-            outer = outer[key]
-        if place:
-            outer[place[-1]] = "DEEP"
-        else:
-            marked = "DEEP"
-        yield f"{place} is deep", json.dumps(marked).replace('"DEEP"', DEEP)
+            if place or value is not MISSING:
+                what = "missing" if value is MISSING else repr(value)[:20]
+                yield f"{place} is {what}", json.dumps(with_value(content, place, value))
+        if not few:
+            yield f"{place} is deep", json.dumps(with_value(content, place, "DEEP")).replace('"DEEP"', DEEP)
 
 
 def wrong_texts(text: str) -> Iterator[tuple[str, bytes]]:
@@ -312,13 +307,17 @@ def test_any_field_may_be_wrong(tmp_path):
         check_fields(name, tmp_path / name, few=name in ("training settings", "answers of evaluate"))
 
 
+def made(record: Record, folder: Path) -> tuple[Path, dict[Path, bytes]]:
+    """Write a record; return its path and the content of all files."""
+    folder.mkdir(exist_ok=True)
+    return record.make(folder), {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 def check_fields(name: str, folder: Path, few: bool) -> None:
-    folder.mkdir()
     record, refused = RECORDS[name], 0
-    path = record.make(folder)
+    made(record, folder)
     record.read(folder)
-    record.make(folder)
-    whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    path, whole = made(record, folder)
     lines = path.read_text(encoding="utf-8").split("\n")
     in_lines = path.suffix == ".jsonl"
     chosen = 1 if in_lines and len(lines) > 2 else 0
@@ -336,9 +335,7 @@ def check_fields(name: str, folder: Path, few: bool) -> None:
 def test_the_whole_text_may_be_wrong(tmp_path):
     for name, record in RECORDS.items():
         folder = tmp_path / name
-        folder.mkdir()
-        path = record.make(folder)
-        whole = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        path, whole = made(record, folder)
         for what, text in wrong_texts(path.read_text(encoding="utf-8")):
             error = read_whatever(record, folder, path, text, f"{name}: {what}")
             if error is not None:
