@@ -1,4 +1,4 @@
-"""NumPy float64 reimplementations of the draft heads and the prefix layer, and random parameters for them.
+"""NumPy float64 reimplementations of the draft heads and the prefix layer.
 
 Written from docs/design.md 3 and 4, one vector at a time: no batching over rows, levels or heads.
 """
@@ -11,8 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.noise import noise
-from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
@@ -229,11 +227,6 @@ def in_numpy(drafter, params, base: BoundBase) -> HeadsInNumPy:
     return kind(drafter, params, base)
 
 
-def random_draft_params(drafter, base: BoundBase, seed: int):
-    """Return noise in the shapes of ``init``."""
-    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
-
-
 @pytest.fixture(scope="session")
 def base(tiny_model) -> BoundBase:
     return BoundBase(*tiny_model)
@@ -246,7 +239,5 @@ def oracle():
     class Oracle:
         heads = HeadsInNumPy
         in_numpy = staticmethod(in_numpy)
-        random_draft_params = staticmethod(random_draft_params)
-        random_tree = staticmethod(random_tree)
 
     return Oracle

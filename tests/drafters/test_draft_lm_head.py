@@ -11,7 +11,7 @@ import pytest
 
 from helpers.draft_heads import forced_logits
 from helpers.lab import VOCAB, WIDTH, quick_jit
-from helpers.noise import noise
+from helpers.noise import draft_noise
 from helpers.refusals import refusal
 from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead
 from hydrajax.drafters.drafter import Draw
@@ -46,10 +46,6 @@ def with_lm_head(kind: str, name: str):
 @pytest.fixture(scope="module")
 def base(lab) -> BoundBase:
     return BoundBase(lab.model, lab.base(0))
-
-
-def random_params(drafter, base: BoundBase):
-    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 7)
 
 
 def nearest_of_rank(kernel: np.ndarray, rank: int) -> np.ndarray:
@@ -120,7 +116,7 @@ def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
     else:
         drafter, other = with_lm_head(kind, "shared, reduced"), with_lm_head(kind, "shared")
         state = np.random.default_rng(1).standard_normal((3, WIDTH)).astype(np.float32)
-    params = random_params(drafter, base)
+    params = draft_noise(drafter, base, 7)
     copied = drafter.lm_head.with_copy(params, base)
     assert copied[COPIED_LM_HEAD].shape == (WIDTH, len(KNOWN))
 
@@ -136,7 +132,7 @@ def test_a_copy_of_the_shared_lm_head_proposes_the_same(base, kind):
 def test_samples_follow_the_reported_distribution(base):
     """Samples are token ids, -1 beyond the reduced vocabulary; log_q is -inf outside it and log softmax inside."""
     drafter = with_lm_head("hydra", "reduced")
-    params = random_params(drafter, base)
+    params = draft_noise(drafter, base, 7)
     state = np.random.default_rng(2).standard_normal((200, WIDTH)).astype(np.float32)
     tree, temperature = presets.cartesian([11, 1]), np.linspace(0.5, 2.0, 200, dtype=np.float32)
 

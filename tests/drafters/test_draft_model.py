@@ -12,6 +12,7 @@ import pytest
 from helpers.lab import VOCAB, quick_jit
 from helpers.noise import noise
 from helpers.refusals import refusal
+from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.draft_model import DraftModel
@@ -98,9 +99,9 @@ def drafted(request, base, oracle):
 
 
 @pytest.mark.slow
-def test_trees_have_the_best_tokens_after_each_path(drafted, oracle):
+def test_trees_have_the_best_tokens_after_each_path(drafted):
     propose, plain, texts, roots = drafted
-    tree = oracle.random_tree(3, 18, depth=4, widest=5)
+    tree = random_tree(3, 18, depth=4, widest=5)
     static, grown = propose(tree), propose(DynamicTree(16, 3, 4))
     for row, text in enumerate(texts):
         plain.check_proposal(tree, text, roots[row], static.tokens[row])

@@ -13,6 +13,7 @@ import pytest
 
 from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
+from helpers.noise import draft_noise
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.errors import HydrajaxError
@@ -81,9 +82,9 @@ def test_the_lm_head_drops_its_own_input(base, prefix):
     assert share_kept(dropped, 1 / (1 - RATE)) == pytest.approx(1 - RATE, abs=0.02)
 
 
-def test_decoding_and_evaluation_never_drop(base, oracle):
+def test_decoding_and_evaluation_never_drop(base):
     plain, dropping = (HydraHeads(2, WIDTH, VOCAB, 2, dropout=rate).with_prefix(base.config) for rate in (0.0, 0.9))
-    params = oracle.random_draft_params(plain, base, seed=3)
+    params = draft_noise(plain, base, seed=3)
     aux_hidden_states = np.random.default_rng(0).standard_normal((1, 5, WIDTH)).astype(np.float32)
 
     def logits(drafter):

@@ -15,7 +15,7 @@ import pytest
 from helpers.how import how, sampling
 from helpers.lab import NEW, VOCAB
 from helpers.log_probabilities import of_whole_text
-from helpers.noise import noise
+from helpers.noise import draft_noise
 from helpers.refusals import refusal
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.decode import result_of
@@ -119,7 +119,7 @@ def test_every_kind_that_is_installed_decodes_the_bases_own_text(lab, name):
     """As programs build it, with its default tree and random parameters; sequences can be removed and moved."""
     drafter, base = KINDS[name].build(lab.model.config, jnp.float32), BoundBase(lab.model, lab.base(0))
     tree = presets.by_name(drafter.spec.default_tree)
-    params = noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), 3)
+    params = draft_noise(drafter, base, 3)
     texts, _ = lab.references(0, PROMPTS)
     out = lab.decode(make_decode_fn(lab.model, drafter, tree, max_new_tokens=NEW), 0, params, PROMPTS)
     for row, prompt in enumerate(PROMPTS):

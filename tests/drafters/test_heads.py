@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
+from helpers.noise import draft_noise
 from helpers.refusals import refusal
+from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw
@@ -74,7 +76,7 @@ SKIPPING = TreeTopology.from_choices([[1], [1, 2], [4], [4, 0], [4, 3], [1, 2, 5
 def made(request, base, oracle):
     """Return a drafter, its parameters and its NumPy version."""
     drafter = HEADS[request.param](base.config)
-    params = oracle.random_draft_params(drafter, base, seed=11)
+    params = draft_noise(drafter, base, seed=11)
     return drafter, params, oracle.in_numpy(drafter, params, base)
 
 
@@ -105,12 +107,12 @@ def begun(drafter, params, base, hidden, tokens, lengths=LENGTHS):
     *("amphista", "amphista, alpha, narrow, small lm heads", "amphista, the base's lm head"),
 )
 @pytest.mark.parametrize("made", HEADS, indirect=True)
-def test_guesses_equal_numpy(made, base, oracle):
+def test_guesses_equal_numpy(made, base):
     """Static and dynamic trees after two chunks have the best tokens after each path, and training has these logits."""
     drafter, params, plain = made
     hidden, tokens = texts_of(drafter, base)
     depth = min(drafter.spec.depth, 4)
-    tree, grown_tree = oracle.random_tree(3, 18, depth, widest=5), DynamicTree(16, depth - 1, 4)
+    tree, grown_tree = random_tree(3, 18, depth, widest=5), DynamicTree(16, depth - 1, 4)
 
     @quick_jit
     def run(params):
@@ -137,8 +139,8 @@ def test_guesses_equal_numpy(made, base, oracle):
 @given(st.integers(0, 10**6), st.integers(0, 16), st.lists(st.tuples(*[st.integers(1, 5)] * 2), min_size=3, max_size=3))
 def test_random_trees_and_chunks(base, oracle, tree_seed, n_choices, lengths):
     """Every tree is compiled, so there are few examples, with Hydra++ because of its level batching and its cache."""
-    drafter, tree = HEADS["hydra++"](base.config), oracle.random_tree(tree_seed, n_choices, depth=3, widest=6)
-    params = oracle.random_draft_params(drafter, base, seed=1)
+    drafter, tree = HEADS["hydra++"](base.config), random_tree(tree_seed, n_choices, depth=3, widest=6)
+    params = draft_noise(drafter, base, seed=1)
     plain, (hidden, tokens) = oracle.in_numpy(drafter, params, base), texts_of(drafter, base, tree_seed)
 
     @quick_jit

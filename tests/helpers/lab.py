@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from helpers.how import how, sampling
-from helpers.noise import noise
+from helpers.noise import draft_noise, noise
 from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
@@ -222,7 +222,7 @@ class Lab:
         if name == "the base":  # nearly, so that it is often right
             return jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, self.base(0), self.base(1 + seed))
         drafter, bound = self.drafters[name], BoundBase(self.model, self.base(0))
-        params = noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), bound)), 100 + seed)
+        params = draft_noise(drafter, bound, 100 + seed)
         return params | {CORPUS: Corpus(512)} if drafter.spec.remembers else params
 
     def _decode_fn(self, drafter: str, tree: str, max_new_tokens: int, eos_ids: tuple[int, ...] = ()):

@@ -19,3 +19,8 @@ def noise(shapes, seed: int):
         return jnp.asarray(1 + 0.2 * drawn if len(shape) == 1 else 0.3 * drawn)
 
     return jax.tree.map(lambda x: leaf(x.shape), shapes)
+
+
+def draft_noise(drafter, base, seed: int):
+    """Return `noise` as the parameters of a drafter for this base."""
+    return noise(jax.eval_shape(lambda: drafter.init(jax.random.key(0), base)), seed)
