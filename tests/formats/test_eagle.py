@@ -420,6 +420,7 @@ NATIVE = [  # the setting, its value, parts of the message
     ("config.rope_scaling", 7, ("drafter",)),
     ("config.extra", 1, ("config: got unknown fields extra",)),
     ("unknown", 1, ("drafter",)),
+    ("prefix", True, ("prefix: got true, expected false: eagle3 has no prefix layer",)),  # next to the settings
 ]
 
 
@@ -429,18 +430,9 @@ def test_invalid_settings_and_those_of_another_base(small, tmp_path):
     whole = (tmp_path / "config.json").read_text()
     for name, value, pieces in NATIVE:
         config = json.loads(whole)
-        at, *parts = config["drafter"]["settings"], *name.split(".")
+        at, *parts = config["drafter"] if name == "prefix" else config["drafter"]["settings"], *name.split(".")
         for part in parts[:-1]:
             at = at[part]
         at[parts[-1]] = value
         (tmp_path / "config.json").write_text(json.dumps(config))
         refusal(lambda: load_draft(tmp_path, BASE), "draft", *pieces)
-
-
-def test_no_prefix_layer_before_an_eagle_draft(small, tmp_path):
-    drafter = drafter_of("eagle")
-    export_heads(tmp_path, drafter, params_of(drafter, small), format="native")
-    config = config_in(tmp_path)
-    config["drafter"]["prefix"] = True
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refusal(lambda: load_draft(tmp_path, MHA), "draft", "prefix: got true, expected false: eagle has no prefix layer")

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from transformers import LlamaForCausalLM
 
+from helpers.draft_heads import identical
 from helpers.released import refusal, save
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.tensors import SafetensorFiles, save_safetensors
@@ -45,10 +46,8 @@ def same_parameters(one: Path, other: Path, dtype=jnp.float32) -> None:
     """Bit for bit."""
     (model, params), (other_model, others) = load_llama(one, dtype), load_llama(other, dtype)
     assert model == other_model
-    assert jax.tree.structure(params) == jax.tree.structure(others)
-    for (path, mine), theirs in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(others), strict=True):
-        assert mine.dtype == theirs.dtype == dtype
-        assert np.asarray(mine).tobytes() == np.asarray(theirs).tobytes(), jax.tree_util.keystr(path)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    identical(params, others)
 
 
 # --- the same parameters --------------------------------------------------------------------------------------

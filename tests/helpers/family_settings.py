@@ -68,12 +68,9 @@ def phi3(part: float) -> st.SearchStrategy[dict]:
         st.sampled_from([{}, {"attention_factor": 0.9}]),
     )
     return fields(
-        head_dim=[8],
-        sliding_window=[None, WINDOW],
-        tie_word_embeddings=[False, True],
-        original_max_position_embeddings=[64],
-        rope_parameters=merged(st.just(plain), st.just({}) | longrope),
-    )
+        head_dim=[8], sliding_window=[None, WINDOW], tie_word_embeddings=[False, True],
+        original_max_position_embeddings=[64], rope_parameters=merged(st.just(plain), st.just({}) | longrope),
+    )  # fmt: skip
 
 
 LLAMA = fields(head_dim=[8, 16], rms_norm_eps=[1e-6, 1e-3], tie_word_embeddings=[False, True], rope_parameters=ROPES)
@@ -87,23 +84,16 @@ FAMILIES = {
     "olmo2": fields(num_key_value_heads=[1, 2, 4], rope_parameters=ROPES, rms_norm_eps=[1e-3]),
     "olmo3": merged(TYPES, fields(num_key_value_heads=[1, 4], rope_parameters=by_type(1e4))),
     "granite": fields(
-        embedding_multiplier=[1.0, 12.0],
-        attention_multiplier=[1.0, 0.015625, 0.35],
-        residual_multiplier=[1.0, 0.22],
-        logits_scaling=[1.0, 3.0, 8.0],
-        tie_word_embeddings=[False, True],
-        rope_parameters=ROPES,
+        embedding_multiplier=[1.0, 12.0], attention_multiplier=[1.0, 0.015625, 0.35], residual_multiplier=[1.0, 0.22],
+        logits_scaling=[1.0, 3.0, 8.0], tie_word_embeddings=[False, True], rope_parameters=ROPES,
     ),
     "smollm3": fields(
         no_rope_layers=st.lists(st.sampled_from([0, 1]), min_size=N_LAYERS, max_size=N_LAYERS) | st.none(),
-        no_rope_layer_interval=[2, 3, 4],
-        use_sliding_window=[False, True],
-        sliding_window=[WINDOW],
-        rope_parameters=ROPES,
-        tie_word_embeddings=[False, True],
+        no_rope_layer_interval=[2, 3, 4], use_sliding_window=[False, True], sliding_window=[WINDOW],
+        rope_parameters=ROPES, tie_word_embeddings=[False, True],
     ),
     "phi3": phi3(1.0) | phi3(0.75),
-}
+}  # fmt: skip
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LOCAL = {"rope_type": "default", "rope_theta": 1e3}
@@ -155,29 +145,17 @@ QWEN_MOE = fields(
 def glm4_moe(part: float, groups: int) -> st.SearchStrategy[dict]:
     rotated = {"partial_rotary_factor": part}
     return fields(
-        n_routed_experts=[8],
-        n_group=[groups],
-        topk_group=st.integers(1, groups),
-        num_experts_per_tok=[1, 2],
-        moe_intermediate_size=[8, 24],
-        n_shared_experts=[1, 2],
-        routed_scaling_factor=[1.0, 2.5],
-        norm_topk_prob=[False, True],
-        first_k_dense_replace=st.integers(0, N_LAYERS - 1),
-        use_qk_norm=[False, True],
-        attention_bias=[False, True],
-        partial_rotary_factor=[part],
-        head_dim=[8, 16],
-        rope_parameters=ROPES.map(lambda rope: rope | rotated),
-        num_mtp_layers=[0],
-    )
+        n_routed_experts=[8], n_group=[groups], topk_group=st.integers(1, groups), num_experts_per_tok=[1, 2],
+        moe_intermediate_size=[8, 24], n_shared_experts=[1, 2], routed_scaling_factor=[1.0, 2.5],
+        norm_topk_prob=[False, True], first_k_dense_replace=st.integers(0, N_LAYERS - 1), use_qk_norm=[False, True],
+        attention_bias=[False, True], partial_rotary_factor=[part], head_dim=[8, 16],
+        rope_parameters=ROPES.map(lambda rope: rope | rotated), num_mtp_layers=[0],
+    )  # fmt: skip
 
 
 EXPERT_FAMILIES = {
     "mixtral": fields(
-        num_local_experts=[4, 5, 6],
-        num_experts_per_tok=st.integers(1, 4),
-        sliding_window=[None, WINDOW],
+        num_local_experts=[4, 5, 6], num_experts_per_tok=st.integers(1, 4), sliding_window=[None, WINDOW],
         rope_parameters=ROPES,
     ),
     "qwen2_moe": merged(
@@ -190,15 +168,11 @@ EXPERT_FAMILIES = {
     ),
     "qwen3_moe": merged(QWEN_MOE, fields(use_sliding_window=[False, True], sliding_window=[WINDOW], head_dim=[8, 16])),
     "olmoe": fields(
-        rope_parameters=ROPES,
-        num_experts_per_tok=st.integers(1, 5),
-        num_experts=st.integers(5, 9),
-        norm_topk_prob=[False, True],
-        num_key_value_heads=[1, 2, 4],
-        pad_token_id=[0],
+        rope_parameters=ROPES, num_experts_per_tok=st.integers(1, 5), num_experts=st.integers(5, 9),
+        norm_topk_prob=[False, True], num_key_value_heads=[1, 2, 4], pad_token_id=[0],
     ),
     "glm4_moe": st.one_of([glm4_moe(part, groups) for part in (0.5, 1.0) for groups in (1, 2, 4)]),
-}
+}  # fmt: skip
 # Every setting differs from its default.
 EXPERT_EXAMPLES = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": WINDOW},
