@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
-from helpers import commands, small_tokenizer
+from helpers import commands, released, small_tokenizer
 from hydrajax.cli import main
 
 VOCAB, WIDTH, CONTEXT, HEADS = 320, 32, 128, 2
@@ -35,30 +36,13 @@ def base(wordless, tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def medusa(tmp_path_factory):
-    """``make(width=, vocab=) -> Path``: random Medusa heads in the released layout."""
-    import torch
-    from safetensors.torch import save_file
-
-    def make(width: int = WIDTH, vocab: int = VOCAB) -> Path:
-        folder = tmp_path_factory.mktemp("heads")
-        random = torch.Generator().manual_seed(3)
-        tensors = {}
-        for k in range(HEADS):
-            tensors[f"{k}.0.linear.weight"] = 0.1 * torch.randn(width, width, generator=random)
-            tensors[f"{k}.0.linear.bias"] = torch.zeros(width)
-            tensors[f"{k}.1.weight"] = torch.randn(vocab, width, generator=random)
-        save_file(tensors, folder / "medusa_lm_head.safetensors")
-        config = {"medusa_num_heads": HEADS, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def heads(medusa) -> Path:
-    return medusa()
+def heads(tmp_path_factory) -> Path:
+    """Random Medusa heads in the released layout."""
+    state, random = released.Medusa(HEADS, 1, VOCAB).state_dict(), torch.Generator().manual_seed(3)
+    for name, x in state.items():
+        x.zero_() if name.endswith("bias") else x.normal_(0, 0.1 if "linear" in name else 1, generator=random)
+    config = released.medusa_config(HEADS, 1) | {"base_model_name_or_path": "tiny"}
+    return released.save(tmp_path_factory.mktemp("heads"), state, config)
 
 
 @pytest.fixture(scope="session")

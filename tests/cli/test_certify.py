@@ -138,8 +138,11 @@ def test_trained_drafts(certify, golden, parallel, draft, tree, rule):
     assert out.endswith("\ncertified\n")
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
+def rule(kind):
+    return parameters_as_arrays(dataclass(frozen=True)(kind))
+
+
+@rule
 class WrongRoot(Greedy):
     def accept(self, verified, keys):
         accepted = super().accept(verified, keys)
@@ -147,8 +150,7 @@ class WrongRoot(Greedy):
         return accepted._replace(bonus_token=jnp.where(unlucky, accepted.bonus_token + 1, accepted.bonus_token))
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
+@rule
 class FavoursDrafts(ExactSampling):
     def accept(self, verified, keys):
         logits, proposal = verified.logits, verified.proposal
@@ -157,8 +159,7 @@ class FavoursDrafts(ExactSampling):
         return super().accept(verified._replace(logits=logits), keys)
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
+@rule
 class ForgetsTheTree(Greedy):
     """Counts prompt and output but not the tokens on the path to a node."""
 
@@ -177,26 +178,11 @@ class Unprocessed:
         return super().accept(verified._replace(processors=(), counts=None), keys)
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
-class UnprocessedExact(Unprocessed, ExactSampling):
-    pass
+KINDS = ExactSampling, RejectionSampling, Typical
+UNPROCESSED = [rule(type("Unprocessed", (Unprocessed, kind), {})) for kind in KINDS]
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
-class UnprocessedRejection(Unprocessed, RejectionSampling):
-    pass
-
-
-@parameters_as_arrays
-@dataclass(frozen=True)
-class UnprocessedTypical(Unprocessed, Typical):
-    pass
-
-
-@parameters_as_arrays
-@dataclass(frozen=True)
+@rule
 class NoResidual(RejectionSampling):
     def accept(self, verified, keys):
         accepted = super().accept(verified, keys)
@@ -204,8 +190,7 @@ class NoResidual(RejectionSampling):
         return accepted._replace(bonus_token=sample(keys[:, 0], shaped))
 
 
-@parameters_as_arrays
-@dataclass(frozen=True)
+@rule
 class Lenient(Typical):
     def accept(self, verified, keys):
         quarter = jax.tree.unflatten(jax.tree.structure(Typical()), [self.epsilon / 4, self.temperature])
@@ -214,22 +199,22 @@ class Lenient(Typical):
 
 @pytest.mark.quick("WrongRoot")
 @pytest.mark.parametrize(
-    ("rule", "name", "flags", "failing"),
+    ("wrong", "name", "flags", "failing"),
     [
         (WrongRoot, "greedy", [], ["FAILS: tokens equal", "defect"]),
         (ForgetsTheTree, "greedy", ["--frequency-penalty", 3], ["FAILS: tokens equal", "defect"]),
         (FavoursDrafts, "exact", [], ["FAILS: tokens equal", "FAILS: distribution"]),
-        (UnprocessedExact, "exact", ["--repetition-penalty", 3], ["holds: tokens equal", "FAILS: distribution"]),
-        (UnprocessedRejection, "rejection", ["--logit-bias", "88:4"], ["FAILS: distribution"]),
-        (UnprocessedTypical, "typical", ["--repetition-penalty", 3], ["FAILS: typical"]),
+        (UNPROCESSED[0], "exact", ["--repetition-penalty", 3], ["holds: tokens equal", "FAILS: distribution"]),
+        (UNPROCESSED[1], "rejection", ["--logit-bias", "88:4"], ["FAILS: distribution"]),
+        (UNPROCESSED[2], "typical", ["--repetition-penalty", 3], ["FAILS: typical"]),
         (NoResidual, "rejection", [], ["FAILS: distribution"]),
         (Lenient, "typical", [], ["FAILS: typical"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, rule, name, flags, failing):
-    monkeypatch.setitem(plugins.ADDED["rules"], name, rule)
-    out = certify(*(tiny if rule is WrongRoot else []), "--rule", name, *flags, code=1)
+def test_a_wrong_rule_is_not_certified(certify, tiny, monkeypatch, wrong, name, flags, failing):
+    monkeypatch.setitem(plugins.ADDED["rules"], name, wrong)
+    out = certify(*(tiny if wrong is WrongRoot else []), "--rule", name, *flags, code=1)
     for line in failing:
         assert line in out
     assert out.endswith("NOT CERTIFIED\n")

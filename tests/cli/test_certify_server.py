@@ -10,6 +10,7 @@ import time
 import pytest
 
 from helpers.fake_openai import fake_server
+from helpers.outputs import write_lines
 from hydrajax.certify.servers.client import Client
 from hydrajax.certify.servers.parallel import in_parallel
 from hydrajax.certify.servers.sides import Settings, Sides
@@ -168,7 +169,7 @@ def test_completions_alone(certify_fake):
 def test_prompts_of_a_file(certify_fake, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "one"}, {"turns": ["two", "three"]}, {"prompt_ids": [4, 5, 6]}]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(prompts, lines)
     found = certify_fake("accepts a wrong token", "--prompts", prompts, code=1)
     findings = found.report["checks"][0]["findings"]
     asked = [finding["request"].get("prompt") or finding["request"]["messages"] for finding in findings]

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hydrajax
+from helpers import released
 from helpers.lora_files import write_lora
+from helpers.outputs import write_lines
 from helpers.torch_eagle import Eagle1, Eagle3
 from hydrajax.bench.quantization import logit_effect
 from hydrajax.formats.huggingface import load_llama
@@ -37,19 +39,9 @@ ALWAYS = {"README.md", "config.json"}
 @pytest.fixture(scope="session")
 def hydra(tmp_path_factory) -> Path:
     """Hydra heads in the released layout, with the copy of the base's embedding that those have."""
-    folder = tmp_path_factory.mktemp("hydra")
-    shapes = {"input_embed_fn.weight": (VOCAB, WIDTH)}
-    for k in range(HEADS):
-        for part in ("linear", "res_connection"):
-            shapes[f"hydra_mlp.{k}.0.{part}.weight"] = (WIDTH, (k + 2) * WIDTH)
-            shapes[f"hydra_mlp.{k}.0.{part}.bias"] = (WIDTH,)
-        shapes |= {f"hydra_lm_head.{k}.weight": (VOCAB, WIDTH), f"hydra_lm_head.{k}.bias": (VOCAB,)}
-    random = torch.Generator().manual_seed(5)
-    state = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
-    save_file(state, folder / "hydra_lm_head.safetensors")
-    config = {"hydra_num_heads": HEADS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
-    (folder / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": "lab/tiny"}))
-    return folder
+    heads = released.randomise(released.Hydra(HEADS, 1, VOCAB, torch.nn.Embedding(VOCAB, WIDTH))).bfloat16()
+    config = released.hydra_config(HEADS, 1) | {"base_model_name_or_path": "lab/tiny"}
+    return released.save(tmp_path_factory.mktemp("hydra"), heads.state_dict(), config)
 
 
 @pytest.fixture
@@ -172,10 +164,7 @@ def released_eagle(folder: Path, version: int, without: str = "", **fields) -> P
         config["draft_vocab_size"] = 40
     else:
         state = Eagle1(layer, bias=True).state_dict()
-    folder.mkdir()
-    save_file({name: x for name, x in state.items() if name != without}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | fields))
-    return folder
+    return released.save(folder, {name: x for name, x in state.items() if name != without}, config | fields)
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -245,7 +234,7 @@ def measure(program, base, tmp_path):
 
     def run(command: str) -> tuple[str, dict, list]:
         prompts, file = tmp_path / "prompts.jsonl", tmp_path / "effect.json"
-        prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+        write_lines(prompts, [{"prompt": text} for text in TEXTS])
         result = program("convert", command, "--base", base, "--prompts", prompts, "--json", file)
         return result.out, json.loads(file.read_text()), list(map(hydrajax.load(base).tokenizer.encode, TEXTS))
 

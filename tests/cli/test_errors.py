@@ -17,9 +17,11 @@ import sys
 import time
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from helpers import programs
 from helpers.lora_files import write_lora
+from helpers.outputs import write_lines
 from hydrajax import assets, cli
 from hydrajax.cli import COMMANDS, bench, run_command
 from hydrajax.cli import generate as command
@@ -218,13 +220,15 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def folder(base, heads, medusa, wordless, tmp_path_factory):
+def folder(base, heads, wordless, tmp_path_factory):
     """The working directory of all rows."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("folder")
-    for name, path in {"base": base, "heads": heads, "narrow": medusa(width=16), "wordless": wordless}.items():
+    for name, path in {"base": base, "heads": heads, "narrow": heads, "wordless": wordless}.items():
         shutil.copytree(path, folder / name)
+    path = folder / "narrow" / "medusa_lm_head.safetensors"  # of width 16, not 32
+    save_file({name: x[:16, :16] if "linear.w" in name else x[..., :16] for name, x in load_file(path).items()}, path)
     (folder / "link").symlink_to("heads")
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [2]}')  # which grammars require
     write_lora(folder / "lora", AutoModelForCausalLM.from_pretrained(base))
@@ -248,7 +252,7 @@ def folder(base, heads, medusa, wordless, tmp_path_factory):
         "questions": [{"question_id": 5, "category": "trees", "turns": ["the tree"]}],
     }
     for name, records in lines.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(folder / f"{name}.jsonl", records)
     return folder
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import hydrajax
+from helpers.outputs import write_lines
 from hydrajax import assets, plugins
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.decoding.acceptance import Greedy
@@ -37,9 +38,7 @@ QUICK = ["--max-new-tokens", 8]
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("set") / "mine.jsonl"
-    path.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    return path
+    return write_lines(tmp_path_factory.mktemp("set") / "mine.jsonl", QUESTIONS)
 
 
 @pytest.fixture

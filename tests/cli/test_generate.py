@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 import hydrajax
-from helpers.outputs import read_answers
+from helpers.outputs import read_answers, write_lines
 from hydrajax.cli.generate import Totals
 from hydrajax.cli.screen import DRAFTED, write_marked
 from hydrajax.text.answers import Generation
@@ -28,9 +28,7 @@ IDS = [np.random.default_rng(length).integers(3, 300, length).tolist() for lengt
 
 @pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "ids.jsonl"
-    path.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in IDS))
-    return path
+    return write_lines(tmp_path_factory.mktemp("prompts") / "ids.jsonl", [{"prompt_ids": ids} for ids in IDS])
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +131,7 @@ def test_turns_use_the_chat_template_once_and_only_the_first_turn(program, base,
 
 
 def test_output_cut_by_the_context_is_reported(program, base, tmp_path):
-    prompts = tmp_path / "long.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [7] * length}) + "\n" for length in (120, 128, 127)))
+    prompts = write_lines(tmp_path / "long.jsonl", [{"prompt_ids": [7] * length} for length in (120, 128, 127)])
     output = tmp_path / "out.jsonl"
     args = ["generate", "--base", base, "--prompts", prompts, "--batch-size", 3, "--output", output]
     result = program(*args, "--max-new-tokens", 10**12)  # beyond the context, and beyond 32 bits: no error

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from helpers.hosts import finish, start
-from helpers.outputs import read_answers
+from helpers.outputs import read_answers, write_lines
 
 NEW = 8
 TEXTS = ["the tree", "a base of the tree"]
@@ -23,9 +23,7 @@ OTHERS = "prompts or arguments: got others than process 0, expected the same in 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return path
+    return write_lines(tmp_path_factory.mktemp("prompts") / "texts.jsonl", [{"prompt": text} for text in TEXTS])
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +33,13 @@ def arguments(base, heads, wide_tree):
 
 def answers(path) -> list:
     return [dataclasses.replace(answer, wall_time=0.0) for answer in read_answers(path)]
+
+
+def both(*commands, **environment):
+    """Return the first of two processes, after checking that both end well and the other one prints nothing."""
+    main, other = finish(start(*commands, **environment))
+    assert (main.code, other.code, other.out, other.err) == (0, 0, "", ""), main.err
+    return main
 
 
 def fails(found, *lines: str, code: int = 2) -> None:
@@ -52,9 +57,8 @@ def fails(found, *lines: str, code: int = 2) -> None:
 
 def test_two_processes_generate_what_one_generates(program, arguments, prompts, tmp_path):
     arguments = [*arguments, "--prompts", prompts, "--batch-size", 2, "--output"]
-    main, other = finish(start(*[[*arguments, tmp_path / "two.jsonl", *BOTH]] * 2))
-    assert main.code == other.code == 0, main.err + other.err
-    assert main.out == other.out == other.err == ""
+    main = both(*[[*arguments, tmp_path / "two.jsonl", *BOTH]] * 2)
+    assert main.out == ""
     assert "tokens_per_step" in main.err
     assert [path.name for path in tmp_path.iterdir()] == ["two.jsonl"]
     program(*arguments, tmp_path / "one.jsonl")
@@ -67,9 +71,7 @@ def test_samples_and_streams(program, arguments):
     sampled = ["--prompt", TEXTS[1], "--temperature", 0.8, "--seed", 3, "--max-new-tokens", 60, "--stream"]
     expected = program(*arguments, *sampled).out
     for mesh in (BOTH, SHARED):
-        main, other = finish(start(*[[*arguments, *sampled, *mesh]] * 2))
-        assert (main.code, other.code, other.out, other.err) == (0, 0, "", "")
-        assert main.out == expected
+        assert both(*[[*arguments, *sampled, *mesh]] * 2).out == expected
 
 
 @pytest.mark.slow
@@ -77,13 +79,9 @@ def test_the_main_process_chooses_the_tree(base, heads, tmp_path):
     command = ["generate", "--base", base, "--draft", heads, "--max-new-tokens", NEW, "--prompt", TEXTS[0], *SHARED]
     command += ["--tree", "auto"]
     settings = {"XDG_CACHE_HOME": str(tmp_path / "{process}"), "HYDRAJAX_MEASURE_TREES": "1"}
-    main, other = finish(start(command, command, **settings))
-    assert (main.code, other.code, other.err) == (0, 0, ""), main.err
-    assert "(measured just now; " in main.err
+    assert "(measured just now; " in both(command, command, **settings).err
     shutil.rmtree(tmp_path / "1")  # only one host has the cache
-    main, other = finish(start(command, command, **settings))
-    assert (main.code, other.code, other.err) == (0, 0, ""), main.err
-    assert "(measured on " in main.err
+    assert "(measured on " in both(command, command, **settings).err
 
 
 @pytest.mark.slow
@@ -144,15 +142,12 @@ def test_interrupting_both_ends_both(arguments):
 def test_two_processes_evaluate_and_resume(base, heads, tmp_path):
     questions = tmp_path / "mine.jsonl"
     asked = [{"question_id": n, "category": "trees", "turns": [text, "a base"]} for n, text in enumerate(TEXTS)]
-    questions.write_text("".join(json.dumps(question) + "\n" for question in asked))
+    write_lines(questions, asked)
     command = ["evaluate", "--base", base, "--draft", heads, "--set", questions, "--max-new-tokens", 8, *BOTH]
     command += ["--output"]
-    main, other = finish(start(*[[*command, tmp_path / "two", "--limit", 1]] * 2))
-    assert (main.code, other.code, other.out, other.err) == (0, 0, "", ""), main.err
-    assert "resuming" not in main.err
+    assert "resuming" not in both(*[[*command, tmp_path / "two", "--limit", 1]] * 2).err
     # Process 1 does not see the answers of the first run.
-    main, other = finish(start([*command, tmp_path / "two"], [*command, tmp_path / "elsewhere"]))
-    assert (main.code, other.code, other.out, other.err) == (0, 0, "", ""), main.err
+    main = both([*command, tmp_path / "two"], [*command, tmp_path / "elsewhere"])
     assert "resuming: 1 of 2 questions are answered" in main.err
     assert not (tmp_path / "elsewhere").exists()
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import commands
+from helpers.outputs import write_lines
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax.bench.questions.contenders import Answerer
 from hydrajax.text.answers import Generation
@@ -27,7 +28,7 @@ SETS = {
 @pytest.fixture
 def sets(tmp_path) -> dict[str, Path]:
     for name, records in SETS.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_lines(tmp_path / f"{name}.jsonl", records)
     return {name: tmp_path / f"{name}.jsonl" for name in SETS}
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import hydrajax
+from helpers.outputs import write_lines
 from hydrajax import assets
 from hydrajax.bench.calibration import Calibration
 from hydrajax.bench.contests import tree_search
@@ -25,9 +26,7 @@ TEXTS = ["def read(path):\n", "import os\n\nclass Reader:\n    def __init__(self
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
-    return path
+    return write_lines(tmp_path / "prompts.jsonl", [{"prompt": text} for text in TEXTS])
 
 
 def check_search(rows: list[dict], sizes: list[int]) -> dict:

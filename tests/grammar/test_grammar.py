@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from types import SimpleNamespace
+from functools import partial
 from typing import Literal
 
 import jsonschema
@@ -13,7 +13,7 @@ import pydantic
 import pytest
 
 import hydrajax
-from helpers import small_tokenizer
+from helpers import commands, small_tokenizer
 from hydrajax.cli import main
 from hydrajax.decoding.decode import make_decode_fn
 from hydrajax.decoding.executor import FusedExecutor
@@ -272,13 +272,8 @@ def program(base, m, capsys, monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     monkeypatch.setattr("hydrajax.cli.generate.load_from", lambda args, on_status: m)
 
-    def run(*argv) -> SimpleNamespace:
-        capsys.readouterr()
-        common = ("--base", base, "--draft", "lookup", "--tree", "chain-3", "--prompt", "the tree")
-        code = main([str(word) for word in ("generate", *common, "--max-new-tokens", NEW, *argv)])
-        return SimpleNamespace(code=code, **capsys.readouterr()._asdict())
-
-    return run
+    common = ("--base", base, "--draft", "lookup", "--tree", "chain-3", "--prompt", "the tree")
+    return partial(commands.run, main, capsys, "generate", *common, "--max-new-tokens", NEW)
 
 
 def test_flags_of_grammars(program, m, tmp_path):
@@ -287,8 +282,7 @@ def test_flags_of_grammars(program, m, tmp_path):
     lark.write_text('start: "naïve " WORD\nWORD: /[a-c]{3}/', encoding="utf-8")
     expected = generate(m, "the tree", SCHEMA).text
     for argv in (("--json-schema", schema), ("--regex", TEXT), ("--json-schema", schema, "--stream")):
-        result = program(*argv)
-        assert (result.code, result.out) == (0, f"{expected}\n"), result.err
+        assert program(*argv).out == f"{expected}\n"
     assert program("--choices", "the draft", "café").out in ("the draft\n", "café\n")
     assert re.fullmatch("naïve [a-c]{3}\n", program("--lark", lark).out)
 

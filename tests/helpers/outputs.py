@@ -1,4 +1,4 @@
-"""Output files of `hydrajax generate`."""
+"""Files of JSON lines: prompts, and the output of `hydrajax generate`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 from pathlib import Path
 
 from hydrajax.text.answers import Generation
+
+
+def write_lines(path: Path, records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
 
 
 def read_answers(path: str | Path) -> list[Generation]:
