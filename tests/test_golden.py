@@ -186,15 +186,22 @@ def test_limit_cuts_the_last_step(decode, loaded, recorded):
     out = jax.device_get(decode(loaded.params, recorded.prompt, recorded.lengths, limits=limits))
     assert max(map(len, recorded.output)) > limit
     for row, (ids, accepts) in enumerate(zip(recorded.output, recorded.accept_lengths, strict=True)):
-        np.testing.assert_array_equal(out.tokens[row, :limit], ids[:limit], err_msg=f"prompt {row}")
-        assert (out.tokens[row, limit:] == -1).all()
-        expected = accepts.copy()
-        expected[-1] -= len(ids) - limit
-        n_steps = len(expected)
-        assert out.lengths[row] == limit
-        assert out.steps[row] == n_steps
-        np.testing.assert_array_equal(out.accept_lengths[row, :n_steps], expected, err_msg=f"prompt {row}")
-        assert (out.accept_lengths[row, n_steps:] == -1).all()
+        check_cut(out, row, ids, accepts, limit)
+
+
+def check_cut(out, row: int, ids: np.ndarray, accepts: np.ndarray, length: int) -> bool:
+    """Compare a row with the first ``length`` recorded ids; return True if they end inside a step."""
+    ends = np.cumsum(accepts + 1)  # tokens emitted after each recorded step
+    steps = int(np.searchsorted(ends, length)) + 1
+    expected = accepts[:steps].copy()
+    expected[-1] -= ends[steps - 1] - length
+    assert out.lengths[row] == length
+    assert out.steps[row] == steps
+    np.testing.assert_array_equal(out.tokens[row, :length], ids[:length], err_msg=f"prompt {row}")
+    assert (out.tokens[row, length:] == -1).all()
+    np.testing.assert_array_equal(out.accept_lengths[row, :steps], expected, err_msg=f"prompt {row}")
+    assert (out.accept_lengths[row, steps:] == -1).all()
+    return ends[steps - 1] > length
 
 
 @pytest.mark.quick("hydra_pp")
@@ -219,18 +226,7 @@ def test_end_of_sequence(golden, arch, loaded):
             np.testing.assert_array_equal(out.tokens[row, : len(ids)], ids, err_msg=f"prompt {row}")
             assert out.lengths[row] >= len(ids)
             continue
-        length = int(np.argmax(ids == eos)) + 1
-        ends = np.cumsum(accepts + 1)  # tokens emitted after each recorded step
-        steps = int(np.searchsorted(ends, length)) + 1
-        expected = accepts[:steps].copy()
-        expected[-1] -= ends[steps - 1] - length
-        n_cut += ends[steps - 1] > length
-        assert out.lengths[row] == length
-        assert out.steps[row] == steps
-        np.testing.assert_array_equal(out.tokens[row, :length], ids[:length], err_msg=f"prompt {row}")
-        assert (out.tokens[row, length:] == -1).all()
-        np.testing.assert_array_equal(out.accept_lengths[row, :steps], expected, err_msg=f"prompt {row}")
-        assert (out.accept_lengths[row, steps:] == -1).all()
+        n_cut += check_cut(out, row, ids, accepts, int(np.argmax(ids == eos)) + 1)
     assert n_cut >= 3  # in several runs EOS is inside a step
 
 
