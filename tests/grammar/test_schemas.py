@@ -41,7 +41,13 @@ def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
 
 
 def _schema(rng: random.Random, depth: int, names: list[str]) -> dict[str, Any]:
-    leaves = [_integer, _number, _string, _constant, _enum, _boolean, _nullable]
+    leaves = [
+        *(_integer, _number, _string),
+        lambda rng: {"const": rng.choice(VALUES)},
+        lambda rng: {"enum": rng.sample(VALUES, rng.randint(1, 4))},
+        lambda rng: {"type": "boolean"},
+        lambda rng: {"type": [rng.choice(["integer", "boolean"]), "null"]},
+    ]
     if names and rng.random() < 0.25:
         return {"$ref": f"#/$defs/{rng.choice(names)}"}
     if depth == 0 or rng.random() < 0.15 * (3 - depth):
@@ -94,22 +100,6 @@ def _string(rng):
         return {"type": "string", "format": rng.choice(FORMATS)}
     least = rng.randint(0, 3)
     return {"type": "string", "minLength": least, "maxLength": least + rng.randint(0, 9)}
-
-
-def _constant(rng):
-    return {"const": rng.choice(VALUES)}
-
-
-def _enum(rng):
-    return {"enum": rng.sample(VALUES, rng.randint(1, 4))}
-
-
-def _boolean(rng):
-    return {"type": "boolean"}
-
-
-def _nullable(rng):
-    return {"type": [rng.choice(["integer", "boolean"]), "null"]}
 
 
 @pytest.fixture(scope="module")
