@@ -33,11 +33,9 @@ from hydrajax.trees.tree_json import content_of
 PROMPTS = [np.arange(1, 9, dtype=np.int32)]
 
 
-def choose(executor, prompts, batch_size, directory=None):
-    """Return the stored choice, or measure one."""
-    return stored_trees.stored(executor, batch_size, directory) or fastest.measure(
-        executor, prompts, batch_size, directory
-    )
+def choose(executor, prompts, *where):
+    """Return the stored choice, or measure one. where: the batch size and the directory of the draft."""
+    return stored_trees.stored(executor, *where) or fastest.measure(executor, prompts, *where)
 
 
 @pytest.fixture(scope="module")
