@@ -1,7 +1,7 @@
 """CPU kernels for products with weights of 8 and 4 bits (`few_bits.cc`).
 
 Each row of x is rounded to 8 bits in groups of 32 numbers, of which the largest becomes 127; integers are multiplied
-and summed within a group, by AMX, AVX-512 with VNNI (`few_bits_512.h`), AVX-VNNI or AVX2 (`few_bits_256.h`) where the
+and summed within a group, by AMX, vectors with AVX-512 and VNNI, AVX-VNNI, AVX2 or NEON (`few_bits_isa.h`), where the
 CPU has them. A row's result does not depend on the number of rows or on these instructions, to the last bit.
 
 Weights lie in tiles, so that a kernel reads memory in order (`hydrajax.lowbit.kernels.tile_layout`).

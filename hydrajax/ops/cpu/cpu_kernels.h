@@ -85,6 +85,12 @@ inline ALWAYS_INLINE void WithRows(int64_t rows, const Product& product) {
   }
 }
 
+// Rows to take at once, at most R: as many each time, since few rows leave the multipliers idle.
+inline int64_t RowsAtOnce(int64_t rows, int64_t most) {
+  const int64_t times = std::max<int64_t>(1, (rows + most - 1) / most);
+  return std::max<int64_t>(1, (rows + times - 1) / times);
+}
+
 }  // namespace
 
 #endif  // HYDRAJAX_CPU_KERNELS_H_

@@ -46,52 +46,45 @@ int64_t ScalesAt(const Weight& weight, int64_t t, int64_t group) {
   return (t * weight.scale_groups + group / weight.tiles_per_scale) * kColumns;
 }
 
-// Of a tile's columns, widened once for all rows.
-struct Scales {
-  float scales[kColumns], offsets[kColumns];
-  bool has_offsets;
-};
-
-struct Tile {
-  const uint8_t* values;
-  const float *scales, *offsets;  // offsets may be null
-};
-
-// Rows of x in 8 bits, in groups of 32 that are padded with zeros. T is int8_t or float.
+// Rows of x in 8 bits, in groups of 32 that are padded with zeros.
 struct Rows {
-  void* values;   // T [groups, rows, 32]
-  float* scales;  // [groups, rows]
-  float* sums;    // [groups, rows], of the values
+  int8_t* values;  // [groups, rows, 32]
+  float* scales;   // [groups, rows]
+  float* sums;     // [groups, rows], of the values
   int64_t rows;
 };
 
-// Rounds rows of x: a group's largest number becomes 127. NaN and infinity stay so by their scale.
-template <typename T>
-inline ALWAYS_INLINE void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
-  T* values = static_cast<T*>(to.values);
-  for (int64_t r = 0; r < to.rows; ++r) {
-    for (int64_t g = 0; g * kDepth < depth; ++g) {
+// Rounds a group of x: its largest number becomes 127. NaN and infinity stay so by their scale.
+inline ALWAYS_INLINE void QuantizeGroup(const float* in, int8_t* out, float& scale, float& sum) {
+  int32_t bits[kDepth], largest_bits = 0;
+  std::memcpy(bits, in, sizeof(bits));
+  for (int i = 0; i < kDepth; ++i) largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);
+  float largest, shifted[kDepth];
+  std::memcpy(&largest, &largest_bits, sizeof(largest));
+  const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
+  for (int i = 0; i < kDepth; ++i) shifted[i] = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
+  std::memcpy(bits, shifted, sizeof(bits));
+  uint32_t total = 0;  // of NaN it wraps around
+  for (int i = 0; i < kDepth; ++i) {
+    bits[i] -= 0x4b400000;
+    total += static_cast<uint32_t>(bits[i]);
+  }
+  for (int i = 0; i < kDepth; ++i) out[i] = static_cast<int8_t>(bits[i]);
+  scale = largest / 127.0f;
+  sum = static_cast<float>(static_cast<int32_t>(total));
+}
+
+void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
+  for (int64_t r = 0; r < to.rows; ++r, x += depth) {
+    int64_t at = r;
+    int64_t d = 0;
+    for (; d + kDepth <= depth; d += kDepth, at += to.rows) {
+      QuantizeGroup(x + d, to.values + at * kDepth, to.scales[at], to.sums[at]);
+    }
+    if (d < depth) {
       float in[kDepth] = {};
-      std::memcpy(in, x + r * depth + g * kDepth, sizeof(float) * std::min<int64_t>(kDepth, depth - g * kDepth));
-      int32_t bits[kDepth], largest_bits = 0;
-      std::memcpy(bits, in, sizeof(bits));
-      for (int i = 0; i < kDepth; ++i) largest_bits = std::max(largest_bits, bits[i] & 0x7fffffff);
-      float largest;
-      std::memcpy(&largest, &largest_bits, sizeof(largest));
-      const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
-      const int64_t at = g * to.rows + r;
-      T* out = values + at * kDepth;
-      int32_t sum = 0;
-      for (int i = 0; i < kDepth; ++i) {
-        const float shifted = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
-        int32_t rounded;
-        std::memcpy(&rounded, &shifted, sizeof(rounded));
-        rounded -= 0x4b400000;
-        out[i] = static_cast<T>(static_cast<int8_t>(rounded));
-        sum += static_cast<int8_t>(rounded);
-      }
-      to.scales[at] = largest / 127.0f;
-      to.sums[at] = static_cast<float>(sum);
+      std::memcpy(in, x + d, sizeof(float) * (depth - d));
+      QuantizeGroup(in, to.values + at * kDepth, to.scales[at], to.sums[at]);
     }
   }
 }

@@ -42,11 +42,14 @@ constexpr int kMostRows = kNative == kLanes && std::is_same_v<W, float> ? 14 : k
 template <typename W>
 constexpr int kMostDotRows = kNative == kLanes ? kMostRows<W> : kDotRows;
 
-// sums[R, C] += x[R, n] @ weight[n, C], C = kColumns, rows of x `depth` apart and rows of weight `stride`. Each weight row
-// prefetches the one `ahead` numbers after it: in between the products, since a burst of prefetches would hold them up.
-template <int R, bool kPrefetch, typename W>
+enum Pass { kOnly, kFirst, kLater };  // over a weight, of a few rows of x each
+
+// sums[R, C] += x[R, n] @ weight[n, C], C = kColumns, rows of x `depth` apart and rows of weight `stride`. The first pass writes
+// the weights, in float32, to `copy`. In it each weight row prefetches the one `ahead` numbers after it: in between the products,
+// since a burst of prefetches would hold them up.
+template <int R, Pass kPass, typename W>
 inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
-                                     int64_t n, int64_t ahead) {
+                                     int64_t n, int64_t ahead = 0, float* copy = nullptr) {
   Lanes s[R][kVectors];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -57,7 +60,11 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* wei
     Lanes w[kVectors];
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) Load(w[v], weight + d * stride + v * kLanes);
-    if (kPrefetch) Prefetch<kL2>(weight + d * stride + ahead, kColumns);
+    if constexpr (kPass != kLater) Prefetch<kL2>(weight + d * stride + ahead, kColumns);
+    if constexpr (kPass == kFirst) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) Store(copy + d * kColumns + v * kLanes, w[v]);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
@@ -69,6 +76,25 @@ inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* wei
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; ++v) Store(sums + r * kColumns + v * kLanes, s[r][v]);
+  }
+}
+
+// The same with more rows than fit in registers. Weights are read more than once, so a copy in float32 stays in the L1 cache.
+template <typename W>
+__attribute__((noinline)) void AddProductOfMany(const float* x, int64_t rows, int64_t depth, const W* weight, int64_t stride,
+                                                float* sums, int64_t n, int64_t ahead) {
+  alignas(64) float block[kDepth * kColumns];
+  float* copy = block;
+  const int64_t at_once = RowsAtOnce(rows, kRows);
+  WithRows<kRows>(at_once, [=](auto r) ALWAYS_INLINE {
+    AddProduct<r, kFirst>(x, depth, weight, stride, sums, n, ahead, copy);
+  });
+  for (int64_t row = at_once; row < rows; row += at_once) {
+    const float* xs = x + row * depth;
+    float* to = sums + row * kColumns;
+    WithRows<kRows>(std::min(at_once, rows - row), [=](auto r) ALWAYS_INLINE {
+      AddProduct<r, kLater, float>(xs, depth, copy, kColumns, to, n);
+    });
   }
 }
 
@@ -93,7 +119,6 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
                       int64_t end, int64_t top, int64_t bottom, float* sums) {
   const int64_t vectors = begin + (end - begin) / kColumns * kColumns;
   std::memset(sums, 0, sizeof(float) * rows * (vectors - begin));
-  alignas(64) float block[kDepth * kColumns];
   // Sums are read and written once for this many weight rows. Few rows of x are faster with half of them: weight rows that
   // are a multiple of 4 kB apart compete for the same lines of the L1 cache.
   const int64_t step = rows < kRows ? kDepth / 2 : kDepth;
@@ -107,22 +132,11 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
       const float* xs = x + d;
       float* to = sums + (column - begin) * rows;
       if (rows <= kMostRows<W>) {
-        WithRows<kMostRows<W>>(rows, [=](auto r) ALWAYS_INLINE { AddProduct<r, true>(xs, depth, w, width, to, n, ahead); });
-        continue;
-      }
-      // Read more than once: a copy in float32 stays in the L1 cache.
-      for (int64_t i = 0; i < n; ++i) {
-        Prefetch<kL2>(w + i * width + ahead, kColumns);
-        for (int64_t c = 0; c < kColumns; c += kLanes) {
-          Lanes numbers;
-          Load(numbers, w + i * width + c);
-          Store(block + i * kColumns + c, numbers);
-        }
-      }
-      const float* copy = block;
-      for (int64_t row = 0; row < rows; row += kRows, xs += kRows * depth, to += kRows * kColumns) {
-        WithRows<kRows>(rows - row,
-                        [=](auto r) ALWAYS_INLINE { AddProduct<r, false>(xs, depth, copy, kColumns, to, n, 0); });
+        WithRows<kMostRows<W>>(rows, [=](auto r) ALWAYS_INLINE {
+          AddProduct<r, kOnly>(xs, depth, w, width, to, n, ahead);
+        });
+      } else {
+        AddProductOfMany(xs, rows, depth, w, width, to, n, ahead);
       }
     }
   }
@@ -323,47 +337,58 @@ ffi::Error MatmulExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ExpertIds exper
 
 // ---- out[rows, F] = x[rows, D] @ weight[F, D]^T ------------------------------------------------------------------------
 
-// out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart.
-template <int R, int C, typename W>
+// out[R, C] = x[R, D] @ weight[C, D]^T, rows of out `width` apart. Single columns are read from memory in order; of several, the
+// first pass prefetches those that come next.
+template <int R, int C, bool kFirstPass, typename W>
 inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* out, int64_t depth, int64_t width) {
-  Lanes s[R][C] = {};
+  constexpr int kParts = kLanes / kNative;
+  Native s[R][C][kParts] = {};
   const int64_t vectors = depth / kLanes * kLanes;
   for (int64_t d = 0; d < vectors; d += kLanes) {
-    Lanes w[C];
     for (int c = 0; c < C; ++c) {
-      Load(w[c], weight + c * depth + d);
       if constexpr (C == 1) {
         __builtin_prefetch(weight + d + kAheadBytes / sizeof(W), 0, kL2);
-        continue;
+      } else if constexpr (kFirstPass) {
+        __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, kL2);
+        __builtin_prefetch(weight + (c + C) * depth + d);
       }
-      __builtin_prefetch(weight + (c + kAhead) * depth + d, 0, kL2);
-      __builtin_prefetch(weight + (c + C) * depth + d);
     }
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {  // one after the other, so that a part of x and of each weight is in registers
+      Native w[C];
+      for (int c = 0; c < C; ++c) Load(w[c], weight + c * depth + d + p * kNative);
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      Lanes a;
-      Load(a, x + r * depth + d);
-      for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c], a, w[c]);
+      for (int r = 0; r < R; ++r) {
+        Native a;
+        Load(a, x + r * depth + d + p * kNative);
+        for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c][p], a, w[c]);
+      }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) {
-      float sum = SumOf(s[r][c]);
+      Lanes lanes;
+      std::memcpy(&lanes, s[r][c], sizeof(lanes));
+      float sum = SumOf(lanes);
       for (int64_t d = vectors; d < depth; ++d) MultiplyAdd(sum, x[r * depth + d], Wide(weight[c * depth + d]));
       out[r * width + c] = sum;
     }
   }
 }
 
-// At most kMost rows at once.
-template <int kMost, int C, typename W>
-inline ALWAYS_INLINE void DotProductsOfRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
-                                            int64_t width) {
-  for (int64_t row = 0; row < rows; row += kMost) {
+// The same with more rows than fit in registers.
+template <int C, typename W>
+__attribute__((noinline)) void DotProductsOfMany(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
+                                                 int64_t width) {
+  const int64_t at_once = RowsAtOnce(rows, kDotRows);
+  WithRows<kDotRows>(at_once, [=](auto r) ALWAYS_INLINE { DotProducts<r, C, true>(x, weight, out, depth, width); });
+  for (int64_t row = at_once; row < rows; row += at_once) {
     const float* xs = x + row * depth;
     float* to = out + row * width;
-    WithRows<kMost>(rows - row, [=](auto r) ALWAYS_INLINE { DotProducts<r, C>(xs, weight, to, depth, width); });
+    WithRows<kDotRows>(std::min(at_once, rows - row), [=](auto r) ALWAYS_INLINE {
+      DotProducts<r, C, false>(xs, weight, to, depth, width);
+    });
   }
 }
 
@@ -372,24 +397,20 @@ template <typename W>
 void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, int64_t depth, int64_t width,
                      int64_t begin, int64_t end) {
   if (rows == 1) {  // it waits for memory only, which is fastest in one stream
-    for (int64_t f = begin; f < end; ++f) DotProducts<1, 1>(x, weight + f * depth, out + f, depth, width);
+    for (int64_t f = begin; f < end; ++f) DotProducts<1, 1, true>(x, weight + f * depth, out + f, depth, width);
     return;
   }
   const int64_t pairs = begin + (end - begin) / 2 * 2;
-  // Rows that are read more than once are widened once.
-  float* copy = rows > kMostDotRows<W> && !std::is_same_v<W, float> ? Scratch(2 * depth) : nullptr;
   for (int64_t f = begin; f < pairs; f += 2) {
     const W* w = weight + f * depth;
+    float* to = out + f;
     if (rows <= kMostDotRows<W>) {
-      DotProductsOfRows<kMostDotRows<W>, 2>(x, w, out + f, rows, depth, width);
-    } else if (copy == nullptr) {
-      DotProductsOfRows<kDotRows, 2>(x, w, out + f, rows, depth, width);
+      WithRows<kMostDotRows<W>>(rows, [=](auto r) ALWAYS_INLINE { DotProducts<r, 2, true>(x, w, to, depth, width); });
     } else {
-      for (int64_t i = 0; i < 2 * depth; ++i) copy[i] = Wide(w[i]);
-      DotProductsOfRows<kDotRows, 2>(x, static_cast<const float*>(copy), out + f, rows, depth, width);
+      DotProductsOfMany<2>(x, w, to, rows, depth, width);
     }
   }
-  if (pairs < end) DotProductsOfRows<1, 1>(x, weight + pairs * depth, out + pairs, rows, depth, width);
+  if (pairs < end) DotProductsOfMany<1>(x, weight + pairs * depth, out + pairs, rows, depth, width);
 }
 
 #ifdef HYDRAJAX_AMX

@@ -1,0 +1,209 @@
+// Instruction sets for products of integers, for few_bits_rows.h.
+//
+// An instruction set multiplies bytes of a weight by bytes of x and adds the products of four neighbours: the numbers of a
+// column. Weights of 4 bits are 0 to 15, those of 8 bits -128 to 127, numbers of x -127 to 127, and a group has 32 of each. Sums
+// of a group are exact in all of them. An instruction set has
+//
+//   kLanes      columns of a vector
+//   kSums       vectors of sums at once: with as many totals in float32 they take most of the registers
+//   Zero        sums of no products, given the sum of a group's x
+//   Prepared    a vector of weights as Add takes it, made once for all rows
+//   Add         adds the products of a vector of weights and four numbers of x
+//   Total       a group's sums in 32 bits
+//   FromHalves  a vector of float16 numbers, none of which is infinite or NaN
+
+#ifndef HYDRAJAX_FEW_BITS_ISA_H_
+#define HYDRAJAX_FEW_BITS_ISA_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_kernels.h"
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HYDRAJAX_AVX2 1
+#ifdef __AVX512F__
+#define HYDRAJAX_AVX512 1
+#endif
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define HYDRAJAX_NEON_DOT 1
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+template <int Lanes>
+struct Vectors {
+  static constexpr int kLanes = Lanes;
+  typedef float Floats __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
+  typedef int32_t Ints __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
+  typedef uint32_t Bits __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
+  typedef uint16_t Halves __attribute__((vector_size(Lanes * 2), aligned(2), may_alias));
+
+  static ALWAYS_INLINE Floats Load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
+  static ALWAYS_INLINE Ints Load(const uint8_t* from) { return *reinterpret_cast<const Ints*>(from); }
+  static ALWAYS_INLINE void Store(float* to, Floats from) { *reinterpret_cast<Floats*>(to) = from; }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Zero(float) {
+    return Ints{};
+  }
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Prepared(Ints w) {
+    return w;
+  }
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Total(Ints sums) {
+    return sums;
+  }
+};
+
+inline ALWAYS_INLINE int32_t FourNumbers(const int8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof(four));
+  return four;
+}
+
+struct Plain : Vectors<4> {
+  static constexpr const char* kName = "1";
+  static constexpr int kSums = 4;
+  static bool Available() { return true; }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
+    for (int k = 0; k < 4; ++k) sums += (reinterpret_cast<Ints>(reinterpret_cast<Bits>(w) << (24 - 8 * k)) >> 24) * x[k];
+  }
+  static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
+    const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits);
+    const Bits size = (bits & 0x7fff) << 13;
+    // XLA's threads take a denormal float32 for zero. A denormal float16 is made from a normal one.
+    const Floats small = reinterpret_cast<Floats>(size + (113 << 23)) - 0x1p-14f;
+    const Bits wide = size < 1 << 23 ? reinterpret_cast<Bits>(small) : size + (112 << 23);
+    return reinterpret_cast<Floats>(wide | (bits & 0x8000) << 16);
+  }
+};
+
+#ifdef HYDRAJAX_AVX2
+
+struct Avx : Vectors<8> {
+  static constexpr int kSums = 4;
+
+  static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+};
+
+// Adds two products in 16 bits, with saturation above 32767.
+//   4 bits: two products are at most 2 * 15 * 127 = 3810 in size. A group has eight such pairs in each 16 bits, 30480.
+//   8 bits: the instruction takes unsigned by signed bytes, so the weight's sign is moved to x. Two products are at most
+//           2 * 128 * 127 = 32512. They are widened to 32 bits before the next ones are added.
+struct Avx2 : Avx {
+  static constexpr const char* kName = "avx2";
+  static bool Available() { return true; }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
+    const __m256i weights = reinterpret_cast<__m256i>(w), numbers = _mm256_set1_epi32(FourNumbers(x));
+    __m256i total = reinterpret_cast<__m256i>(sums);
+    if constexpr (FourBits) {
+      total = _mm256_add_epi16(total, _mm256_maddubs_epi16(weights, numbers));
+    } else {
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(numbers, weights));
+      total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    }
+    sums = reinterpret_cast<Ints>(total);
+  }
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Total(Ints sums) {
+    if constexpr (!FourBits) return sums;
+    return reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(sums), _mm256_set1_epi16(1)));
+  }
+};
+
+// Adds four products of unsigned and signed bytes in 32 bits: 128 is added to 8-bit weights, and 128 times the sum of x is taken
+// off.
+template <typename Base>
+struct Vnni : Base {
+  using typename Base::Ints;
+
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Zero(float sum_of_x) {
+    return Ints{} + (FourBits ? 0 : -128 * static_cast<int32_t>(sum_of_x));
+  }
+  template <bool FourBits>
+  static ALWAYS_INLINE Ints Prepared(Ints w) {
+    return FourBits ? w : w ^ static_cast<int32_t>(0x80808080);
+  }
+};
+
+// The instructions are written out, since compilers have functions for them only in code that needs the instruction set.
+
+struct AvxVnni : Vnni<Avx> {
+  static constexpr const char* kName = "avxvnni";
+  static constexpr int kSums = 8;  // the totals in memory: with four sums each would wait for the one before
+  static bool Available() {
+    unsigned a, b, c, d;
+    return kAssembled && __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 4;
+  }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
+    const Ints numbers = Ints{} + FourNumbers(x);
+    if constexpr (kAssembled) asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(w), "x"(numbers));
+  }
+
+#if defined(__clang__) || __GNUC__ >= 11
+  static constexpr bool kAssembled = true;
+#else
+  static constexpr bool kAssembled = false;  // compilers before the instruction have assemblers before it
+#endif
+};
+
+#ifdef HYDRAJAX_AVX512
+
+struct Avx512 : Vectors<16> {
+  static constexpr int kSums = 8;
+
+  static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+};
+
+struct Avx512Vnni : Vnni<Avx512> {
+  static constexpr const char* kName = "avx512vnni";
+  static bool Available() { return __builtin_cpu_supports("avx512vnni"); }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
+    const Ints numbers = Ints{} + FourNumbers(x);
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(numbers));
+  }
+};
+
+#endif
+#endif
+
+#ifdef HYDRAJAX_NEON_DOT
+
+struct NeonDot : Vectors<4> {
+  static constexpr const char* kName = "neondot";
+  static constexpr int kSums = 8;
+  static bool Available() { return true; }
+
+  template <bool FourBits>
+  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
+    const int32x4_t numbers = vdupq_n_s32(FourNumbers(x));
+    sums = vdotq_s32(sums, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(numbers));
+  }
+  static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+  }
+};
+
+#endif
+
+}  // namespace
+
+#endif  // HYDRAJAX_FEW_BITS_ISA_H_

@@ -1,0 +1,131 @@
+// Products of rows in 8 bits with weights of 8 and 4 bits by vectors of any instruction set (few_bits_isa.h).
+
+#ifndef HYDRAJAX_FEW_BITS_ROWS_H_
+#define HYDRAJAX_FEW_BITS_ROWS_H_
+
+#include "few_bits.h"
+#include "few_bits_isa.h"
+
+namespace {
+
+constexpr int kGroupsAtOnce = 8;  // whose weights stay in the L1 cache for all rows
+
+// Calls `multiply` with whether the weight has 4 bits, and whether it has offsets or zeros, as constants.
+template <typename Multiply>
+void WithKind(const Weight& weight, const Multiply& multiply) {
+  const std::true_type yes;
+  const std::false_type no;
+  if (weight.offsets != nullptr || weight.zeros != nullptr) {
+    weight.four_bits ? multiply(yes, yes) : multiply(no, yes);
+  } else {
+    weight.four_bits ? multiply(yes, no) : multiply(no, no);
+  }
+}
+
+// Reads scales of a vector of columns, and what is added to their numbers. A zero becomes -zero * scale, which float32 holds
+// exactly if the scale is float16.
+template <typename Isa, bool HasOffsets>
+inline ALWAYS_INLINE void ReadScales(const Weight& weight, int64_t at, typename Isa::Floats& scale,
+                                     typename Isa::Floats& offset) {
+  using Floats = typename Isa::Floats;
+  scale = weight.scales != nullptr ? Isa::FromHalves(weight.scales + at) : Isa::Load(weight.wide_scales + at);
+  if constexpr (HasOffsets) {
+    if (weight.offsets != nullptr) {
+      offset = Isa::FromHalves(weight.offsets + at);
+    } else {
+      float zeros[Isa::kLanes];
+      for (int c = 0; c < Isa::kLanes; ++c) zeros[c] = -static_cast<float>(weight.zeros[at + c]);
+      offset = Isa::Load(zeros) * scale;
+    }
+  }
+}
+
+// Adds the products of R rows and groups `begin` to `end` of the tiles `t`.
+//
+// The sums of R rows and V vectors of columns stay in registers, and their weights are unpacked once.
+template <typename Isa, int R, bool FourBits, bool HasOffsets>
+__attribute__((noinline)) void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, float* sums) {
+  using Floats = typename Isa::Floats;
+  using Ints = typename Isa::Ints;
+  constexpr int kLanes = Isa::kLanes;
+  constexpr int V = R > Isa::kSums / 2 ? 1 : R > Isa::kSums / 4 ? 2 : 4;
+  constexpr int32_t kNibbles = 0x0f0f0f0f;
+  constexpr int kBytes = kDepth * kColumns / (FourBits ? 2 : 1);
+  for (int column = 0; column < kColumns; column += V * kLanes) {
+    Floats totals[R][V];
+    float* to = sums + row * kColumns + column;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) totals[r][v] = Isa::Load(to + r * kColumns + v * kLanes);
+    }
+    const uint8_t* tile = TileAt(weight, t, begin) + 4 * column;
+    for (int64_t g = begin; g < end; ++g, tile += kBytes) {
+      const int64_t first = g * x.rows + row;
+      const int8_t* numbers = x.values + first * kDepth;
+      Ints products[R][V];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) products[r][v] = Isa::template Zero<FourBits>(x.sums[first + r]);
+      }
+      auto add = [&](int step, const Ints* w) ALWAYS_INLINE {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) Isa::template Add<FourBits>(products[r][v], w[v], numbers + r * kDepth + 4 * step);
+        }
+      };
+      for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
+        Ints w[V], high[V];
+#pragma GCC unroll 8
+        for (int v = 0; v < V; ++v) {
+          const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
+          if (row == 0 && (column + v * kLanes) % 16 == 0) {
+            __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
+          }
+          const Ints numbers = Isa::Load(from);
+          if constexpr (FourBits) high[v] = Isa::template Prepared<FourBits>(numbers >> 4 & kNibbles);
+          w[v] = Isa::template Prepared<FourBits>(FourBits ? numbers & kNibbles : numbers);
+        }
+        add(s, w);
+        if constexpr (FourBits) add(s + kSteps / 2, high);
+      }
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        Floats scale, offset;
+        ReadScales<Isa, HasOffsets>(weight, ScalesAt(weight, t, g) + column + v * kLanes, scale, offset);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          Floats wide = __builtin_convertvector(Isa::template Total<FourBits>(products[r][v]), Floats) * scale;
+          if constexpr (HasOffsets) wide += x.sums[first + r] * offset;
+          totals[r][v] += x.scales[first + r] * wide;
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) Isa::Store(to + r * kColumns + v * kLanes, totals[r][v]);
+    }
+  }
+}
+
+// Adds the products of rows and the tiles `t` of columns to sums [rows, 64].
+template <typename Isa>
+void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
+  WithKind(weight, [&](auto four_bits, auto has_offsets) {
+    for (int64_t g = 0; g < weight.groups; g += kGroupsAtOnce) {
+      const int64_t end = std::min<int64_t>(weight.groups, g + kGroupsAtOnce);
+      for (int64_t row = 0; row < x.rows; row += Isa::kSums) {
+        WithRows<Isa::kSums>(x.rows - row, [&](auto r) {
+          MultiplyRows<Isa, r, four_bits, has_offsets>(weight, t, g, end, x, row, sums);
+        });
+      }
+    }
+  });
+}
+
+}  // namespace
+
+#endif  // HYDRAJAX_FEW_BITS_ROWS_H_
