@@ -11,11 +11,13 @@ SOURCES = "few_rows", "few_bits", "attention", "add_norm", "append_rows", "call_
 HEADERS = "amx", "cpu_kernels", "experts", "few_bits", "few_bits_amx", "few_bits_isa", "few_bits_rows", "numbers"
 AVX2 = "-mavx2", "-mfma", "-mf16c", "-mbmi2"
 AVX512 = *AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"
-# One library for each width of vector registers; hydrajax/ops/cpu/library.py loads the one for the CPU. They
-# are built one after the other, as their object files have the same names.
+# One library for each set of instructions; hydrajax/ops/cpu/library.py loads the best that the CPU has. They are
+# built one after the other, as their object files have the same names. Compilers for Apple's ARM use its dot products.
 LIBRARIES = {"_cpu": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     LIBRARIES = {"_cpu_avx512": AVX512, "_cpu_avx2": AVX2}
+elif platform.machine() == "aarch64":
+    LIBRARIES = {"_cpu_dotprod": ("-march=armv8.2-a+dotprod",), "_cpu": ()}
 
 # jaxlib brings the headers of XLA's foreign function interface. It is found and not imported, which would be slow.
 jaxlib = importlib.util.find_spec("jaxlib")

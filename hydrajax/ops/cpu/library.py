@@ -9,7 +9,8 @@ from pathlib import Path
 
 import jax
 
-LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu"  # by preference; setup.py builds those that a kind of CPU may have
+# By preference; setup.py builds those that a kind of CPU may have.
+LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu_dotprod", "_cpu"
 TARGETS = (
     "hydrajax_matmul",
     "hydrajax_matmul_transposed",
