@@ -113,16 +113,18 @@ def stop_strings(trial: Trial) -> int:
         whole = m.generate(prompts, batch_size=3, **settings)
         sample = random.choice(whole).text
         at = [random.randrange(len(sample)) for _ in range(random.randint(1, 4))]
-        stop = [piece for start in at if (piece := sample[start : start + random.randint(1, 5)])]
+        pieces = (sample[start : start + random.randint(1, 5)] for start in at)
+        # A replaced byte is final or not by the next one, so `cut` cannot tell which token completes such a piece.
+        stop = [piece for piece in pieces if piece and "\ufffd" not in piece]
         wanted = [cut(decode, each.output_ids, stop) for each in whole]
         found = m.generate(prompts, stop=stop, batch_size=3, **settings)
         streams = [m.stream(prompt, stop=stop, **settings) for prompt in prompts]
         for number, (one, streamed) in enumerate(zip(found, streams, strict=True)):
-            pieces = "".join(streamed)
+            shown = "".join(streamed)
             for how, result in (("in a batch", one), ("streamed", streamed.result)):
                 if (result.text, len(result.output_ids)) != wanted[number]:
                     got = (result.text, len(result.output_ids))
                     raise Failure(f"stop {stop} {how}: got {got}, expected {wanted[number]}")
-            if pieces != wanted[number][0]:
-                raise Failure(f"stop {stop}: streamed {pieces!r}, expected {wanted[number][0]!r}")
+            if shown != wanted[number][0]:
+                raise Failure(f"stop {stop}: streamed {shown!r}, expected {wanted[number][0]!r}")
     return 3 * TEXTS
