@@ -24,8 +24,9 @@ namespace {
 constexpr int kVectors = 2;  // of columns read side by side
 constexpr int kRows = 8;     // rows in registers at once, if there are more than fit
 constexpr int kDotRows = 8;  // the same for dot products
+constexpr int kDotColumns = 16;  // for which these rows of x stay in the L1 cache
 #else
-constexpr int kVectors = 1, kRows = 6, kDotRows = 3;
+constexpr int kVectors = 1, kRows = 6, kDotRows = 3, kDotColumns = 2;
 #endif
 constexpr int kColumns = kVectors * kLanes;
 constexpr int kDepth = 16;  // weight rows read side by side, at most
@@ -345,6 +346,7 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
   Native s[R][C][kParts] = {};
   const int64_t vectors = depth / kLanes * kLanes;
   for (int64_t d = 0; d < vectors; d += kLanes) {
+#pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       if constexpr (C == 1) {
         __builtin_prefetch(weight + d + kAheadBytes / sizeof(W), 0, kL2);
@@ -356,17 +358,21 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {  // one after the other, so that a part of x and of each weight is in registers
       Native w[C];
+#pragma GCC unroll 2
       for (int c = 0; c < C; ++c) Load(w[c], weight + c * depth + d + p * kNative);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         Native a;
         Load(a, x + r * depth + d + p * kNative);
+        InRegister(a);
+#pragma GCC unroll 2
         for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c][p], a, w[c]);
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
     for (int c = 0; c < C; ++c) {
       Lanes lanes;
       std::memcpy(&lanes, s[r][c], sizeof(lanes));
@@ -377,17 +383,19 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
   }
 }
 
-// The same with more rows than fit in registers.
+// Columns `begin` to `end` of the product with more rows than fit in registers, `at_once` in a pass.
 template <int C, typename W>
 __attribute__((noinline)) void DotProductsOfMany(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
-                                                 int64_t width) {
-  const int64_t at_once = RowsAtOnce(rows, kDotRows);
-  WithRows<kDotRows>(at_once, [=](auto r) ALWAYS_INLINE { DotProducts<r, C, true>(x, weight, out, depth, width); });
-  for (int64_t row = at_once; row < rows; row += at_once) {
-    const float* xs = x + row * depth;
-    float* to = out + row * width;
+                                                 int64_t width, int64_t begin, int64_t end, int64_t at_once) {
+  for (int64_t row = 0; row < rows; row += at_once, x += at_once * depth, out += at_once * width) {
     WithRows<kDotRows>(std::min(at_once, rows - row), [=](auto r) ALWAYS_INLINE {
-      DotProducts<r, C, false>(xs, weight, to, depth, width);
+      for (int64_t f = begin; f < end; f += C) {
+        if (row == 0) {
+          DotProducts<r, C, true>(x, weight + f * depth, out + f, depth, width);
+        } else {
+          DotProducts<r, C, false>(x, weight + f * depth, out + f, depth, width);
+        }
+      }
     });
   }
 }
@@ -400,17 +408,19 @@ void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, 
     for (int64_t f = begin; f < end; ++f) DotProducts<1, 1, true>(x, weight + f * depth, out + f, depth, width);
     return;
   }
-  const int64_t pairs = begin + (end - begin) / 2 * 2;
-  for (int64_t f = begin; f < pairs; f += 2) {
-    const W* w = weight + f * depth;
-    float* to = out + f;
-    if (rows <= kMostDotRows<W>) {
-      WithRows<kMostDotRows<W>>(rows, [=](auto r) ALWAYS_INLINE { DotProducts<r, 2, true>(x, w, to, depth, width); });
-    } else {
-      DotProductsOfMany<2>(x, w, to, rows, depth, width);
+  const int64_t pairs = begin + (end - begin) / 2 * 2, at_once = RowsAtOnce(rows, kDotRows);
+  if (rows <= kMostDotRows<W>) {
+    WithRows<kMostDotRows<W>>(rows, [=](auto r) ALWAYS_INLINE {
+      for (int64_t f = begin; f < pairs; f += 2) {
+        DotProducts<r, 2, true>(x, weight + f * depth, out + f, depth, width);
+      }
+    });
+  } else {
+    for (int64_t f = begin; f < pairs; f += kDotColumns) {
+      DotProductsOfMany<2>(x, weight, out, rows, depth, width, f, std::min(f + kDotColumns, pairs), at_once);
     }
   }
-  if (pairs < end) DotProductsOfMany<1>(x, weight + pairs * depth, out + pairs, rows, depth, width);
+  if (pairs < end) DotProductsOfMany<1>(x, weight, out, rows, depth, width, pairs, end, at_once);
 }
 
 #ifdef HYDRAJAX_AMX

@@ -91,6 +91,15 @@ inline ALWAYS_INLINE void Fill(Pair<V>& to, float x) {
   Fill(to.high, x);
 }
 
+// Keeps a vector in its register. GCC would read it from memory again for each use, and wait for memory.
+inline ALWAYS_INLINE void InRegister(Native& x) {
+#if defined(__x86_64__)
+  asm("" : "+x"(x));
+#else
+  static_cast<void>(x);
+#endif
+}
+
 inline ALWAYS_INLINE Native Max(const Native& a, const Native& b) { return a > b ? a : b; }
 template <typename V>
 inline ALWAYS_INLINE Pair<V> Max(const Pair<V>& a, const Pair<V>& b) {
@@ -162,11 +171,13 @@ inline ALWAYS_INLINE void Set(BFloat16& to, float x) {
 // as the products.
 inline ALWAYS_INLINE float SumOf(const Native& x) {
   typedef float Four __attribute__((vector_size(16), aligned(4)));
-  Four fours[4];
-  std::memcpy(fours, &x, sizeof(x));
-  if constexpr (kNative == 16) fours[0] += fours[2], fours[1] += fours[3];
-  if constexpr (kNative > 4) fours[0] += fours[1];
-  return (fours[0][0] + fours[0][2]) + (fours[0][1] + fours[0][3]);
+  constexpr int kFours = kNative / 4;
+  Four four[kFours];
+#pragma GCC unroll 4
+  for (int i = 0; i < kFours; ++i) std::memcpy(&four[i], reinterpret_cast<const char*>(&x) + i * sizeof(Four), sizeof(Four));
+  if constexpr (kFours == 4) four[0] += four[2], four[1] += four[3];
+  if constexpr (kFours > 1) four[0] += four[1];
+  return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 template <typename V>
 inline ALWAYS_INLINE float SumOf(const Pair<V>& x) {
