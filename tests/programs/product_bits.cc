@@ -45,7 +45,7 @@ void PrintProducts() {
   for (uint16_t& half : scales) half = Random() >> 18;  // from denormal to 1
   for (uint16_t& half : offsets) half = 0x8000 | Random() >> 18;
   for (int kind = 0; kind < 6; ++kind) {
-    Weight weight = {tiles.data(), kGroups, kOut, kind % 2 == 1, kGroups, 1, scales.data()};
+    Weight weight = {tiles.data(), kGroups, kOut, kind % 2 == 1, kGroups, 0, scales.data()};
     if (kind / 2 == 1) weight.offsets = offsets.data();
     if (kind / 2 == 2) weight.zeros = zeros.data();
     for (int64_t rows : kNumbers) {

@@ -96,19 +96,17 @@ ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const
   }
   const auto n_scales = static_cast<int64_t>(scale->element_count());
   const int64_t scale_groups = n_scales / std::max<int64_t>(1, count * units * kColumns);
-  int64_t tiles_per_scale = 1;
-  while (tiles_per_scale < kMostTilesPerScale && (groups + tiles_per_scale - 1) / tiles_per_scale > scale_groups) {
-    tiles_per_scale *= 2;
-  }
-  if ((groups + tiles_per_scale - 1) / tiles_per_scale * count * units * kColumns != n_scales ||
+  int log = 0;
+  const auto groups_of_scales = [&] { return (groups + (1 << log) - 1) >> log; };
+  while (log < kMostLogTilesPerScale && groups_of_scales() > scale_groups) ++log;
+  if (groups_of_scales() * count * units * kColumns != n_scales ||
       (offset && static_cast<int64_t>(offset->element_count()) != n_scales)) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("few_bits: the weight and its scales do not fit"));
   }
   const auto halves = [](const ffi::AnyBuffer& buffer) {
     return buffer.element_type() == ffi::F16 ? static_cast<const uint16_t*>(buffer.untyped_data()) : nullptr;
   };
-  Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, scale_groups,
-                   tiles_per_scale};
+  Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, scale_groups, log};
   weight.scales = halves(*scale);
   if (weight.scales == nullptr) weight.wide_scales = static_cast<const float*>(scale->untyped_data());
   if (offset) {

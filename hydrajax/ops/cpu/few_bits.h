@@ -14,7 +14,7 @@ namespace {
 constexpr int kDepth = 32;    // numbers of a group
 constexpr int kColumns = 64;  // of a tile
 constexpr int kSteps = kDepth / 4;
-constexpr int kMostTilesPerScale = 4;
+constexpr int kMostLogTilesPerScale = 2;
 constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
 constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
 constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by line, in the order of memory
@@ -27,7 +27,8 @@ struct Weight {
   const uint8_t* tiles;
   int64_t groups, width;
   bool four_bits;
-  int64_t scale_groups, tiles_per_scale;
+  int64_t scale_groups;
+  int log_tiles_per_scale;  // a shift, since divisions take as long as ten products
   // [columns / 64, scale_groups, 64]: float16 or float32 scales, float16 offsets, zeros. Other pointers are null.
   const uint16_t* scales;
   const float* wide_scales;
@@ -43,7 +44,7 @@ const uint8_t* TileAt(const Weight& weight, int64_t t, int64_t group) {
 
 // The place of a tile's scales.
 int64_t ScalesAt(const Weight& weight, int64_t t, int64_t group) {
-  return (t * weight.scale_groups + group / weight.tiles_per_scale) * kColumns;
+  return (t * weight.scale_groups + (group >> weight.log_tiles_per_scale)) * kColumns;
 }
 
 // Rows of x in 8 bits, in groups of 32 that are padded with zeros.

@@ -40,6 +40,11 @@ inline ALWAYS_INLINE void ReadScales(const Weight& weight, int64_t at, typename 
   }
 }
 
+inline ALWAYS_INLINE void PrefetchScales(const Weight& weight, int64_t at) {
+  if (weight.scales != nullptr) __builtin_prefetch(weight.scales + at, 0, kL2);
+  if (weight.offsets != nullptr) __builtin_prefetch(weight.offsets + at, 0, kL2);
+}
+
 // Adds the products of R rows and groups `begin` to `end` of the tiles `t`.
 //
 // The sums of R rows and V vectors of columns stay in registers, and their weights are unpacked once.
@@ -81,9 +86,7 @@ __attribute__((noinline)) void MultiplyRows(const Weight& weight, int64_t t, int
 #pragma GCC unroll 8
         for (int v = 0; v < V; ++v) {
           const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
-          if (row == 0 && (column + v * kLanes) % 16 == 0) {
-            __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
-          }
+          if (row == 0) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
           const Ints numbers = Isa::Load(from);
           if constexpr (FourBits) high[v] = Isa::template Prepared<FourBits>(numbers >> 4 & kNibbles);
           w[v] = Isa::template Prepared<FourBits>(FourBits ? numbers & kNibbles : numbers);
@@ -94,7 +97,9 @@ __attribute__((noinline)) void MultiplyRows(const Weight& weight, int64_t t, int
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) {
         Floats scale, offset;
-        ReadScales<Isa, HasOffsets>(weight, ScalesAt(weight, t, g) + column + v * kLanes, scale, offset);
+        const int64_t at = ScalesAt(weight, t, g) + column + v * kLanes;
+        if (row == 0) PrefetchScales(weight, at + kTilesAhead * kColumns);
+        ReadScales<Isa, HasOffsets>(weight, at, scale, offset);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
           Floats wide = __builtin_convertvector(Isa::template Total<FourBits>(products[r][v]), Floats) * scale;
