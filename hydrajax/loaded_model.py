@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -102,9 +103,15 @@ class LoadedModel:
 
         It is small where nodes are expensive, so that a draft that predicts well is not slower than no draft. On a CPU
         every node costs arithmetic: the drafter's tree is cut to its `CPU_NODES` likeliest nodes. With int8 or int4
-        weights there any tree is cut to the root and one guess, as a step reads fewer bytes for the same arithmetic.
+        weights there any tree that was not searched for them is cut to the root and one guess, as a step reads fewer
+        bytes for the same arithmetic.
         """
-        found = processes.agreed(self.placement.base, lambda: presets.searched(self.draft_directory, batch_size))
+        read = partial(presets.searched, self.draft_directory, batch_size)
+        if quantize := presets.searched_weights(self.model.quantize):
+            of_bits = processes.agreed(self.placement.base, lambda: read(quantize))
+            if of_bits is not None:
+                return of_bits
+        found = processes.agreed(self.placement.base, read)
         tree = found or presets.by_name(self.drafter.spec.default_tree)
         if not trace.on_cpu() or self.drafter.spec.window_nodes:
             return tree

@@ -113,7 +113,7 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
     """The tree that ``hydrajax tree search`` found on this device for this batch size."""
     if draft_directory is None or executor.program.drafter.spec.branch_nodes:
         return None  # the searched tree is for the draft without the branch
-    path = presets.searched_path(draft_directory, batch_size)
+    path = presets.searched_path(draft_directory, batch_size, presets.searched_weights(executor.model.quantize))
     if not path.is_file():
         return None
     tree = read_tree(path)  # raises for a damaged file
@@ -132,10 +132,16 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
     return FastestTree(tree, searched_name(tree), row["speedup"], date if isinstance(date, str) else None)
 
 
+def searched_tree(executor: Executor, batch_size: int, draft_directory: Path | None) -> CandidateTree | None:
+    """Return the tree that `tree search` saved with the draft: for the base's weight type, else the one for floats."""
+    read = partial(presets.searched, draft_directory, batch_size)
+    return processes.agreed(executor.mesh, lambda: read(presets.searched_weights(executor.model.quantize)) or read())
+
+
 def _path(executor: Executor, batch_size: int, draft_directory: Path | None) -> Path:
     """Return the file of a choice, named by a hash of everything it depends on and a few numbers of each parameter."""
     here, program = machine(), executor.program
-    searched = processes.agreed(executor.mesh, lambda: presets.searched(draft_directory, batch_size))
+    searched = searched_tree(executor, batch_size, draft_directory)
     facts = (
         *here.values(), batch_size, program.rule.__name__, executor.mesh and dict(executor.mesh.shape),
         str(executor.model), str(program.drafter), searched and content_of(searched),

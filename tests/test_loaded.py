@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from functools import partial
 
 import jax
@@ -18,6 +19,7 @@ from hydrajax.decoding.decode import DecodeFn
 from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
+from hydrajax.trees.tree_json import content_of
 
 ENDING = 'if __name__ == "__main__":\n    main()\n'  # the shipped model ends the text here
 PROMPT = "def area(width"
@@ -167,11 +169,19 @@ def test_a_rule_that_samples_needs_a_key(m):
     refused(lambda: decode_fn(m.params, *prompt, rng=jnp.zeros(1, jnp.int32)), wrong)
 
 
-def test_the_default_tree_is_small_on_a_cpu(m, monkeypatch):
+def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     without_one = dataclasses.replace(m, draft_directory=None)
     assert without_one.drafter.spec.default_tree == "mc_sim_7b_63"
     assert without_one.default_tree() == presets.tree_of([[0], [0, 0], [0, 0, 0], [1], [0, 0, 0, 0]])
-    assert dataclasses.replace(m, model=m.model.clone(quantize="int4")).default_tree() == presets.chain(1)
+    int4 = dataclasses.replace(m, model=m.model.clone(quantize="int4"))
+    assert int4.default_tree() == presets.chain(1)
+    searched = {None: presets.chain(3), "int4": presets.chain(2)}  # it is not cut for the type that it was searched for
+    for quantize, tree in searched.items():
+        presets.searched_path(tmp_path, 1, quantize).write_text(json.dumps(content_of(tree)))
+    of_floats, of_int4 = (dataclasses.replace(each, draft_directory=tmp_path) for each in (m, int4))
+    int8 = dataclasses.replace(of_int4, model=m.model.clone(quantize="int8"))
+    trees = [each.default_tree() for each in (of_floats, of_int4, int8)]
+    assert trees == [presets.chain(3), presets.chain(2), presets.chain(1)]
     monkeypatch.setattr("hydrajax.ops.trace.on_cpu", lambda: False)
     assert without_one.default_tree() == presets.by_name("mc_sim_7b_63")
 

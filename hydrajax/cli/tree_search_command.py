@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
     grows = _grows(args, model, program)
     if args.shapes == DYNAMIC and max(sizes) < 2:
         raise HydrajaxError(f"--sizes: got {max(sizes)}, expected at least 2 nodes for dynamic trees")
-    path = _destination(args, model.draft_directory)
+    path = _destination(args, model)
     prompts = list(model.ids_of_prompts(texts))
     flag = "--output" if args.output else "--save"
     with ExitStack() as stack:  # report a file that cannot be written before measuring
@@ -156,12 +156,13 @@ def _grows(args: argparse.Namespace, model: LanguageModel, program: Program) -> 
     return lambda tree: not problem(tree)
 
 
-def _destination(args: argparse.Namespace, draft_directory: Path | None) -> Path:
+def _destination(args: argparse.Namespace, model: LanguageModel) -> Path:
     if args.output:
         return Path(args.output)
-    if draft_directory is None:
+    if model.draft_directory is None:
         raise HydrajaxError(f"--save: got the draft '{args.draft}', which has no directory to save to; use --output")
-    return presets.searched_path(draft_directory, args.batch_size)
+    weights = presets.searched_weights(model.model.quantize)
+    return presets.searched_path(model.draft_directory, args.batch_size, weights)
 
 
 def _proposals(

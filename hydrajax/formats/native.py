@@ -21,7 +21,6 @@ import numpy as np
 
 from hydrajax import plugins
 from hydrajax.drafters.draft_lm_head import LmHead
-from hydrajax.drafters.quantized import DRAFTS
 from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
@@ -53,7 +52,7 @@ def save_native(folder: Path, drafter, params: Any, *, int8: bool = False) -> di
     values["dtype"] = jnp.dtype(drafter.dtype).name
     arrays = jax.tree.map(np.asarray, params)
     if int8:
-        kind = plugins.find("weights", DRAFTS)
+        kind = plugins.find("weights", "int8")
         arrays = jax.tree.map(lambda x: kind.of(x).arrays() if _is_matrix(x) else x, arrays)
     ocp.save(folder / PARAMS, arrays)
     # Not needed to load, and it contains a path of this machine.

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.ops import trace
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -60,16 +61,25 @@ def default_name(draft_depth: int, vocab_size: int, released: str = "mc_sim_7b_6
     return f"chain-{draft_depth}" if draft_depth else "root"
 
 
-def searched_path(directory: Path, batch_size: int) -> Path:
-    """Return the path of the tree that was searched for the heads in a directory and this batch size."""
-    return directory / f"tree_b{batch_size}.json"
+def searched_weights(quantize: str | None) -> str | None:
+    """Return the weight type that a searched tree is for: few bits on a CPU, where nodes cost more in them, or None."""
+    return quantize if trace.on_cpu() else None
 
 
-def searched(directory: Path | None, batch_size: int) -> CandidateTree | None:
-    """Return the tree that was searched for these heads and the nearest batch size up to this one, or None."""
+def searched_path(directory: Path, batch_size: int, quantize: str | None = None) -> Path:
+    """Return the path of the tree that was searched for the heads in a directory, this batch size and weight type."""
+    return directory / f"tree_b{batch_size}{f'_{quantize}' if quantize else ''}.json"
+
+
+def searched(directory: Path | None, batch_size: int, quantize: str | None = None) -> CandidateTree | None:
+    """Return the tree that was searched for these heads, a weight type and the nearest batch size up to this one.
+
+    Args:
+        quantize: see `searched_weights`.
+    """
     for size in range(batch_size, 0, -1):
-        if directory is not None and searched_path(directory, size).is_file():
-            return _of_file(searched_path(directory, size))
+        if directory is not None and (path := searched_path(directory, size, quantize)).is_file():
+            return _of_file(path)
     return None
 
 

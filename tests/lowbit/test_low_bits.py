@@ -10,23 +10,24 @@ import hydrajax
 from hydrajax import assets
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
+from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.ops import trace
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def", "for i in"]
 
 
-def quantized_parts(params) -> int:
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Int8Tiles))
-    return sum(isinstance(leaf, Int8Tiles) for leaf in leaves)
+def quantized_parts(params, kind=Int8Tiles) -> int:
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kind))
+    return sum(isinstance(leaf, kind) for leaf in leaves)
 
 
 @pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 @pytest.mark.quick("int4")
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_batch_with_a_draft_gives_the_text_without_one(quantize):
+@pytest.mark.parametrize(("quantize", "kind"), [("int8", Int8Tiles), ("int4", Int4Tiles)], ids=["int8", "int4"])
+def test_a_batch_with_a_draft_gives_the_text_without_one(quantize, kind):
     m = hydrajax.load("shipped", "hydra++", quantize=quantize)
-    assert quantized_parts(m.params.draft) >= 8
+    assert quantized_parts(m.params.draft, kind) >= 8
     drafted = m.generate(PROMPTS, tree="cartesian-2x2", max_new_tokens=24, batch_size=3)
     alone = m.generate(PROMPTS, draft="none", tree="root", max_new_tokens=24, batch_size=1)
     assert [list(one.output_ids) for one in drafted] == [list(one.output_ids) for one in alone]

@@ -18,7 +18,7 @@ from hydrajax import processes
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
 from hydrajax.bench.contests.tree_search import usable
 from hydrajax.decoding.executor import Executor
-from hydrajax.stored_trees import FastestTree, fits, measurable, searched_name, store
+from hydrajax.stored_trees import FastestTree, fits, measurable, searched_name, searched_tree, store
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -54,7 +54,7 @@ def measure(
     """
     if not measurable(executor):
         return None
-    searched = processes.agreed(executor.mesh, lambda: presets.searched(draft_directory, batch_size))
+    searched = searched_tree(executor, batch_size, draft_directory)
     measured = _fastest(executor, _candidates(executor, searched), prompts, batch_size, on_status)
     found = processes.agreed(executor.mesh, lambda: measured)  # times differ between hosts
     if found is not None:
