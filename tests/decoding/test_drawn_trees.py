@@ -28,6 +28,12 @@ BASE = np.array([[0.2, 0.1, 0.4, 0.3], [0.05, 0.8, 0.1, 0.05], [0.1, 0.75, 0.05,
 DRAFT = np.array([[0.02, 0.7, 0.15, 0.13], *BASE[1:]])
 
 
+def test_rows_at_temperature_0_take_the_most_likely_token_only():
+    rule = per_row([RejectionSampling(temperature) for temperature in (0.0, 1.0)], 2)
+    p = rule._probabilities(jnp.log(jnp.asarray(BASE[:1].repeat(2, 0), jnp.float32)))
+    np.testing.assert_allclose(p, [[0, 0, 1, 0], BASE[0]], atol=1e-6)
+
+
 def steps(tree: DynamicTree, draft_temperature: float | None = None):
     """Run two steps of `ROWS` sequences, the first from token 0.
 

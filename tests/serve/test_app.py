@@ -11,6 +11,7 @@ import time
 from importlib.metadata import version
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -20,7 +21,10 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.loaded_model import make_executor
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.connections import listen
+from hydrajax.serve.options import ServerOptions, draft_and_tree
+from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.served_models import plain_step_seconds, total
+from hydrajax.trees import presets
 
 KEY = "a secret"
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
@@ -270,6 +274,21 @@ def test_echo_puts_the_prompt_before_each_answer(served, client):
     assert [choice.text for choice in answer.choices] == [texts[0], texts[0], texts[1], texts[1]]
     pieces = client.completions.create(model="letters", prompt=[[0, 1, 2]], max_tokens=5, echo=True, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == texts[0]
+
+
+def test_tokens_of_a_text_begin_with_special_ones_unless_refused(address, monkeypatch):
+    monkeypatch.setattr(RequestEncoder, "prompt", lambda self, text, special: np.array([int(special)]))
+    for given, begins in (({}, [1]), ({"add_special_tokens": None}, [1]), ({"add_special_tokens": False}, [0])):
+        body = {"prompt": "abc"} | given
+        assert httpx.post(f"{address}/tokenize", json=body, headers=AUTHORISED).json()["tokens"] == begins
+
+
+def test_options_of_a_server():
+    assert draft_and_tree("hydra@chain-2") == ("hydra", "chain-2", presets.chain(2))
+    assert draft_and_tree("hydra") == ("hydra", None, None)
+    assert ServerOptions(queue=0).queue == 0
+    with pytest.raises(ValueError, match="greater than or equal to 0"):
+        ServerOptions(queue=-1)
 
 
 def test_the_other_routes_of_vllm(address):
