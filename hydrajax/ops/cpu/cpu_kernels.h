@@ -17,6 +17,13 @@
 namespace ffi = xla::ffi;
 
 #define ALWAYS_INLINE __attribute__((always_inline))
+#define NEVER_INLINE __attribute__((noinline))
+// A loop over vectors, which stay in registers only if their numbers are constants.
+#ifdef __clang__
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 16")
+#endif
 
 namespace {
 

@@ -40,6 +40,7 @@ inline ALWAYS_INLINE void ReadScales(const Weight& weight, int64_t at, typename 
   }
 }
 
+// Prefetches the line of scales at a place, and of offsets.
 inline ALWAYS_INLINE void PrefetchScales(const Weight& weight, int64_t at) {
   if (weight.scales != nullptr) __builtin_prefetch(weight.scales + at, 0, kL2);
   if (weight.offsets != nullptr) __builtin_prefetch(weight.offsets + at, 0, kL2);
@@ -47,9 +48,11 @@ inline ALWAYS_INLINE void PrefetchScales(const Weight& weight, int64_t at) {
 
 // Adds the products of R rows and groups `begin` to `end` of the tiles `t`.
 //
-// The sums of R rows and V vectors of columns stay in registers, and their weights are unpacked once.
+// The sums of R rows and V vectors of columns stay in registers, and their weights are unpacked once. The first rows prefetch,
+// so that memory is read in time with their products. Inlined, GCC would keep sums in memory.
 template <typename Isa, int R, bool FourBits, bool HasOffsets>
-__attribute__((noinline)) void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, float* sums) {
+NEVER_INLINE void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row,
+                               float* sums) {
   using Floats = typename Isa::Floats;
   using Ints = typename Isa::Ints;
   constexpr int kLanes = Isa::kLanes;
@@ -59,59 +62,49 @@ __attribute__((noinline)) void MultiplyRows(const Weight& weight, int64_t t, int
   for (int column = 0; column < kColumns; column += V * kLanes) {
     Floats totals[R][V];
     float* to = sums + row * kColumns + column;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) totals[r][v] = Isa::Load(to + r * kColumns + v * kLanes);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      UNROLLED for (int v = 0; v < V; ++v) totals[r][v] = Isa::Load(to + r * kColumns + v * kLanes);
     }
     const uint8_t* tile = TileAt(weight, t, begin) + 4 * column;
     for (int64_t g = begin; g < end; ++g, tile += kBytes) {
       const int64_t first = g * x.rows + row;
       const int8_t* numbers = x.values + first * kDepth;
       Ints products[R][V];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) products[r][v] = Isa::template Zero<FourBits>(x.sums[first + r]);
+      UNROLLED for (int r = 0; r < R; ++r) {
+        UNROLLED for (int v = 0; v < V; ++v) products[r][v] = Isa::template Zero<FourBits>(x.sums[first + r]);
       }
       auto add = [&](int step, const Ints* w) ALWAYS_INLINE {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-          for (int v = 0; v < V; ++v) Isa::template Add<FourBits>(products[r][v], w[v], numbers + r * kDepth + 4 * step);
+        UNROLLED for (int r = 0; r < R; ++r) {
+          const int8_t* four = numbers + r * kDepth + 4 * step;
+          UNROLLED for (int v = 0; v < V; ++v) Isa::template Add<FourBits>(products[r][v], w[v], four);
         }
       };
       for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
         Ints w[V], high[V];
-#pragma GCC unroll 8
-        for (int v = 0; v < V; ++v) {
+        UNROLLED for (int v = 0; v < V; ++v) {
           const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
           if (row == 0) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
-          const Ints numbers = Isa::Load(from);
-          if constexpr (FourBits) high[v] = Isa::template Prepared<FourBits>(numbers >> 4 & kNibbles);
-          w[v] = Isa::template Prepared<FourBits>(FourBits ? numbers & kNibbles : numbers);
+          const Ints packed = Isa::Load(from);
+          if constexpr (FourBits) high[v] = Isa::template Prepared<FourBits>(packed >> 4 & kNibbles);
+          w[v] = Isa::template Prepared<FourBits>(FourBits ? packed & kNibbles : packed);
         }
         add(s, w);
         if constexpr (FourBits) add(s + kSteps / 2, high);
       }
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
+      UNROLLED for (int v = 0; v < V; ++v) {
         Floats scale, offset;
         const int64_t at = ScalesAt(weight, t, g) + column + v * kLanes;
         if (row == 0) PrefetchScales(weight, at + kTilesAhead * kColumns);
         ReadScales<Isa, HasOffsets>(weight, at, scale, offset);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
+        UNROLLED for (int r = 0; r < R; ++r) {
           Floats wide = __builtin_convertvector(Isa::template Total<FourBits>(products[r][v]), Floats) * scale;
           if constexpr (HasOffsets) wide += x.sums[first + r] * offset;
           totals[r][v] += x.scales[first + r] * wide;
         }
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) Isa::Store(to + r * kColumns + v * kLanes, totals[r][v]);
+    UNROLLED for (int r = 0; r < R; ++r) {
+      UNROLLED for (int v = 0; v < V; ++v) Isa::Store(to + r * kColumns + v * kLanes, totals[r][v]);
     }
   }
 }

@@ -52,38 +52,30 @@ template <int R, Pass kPass, typename W>
 inline ALWAYS_INLINE void AddProduct(const float* x, int64_t depth, const W* weight, int64_t stride, float* sums,
                                      int64_t n, int64_t ahead = 0, float* copy = nullptr) {
   Lanes s[R][kVectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) Load(s[r][v], sums + r * kColumns + v * kLanes);
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int v = 0; v < kVectors; ++v) Load(s[r][v], sums + r * kColumns + v * kLanes);
   }
   for (int64_t d = 0; d < n; ++d) {
     Lanes w[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) Load(w[v], weight + d * stride + v * kLanes);
+    UNROLLED for (int v = 0; v < kVectors; ++v) Load(w[v], weight + d * stride + v * kLanes);
     if constexpr (kPass != kLater) Prefetch<kL2>(weight + d * stride + ahead, kColumns);
     if constexpr (kPass == kFirst) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) Store(copy + d * kColumns + v * kLanes, w[v]);
+      UNROLLED for (int v = 0; v < kVectors; ++v) Store(copy + d * kColumns + v * kLanes, w[v]);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
+    UNROLLED for (int r = 0; r < R; ++r) {
       const float a = x[r * depth + d];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) MultiplyAdd(s[r][v], a, w[v]);
+      UNROLLED for (int v = 0; v < kVectors; ++v) MultiplyAdd(s[r][v], a, w[v]);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) Store(sums + r * kColumns + v * kLanes, s[r][v]);
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int v = 0; v < kVectors; ++v) Store(sums + r * kColumns + v * kLanes, s[r][v]);
   }
 }
 
 // The same with more rows than fit in registers. Weights are read more than once, so a copy in float32 stays in the L1 cache.
 template <typename W>
-__attribute__((noinline)) void AddProductOfMany(const float* x, int64_t rows, int64_t depth, const W* weight, int64_t stride,
-                                                float* sums, int64_t n, int64_t ahead) {
+NEVER_INLINE void AddProductOfMany(const float* x, int64_t rows, int64_t depth, const W* weight, int64_t stride,
+                                   float* sums, int64_t n, int64_t ahead) {
   alignas(64) float block[kDepth * kColumns];
   float* copy = block;
   const int64_t at_once = RowsAtOnce(rows, kRows);
@@ -346,8 +338,7 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
   Native s[R][C][kParts] = {};
   const int64_t vectors = depth / kLanes * kLanes;
   for (int64_t d = 0; d < vectors; d += kLanes) {
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
+    UNROLLED for (int c = 0; c < C; ++c) {
       if constexpr (C == 1) {
         __builtin_prefetch(weight + d + kAheadBytes / sizeof(W), 0, kL2);
       } else if constexpr (kFirstPass) {
@@ -355,25 +346,19 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
         __builtin_prefetch(weight + (c + C) * depth + d);
       }
     }
-#pragma GCC unroll 4
-    for (int p = 0; p < kParts; ++p) {  // one after the other, so that a part of x and of each weight is in registers
+    UNROLLED for (int p = 0; p < kParts; ++p) {  // one after the other, so that a part of x and of each weight is in registers
       Native w[C];
-#pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) Load(w[c], weight + c * depth + d + p * kNative);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
+      UNROLLED for (int c = 0; c < C; ++c) Load(w[c], weight + c * depth + d + p * kNative);
+      UNROLLED for (int r = 0; r < R; ++r) {
         Native a;
         Load(a, x + r * depth + d + p * kNative);
         InRegister(a);
-#pragma GCC unroll 2
-        for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c][p], a, w[c]);
+        UNROLLED for (int c = 0; c < C; ++c) MultiplyAdd(s[r][c][p], a, w[c]);
       }
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int c = 0; c < C; ++c) {
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int c = 0; c < C; ++c) {
       Lanes lanes;
       std::memcpy(&lanes, s[r][c], sizeof(lanes));
       float sum = SumOf(lanes);
@@ -385,8 +370,8 @@ inline ALWAYS_INLINE void DotProducts(const float* x, const W* weight, float* ou
 
 // Columns `begin` to `end` of the product with more rows than fit in registers, `at_once` in a pass.
 template <int C, typename W>
-__attribute__((noinline)) void DotProductsOfMany(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
-                                                 int64_t width, int64_t begin, int64_t end, int64_t at_once) {
+NEVER_INLINE void DotProductsOfMany(const float* x, const W* weight, float* out, int64_t rows, int64_t depth,
+                                    int64_t width, int64_t begin, int64_t end, int64_t at_once) {
   for (int64_t row = 0; row < rows; row += at_once, x += at_once * depth, out += at_once * width) {
     WithRows<kDotRows>(std::min(at_once, rows - row), [=](auto r) ALWAYS_INLINE {
       for (int64_t f = begin; f < end; f += C) {

@@ -173,8 +173,8 @@ inline ALWAYS_INLINE float SumOf(const Native& x) {
   typedef float Four __attribute__((vector_size(16), aligned(4)));
   constexpr int kFours = kNative / 4;
   Four four[kFours];
-#pragma GCC unroll 4
-  for (int i = 0; i < kFours; ++i) std::memcpy(&four[i], reinterpret_cast<const char*>(&x) + i * sizeof(Four), sizeof(Four));
+  const char* lanes = reinterpret_cast<const char*>(&x);
+  UNROLLED for (int i = 0; i < kFours; ++i) std::memcpy(&four[i], lanes + i * sizeof(Four), sizeof(Four));
   if constexpr (kFours == 4) four[0] += four[2], four[1] += four[3];
   if constexpr (kFours > 1) four[0] += four[1];
   return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
