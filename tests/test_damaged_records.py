@@ -194,7 +194,7 @@ def searched(folder: Path) -> Path:
 
 def searched_here(folder: Path) -> None:
     program = Program(PromptLookup(2, 4), presets.chain(2))
-    choice = stored_trees._searched_here(SimpleNamespace(program=program), folder, 1)
+    choice = stored_trees._searched_here(SimpleNamespace(program=program, model=SimpleNamespace(quantize=None)), folder, 1)
     str(choice)
 
 

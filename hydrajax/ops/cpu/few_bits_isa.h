@@ -11,6 +11,7 @@
 //   Add         adds the products of a vector of weights and four numbers of x
 //   Total       a group's sums in 32 bits
 //   FromHalves  a vector of float16 numbers, none of which is infinite or NaN
+//   MultiplyAdd sum += a * b, rounded once: of two products in a sum, compilers differ in which one they fuse
 
 #ifndef HYDRAJAX_FEW_BITS_ISA_H_
 #define HYDRAJAX_FEW_BITS_ISA_H_
@@ -75,6 +76,15 @@ struct Plain : Vectors<4> {
   static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
     for (int k = 0; k < 4; ++k) sums += (reinterpret_cast<Ints>(reinterpret_cast<Bits>(w) << (24 - 8 * k)) >> 24) * x[k];
   }
+  static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) {
+    for (int i = 0; i < kLanes; ++i) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+      sum[i] = __builtin_fmaf(a, b[i], sum[i]);
+#else
+      sum[i] += a * b[i];
+#endif
+    }
+  }
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits);
     const Bits size = (bits & 0x7fff) << 13;
@@ -92,6 +102,9 @@ struct Avx : Vectors<8> {
 
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) {
+    sum = _mm256_fmadd_ps(_mm256_set1_ps(a), b, sum);
   }
 };
 
@@ -169,6 +182,9 @@ struct Avx512 : Vectors<16> {
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) {
+    sum = _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum);
+  }
 };
 
 struct Avx512Vnni : Vnni<Avx512> {
@@ -200,6 +216,7 @@ struct NeonDot : Vectors<4> {
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
   }
+  static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) { sum = vfmaq_n_f32(sum, b, a); }
 };
 
 #endif

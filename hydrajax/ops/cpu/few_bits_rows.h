@@ -98,8 +98,8 @@ NEVER_INLINE void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, i
         ReadScales<Isa, HasOffsets>(weight, at, scale, offset);
         UNROLLED for (int r = 0; r < R; ++r) {
           Floats wide = __builtin_convertvector(Isa::template Total<FourBits>(products[r][v]), Floats) * scale;
-          if constexpr (HasOffsets) wide += x.sums[first + r] * offset;
-          totals[r][v] += x.scales[first + r] * wide;
+          if constexpr (HasOffsets) Isa::MultiplyAdd(wide, x.sums[first + r], offset);
+          Isa::MultiplyAdd(totals[r][v], x.scales[first + r], wide);
         }
       }
     }
