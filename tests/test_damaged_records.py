@@ -194,7 +194,8 @@ def searched(folder: Path) -> Path:
 
 def searched_here(folder: Path) -> None:
     program = Program(PromptLookup(2, 4), presets.chain(2))
-    choice = stored_trees._searched_here(SimpleNamespace(program=program, model=SimpleNamespace(quantize=None)), folder, 1)
+    executor = SimpleNamespace(program=program, model=SimpleNamespace(quantize=None))
+    choice = stored_trees._searched_here(executor, folder, 1)
     str(choice)
 
 
