@@ -5,6 +5,11 @@ from __future__ import annotations
 import contextlib
 import resource
 
+import pytest
+
+# Orbax's threads may report a failed write to an event loop that it has closed.
+MAY_REPORT_LATE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @contextlib.contextmanager
 def full_disk(room: int):
