@@ -87,7 +87,7 @@ def inputs_of(case, windowed, dtype=jnp.bfloat16):
     """Draw the arguments of a case's attention; slots that are not filled hold NaN."""
     batch, n_kv, groups, n_tokens, head_dim, slots, lengths = case
     rng = np.random.default_rng(sum(case[:6]))
-    queries = 2 * normal(rng, batch, n_kv * groups, n_tokens, head_dim, dtype=dtype)
+    queries = (2 * normal(rng, batch, n_kv * groups, n_tokens, head_dim)).astype(dtype)
     block = tuple(normal(rng, batch, n_kv, n_tokens, head_dim, dtype=dtype) for _ in range(2))
     cache = tuple(normal(rng, batch, n_kv, slots, head_dim, dtype=dtype) for _ in range(2))
     for filled, row in zip(lengths, range(batch), strict=True):
