@@ -15,6 +15,10 @@ from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.server import Server
 
 SECONDS = 300  # enough on a busy machine
+KEY = "a secret"
+AUTHORISED = {"authorization": f"Bearer {KEY}"}
+GOOD = {"prompt": "abc", "max_tokens": 3}  # bodies of requests
+HELLO = {"messages": [{"role": "user", "content": "a"}]}
 
 
 class PoolServer(Server):

@@ -30,6 +30,15 @@ def small(served):
     return pool
 
 
+@pytest.fixture(scope="module")
+def address(small):
+    """The URL of a server with a key and small limits."""
+    from helpers.serving import KEY, running  # needs hydrajax[serve]
+
+    with running(small, model="letters", api_key=KEY, max_body=5000, body_timeout=0.5) as (at, _):
+        yield at
+
+
 @pytest.fixture
 def start():
     """``start(pool, ...)``: a running batcher that is closed at the end."""
