@@ -101,21 +101,18 @@ void SeenRange(const Part<K>& part, int64_t b, int64_t tokens, int64_t* first, i
 inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
 #if defined(__AVX512F__)
   Lanes v[kKeys / 2];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
+  UNROLLED for (int i = 0; i < 8; ++i) {
     Lanes a, b;
     Load(a, vectors + i * kLanes);
     Load(b, vectors + (i + 8) * kLanes);
     v[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     v[i] = LANES_OF(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
            LANES_OF(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
   }
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; ++i) {
+  UNROLLED for (int i = 0; i < 2; ++i) {
     v[i] = LANES_OF(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
            LANES_OF(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
   }
@@ -166,15 +163,13 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
         for (int64_t h = 0; h < head_dim; h += kLanes) {
           Lanes features;
           Load(features, key + h);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
+          UNROLLED for (int r = 0; r < R; ++r) {
             Lanes query;
             Load(query, queries + r * head_dim + h);
             MultiplyAdd(sums[r], query, features);
           }
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) Store(products + (r * kKeys + k) * kLanes, sums[r]);
+        UNROLLED for (int r = 0; r < R; ++r) Store(products + (r * kKeys + k) * kLanes, sums[r]);
       }
       const bool* visible = part.visible + seen.b * part.batch_stride + s;
       for (int r = 0; r < R; ++r) {
@@ -250,16 +245,13 @@ inline ALWAYS_INLINE void ScoresOfKeys(const float* queries, const float* keys, 
   const float* key[kSide];
   for (int k = 0; k < kSide; ++k) key[k] = keys + std::min<int64_t>(k, count - 1) * head_dim;
   Lanes sums[4][kSide];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  UNROLLED for (int i = 0; i < 4; ++i) {
     Lanes apart[4][kSide] = {};  // features i, i + 4, i + 8 and i + 12 of each 16
     for (int64_t h = i; h < head_dim; h += kLanes) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
+      UNROLLED for (int j = 0; j < 4; ++j) {
         Lanes query;
         Load(query, queries + (h + 4 * j) * kGroup);
-#pragma GCC unroll 4
-        for (int k = 0; k < kSide; ++k) MultiplyAdd(apart[j][k], key[k][h + 4 * j], query);
+        UNROLLED for (int k = 0; k < kSide; ++k) MultiplyAdd(apart[j][k], key[k][h + 4 * j], query);
       }
     }
     for (int k = 0; k < kSide; ++k) sums[i][k] = (apart[0][k] + apart[2][k]) + (apart[1][k] + apart[3][k]);
@@ -309,21 +301,16 @@ inline ALWAYS_INLINE void WeightedSums(const Seen<K>& seen, int64_t head_dim, in
     const K* value = seen.parts[p].values + (seen.head_row * seen.parts[p].slots + seen.firsts[p]) * head_dim + h;
     for (int64_t n = seen.lasts[p] - seen.firsts[p]; n > 0; --n, value += head_dim, weights += key_step) {
       Lanes v[V];
-#pragma GCC unroll 4
-      for (int c = 0; c < V; ++c) Load(v[c], value + c * kLanes);
+      UNROLLED for (int c = 0; c < V; ++c) Load(v[c], value + c * kLanes);
       Prefetch(value + kAhead * head_dim, V * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
+      UNROLLED for (int r = 0; r < R; ++r) {
         const float weight = weights[r * query_step];
-#pragma GCC unroll 4
-        for (int c = 0; c < V; ++c) MultiplyAdd(s[r][c], weight, v[c]);
+        UNROLLED for (int c = 0; c < V; ++c) MultiplyAdd(s[r][c], weight, v[c]);
       }
     }
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int c = 0; c < V; ++c) Store(sums + (r * V + c) * kLanes, s[r][c]);
+  UNROLLED for (int r = 0; r < R; ++r) {
+    UNROLLED for (int c = 0; c < V; ++c) Store(sums + (r * V + c) * kLanes, s[r][c]);
   }
 }
 
