@@ -65,14 +65,14 @@ inline ALWAYS_INLINE void QuantizeGroup(const float* in, int8_t* out, float& sca
   const float inverse = largest > 1e-35f ? 127.0f / largest : 0.0f;
   for (int i = 0; i < kDepth; ++i) shifted[i] = in[i] * inverse + 12582912.0f;  // 1.5 * 2^23: rounds to the nearest integer
   std::memcpy(bits, shifted, sizeof(bits));
-  uint32_t total = 0;  // of NaN it wraps around
+  uint32_t total = 0;  // of NaN's bits it wraps around
   for (int i = 0; i < kDepth; ++i) {
     bits[i] -= 0x4b400000;
     total += static_cast<uint32_t>(bits[i]);
   }
   for (int i = 0; i < kDepth; ++i) out[i] = static_cast<int8_t>(bits[i]);
   scale = largest / 127.0f;
-  sum = static_cast<float>(static_cast<int32_t>(total));
+  sum = inverse > 0 ? static_cast<float>(static_cast<int32_t>(total)) : 0;
 }
 
 void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
