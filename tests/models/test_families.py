@@ -63,7 +63,7 @@ BIAS = "e_score_correction_bias"
 TOLERANCE = 1e-4
 NEW = 12
 N_TOKENS, N_CACHED = 44, 37  # of a text, and of its part in the cache
-TREE = [-1, 0, 1, 2, 0, 4]  # parents of the nodes: the text goes on along the first four
+TREE = [-1, 0, 1, 2, 0, 4]  # parents of the nodes: the text continues along the first four
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, N_TOKENS)).astype(np.int32)
 
 
