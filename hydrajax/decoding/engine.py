@@ -58,7 +58,7 @@ class Engine(Step):
         slots = self.cache_slots(width) if slots is None else slots
         positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
         forward = self.bind(params).forward(
-            prompt, positions, causal_mask(width), aux_hidden_layers=self.aux_hidden_layers
+            prompt, positions, causal_mask(width, lengths), aux_hidden_layers=self.aux_hidden_layers
         )
         cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
         # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
@@ -106,7 +106,8 @@ class Engine(Step):
                 )
             counts = state.output.counts.with_prompt(text, lengths)
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = self.bind(params).forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
+        mask = causal_mask(width, lengths)
+        forward = self.bind(params).forward(text, positions, mask, cache, self.aux_hidden_layers)
         sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
         # The root comes from the last hidden state, which has read every layer's cache.
         cache = append(cache, forward.block, lengths, after=root)
@@ -155,7 +156,7 @@ class Engine(Step):
         cache, base = state.target.cache, self.bind(params)
         width = text.shape[1]
         positions = cache.lengths[:, None] + jnp.arange(width)
-        forward = base.forward(text, positions, causal_mask(width), cache, self.aux_hidden_layers)
+        forward = base.forward(text, positions, causal_mask(width, lengths), cache, self.aux_hidden_layers)
         cache = append(cache, forward.block, lengths, after=forward.hidden[:, -1, 0])
         draft = self.program.drafter.begin(
             params.draft, state.draft, forward.aux_hidden_states, text, lengths, following, base

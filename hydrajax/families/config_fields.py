@@ -122,15 +122,17 @@ def rope_fields(scaling: RopeScaling | None) -> dict | None:
 # --- kinds of layers --------------------------------------------------------------------------------------------------
 
 
-def layer_types(raw: dict, n_layers: int, default: Callable[[int], str]) -> list[str]:
+def layer_types(
+    raw: dict, n_layers: int, default: Callable[[int], str], known: Sequence[str] = (FULL, SLIDING)
+) -> list[str]:
     """Return the type of each layer: of ``layer_types``, or ``default(i)``."""
     if n_layers > MOST_LAYERS:
         raise unsupported("num_hidden_layers", n_layers, f"at most {MOST_LAYERS} layers of several kinds")
     types = raw.get("layer_types")
     if types is None:
         return [default(i) for i in range(n_layers)]
-    if not isinstance(types, list) or len(types) != n_layers or not all(kind in (SLIDING, FULL) for kind in types):
-        raise unsupported("layer_types", types, f"{FULL} or {SLIDING} for each of {n_layers} layers")
+    if not isinstance(types, list) or len(types) != n_layers or not all(kind in known for kind in types):
+        raise unsupported("layer_types", types, f"{' or '.join(known)} for each of {n_layers} layers")
     return types
 
 

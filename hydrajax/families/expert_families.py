@@ -89,7 +89,7 @@ def _olmoe_fields(c: LlamaConfig) -> dict[str, Any]:
 # --- Qwen -------------------------------------------------------------------------------------------------------------
 
 
-def _qwen_experts(raw: dict, c: LlamaConfig, **settings: Any) -> LlamaConfig:
+def qwen_experts(raw: dict, c: LlamaConfig, **settings: Any) -> LlamaConfig:
     """Add the experts of every ``decoder_sparse_step``-th layer that is not one of ``mlp_only_layers``."""
     experts = _experts(
         raw, "num_experts", "moe_intermediate_size", normalized=bool(raw.get("norm_topk_prob")), **settings
@@ -100,7 +100,7 @@ def _qwen_experts(raw: dict, c: LlamaConfig, **settings: Any) -> LlamaConfig:
     return _with_experts(c, experts, (i for i in range(min(c.n_layers, MOST_LAYERS)) if i in dense or (i + 1) % step))
 
 
-def _qwen_fields(c: LlamaConfig) -> dict[str, Any]:
+def qwen_fields(c: LlamaConfig) -> dict[str, Any]:
     return _shared_fields(c, "num_experts", "moe_intermediate_size") | {
         "norm_topk_prob": _of(c).normalized,
         "decoder_sparse_step": 1,
@@ -117,12 +117,12 @@ def _qwen2_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
         first = integer(raw["max_window_layers"])
         types = layer_types(raw, c.n_layers, lambda i: SLIDING if i % 2 == 0 and i < first else FULL)
         c = with_windows(c, types, window)
-    return _qwen_experts(raw, c, shared_width=integer(raw["shared_expert_intermediate_size"]), shared_gate=True)
+    return qwen_experts(raw, c, shared_width=integer(raw["shared_expert_intermediate_size"]), shared_gate=True)
 
 
 def _qwen2_moe_fields(c: LlamaConfig) -> dict[str, Any]:
     e = _of(c)
-    return _qwen_fields(c) | {
+    return qwen_fields(c) | {
         "qkv_bias": c.qkv_bias,
         "shared_expert_intermediate_size": e.shared_width,
         "layer_types": types_of(c),
@@ -131,7 +131,7 @@ def _qwen2_moe_fields(c: LlamaConfig) -> dict[str, Any]:
 
 def _qwen3_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
     window = window_of(raw, c.max_positions) if raw.get("use_sliding_window") else None
-    return _qwen_experts(raw, c.replace(qk_norm=True, sliding_window=window))
+    return qwen_experts(raw, c.replace(qk_norm=True, sliding_window=window))
 
 
 # --- GLM --------------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ _GLM4 = {
 }
 MIXTRAL = Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields)
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields)
-QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, _qwen_fields)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, qwen_fields)
 OLMOE = Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields)
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",

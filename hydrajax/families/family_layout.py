@@ -51,18 +51,10 @@ def decoder_layer(
             has no attention norm.
         fused_experts: as in `base_layout`.
     """
-    attention = f"{prefix}self_attn."
     norms = [
         same((*path, ours, "scale"), f"{prefix}{theirs}.weight", c.width)
         for ours, theirs in NORMS[c.norms].items()
         if attention_width is None or ours != "attention_norm"
-    ]
-    biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
-    sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)
-    head_norms = [
-        same((*path, ours, "scale"), f"{attention}{theirs}.weight", size * c.head_dim)
-        for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
-        if c.qk_norm or c.qk_norm_all_heads
     ]
     if c.experts is None:
         mlp = _mlp(path, prefix, c)
@@ -70,6 +62,18 @@ def decoder_layer(
         from hydrajax.families.expert_layout import expert_mlp
 
         mlp = expert_mlp(path, prefix, c, fused_experts)
+    if c.recurrent is not None:
+        from hydrajax.families.recurrent_layout import recurrent
+
+        return [*norms, *recurrent(path, prefix, c.recurrent, c.width), *mlp]
+    attention = f"{prefix}self_attn."
+    biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
+    sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)
+    head_norms = [
+        same((*path, ours, "scale"), f"{attention}{theirs}.weight", size * c.head_dim)
+        for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
+        if c.qk_norm or c.qk_norm_all_heads
+    ]
     return [
         *norms,
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),
@@ -108,19 +112,26 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
     """Fuse the query, key and value projections (``kind``: ``weight``, or ``bias`` with no inputs).
 
     Ours is ``[*inputs, kv head, (its queries, key, value), feature]``; theirs are three tensors
-    ``[(kv head, query in group, feature), *inputs]``.
+    ``[(kv head, query in group, feature), *inputs]``. Gates follow a head's queries in ours, and each query in theirs.
     """
-    rows = {"q": c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
+    per_query = 1 + c.attention_gate
+    rows = {"q": per_query * c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
 
     def join(*parts):
         if c.fused_projections:
             parts = np.split(parts[0], [rows["q"], rows["q"] + rows["k"]])
+        if c.attention_gate:
+            pairs = parts[0].reshape(c.n_heads, 2, c.head_dim, *inputs)
+            parts = (pairs[:, 0], pairs[:, 1], *parts[1:])
         by_head = tuple(part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts)
         return (Parameter(by_head, axis=1, order=(3, 0, 1, 2) if inputs else None),)
 
     def split(fused):
         fused = np.moveaxis(fused, 0, -1) if inputs else fused
-        parts = tuple(part.reshape(-1, *inputs) for part in (fused[:, :-2], fused[:, -2], fused[:, -1]))
+        queries = fused[:, :-2]
+        if c.attention_gate:
+            queries = np.stack(np.split(queries, 2, axis=1), axis=2)
+        parts = tuple(part.reshape(-1, *inputs) for part in (queries, fused[:, -2], fused[:, -1]))
         return (np.concatenate(parts),) if c.fused_projections else parts
 
     sizes = {"qkv": sum(rows.values())} if c.fused_projections else rows

@@ -42,7 +42,6 @@ NOT_IMPLEMENTED = {
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,
-    "qwen3_next": "its linear attention",
 }
 
 

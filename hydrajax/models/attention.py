@@ -35,16 +35,21 @@ QUERY_CHUNK = 128
 UNROLLED_SECTIONS = 16
 
 
-@jax.tree_util.register_static
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["lengths"], meta_fields=["n_tokens", "window"])
 @dataclass(frozen=True)
 class Causal:
     """A causal mask: token i of a block of ``n_tokens`` attends to tokens 0..i, or the last ``window`` of these.
 
     Two numbers replace a mask, which for a prompt of 32,768 tokens would take a gigabyte. NumPy converts it to one.
+
+    Attributes:
+        lengths: int32 ``[B]`` tokens of each right-padded text, which only layers that keep a state read: in attention
+            no token sees a later one. None for whole rows.
     """
 
     n_tokens: int
     window: int | None = None
+    lengths: Int[Array, " B"] | None = None
 
     def rows(self, positions: Int[Array, " R"] | Int[np.ndarray, " R"]) -> Bool[Array, "R T"]:
         """Return the mask rows of the tokens at these positions."""
@@ -297,6 +302,6 @@ def capped(scores: Float[Array, "..."], cap: float | None) -> Float[Array, "..."
     return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def causal_mask(n_tokens: int) -> Causal:
-    """Return the mask by which token i attends to tokens 0..i."""
-    return Causal(n_tokens)
+def causal_mask(n_tokens: int, lengths: Int[Array, " B"] | None = None) -> Causal:
+    """Return the mask by which token i attends to tokens 0..i, of texts of these lengths."""
+    return Causal(n_tokens, lengths=lengths)

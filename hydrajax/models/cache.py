@@ -19,19 +19,23 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.attention import Filled, KVSegment
 from hydrajax.models.kv_vectors import KeyValue, Vectors, empty
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.ops.sharded import DATA, MODEL, shard
 
-Block = tuple[KeyValue, ...]  # keys and values of the tokens fed now, layer by layer
+# What each layer keeps of the tokens fed now: keys and values, or what its state takes in.
+Block = tuple[KeyValue | RecurrentCache | PathNodes, ...]
 
 
 class KVCache(NamedTuple):
-    """A KV cache: ``layers[l]`` holds keys and values of layer l, ``lengths`` int32 ``[B]`` the filled slots."""
+    """A KV cache: ``layers[l]`` holds keys and values of layer l, or its state; ``lengths`` int32 ``[B]`` the filled
+    slots.
+    """
 
-    layers: Block
+    layers: tuple[KeyValue | RecurrentCache, ...]
     lengths: Int[Array, " B"]
 
     def segments(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[KVSegment, ...]:
-        """Return the filled slots of this layer as a segment.
+        """Return the filled slots of this layer of attention as a segment.
 
         Args:
             layer: The layer.
@@ -76,7 +80,12 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
     def slots_of_layer() -> Vectors:
         return jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache))
 
-    layers = tuple((slots_of_layer(), slots_of_layer()) for _ in range(config.n_layers))
+    layers = tuple(
+        (slots_of_layer(), slots_of_layer())
+        if kind.recurrent is None
+        else RecurrentCache.empty(kind.recurrent, batch, dtype)
+        for kind in config.kinds
+    )
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
 
@@ -110,9 +119,17 @@ def append(
             program does not read it.
     """
     starts = cache.lengths if after is None else after_reads(cache.lengths, after)
-    slots, treedef = jax.tree.flatten(cache.layers)
-    written = ops.append_rows(slots, jax.tree.leaves(block), index, starts)
-    return KVCache(jax.tree.unflatten(treedef, written), cache.lengths + counts)
+    recurrent = [isinstance(layer, RecurrentCache) for layer in cache.layers]
+    slots, treedef = jax.tree.flatten(
+        [layer for layer, has_state in zip(cache.layers, recurrent, strict=True) if not has_state]
+    )
+    added = jax.tree.leaves([part for part, has_state in zip(block, recurrent, strict=True) if not has_state])
+    written = iter(jax.tree.unflatten(treedef, ops.append_rows(slots, added, index, starts)))
+    layers = (
+        layer.after(part, counts, index) if isinstance(layer, RecurrentCache) else next(written)
+        for layer, part in zip(cache.layers, block, strict=True)
+    )
+    return KVCache(tuple(layers), cache.lengths + counts)
 
 
 def cut_caches(state: Any, lengths: Int[Array, " B"]) -> Any:

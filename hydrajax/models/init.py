@@ -28,14 +28,14 @@ def init_base(model: BaseModel, rng: Array) -> dict:
 def abstract_base(model: BaseModel) -> dict:
     """Return boxed `ShapeDtypeStruct` leaves: shapes, dtypes and logical axes of the base, without allocation.
 
-    All layers with the same experts are alike, so only one of them is traced, once per model and platform.
+    All layers of the same `LayerKind.parameters` are alike, so only one of them is traced, once per model and platform.
     """
     c, found, layers = model.config, {}, {}
-    for kind in {kind.experts: kind for kind in reversed(c.kinds)}.values():  # of each the first one
+    for kind in {kind.parameters: kind for kind in reversed(c.kinds)}.values():  # of each the first one
         one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)
         found = dict(_abstract_first(model.clone(config=one), trace.platform(), trace.has_few_bits()))
-        layers[kind.experts] = found.pop("layers_0")
-    return found | {f"layers_{i}": layers[kind.experts] for i, kind in enumerate(c.kinds)}
+        layers[kind.parameters] = found.pop("layers_0")
+    return found | {f"layers_{i}": layers[kind.parameters] for i, kind in enumerate(c.kinds)}
 
 
 @functools.lru_cache(maxsize=64)

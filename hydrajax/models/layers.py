@@ -20,6 +20,8 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, attend, rotate
 from hydrajax.models.kv_vectors import KeyValue, rounded
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
+from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 from hydrajax.ops.sharded import all_tokens, summed_by_token
 
@@ -73,29 +75,25 @@ class DecoderLayer(nn.Module):
         added: Float[Array, "B T D"] | None,
         rope,
         block_mask,
-        past: Sequence[KVSegment] = (),
+        past: Sequence[KVSegment] | RecurrentCache | None = (),
         attends_from: Float[Array, "B T E"] | None = None,
         only_keys_values: bool = False,
-    ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue]:
-        """Return two arrays whose sum is the output, and the T tokens' keys and values.
+    ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue | RecurrentCache | PathNodes]:
+        """Return two arrays whose sum is the output, and the T tokens' keys and values, or what a state takes in.
 
         Args:
             x: The residual stream.
             added: What the previous layer added to it; None for nothing.
             rope: `rope_table` of the tokens' positions; None without rotary embedding.
-            block_mask: The ``visible`` of the tokens' own `KVSegment`.
-            past: Earlier segments.
+            block_mask: The ``visible`` of the tokens' own `KVSegment`; for a recurrent layer, their order
+                (`hydrajax.models.recurrence.Order`).
+            past: Earlier segments; for a recurrent layer, its cache, or None for an empty one.
             attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
                 then has no norm of its own (EAGLE's layers).
             only_keys_values: Compute nothing but keys and values, from ``attends_from``; the parameters must exist.
         """
         c = self.config
-        batch, n_tokens, width = x.shape
-        read_width = width if attends_from is None else attends_from.shape[-1]
-        per_head = (c.n_kv_heads, c.queries_per_kv + 2, c.head_dim)  # its queries, then its key and its value
-        head_axes = ("kv_heads", None, None)
-        qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
-        out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
+        width = x.shape[-1]
         if c.experts is None:
             gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
             down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
@@ -106,10 +104,52 @@ class DecoderLayer(nn.Module):
         else:
             x = x if added is None else x + added
             attends_from = x if attends_from is None else attends_from
-        qkv = project_parts(all_tokens(attends_from), qkv_kernel)  # [kv, queries + key + value, B, T, H]
+        if c.recurrent is not None:
+            mixer = recurrent_layer(c.recurrent)
+            mixed, kept = mixer(c.recurrent, self.dtype, self.quantize, self.adapter, name="recurrent")(
+                all_tokens(attends_from), block_mask, past
+            )
+            mixed = summed_by_token(mixed)
+        else:
+            mixed, kept = self._attention(attends_from, width, rope, block_mask, past, only_keys_values)
+            if only_keys_values:
+                return None, None, kept
+        if c.norms != "before":
+            mixed = norm(name="attention_out_norm")(mixed)
+        mixed = scaled(mixed, c.residual_scale)
+
+        if c.norms == "after":
+            x = normed = x + mixed
+        else:
+            x, normed = norm(name="mlp_norm").of_sum(x, mixed)
+        activation = ACTIVATIONS[c.activation]
+        normed = all_tokens(normed)
+        if c.experts is None:
+            gate, up = project_parts(normed, gate_up_kernel)
+            out = project(activation(gate) * up, down_kernel)
+        else:
+            from hydrajax.models.experts import ExpertMLP
+
+            out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
+        out = summed_by_token(out)
+        if c.norms != "before":
+            out = norm(name="mlp_out_norm")(out)
+        return x, scaled(out, c.residual_scale), kept
+
+    @nn.nowrap
+    def _attention(self, x, width: int, rope, block_mask, past, only_keys_values: bool):
+        """Return what attention adds, before its norm, and the tokens' keys and values."""
+        c, (batch, n_tokens, read_width) = self.config, x.shape
+        # Of a key-value head: its queries, perhaps a gate for each of them, its key and its value.
+        gates = c.queries_per_kv if c.attention_gate else 0
+        per_head, head_axes = (c.n_kv_heads, c.queries_per_kv + gates + 2, c.head_dim), ("kv_heads", None, None)
+        qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
+        out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
+        norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
+        qkv = project_parts(all_tokens(x), qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
-        queries, keys, values = ops.split_heads(qkv, (c.queries_per_kv, 1, 1))
+        queries, *gate, keys, values = ops.split_heads(qkv, (c.queries_per_kv, *([gates] if gates else ()), 1, 1))
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
         keys, values = keys[:, :, 0], values[:, :, 0]
         if c.qk_norm:
@@ -123,32 +163,22 @@ class DecoderLayer(nn.Module):
         if self.kv_cache is not None:
             keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
         if only_keys_values:
-            return None, None, (keys, values)
+            return None, (keys, values)
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
             queries = scaled(queries, c.attention_scale * c.head_dim**0.5)
         attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap)
-        attended = summed_by_token(project(attended, out_kernel))
-        if c.norms != "before":
-            attended = norm(name="attention_out_norm")(attended)
-        attended = scaled(attended, c.residual_scale)
+        if gate:
+            attended = attended * jax.nn.sigmoid(
+                gate[0].reshape(batch, c.n_heads, n_tokens, c.head_dim).swapaxes(1, 2).reshape(attended.shape)
+            )
+        return summed_by_token(project(attended, out_kernel)), (keys, values)
 
-        if c.norms == "after":
-            x = normed = x + attended
-        else:
-            x, normed = norm(name="mlp_norm").of_sum(x, attended)
-        activation = ACTIVATIONS[c.activation]
-        normed = all_tokens(normed)
-        if c.experts is None:
-            gate, up = project_parts(normed, gate_up_kernel)
-            out = project(activation(gate) * up, down_kernel)
-        else:
-            from hydrajax.models.experts import ExpertMLP
 
-            out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
-        out = summed_by_token(out)
-        if c.norms != "before":
-            out = norm(name="mlp_out_norm")(out)
-        return x, scaled(out, c.residual_scale), (keys, values)
+def recurrent_layer(settings: Recurrent) -> type[nn.Module]:
+    """Return the module of a layer with these settings, imported when it is needed."""
+    from hydrajax.models.gated_delta import GatedDeltaLayer
+
+    return {GatedDelta: GatedDeltaLayer}[type(settings)]
 
 
 def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:

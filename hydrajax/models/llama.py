@@ -18,9 +18,9 @@ from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import Mask, capped, rope_table, windowed
 from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
-from hydrajax.models.expert_settings import Experts
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.recurrence import order_of
 from hydrajax.models.weights import Quantized, declare, declare_kernel, project, quantized_type
 from hydrajax.ops.sharded import by_token
 
@@ -56,28 +56,30 @@ class Llama(nn.Module):
         else:
             normal = nn.initializers.normal(0.02)
             self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
-        self.layers = [self._layer(kind.experts) for kind in c.kinds]
+        self.layers = [self._layer(kind) for kind in c.kinds]
         self.norm = RMSNorm(c.norm_eps, self.dtype, c.norm_offset)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
     @nn.nowrap
-    def _layer(self, experts: Experts | None, **settings) -> DecoderLayer:
+    def _layer(self, kind: LayerKind, **settings) -> DecoderLayer:
         layer, config = nn.remat(DecoderLayer) if self.remat else DecoderLayer, self.config
-        config = config if experts == config.experts else dataclasses.replace(config, experts=experts)
-        return layer(config, self.dtype, self.quantize, self.adapter, self.kv_cache, **settings)
+        own = {"experts": kind.experts, "norms": kind.norms or config.norms, "recurrent": kind.recurrent}
+        return layer(
+            dataclasses.replace(config, **own), self.dtype, self.quantize, self.adapter, self.kv_cache, **settings
+        )
 
     @nn.nowrap
     def _calls(self, x: Array) -> list[Callable]:
-        """Return a function for each layer. A program traces and lowers one layer for all with the same experts, which
-        XLA inlines again.
+        """Return a function for each layer. A program traces and lowers one layer for all of the same parameters,
+        which XLA inlines again.
         """
         if self.is_initializing() or self.has_rng("dropout") or not isinstance(x, jax.core.Tracer):
             return list(self.layers)
         params = self.variables["params"]
 
-        def traced_once(experts: Experts | None) -> Callable:
-            layer = self._layer(experts, parent=None)
+        def traced_once(kind: LayerKind) -> Callable:
+            layer = self._layer(kind, parent=None)
 
             @jax.jit
             def decoder_layer(params, *inputs):
@@ -85,8 +87,9 @@ class Llama(nn.Module):
 
             return decoder_layer
 
-        of_each = {experts: traced_once(experts) for experts in {kind.experts for kind in self.config.kinds}}
-        return [partial(of_each[kind.experts], params[f"layers_{i}"]) for i, kind in enumerate(self.config.kinds)]
+        kinds = [kind.parameters for kind in self.config.kinds]
+        of_each = {kind: traced_once(kind) for kind in dict.fromkeys(kinds)}
+        return [partial(of_each[kind], params[f"layers_{i}"]) for i, kind in enumerate(kinds)]
 
     def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them."""
@@ -163,13 +166,18 @@ class Llama(nn.Module):
                 rope_table(self.config.of_kind(kind), positions),
                 *windowed(block_mask, positions, kind.sliding_window),
             )
+            if kind.recurrent is None
+            else (None, order_of(block_mask, positions), None)
             for kind in dict.fromkeys(kind.attention for kind in self.config.kinds)
         }
         inputs, block, added = [], [], None
         for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
             rope, mask, first_seen = kinds[kind.attention]
             inputs.append(x if added is None else x + added)
-            past = () if cache is None else cache.segments(i, first_seen)
+            if kind.recurrent is not None:
+                past = None if cache is None else cache.layers[i]
+            else:
+                past = () if cache is None else cache.segments(i, first_seen)
             x, added, key_value = layer(x, added, rope, mask, past)
             block.append(key_value)
         last, hidden = self.norm.of_sum(x, added)

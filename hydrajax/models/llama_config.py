@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.expert_settings import Experts
+from hydrajax.models.recurrent_settings import Recurrent
 from hydrajax.models.rope_scaling import RopeScaling
 
 NORMS = ("before", "both", "after")
@@ -23,17 +24,26 @@ class LayerKind:
         rope_theta: As in `LlamaConfig`; None for layers without rotary embedding.
         rope_scaling: As in `LlamaConfig`.
         experts: As in `LlamaConfig`.
+        norms: As in `LlamaConfig`; None for those of the configuration.
+        recurrent: The layer keeps a state in place of keys and values; None for attention.
     """
 
     sliding_window: int | None = None
     rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | None = None
     experts: Experts | None = None
+    norms: str | None = None
+    recurrent: Recurrent | None = None
+
+    @property
+    def parameters(self) -> LayerKind:
+        """The settings by which the parameters and the operations of layers differ."""
+        return LayerKind(experts=self.experts, norms=self.norms, recurrent=self.recurrent)
 
     @property
     def attention(self) -> LayerKind:
         """The settings of its attention alone."""
-        return dataclasses.replace(self, experts=None)
+        return dataclasses.replace(self, experts=None, norms=None)
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,10 @@ class LlamaConfig:
         logits_softcap: The same cap on logits (Gemma 2).
         fused_projections: Files hold query, key and value projections as one tensor, and gate and up as one (Phi 3).
         experts: The mixture of experts in place of each MLP; None for an MLP of ``mlp_width``.
+        attention_gate: Attention is multiplied by the sigmoid of a product with its input, by head and feature
+            (Qwen3-Next).
+        recurrent: The layers keep a state in place of keys and values (`hydrajax.models.recurrent_settings`); None for
+            attention.
     """
 
     vocab_size: int
@@ -92,6 +106,8 @@ class LlamaConfig:
     logits_softcap: float | None = None
     fused_projections: bool = False
     experts: Experts | None = None
+    attention_gate: bool = False
+    recurrent: Recurrent | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
@@ -129,8 +145,13 @@ class LlamaConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
-        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling, self.experts)
+        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling, self.experts, None, self.recurrent)
         return self.layer_kinds or (own,) * self.n_layers
+
+    @property
+    def any_recurrent(self) -> bool:
+        """Some layers keep a state in place of keys and values."""
+        return any(kind.recurrent for kind in self.kinds)
 
     @property
     def any_experts(self) -> Experts | None:
@@ -139,7 +160,7 @@ class LlamaConfig:
 
     def of_kind(self, kind: LayerKind) -> LlamaConfig:
         """Return the configuration with the settings of one kind of layer for all layers."""
-        return dataclasses.replace(self, layer_kinds=(), **vars(kind))
+        return dataclasses.replace(self, layer_kinds=(), **(vars(kind) | {"norms": kind.norms or self.norms}))
 
     def of_layer(self, layer: int) -> LlamaConfig:
         """Return the configuration with the settings of this layer for all layers."""

@@ -206,7 +206,6 @@ def test_other_families_are_refused_with_the_supported_ones_and_what_they_need()
         ("llama4", "vision tower"),
         ("gpt_oss", "attention sinks"),
         *((kind, "latent attention") for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
-        ("qwen3_next", "linear attention"),
     ):
         refused(FULL | {"model_type": kind}, "model_type", repr(kind), piece, *supported)
 

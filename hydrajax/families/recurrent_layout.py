@@ -1,0 +1,112 @@
+"""Key maps of recurrent layers: transformers' tensors of all heads to ours, which keep each key head's together."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
+from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
+
+
+class DeltaNames(NamedTuple):
+    """Names of a gated delta layer's tensors.
+
+    Attributes:
+        inputs: Projections, and how many of queries, keys, values and the output's gate each holds.
+        gates: Projections, and how many of strengths and decays each holds.
+        by_head: The outputs of a projection are those of each key head in turn, and not those of each part.
+        norm, output: The last two.
+    """
+
+    inputs: Mapping[str, int]
+    gates: Mapping[str, int]
+    by_head: bool = False
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+# By `GatedDelta.names`.
+DELTA_NAMES = {
+    "qwen3_next": DeltaNames({"in_proj_qkvz": 4}, {"in_proj_ba": 2}, by_head=True),
+    "qwen3_5": DeltaNames({"in_proj_qkv": 3, "in_proj_z": 1}, {"in_proj_b": 1, "in_proj_a": 1}),
+    "olmo_hybrid": DeltaNames(
+        {"q_proj": 1, "k_proj": 1, "v_proj": 1, "g_proj": 1}, {"b_proj": 1, "a_proj": 1}, False, "o_norm", "o_proj"
+    ),
+}
+
+
+def recurrent(path: Path, prefix: str, settings: Recurrent, width: int) -> Layout:
+    """Return the key map of one layer's recurrent part.
+
+    Args:
+        path: the layer's path in our parameters.
+        prefix: the start of its tensors' names.
+        settings: its shape.
+        width: of the residual stream.
+    """
+    return {GatedDelta: _gated_delta}[type(settings)]((*path, "recurrent"), prefix, settings, width)
+
+
+def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int) -> Layout:
+    prefix, names = f"{prefix}linear_attn.", DELTA_NAMES[s.names]
+    keys, values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
+    heads, mixed, strengths = (s.key_heads, s.values_per_key), (keys, keys, values), (s.value_heads, s.value_heads)
+    inputs = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.inputs.items()}
+    gates = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.gates.items()}
+    conv = {f"{prefix}conv1d.weight": len(mixed)}
+    return [
+        _fused((*path, "inputs"), inputs, (*mixed, values), s.key_heads, (width,), names.by_head),
+        _fused((*path, "gates"), gates, strengths, s.key_heads, (width,), names.by_head),
+        _fused((*path, "conv"), conv, mixed, s.key_heads, (1, s.kernel)),
+        reshaped((*path, "log_rate"), f"{prefix}A_log", heads),
+        reshaped((*path, "step_bias"), f"{prefix}dt_bias", heads),
+        same((*path, "norm_scale"), f"{prefix}{names.norm}.weight", s.value_dim),
+        transposed((*path, "output"), f"{prefix}{names.output}.weight", width, values),
+    ]
+
+
+def _fused(
+    path: Path, tensors: Mapping[str, int], parts: tuple[int, ...], heads: int, inputs: Shape, by_head: bool = False
+) -> Entry:
+    """Fuse tensors ``[outputs, *inputs]``: ours is ``[input, head, (its outputs of every part)]``, or for a convolution
+    ``[head, (its outputs), input]``.
+
+    Args:
+        path: of our parameter.
+        tensors: names, and how many consecutive parts each holds.
+        parts: outputs of each part, of all heads.
+        heads: number of heads.
+        inputs: of the tensors.
+        by_head: a tensor holds the parts of each head in turn.
+    """
+    order = (2, 0, 1) if len(inputs) == 1 else (0, 1, 2)
+    per_head, ends = [size // heads for size in parts], np.cumsum([0, *tensors.values()])
+    held = [parts[start:end] for start, end in itertools.pairwise(ends)]  # the parts of each tensor
+
+    def join(*views):
+        if not by_head:
+            views = [
+                part for view, sizes in zip(views, held, strict=True) for part in np.split(view, np.cumsum(sizes)[:-1])
+            ]
+        return (Parameter(tuple(view.reshape(heads, -1, inputs[-1]) for view in views), axis=1, order=order),)
+
+    def split(ours):
+        fused = ours.transpose(np.argsort(order))
+        if by_head:
+            return (fused.reshape(-1, *inputs),)
+        each = [part.reshape(-1, *inputs) for part in np.split(fused, np.cumsum(per_head)[:-1], axis=1)]
+        return tuple(np.concatenate(each[start:end]) for start, end in itertools.pairwise(ends))
+
+    theirs = {name: (sum(sizes), *inputs) for name, sizes in zip(tensors, held, strict=True)}
+    return Entry((path,), theirs, join, split)
+
+
+def reshaped(path: Path, name: str, shape: Shape) -> Entry:
+    """Return the entry of a vector that is an array of this shape here."""
+    size = math.prod(shape)
+    return Entry((path,), {name: (size,)}, lambda x: (Parameter((x.reshape(shape),)),), lambda x: (x.reshape(size),))

@@ -1,0 +1,68 @@
+"""The settings of layers that keep a state in place of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydrajax.errors import HydrajaxError
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """Settings that all recurrent layers share.
+
+    Attributes:
+        kernel: Number of tokens that the causal convolution reads, the present one included.
+    """
+
+    kernel: int
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if type(value) is int and value < 1:
+                raise HydrajaxError(f"recurrent layer: {name}: got {value}, expected at least 1")
+
+
+@dataclass(frozen=True)
+class GatedDelta(Recurrent):
+    """A gated delta rule (arXiv 2412.06464), as in Qwen3-Next and OLMo hybrid.
+
+    Attributes:
+        key_heads: Heads of queries and keys.
+        value_heads: Heads of values and states, a multiple of ``key_heads``.
+        key_dim: Features of a query or key.
+        value_dim: Features of a value.
+        most_beta: Largest strength of a write, 2 where eigenvalues of the transition may be negative (OLMo hybrid).
+        norm_eps: Of the output's norm.
+        names: The form of its tensors in files (`hydrajax.families.recurrent_layout`).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    most_beta: float = 1.0
+    norm_eps: float = 1e-6
+    names: str = "qwen3_next"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.value_heads % self.key_heads:
+            raise HydrajaxError(
+                f"recurrent layer: value_heads: got {self.value_heads}, expected a multiple of {self.key_heads}"
+            )
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of one sequence's state: heads, features of a key, features of a value."""
+        return self.value_heads, self.key_dim, self.value_dim
+
+    @property
+    def inputs_shape(self) -> tuple[int, int, int]:
+        """Shape of one sequence's earlier inputs of the convolution: heads, tokens, channels of a head."""
+        return self.key_heads, self.kernel - 1, 2 * self.key_dim + self.values_per_key * self.value_dim
+
+    @property
+    def values_per_key(self) -> int:
+        """Number of value heads that share a query and a key."""
+        return self.value_heads // self.key_heads
