@@ -102,8 +102,15 @@ def _qwen3_5_fields(c: LlamaConfig) -> dict[str, Any]:
     return _qwen_hybrid_fields(c, "qwen3_5")
 
 
+def _qwen3_5_moe_width(raw: dict) -> dict:
+    """Return the fields with the width of an MLP, which no layer has: that of a token's experts together."""
+    chosen = integer(raw["num_experts_per_tok"]) * integer(raw["moe_intermediate_size"])
+    return {"intermediate_size": chosen + integer(raw["shared_expert_intermediate_size"])} | raw
+
+
 def _qwen3_5_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    return _qwen_shared_experts(raw | {"norm_topk_prob": True}, _qwen(raw, c, "qwen3_5"))
+    always = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return _qwen_shared_experts(raw | always, _qwen(raw, c, "qwen3_5"))
 
 
 def _qwen3_5_moe_fields(c: LlamaConfig) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def _qwen3_5_moe_fields(c: LlamaConfig) -> dict[str, Any]:
 
 def _olmo_hybrid_heads(raw: dict) -> dict:
     """Return the fields with the recurrent layers' sizes that follow from the others."""
-    raw = {name: value for name, value in raw.items() if value is not None}
+    raw = {name: value for name, value in raw.items() if value is not None or name == "rope_theta"}
     heads = raw["num_attention_heads"]
     keys = raw.setdefault("linear_num_key_heads", heads)
     raw.setdefault("linear_num_value_heads", heads)
@@ -128,8 +135,9 @@ def _olmo_hybrid_heads(raw: dict) -> dict:
 
 
 def _olmo_hybrid(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    if not (raw.get("rope_parameters") or raw.get("rope_theta")):
-        c = c.replace(rope_theta=None)
+    theta = (raw.get("rope_parameters") or {}).get("rope_theta", raw.get("rope_theta", c.rope_theta))
+    if theta is None:  # as released
+        c = c.replace(rope_theta=None, rope_scaling=None)
     types = layer_types(raw, c.n_layers, lambda i: FULL if i % 4 == 3 else LINEAR, (LINEAR, FULL))
     if FULL not in types and raw.get("layer_types") is None:
         types[-1] = FULL
@@ -140,7 +148,8 @@ def _olmo_hybrid(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 def _olmo_hybrid_fields(c: LlamaConfig) -> dict[str, Any]:
     fields = _gated_delta_fields(c, "olmo_hybrid")
-    return fields | {"linear_allow_neg_eigval": recurrent_of(c, GatedDelta).most_beta == 2.0}
+    beta = recurrent_of(c, GatedDelta).most_beta
+    return fields | {"linear_allow_neg_eigval": beta == 2.0, "rope_theta": c.rope_theta}
 
 
 _DELTA = {
@@ -156,15 +165,16 @@ _DELTA = {
 _SPARSE = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _QWEN3_NEXT = _DELTA | _SPARSE | {"num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True}
 _QWEN3_5 = _DELTA | {"num_key_value_heads": 4}
-_QWEN3_5_MOE = _DELTA | _SPARSE | {"num_experts_per_tok": 8, "num_experts": 256, "intermediate_size": 0}
+_QWEN3_5_MOE = _DELTA | _SPARSE | {"num_experts_per_tok": 8, "num_experts": 256}
 _OLMO_HYBRID = {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4}
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM", "Qwen3-Next", _QWEN3_NEXT, _qwen3_next, _qwen3_next_fields, partial_rotary=True
 )
 QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", "Qwen 3.5, text", _QWEN3_5, _qwen3_5, _qwen3_5_fields, partial_rotary=True)
 QWEN3_5_MOE_TEXT = Family(
-    "Qwen3_5MoeForCausalLM", "Qwen 3.5 MoE, text", _QWEN3_5_MOE, _qwen3_5_moe, _qwen3_5_moe_fields, partial_rotary=True
-)
+    "Qwen3_5MoeForCausalLM", "Qwen 3.5 MoE, text", _QWEN3_5_MOE, _qwen3_5_moe, _qwen3_5_moe_fields, _qwen3_5_moe_width,
+    partial_rotary=True,
+)  # fmt: skip
 OLMO_HYBRID = Family(
     "OlmoHybridForCausalLM", "OLMo hybrid", _OLMO_HYBRID, _olmo_hybrid, _olmo_hybrid_fields, _olmo_hybrid_heads
 )

@@ -11,10 +11,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.models.rope_scaling import RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXTRAL = "block_sparse_moe"
+QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 class MiMoConfig(Qwen2Config):
@@ -49,9 +51,11 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     window = window if window is not None and window < context else None
     types = getattr(hf, "layer_types", None) or [SLIDING] * hf.num_hidden_layers
     window = window or None  # Qwen 2 MoE's is 0 without windows
-    experts = _experts(hf)
     layers = [
-        LayerKind(window if name == SLIDING else None, *ropes[name], e) for name, e in zip(types, experts, strict=False)
+        LayerKind(None, None, None, e, "before" if kind == "olmo_hybrid" else None, _gated_delta(hf))
+        if name == "linear_attention"
+        else LayerKind(window if name == SLIDING else None, *ropes[name], e)
+        for name, e in zip(types, _experts(hf), strict=False)
     ]
     if kind == "smollm3":
         rotated = zip(layers, hf.no_rope_layers, strict=False)
@@ -60,7 +64,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         own, layers = layers[0], ()
     else:
         own = LayerKind(None, theta, scaling)
-    part = hf.rope_parameters.get("partial_rotary_factor", 1) if kind in ("phi3", "glm4_moe") else 1
+    part = hf.rope_parameters.get("partial_rotary_factor", 1) if kind in ("phi3", "glm4_moe", *QWEN_HYBRIDS) else 1
     settings = {}
     if kind in ("gemma2", "gemma3_text"):
         settings = {
@@ -79,11 +83,15 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
             "attention_scale": None if math.isclose(scale, head_dim**-0.5) else scale,
             "logits_divisor": float(hf.logits_scaling),
         }
+    if kind in QWEN_HYBRIDS:
+        settings = {"norm_offset": True, "attention_gate": True, "recurrent": own.recurrent}
     activation = hf.hidden_activation if kind.startswith("gemma") else hf.hidden_act
     return LlamaConfig(
         vocab_size=hf.vocab_size,
         width=hf.hidden_size,
-        mlp_width=hf.intermediate_size,
+        # Qwen 3.5's mixtures have no MLP: one of a token's experts together.
+        mlp_width=getattr(hf, "intermediate_size", None)
+        or hf.num_experts_per_tok * hf.moe_intermediate_size + hf.shared_expert_intermediate_size,
         n_layers=hf.num_hidden_layers,
         n_heads=hf.num_attention_heads,
         n_kv_heads=hf.num_key_value_heads,
@@ -96,15 +104,15 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         qkv_bias=kind in ("qwen2", "mimo")
         or (kind == "qwen2_moe" and hf.qkv_bias)
         or (kind == "glm4_moe" and hf.attention_bias),
-        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe") or (kind == "glm4_moe" and hf.use_qk_norm),
+        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", *QWEN_HYBRIDS) or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
-        qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe"),
+        qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe", "olmo_hybrid"),
         rotary_dim=None if part == 1 else int(head_dim * part),
         layer_kinds=tuple(layers),
         activation="silu" if activation == "silu" else "gelu_tanh",
         fused_projections=kind == "phi3",
         experts=own.experts,
-        **({"norms": "after"} if kind in ("olmo2", "olmo3") else settings),
+        **({"norms": "after"} if kind in ("olmo2", "olmo3", "olmo_hybrid") else settings),
     )
 
 
@@ -117,8 +125,14 @@ def _experts(hf) -> list[Experts | None]:
     if kind == "olmoe":
         of = Experts(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=hf.norm_topk_prob)
         return [of for _ in layers]
-    if kind in ("qwen2_moe", "qwen3_moe"):
-        width = hf.shared_expert_intermediate_size if kind == "qwen2_moe" else 0
+    if kind == "qwen3_5_moe_text":
+        of = Experts(
+            hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.shared_expert_intermediate_size, True,
+            normalized=True,
+        )  # fmt: skip
+        return [of for _ in layers]
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_next") and hf.num_experts:
+        width = 0 if kind == "qwen3_moe" else hf.shared_expert_intermediate_size
         of = Experts(
             hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, width, width > 0,
             normalized=hf.norm_topk_prob,
@@ -135,7 +149,20 @@ def _experts(hf) -> list[Experts | None]:
     return [None for _ in layers]
 
 
-def _rope(rope: dict, hf) -> tuple[float, RopeScaling | None]:
+def _gated_delta(hf) -> GatedDelta:
+    """Return the layers that keep a state."""
+    own = {"names": "qwen3_next" if hf.model_type == "qwen3_next" else "qwen3_5", "norm_eps": hf.rms_norm_eps}
+    if hf.model_type == "olmo_hybrid":  # the norm's own default
+        own = {"names": "olmo_hybrid", "norm_eps": 1e-5, "most_beta": 2.0 if hf.linear_allow_neg_eigval else 1.0}
+    return GatedDelta(
+        hf.linear_conv_kernel_dim, hf.linear_num_key_heads, hf.linear_num_value_heads, hf.linear_key_head_dim,
+        hf.linear_value_head_dim, **own,
+    )  # fmt: skip
+
+
+def _rope(rope: dict, hf) -> tuple[float | None, RopeScaling | None]:
+    if rope["rope_theta"] is None:  # OLMo hybrid as released
+        return None, None
     kind = rope["rope_type"]
     theta, context = float(rope["rope_theta"]), rope.get("original_max_position_embeddings")
     if kind == "linear":
