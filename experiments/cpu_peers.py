@@ -3,12 +3,13 @@
     python experiments/cpu_peers.py --model 18m
     python experiments/cpu_peers.py --model smollm2 --questions mt_bench_question.jsonl --count 8 --max-new-tokens 64
     python experiments/cpu_peers.py --model 1b
+    python experiments/cpu_peers.py --model 3b
 
 Nothing is installed. llama.cpp (packages `llama-cpp-python` and `xllamacpp`), OpenVINO (`openvino-genai`), CTranslate2
 (`ctranslate2`) and transformers (with `torch`) run where they are installed, see docs/peers.md. The base is converted
 once for each. All continue after EOS, for equal work, and are bound to the same cores.
 
-`--model 1b`, random weights, times forward passes over 1 row and 8 rows on one thread instead of decoding.
+`--model 1b` and `3b`, random weights, time forward passes over 1 row and 8 rows on one thread instead of decoding.
 
 Tokens must agree: in float32 with hydrajax's, except at a tie of logits, and in hydrajax with a draft with those
 without one. The exit code is 1 otherwise.
@@ -80,9 +81,11 @@ MODELS = {
     "18m": Defaults(drafts=("lookup=chain-5", "draft-model=chain-5", "hydra++=cartesian-2x2")),
     "smollm2": Defaults(drafts=("lookup", "hydra++", "dspark", "lookup-0+dspark")),
     "1b": Defaults(("float32", "bfloat16", "int8", "int4"), rows=(1, 8)),
+    "3b": Defaults(("int8", "int4"), rows=(1, 8)),
 }
-RANDOM = {  # Llama 3.2 1B without its scaling of rotary frequencies
-    "1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, 8192, 1e-5, 500_000.0, tied_lm_head=True)
+RANDOM = {  # Llama 3.2 1B and 3B without their scaling of rotary frequencies
+    "1b": LlamaConfig(128_256, 2048, 8192, 16, 32, 8, 64, 8192, 1e-5, 500_000.0, tied_lm_head=True),
+    "3b": LlamaConfig(128_256, 3072, 8192, 28, 24, 8, 128, 8192, 1e-5, 500_000.0, tied_lm_head=True),
 }
 
 

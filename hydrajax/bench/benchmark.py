@@ -16,6 +16,7 @@ import numpy as np
 
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
 from hydrajax.bench.device_memory import copy_bandwidth, nbytes, peak_memory
+from hydrajax.bench.roofline.passes import state_bytes
 from hydrajax.bench.rounds import medians
 from hydrajax.bench.timing import StepTimer
 from hydrajax.bench.woken_experts import asleep
@@ -84,7 +85,8 @@ def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopo
 
 
 def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, nodes: int = 1) -> int:
-    """Return the bytes that an autoregressive step must read: all weights except the embedding table, and the cache.
+    """Return the bytes that an autoregressive step must move: all weights except the embedding table, the keys and
+    values, and the states of recurrent layers in and out.
 
     Of experts, those that the tokens are expected to choose (`woken`): one of each sequence, or ``nodes``.
     """
@@ -92,8 +94,8 @@ def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, 
     weights = nbytes(params) - asleep(params, config, batch * nodes)
     if not config.tied_lm_head:
         weights -= nbytes(params["embedding"])
-    cache = 2 * config.n_layers * batch * config.n_kv_heads * slots * config.head_dim * jnp.dtype(model.dtype).itemsize
-    return weights + cache
+    vectors = 2 * config.attention_layers * batch * config.n_kv_heads * slots
+    return weights + vectors * config.head_dim * jnp.dtype(model.dtype).itemsize + 2 * state_bytes(model, batch)
 
 
 def room_for(depths: Iterable[int]) -> int:

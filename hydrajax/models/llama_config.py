@@ -149,9 +149,14 @@ class LlamaConfig:
         return self.layer_kinds or (own,) * self.n_layers
 
     @property
+    def attention_layers(self) -> int:
+        """Number of layers that have keys and values."""
+        return sum(kind.recurrent is None for kind in self.kinds)
+
+    @property
     def any_recurrent(self) -> bool:
         """Some layers keep a state in place of keys and values."""
-        return any(kind.recurrent for kind in self.kinds)
+        return self.attention_layers < self.n_layers
 
     @property
     def any_experts(self) -> Experts | None:

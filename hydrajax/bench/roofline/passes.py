@@ -25,6 +25,7 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
+from hydrajax.models.recurrent_cache import RecurrentCache
 from hydrajax.ops.trace import tracing
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -135,6 +136,12 @@ def cache_bytes(drafter: Drafter, base: Llama, batch: int, slots: int, division:
     return of_base + _nbytes(_abstract(lambda: drafter.init_state(batch, slots))) // (
         heads if isinstance(drafter, Trainable) else 1
     )
+
+
+def state_bytes(base: Llama, batch: int) -> int:
+    """Return the bytes of the states of recurrent layers, with the inputs of their convolutions."""
+    caches = _abstract(lambda: base.init_cache(batch, 1)).layers
+    return _nbytes([cache for cache in caches if isinstance(cache, RecurrentCache)])
 
 
 def draft_parameters(drafter: Drafter, base: Llama) -> int:

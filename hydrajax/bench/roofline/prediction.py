@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from hydrajax.bench.roofline import passes
 from hydrajax.bench.roofline.devices import Device
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
-from hydrajax.bench.roofline.operators import Operator, joined_ranking, ranking
+from hydrajax.bench.roofline.operators import Operator, elementwise, joined_ranking, ranking
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
@@ -65,14 +65,14 @@ class Workload:
         return {
             "propose": passes.propose(self.drafter, self.base, tree, batch, slots, self.division),
             "verify": passes.forward(self.base, batch, nodes, slots, division=self.division),
-            "accept_commit": self._argmax(nodes),
+            "accept_commit": [*self._argmax(nodes), *self._states()],
             "observe": passes.observe(self.drafter, self.base, tree, batch, slots, self.division),
         }
 
     def autoregressive_step(self) -> list[Operator]:
         """Return the operators of a step without a draft."""
         one_token = passes.forward(self.base, self.batch, 1, self.context + 1, division=self.division)
-        return [*one_token, *self._argmax(1)]
+        return [*one_token, *self._argmax(1), *self._states()]
 
     def prefill(self) -> list[Operator]:
         """Return the operators of a prefill of ``context`` tokens per sequence, in base and drafter."""
@@ -91,6 +91,11 @@ class Workload:
             "draft_memory": passes.draft_bytes(self.drafter, self.base, self.division),
             "cache_memory": passes.cache_bytes(self.drafter, self.base, self.batch, slots, self.division),
         }
+
+    def _states(self) -> list[Operator]:
+        """Return the commit of recurrent layers, which reads and writes their states; verification has read them."""
+        moved = 2 * passes.state_bytes(self.base, self.division.rows(self.batch)) / self.division.model
+        return [elementwise("states", moved)] if moved else []
 
     def _argmax(self, tokens: int) -> list[Operator]:
         rows, vocab_size, devices = self.division.rows(self.batch) * tokens, self.config.vocab_size, self.division.model
