@@ -61,13 +61,23 @@ class Causal:
         return self.rows(np.arange(self.n_tokens))
 
 
+class Documents(NamedTuple):
+    """The mask of documents packed into rows; unlike a tree's, of tokens in the order of their positions.
+
+    Attributes:
+        mask: bool ``[B, 1, 1, T, T]``.
+    """
+
+    mask: Bool[Array, "B 1 1 T T"]
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class SamePosition:
     """A mask by which query t attends to slot t alone: guesses about a text, one per position (EAGLE's training)."""
 
 
-Mask = Bool[Array, "..."] | Causal
+Mask = Bool[Array, "..."] | Causal | Documents
 
 
 def windowed(
@@ -77,6 +87,8 @@ def windowed(
 
     Without a window, return the mask and None.
     """
+    if isinstance(block_mask, Documents):
+        block_mask = block_mask.mask
     if window is None:
         return block_mask, None
     first_seen = positions - window + 1

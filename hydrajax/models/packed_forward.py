@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import causal_mask
+from hydrajax.models.attention import Documents, causal_mask
 from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 
 
@@ -40,6 +40,7 @@ def run_base(
 ) -> Forward:
     """Run the base over rows of tokens; see `row_layout`, `BaseModel` and `BoundBase` for the arguments."""
     positions, mask = row_layout(tokens, segments)
+    mask = mask if segments is None else Documents(mask)
     return BoundBase(model, base_params, rng).forward(tokens, positions, mask, aux_hidden_layers=aux_hidden_layers)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from hydrajax.models.arrays import Array
-from hydrajax.models.attention import Causal, Mask
+from hydrajax.models.attention import Causal, Documents, Mask
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 
 CHUNK = 64  # tokens of a text whose outputs are computed at once
@@ -81,6 +81,8 @@ class Tokens(NamedTuple):
 
 def order_of(mask: Mask, positions: Int[Array, "B T"]) -> Order:
     """Return the order of a block of tokens from the mask by which they attend to each other."""
+    if isinstance(mask, Documents):
+        return Text(positions, None)
     if isinstance(mask, Causal):
         return Text(positions, mask.lengths)
     return Nodes(mask[:, 0, 0] if mask.ndim == 5 else mask)
