@@ -89,6 +89,9 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "qwen3_5_text": "hydrajax.families.hybrid_families:QWEN3_5_TEXT",
         "qwen3_5_moe_text": "hydrajax.families.hybrid_families:QWEN3_5_MOE_TEXT",
         "olmo_hybrid": "hydrajax.families.hybrid_families:OLMO_HYBRID",
+        "lfm2": "hydrajax.families.lfm_families:LFM2",
+        "lfm2_moe": "hydrajax.families.lfm_families:LFM2_MOE",
+        "lfm3": "hydrajax.families.lfm_families:LFM3",
     },
     "rules": {
         "greedy": "hydrajax.decoding.acceptance:Greedy",

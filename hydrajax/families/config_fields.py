@@ -58,6 +58,9 @@ def rope_scaling(scaling: dict, raw: dict) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling("linear", float(scaling["factor"]))
+    if kind == "proportional":
+        factor, part = (float(scaling.get(name, 1.0)) for name in ("factor", "partial_rotary_factor"))
+        return RopeScaling(kind, factor, part=part)
     if kind not in ROPE_KINDS:
         raise unsupported("rope scaling", kind, one_of(ROPE_KINDS))
     context = integer(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"])
@@ -104,7 +107,7 @@ def rope_fields(scaling: RopeScaling | None) -> dict | None:
     if scaling is None:
         return None
     found: dict[str, Any] = {"rope_type": scaling.kind}
-    if scaling.kind != "longrope":
+    if scaling.kind != "longrope" and (scaling.kind, scaling.factor) != ("proportional", 1.0):
         found["factor"] = scaling.factor
     if scaling.kind == "llama3":
         found |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
@@ -114,9 +117,16 @@ def rope_fields(scaling: RopeScaling | None) -> dict | None:
         found |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
     if scaling.kind in ("yarn", "longrope"):
         found["attention_factor"] = scaling.attention_factor
-    if scaling.kind != "linear":
+    if scaling.kind == "proportional":
+        found["partial_rotary_factor"] = scaling.part
+    elif scaling.kind != "linear":
         found["original_max_position_embeddings"] = scaling.original_max_position
     return found
+
+
+def rope_parameters(theta: float | None, scaling: RopeScaling | None) -> dict[str, Any]:
+    """Return ``rope_parameters`` of a ``config.json`` for one type of layer."""
+    return {"rope_theta": theta or LlamaConfig.rope_theta} | (rope_fields(scaling) or {"rope_type": "default"})
 
 
 # --- kinds of layers --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hydrajax.families.config_fields import (
     layer_types,
     of_kinds,
     optional_float,
-    rope_fields,
+    rope_parameters,
     rope_scaling,
     types_of,
     unsupported,
@@ -118,10 +118,7 @@ def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:
     """
     types = [SLIDING if kind.sliding_window or kind.rope_scaling != c.rope_scaling else FULL for kind in c.kinds]
     by_type = dict(zip(types, c.kinds, strict=True))
-    ropes = {
-        name: {"rope_theta": kind.rope_theta} | (rope_fields(kind.rope_scaling) or {"rope_type": "default"})
-        for name, kind in by_type.items()
-    }
+    ropes = {name: rope_parameters(kind.rope_theta, kind.rope_scaling) for name, kind in by_type.items()}
     return {
         "sliding_window": window_field(c) or c.max_positions,
         "layer_types": types,

@@ -27,7 +27,7 @@ from hydrajax.models.llama_config import LlamaConfig
 MOST_EXPERTS = 4096  # a slip in their number must not take all memory where every expert is listed
 
 
-def _experts(raw: dict, count: str, width: str, **settings: Any) -> Experts:
+def experts_of(raw: dict, count: str, width: str, **settings: Any) -> Experts:
     """Return the experts of a file whose fields for their number and their width have these names."""
     number = integer(raw.get("num_local_experts", raw[count]))  # transformers 5 writes this name for Qwen 3
     if number > MOST_EXPERTS:
@@ -38,7 +38,7 @@ def _experts(raw: dict, count: str, width: str, **settings: Any) -> Experts:
         raise HydrajaxError(f"{error} ({count}, num_experts_per_tok, {width} and the like)") from None
 
 
-def _with_experts(c: LlamaConfig, experts: Experts, dense: Iterable[int]) -> LlamaConfig:
+def with_experts(c: LlamaConfig, experts: Experts, dense: Iterable[int]) -> LlamaConfig:
     """Return the configuration with experts in all layers but the ``dense`` ones."""
     if c.n_layers > MOST_LAYERS:
         raise unsupported("num_hidden_layers", c.n_layers, f"at most {MOST_LAYERS} layers with experts")
@@ -47,11 +47,11 @@ def _with_experts(c: LlamaConfig, experts: Experts, dense: Iterable[int]) -> Lla
     return of_kinds(c, kinds)
 
 
-def _dense_layers(c: LlamaConfig) -> list[int]:
+def dense_layers(c: LlamaConfig) -> list[int]:
     return [i for i, kind in enumerate(c.kinds) if kind.experts is None]
 
 
-def _shared_fields(c: LlamaConfig, count: str, width: str) -> dict[str, Any]:
+def expert_fields(c: LlamaConfig, count: str, width: str) -> dict[str, Any]:
     """Return the fields that all mixtures of experts share."""
     e = _of(c)
     return {count: e.count, width: e.width, "num_experts_per_tok": e.per_token}
@@ -67,23 +67,23 @@ def _of(c: LlamaConfig) -> Experts:
 
 
 def _mixtral(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    experts = _experts(raw, "num_local_experts", "intermediate_size", normalized=True, block="block_sparse_moe")
+    experts = experts_of(raw, "num_local_experts", "intermediate_size", normalized=True, block="block_sparse_moe")
     return c.replace(sliding_window=window_of(raw, c.max_positions), experts=experts)
 
 
 def _mixtral_fields(c: LlamaConfig) -> dict[str, Any]:
-    return _shared_fields(c, "num_local_experts", "intermediate_size") | {"sliding_window": c.sliding_window}
+    return expert_fields(c, "num_local_experts", "intermediate_size") | {"sliding_window": c.sliding_window}
 
 
 def _olmoe(raw: dict, c: LlamaConfig) -> LlamaConfig:
     if raw.get("clip_qkv") is not None:
         raise unsupported("clip_qkv", raw["clip_qkv"], "null")
-    experts = _experts(raw, "num_experts", "intermediate_size", normalized=bool(raw.get("norm_topk_prob")))
+    experts = experts_of(raw, "num_experts", "intermediate_size", normalized=bool(raw.get("norm_topk_prob")))
     return c.replace(qk_norm_all_heads=True, experts=experts)
 
 
 def _olmoe_fields(c: LlamaConfig) -> dict[str, Any]:
-    return _shared_fields(c, "num_experts", "intermediate_size") | {"norm_topk_prob": _of(c).normalized}
+    return expert_fields(c, "num_experts", "intermediate_size") | {"norm_topk_prob": _of(c).normalized}
 
 
 # --- Qwen -------------------------------------------------------------------------------------------------------------
@@ -91,20 +91,20 @@ def _olmoe_fields(c: LlamaConfig) -> dict[str, Any]:
 
 def qwen_experts(raw: dict, c: LlamaConfig, **settings: Any) -> LlamaConfig:
     """Add the experts of every ``decoder_sparse_step``-th layer that is not one of ``mlp_only_layers``."""
-    experts = _experts(
+    experts = experts_of(
         raw, "num_experts", "moe_intermediate_size", normalized=bool(raw.get("norm_topk_prob")), **settings
     )
     step, dense = integer(raw.get("decoder_sparse_step") or 1), set(map(integer, raw.get("mlp_only_layers") or ()))
     if step < 1:
         raise unsupported("decoder_sparse_step", step, "1 or more")
-    return _with_experts(c, experts, (i for i in range(min(c.n_layers, MOST_LAYERS)) if i in dense or (i + 1) % step))
+    return with_experts(c, experts, (i for i in range(min(c.n_layers, MOST_LAYERS)) if i in dense or (i + 1) % step))
 
 
 def qwen_fields(c: LlamaConfig) -> dict[str, Any]:
-    return _shared_fields(c, "num_experts", "moe_intermediate_size") | {
+    return expert_fields(c, "num_experts", "moe_intermediate_size") | {
         "norm_topk_prob": _of(c).normalized,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": _dense_layers(c),
+        "mlp_only_layers": dense_layers(c),
         "use_sliding_window": window_field(c) is not None,
         "sliding_window": window_field(c),
     }
@@ -139,19 +139,19 @@ def _qwen3_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 def _glm4_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
     width = integer(raw["moe_intermediate_size"])
-    experts = _experts(
+    experts = experts_of(
         raw, "n_routed_experts", "moe_intermediate_size", scores="sigmoid", choice_bias=True,
         normalized=bool(raw["norm_topk_prob"]), groups=integer(raw["n_group"]),
         chosen_groups=integer(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]),
         shared_width=width * integer(raw["n_shared_experts"]),
     )  # fmt: skip
     c = c.replace(qkv_bias=bool(raw.get("attention_bias")), qk_norm=bool(raw.get("use_qk_norm")))
-    return _with_experts(c, experts, range(min(c.n_layers, integer(raw["first_k_dense_replace"]))))
+    return with_experts(c, experts, range(min(c.n_layers, integer(raw["first_k_dense_replace"]))))
 
 
 def _glm4_moe_fields(c: LlamaConfig) -> dict[str, Any]:
     e = _of(c)
-    return _shared_fields(c, "n_routed_experts", "moe_intermediate_size") | {
+    return expert_fields(c, "n_routed_experts", "moe_intermediate_size") | {
         "attention_bias": c.qkv_bias,
         "use_qk_norm": c.qk_norm,
         "norm_topk_prob": e.normalized,
@@ -159,7 +159,7 @@ def _glm4_moe_fields(c: LlamaConfig) -> dict[str, Any]:
         "topk_group": e.chosen_groups,
         "routed_scaling_factor": e.scale,
         "n_shared_experts": e.shared_width // e.width,
-        "first_k_dense_replace": len(_dense_layers(c)),
+        "first_k_dense_replace": len(dense_layers(c)),
         "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,
     }
 

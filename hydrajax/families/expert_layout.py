@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import numpy as np
 
+from hydrajax.families.tensor_names import in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Stack, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -18,7 +19,7 @@ BIAS = "e_score_correction_bias"
 def has_fused_experts(c: LlamaConfig, names: Container[str]) -> bool:
     """Return whether files with these tensors hold a layer's experts as one: transformers 5 without conversion."""
     first = next((i for i, kind in enumerate(c.kinds) if kind.experts), None)
-    return first is not None and f"model.layers.{first}.{FUSED}experts.gate_up_proj" in names
+    return first is not None and in_files(f"model.layers.{first}.{FUSED}experts.gate_up_proj", c) in names
 
 
 def expert_mlp(path: Path, prefix: str, c: LlamaConfig, fused: bool) -> Layout:

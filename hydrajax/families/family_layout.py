@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hydrajax.families.tensor_names import in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -35,7 +36,9 @@ def base_layout(c: LlamaConfig, fused_experts: bool = False) -> Layout:
     layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
-    return layout
+    return [
+        entry._replace(theirs={in_files(name, c): shape for name, shape in entry.theirs.items()}) for entry in layout
+    ]
 
 
 def decoder_layer(
@@ -74,6 +77,8 @@ def decoder_layer(
         for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
         if c.qk_norm or c.qk_norm_all_heads
     ]
+    if c.head_gate:
+        head_norms.append(transposed((*path, "head_gate"), f"{attention}g_proj.weight", c.n_heads, c.width))
     return [
         *norms,
         _qkv((*path, "qkv"), attention, "weight", c, (attention_width or c.width,)),

@@ -137,6 +137,7 @@ def _shared(raw: dict, partial_rotary: bool) -> LlamaConfig:
         max_positions = min(max_positions, scaling.original_max_position)
     head_dim = integer(raw.get("head_dim") or width // n_heads)
     part = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1)) if partial_rotary else 1
+    part = 1 if scaling is not None and scaling.kind == "proportional" else part  # its own kind of part
     rotary_dim = int(head_dim * float(part))
     return LlamaConfig(
         vocab_size=integer(raw["vocab_size"]),

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
-from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
+from hydrajax.models.recurrent_settings import GatedDelta, Recurrent, ShortConv
 
 
 class DeltaNames(NamedTuple):
@@ -49,7 +49,9 @@ def recurrent(path: Path, prefix: str, settings: Recurrent, width: int) -> Layou
         settings: its shape.
         width: of the residual stream.
     """
-    return {GatedDelta: _gated_delta}[type(settings)]((*path, "recurrent"), prefix, settings, width)
+    return {GatedDelta: _gated_delta, ShortConv: _short_conv}[type(settings)](
+        (*path, "recurrent"), prefix, settings, width
+    )
 
 
 def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int) -> Layout:
@@ -68,6 +70,30 @@ def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int) -> Layout:
         same((*path, "norm_scale"), f"{prefix}{names.norm}.weight", s.value_dim),
         transposed((*path, "output"), f"{prefix}{names.output}.weight", width, values),
     ]
+
+
+def _short_conv(path: Path, prefix: str, s: ShortConv, width: int) -> Layout:
+    prefix, groups = f"{prefix}conv.", (s.groups, s.width // s.groups)
+
+    def inputs(name: str, kind: str, inputs: Shape, order: Shape) -> Entry:
+        """Theirs is ``[(part, group, channel), *inputs]``, ours ``[*inputs, group, part, channel]``."""
+        return Entry(
+            ((*path, name),),
+            {f"{prefix}in_proj.{kind}": (3 * s.width, *inputs)},
+            lambda x: (Parameter((x.reshape(3, *groups, *inputs),), order=order),),
+            lambda x: (x.transpose(np.argsort(order)).reshape(-1, *inputs),),
+        )
+
+    conv = _fused((*path, "conv"), {f"{prefix}conv.weight": 1}, (s.width,), s.groups, (1, s.kernel))
+    output = transposed((*path, "output"), f"{prefix}out_proj.weight", width, s.width)
+    layout = [inputs("inputs", "weight", (width,), (3, 1, 0, 2)), conv, output]
+    if s.bias:
+        layout += [
+            inputs("inputs_bias", "bias", (), (1, 0, 2)),
+            reshaped((*path, "conv_bias"), f"{prefix}conv.bias", groups),
+            same((*path, "output_bias"), f"{prefix}out_proj.bias", width),
+        ]
+    return layout
 
 
 def _fused(

@@ -12,6 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.expert_layout import BIAS
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config
+from hydrajax.families.tensor_names import in_files
 from hydrajax.formats.checkpoint import MERGED, Checkpoint
 from hydrajax.formats.directories import WHAT as EXPORT
 from hydrajax.formats.directories import cast, exported
@@ -50,14 +51,15 @@ def export_llama(
         raise HydrajaxError(f"{EXPORT}: adapter: got a base with an adapter; merge it first")
     with exported(directory, overwrite) as (folder, config):
         tensors = write(base_layout(model.config), params)
-        exact = {key: x for key, x in tensors.items() if key.endswith(BIAS)}
+        bias = in_files(f"gate.{BIAS}", model.config)
+        exact = {key: x for key, x in tensors.items() if key.endswith(bias)}
         tensors = cast(tensors, dtype) | exact
         save_safetensors(folder / f"{MODEL}.safetensors", tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         eos = (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None
         config |= from_llama_config(model.config, EXPORT) | {
-            "torch_dtype": tensors["model.norm.weight"].dtype.name,
+            "torch_dtype": tensors[in_files("model.norm.weight", model.config)].dtype.name,
             "bos_token_id": getattr(tokenizer, "bos_token_id", None),
             "eos_token_id": eos,  # written even if null, as transformers' default is id 2
         }

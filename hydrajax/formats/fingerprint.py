@@ -11,6 +11,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
+from hydrajax.families.tensor_names import in_files
 from hydrajax.formats.checkpoint import MERGED, Checkpoint
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.llama_config import LlamaConfig
@@ -35,12 +36,13 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
     base, digest = Checkpoint.of(base, what), hashlib.sha256()
     config, files = base.config, base.files
     first_norm = next(iter(NORMS[config.norms].values()))
-    wanted = {
+    names = {
         "model.embed_tokens.weight": (config.vocab_size, config.width),
         f"model.layers.0.{first_norm}.weight": (config.width,),
         f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
         "model.norm.weight": (config.width,),
     }
+    wanted = {in_files(name, config): shape for name, shape in names.items()}
     expect_tensors(files, wanted, what, ignored=".*")
     for name in wanted:
         digest.update(np.asarray(files.read(name, ROWS), jnp.bfloat16).tobytes())

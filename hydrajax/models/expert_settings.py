@@ -27,6 +27,7 @@ class Experts:
         groups: Number of groups of consecutive experts.
         chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
         scale: Multiplies the weights.
+        tiny: Added to the sum of the weights before they are divided by it.
         block: Name of the layer's MLP in files.
     """
 
@@ -42,6 +43,7 @@ class Experts:
     chosen_groups: int = 1
     scale: float = 1.0
     block: str = "mlp"
+    tiny: float = 1e-20
 
     def __post_init__(self):
         for name in ("count", "per_token", "width", "groups", "chosen_groups"):

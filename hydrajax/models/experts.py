@@ -27,8 +27,6 @@ from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 from hydrajax.ops.trace import mesh_in_use
 from hydrajax.ops.xla import with_gradient_of
 
-TINY = 1e-20  # added to a sum of weights before a division, as by transformers
-
 
 class ExpertMLP(nn.Module):
     """The experts of one layer, their router and the shared MLP.
@@ -117,7 +115,7 @@ def route(
     ids = jnp.sort(jax.lax.top_k(choice, e.per_token)[1], axis=-1).astype(jnp.int32)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if e.normalized:
-        weights = weights / (_sum(weights) + TINY)
+        weights = weights / (_sum(weights) + e.tiny)
     return ids, weights * e.scale
 
 

@@ -21,7 +21,7 @@ from hydrajax.models.attention import KVSegment, attend, rotate
 from hydrajax.models.kv_vectors import KeyValue, rounded
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
-from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
+from hydrajax.models.recurrent_settings import GatedDelta, Recurrent, ShortConv
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 from hydrajax.ops.sharded import all_tokens, summed_by_token
 
@@ -146,7 +146,8 @@ class DecoderLayer(nn.Module):
         qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
         out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
         norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
-        qkv = project_parts(all_tokens(x), qkv_kernel)  # [kv, queries + key + value, B, T, H]
+        x = all_tokens(x)
+        qkv = project_parts(x, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
         queries, *gate, keys, values = ops.split_heads(qkv, (c.queries_per_kv, *([gates] if gates else ()), 1, 1))
@@ -171,14 +172,21 @@ class DecoderLayer(nn.Module):
             attended = attended * jax.nn.sigmoid(
                 gate[0].reshape(batch, c.n_heads, n_tokens, c.head_dim).swapaxes(1, 2).reshape(attended.shape)
             )
+        if c.head_gate:
+            kernel = declare(
+                self, "head_gate", (read_width, c.n_heads), ("width", "heads"), nn.initializers.normal(0.02)
+            )
+            by_head = attended.reshape(batch, n_tokens, c.n_heads, c.head_dim)
+            attended = (by_head * jax.nn.sigmoid(project(x, kernel))[..., None]).reshape(attended.shape)
         return summed_by_token(project(attended, out_kernel)), (keys, values)
 
 
 def recurrent_layer(settings: Recurrent) -> type[nn.Module]:
     """Return the module of a layer with these settings, imported when it is needed."""
     from hydrajax.models.gated_delta import GatedDeltaLayer
+    from hydrajax.models.short_conv import ShortConvLayer
 
-    return {GatedDelta: GatedDeltaLayer}[type(settings)]
+    return {GatedDelta: GatedDeltaLayer, ShortConv: ShortConvLayer}[type(settings)]
 
 
 def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:

@@ -73,8 +73,10 @@ class LlamaConfig:
         experts: The mixture of experts in place of each MLP; None for an MLP of ``mlp_width``.
         attention_gate: Attention is multiplied by the sigmoid of a product with its input, by head and feature
             (Qwen3-Next).
+        head_gate: The same by head alone (LFM3).
         recurrent: The layers keep a state in place of keys and values (`hydrajax.models.recurrent_settings`); None for
             attention.
+        names: Form of the tensors' names in files (`hydrajax.families.tensor_names.NAMES`).
     """
 
     vocab_size: int
@@ -108,6 +110,8 @@ class LlamaConfig:
     experts: Experts | None = None
     attention_gate: bool = False
     recurrent: Recurrent | None = None
+    head_gate: bool = False
+    names: str = "llama"
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):

@@ -24,6 +24,33 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class ShortConv(Recurrent):
+    """A convolution with a gate before and one after it (LFM2, LFM3): its last inputs are all that is kept.
+
+    Attributes:
+        width: Channels, as many as the residual stream has.
+        groups: Equal parts of the channels, which can be sharded.
+        bias: The projections and the convolution have biases.
+    """
+
+    width: int
+    groups: int = 1
+    bias: bool = False
+
+    state_shape = None  # no state
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.width % self.groups:
+            raise HydrajaxError(f"recurrent layer: groups: got {self.groups}, expected a divisor of {self.width}")
+
+    @property
+    def inputs_shape(self) -> tuple[int, int, int]:
+        """Shape of one sequence's earlier inputs of the convolution: groups, tokens, channels of a group."""
+        return self.groups, self.kernel - 1, self.width // self.groups
+
+
+@dataclass(frozen=True)
 class GatedDelta(Recurrent):
     """A gated delta rule (arXiv 2412.06464), as in Qwen3-Next and OLMo hybrid.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError, one_of
 
-ROPE_KINDS = ("linear", "llama3", "yarn", "longrope")
+ROPE_KINDS = ("linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class RopeScaling:
             transition between ``low_freq_factor`` and ``high_freq_factor`` (LLaMA 3.1). ``"yarn"``: those that turn
             less than ``beta_slow`` times in the original context; those that turn more than ``beta_fast`` times stay
             (YaRN, 2309.00071). ``"longrope"``: each frequency has a divisor of its own (LongRoPE, 2402.13753).
+            ``"proportional"``: as linear, and only the first ``part`` of the frequencies turn (LFM3).
         factor: The divisor; for longrope the context of ``long_factors`` over the original one.
         original_max_position: Length of the texts before the extension.
         attention_factor: Multiplies cosines and sines (yarn, longrope).
         truncate: Round the ends of yarn's transition to whole features.
         short_factors: The divisors of longrope, one per frequency, for texts of up to ``original_max_position`` tokens.
         long_factors: Those for longer texts. They are kept for exports and not used.
+        part: Share of the frequencies that turn (proportional).
     """
 
     kind: str
@@ -40,6 +42,7 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    part: float = 1.0
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:
@@ -47,6 +50,8 @@ class RopeScaling:
         for name in ("factor", "attention_factor", "original_max_position", "beta_fast", "beta_slow"):
             if not getattr(self, name) > 0:
                 raise HydrajaxError(f"rope scaling: {name}: got {getattr(self, name)}, expected a positive number")
+        if not 0 < self.part <= 1:
+            raise HydrajaxError(f"rope scaling: part: got {self.part}, expected more than 0 and at most 1")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise HydrajaxError(
                 f"rope scaling: low_freq_factor: got {self.low_freq_factor}, expected less than high_freq_factor, "
@@ -59,6 +64,9 @@ class RopeScaling:
         """Return the scaled frequencies, float32, of those with the base ``theta``."""
         if self.kind == "linear":
             return freqs / np.float32(self.factor)
+        if self.kind == "proportional":
+            turns = np.arange(len(freqs)) < int(self.part * len(freqs))
+            return np.where(turns, freqs / np.float32(self.factor), np.float32(0))
         if self.kind == "longrope":
             return freqs / np.asarray(self.short_factors, np.float32)
         if self.kind == "yarn":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 from helpers import family_settings
-from helpers.configs import QWEN_HYBRIDS, as_transformers_reads, sizes, written
+from helpers.configs import LFM, QWEN_HYBRIDS, as_transformers_reads, sizes, written
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES, from_llama_config, to_llama_config
@@ -48,6 +48,8 @@ def full(kind: str) -> dict:
         fields["rope_theta"] = 5e5
     if kind == "glm4_moe":  # rotates half of a head's features, an even number
         fields |= {"hidden_size": 512, "head_dim": 12}
+    if kind in LFM:
+        fields |= {"norm_eps": 1e-3, "layer_types": ["conv", "full_attention", "conv"]}
     if kind in QWEN_HYBRIDS:  # a quarter, and one layer of attention
         fields |= {"head_dim": 16, "num_hidden_layers": 4}
     return fields

@@ -51,6 +51,10 @@ GLM = {
     "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
     "topk_group": 1,
 } | UNTIED  # fmt: skip
+LFM2 = {
+    "conv_L_cache": 3, "conv_bias": False, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1000000.0,
+}  # fmt: skip
+LFM2_ATTENDS = [2, 5, 8, 10, 12, 14]
 # The fields, with the parameters of the model and those that one token uses, in billions.
 RELEASED = {
     "Mistral-7B-v0.1": (MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {"sliding_window": 4096}, 7.24),
@@ -161,6 +165,21 @@ RELEASED = {
         | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "routed_scaling_factor": 1.0}
         | {"first_k_dense_replace": 1, "use_qk_norm": False}, 106.85, 13.42,
     ),
+    "LFM2-1.2B": (
+        LFM2 | sizes(2048, None, 16, 32, 8, 65536) | {
+            "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048, "block_ff_dim": 12288,
+            "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256, "block_norm_eps": 1e-5, "conv_dim": 2048,
+            "full_attn_idxs": LFM2_ATTENDS, "num_heads": 32, "use_pos_enc": True,
+        }, 1.170,
+    ),
+    "LFM2-8B-A1B": (
+        LFM2 | sizes(2048, 7168, 24, 32, 8, 65536) | {
+            "model_type": "lfm2_moe", "moe_intermediate_size": 1792, "norm_topk_prob": True, "num_dense_layers": 2,
+            "num_experts": 32, "num_experts_per_tok": 4, "routed_scaling_factor": 1.0, "use_expert_bias": True,
+            "layer_types": [FULL if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        }, 8.34, 1.56,
+    ),
+    "LFM3-1.7B, transformers' defaults": (sizes(2048, 7680, 24, 16, 4, 128000) | {"model_type": "lfm3"}, 1.729),
     "GLM-4.5": (
         GLM | sizes(5120, 12288, 92, 96, 8, 151552)
         | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 2.5}

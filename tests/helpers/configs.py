@@ -6,17 +6,20 @@ import json
 import math
 from pathlib import Path
 
+import torch
 from transformers import AutoConfig, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
-from hydrajax.models.recurrent_settings import GatedDelta
+from hydrajax.models.recurrent_settings import GatedDelta, ShortConv
 from hydrajax.models.rope_scaling import RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 MIXTRAL = "block_sparse_moe"
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+LFM = ("lfm2", "lfm2_moe", "lfm3")
 
 
 class MiMoConfig(Qwen2Config):
@@ -42,7 +45,9 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     hf = AutoConfig.from_pretrained(folder)
     kind, head_dim = hf.model_type, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     ropes = hf.rope_parameters
-    ropes = {name: _rope(ropes[name] if kind in ("gemma3_text", "olmo3") else ropes, hf) for name in (FULL, SLIDING)}
+    ropes = {
+        name: _rope(ropes[name] if kind in ("gemma3_text", "olmo3", "lfm3") else ropes, hf) for name in (FULL, SLIDING)
+    }
     theta, scaling = ropes[FULL]
     context = hf.max_position_embeddings
     if scaling is not None and scaling.kind == "longrope":
@@ -54,6 +59,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     layers = [
         LayerKind(None, None, None, e, "before" if kind == "olmo_hybrid" else None, _gated_delta(hf))
         if name == "linear_attention"
+        else LayerKind(None, None, None, e, None, _short_conv(hf))
+        if name == "conv"
         else LayerKind(window if name == SLIDING else None, *ropes[name], e)
         for name, e in zip(types, _experts(hf), strict=False)
     ]
@@ -85,26 +92,39 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         }
     if kind in QWEN_HYBRIDS:
         settings = {"norm_offset": True, "attention_gate": True, "recurrent": own.recurrent}
-    activation = hf.hidden_activation if kind.startswith("gemma") else hf.hidden_act
+    if kind in ("lfm2", "lfm2_moe"):
+        settings = {"recurrent": own.recurrent, "names": "lfm2"}
+    if kind == "lfm3":
+        norms = ("both", "lfm3 with norms after") if hf.use_sandwich_norm else ("before", "lfm3")
+        settings = {
+            "recurrent": own.recurrent,
+            "head_gate": hf.use_attention_gate,
+            "norms": norms[0],
+            "names": norms[1],
+        }
+    activation = hf.hidden_activation if kind.startswith("gemma") else getattr(hf, "hidden_act", "silu")
     return LlamaConfig(
         vocab_size=hf.vocab_size,
         width=hf.hidden_size,
         # Qwen 3.5's mixtures have no MLP: one of a token's experts together.
-        mlp_width=getattr(hf, "intermediate_size", None)
+        mlp_width=_lfm2_width(hf)
+        if kind == "lfm2"
+        else getattr(hf, "intermediate_size", None)
         or hf.num_experts_per_tok * hf.moe_intermediate_size + hf.shared_expert_intermediate_size,
         n_layers=hf.num_hidden_layers,
         n_heads=hf.num_attention_heads,
         n_kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
         max_positions=context,
-        norm_eps=hf.rms_norm_eps,
+        norm_eps=hf.norm_eps if kind in LFM else hf.rms_norm_eps,
         rope_theta=own.rope_theta,
         rope_scaling=own.rope_scaling,
         tied_lm_head=hf.tie_word_embeddings,
         qkv_bias=kind in ("qwen2", "mimo")
         or (kind == "qwen2_moe" and hf.qkv_bias)
         or (kind == "glm4_moe" and hf.attention_bias),
-        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", *QWEN_HYBRIDS) or (kind == "glm4_moe" and hf.use_qk_norm),
+        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", *QWEN_HYBRIDS, *LFM)
+        or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
         qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe", "olmo_hybrid"),
         rotary_dim=None if part == 1 else int(head_dim * part),
@@ -146,6 +166,12 @@ def _experts(hf) -> list[Experts | None]:
             choice_bias=True, groups=hf.n_group, chosen_groups=hf.topk_group, scale=hf.routed_scaling_factor,
         )  # fmt: skip
         return [None if i < hf.first_k_dense_replace else of for i in layers]
+    if kind == "lfm2_moe":
+        of = Experts(
+            hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, scores="sigmoid",
+            normalized=hf.norm_topk_prob, choice_bias=hf.use_expert_bias, scale=hf.routed_scaling_factor, tiny=1e-6,
+        )  # fmt: skip
+        return [None if i < hf.num_dense_layers else of for i in layers]
     return [None for _ in layers]
 
 
@@ -160,6 +186,16 @@ def _gated_delta(hf) -> GatedDelta:
     )  # fmt: skip
 
 
+def _short_conv(hf) -> ShortConv:
+    groups = hf.num_key_value_heads if hf.hidden_size % hf.num_key_value_heads == 0 else 1
+    return ShortConv(hf.conv_L_cache, hf.hidden_size, groups, hf.conv_bias)
+
+
+def _lfm2_width(hf) -> int:
+    with torch.device("meta"):
+        return Lfm2MLP(hf).w1.out_features
+
+
 def _rope(rope: dict, hf) -> tuple[float | None, RopeScaling | None]:
     if rope["rope_theta"] is None:  # OLMo hybrid as released
         return None, None
@@ -172,6 +208,8 @@ def _rope(rope: dict, hf) -> tuple[float | None, RopeScaling | None]:
         return theta, RopeScaling("llama3", *(float(rope[name]) for name in names), context)
     if kind == "default":
         return theta, None
+    if kind == "proportional":
+        return theta, RopeScaling(kind, rope.get("factor", 1.0), part=rope.get("partial_rotary_factor", 1.0))
     layer_type = None if rope is hf.rope_parameters else FULL
     settings = {
         "original_max_position": context,
