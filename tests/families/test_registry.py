@@ -263,12 +263,11 @@ def test_impossible_windows():
 # --- the way back ---------------------------------------------------------------------------------------------
 
 
+DRAWN = family_settings.FAMILIES | family_settings.HYBRID_FAMILIES
+
+
 @settings(max_examples=50, deadline=None)
-@given(
-    st.sampled_from(list(family_settings.FAMILIES)).flatmap(
-        lambda k: st.tuples(st.just(k), family_settings.FAMILIES[k])
-    )
-)
+@given(st.sampled_from(list(DRAWN)).flatmap(lambda k: st.tuples(st.just(k), DRAWN[k])))
 def test_settings_of_every_family_survive_and_mean_the_same_to_transformers(tmp_path_factory, drawn):
     kind, fields = drawn
     folder = tmp_path_factory.getbasetemp() / "settings"

@@ -190,3 +190,47 @@ EXPERT_EXAMPLES = {
         "attention_bias": True, "head_dim": 16, "num_mtp_layers": 0,
     },
 }  # fmt: skip
+
+# --- hybrids: layers that keep a state --------------------------------------------------------------------------------
+
+DELTA_MODULES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")  # of transformers
+LINEAR = "linear_attention"
+MIXED = st.lists(st.sampled_from([LINEAR, "full_attention"]), min_size=N_LAYERS, max_size=N_LAYERS)
+DELTA = fields(
+    layer_types=MIXED.filter(lambda types: len(set(types)) == 2), linear_conv_kernel_dim=[2, 3, 4],
+    linear_num_key_heads=[1, 2], linear_num_value_heads=[2, 4], linear_key_head_dim=[8, 16],
+    linear_value_head_dim=[8, 12], tie_word_embeddings=[False, True],
+    rms_norm_eps=[1e-3],  # with 1e-6, heads of so few features multiply rounding errors
+)  # fmt: skip
+PART = fields(partial_rotary_factor=[0.25, 0.5, 1.0])
+QWEN_DELTA = merged(DELTA, fields(head_dim=[8, 16], rope_parameters=merged(ROPES, PART)))
+SHARED_EXPERT = fields(
+    num_experts_per_tok=st.integers(1, 5), num_experts=st.integers(5, 9), moe_intermediate_size=[8, 24],
+    shared_expert_intermediate_size=[8, 48],
+)  # fmt: skip
+HYBRID_FAMILIES = {
+    "qwen3_next": merged(QWEN_MOE, SHARED_EXPERT, st.just({}) | fields(num_experts=[0]), QWEN_DELTA),
+    "qwen3_5_text": QWEN_DELTA,
+    "qwen3_5_moe_text": merged(SHARED_EXPERT, QWEN_DELTA),
+    "olmo_hybrid": merged(
+        DELTA,
+        fields(
+            linear_allow_neg_eigval=[False, True], num_key_value_heads=[1, 4],
+            rope_parameters=st.just({"rope_theta": None, "rope_type": "default"}) | ROPES,
+        ),
+    ),
+}  # fmt: skip
+DELTA_EXAMPLE = {
+    "layer_types": [LINEAR, "full_attention", LINEAR], "linear_conv_kernel_dim": 3, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+HALF = {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": 0.5}}
+SHARED_EXAMPLE = DELTA_EXAMPLE | HALF | SMALL | {"shared_expert_intermediate_size": 48}
+# Every setting differs from its default.
+HYBRID_EXAMPLES = {
+    "qwen3_next": SHARED_EXAMPLE | {"mlp_only_layers": [1], "norm_topk_prob": False},
+    "qwen3_5_text": DELTA_EXAMPLE | HALF | {"linear_conv_kernel_dim": 2, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": SHARED_EXAMPLE,
+    "olmo_hybrid": DELTA_EXAMPLE
+    | {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+}

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -41,9 +42,10 @@ from hydrajax.models.cache import append, init_cache
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
-FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES
+HYBRIDS = family_settings.HYBRID_EXAMPLES
+FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
 EXPERTS = family_settings.EXPERT_EXAMPLES
-EXAMPLES = family_settings.EXAMPLES | EXPERTS
+EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
 # 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 OTHERS = {
@@ -88,6 +90,7 @@ def random_pair(
 
     fused: the experts of a layer are one tensor of the file.
     """
+    torch.manual_seed(seed)  # the rates of decay begin at random
     config = AutoConfig.for_model(model_type, **(SHARED | settings))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +102,7 @@ def random_pair(
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # float32 in every file
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
-    model.save_pretrained(folder, save_original_format=not fused)
+    model.save_pretrained(folder, save_original_format=not fused and model_type != "olmo_hybrid")
     return Pair(model.float(), *load_llama(folder), folder)
 
 
@@ -115,10 +118,14 @@ def assert_equal_logits(pair: Pair, single: bool) -> None:
         forward = model.apply({"params": params}, tokens, positions, mask, cache)
         return forward.block, model.apply({"params": params}, forward.hidden, method="logits")
 
-    block, prefill = quick_jit(partial(run, mask=causal_mask(N_TOKENS)))(params, tokens, positions)
-    expected = pair.logits(tokens)
+    @quick_jit
+    def text(params, lengths):
+        return run(params, tokens, positions, mask=causal_mask(N_TOKENS, lengths))
+
+    prefill, expected = text(params, np.full(2, N_TOKENS, np.int32))[1], pair.logits(tokens)
 
     counts = np.array([N_CACHED, N_CACHED - 5], np.int32)
+    block = text(params, counts)[0]
     cache = append(init_cache(model.config, 2, N_TOKENS + 8, jnp.float32), block, jnp.asarray(counts))
     paths = [[0]]
     for node, parent in enumerate(TREE[1:], start=1):
@@ -126,15 +133,15 @@ def assert_equal_logits(pair: Pair, single: bool) -> None:
     mask = np.zeros((len(TREE), len(TREE)), bool)
     for node, path in enumerate(paths):
         mask[node, path] = True
-    text = max(paths, key=len)
+    along = max(paths, key=len)
     nodes = np.stack([(tokens[row, :6] + 1) % VOCAB for row in range(2)])  # another text along the second branch
     for row, count in enumerate(counts):
-        nodes[row, text] = tokens[row, count : count + len(text)]
+        nodes[row, along] = tokens[row, count : count + len(along)]
     depths = np.array([len(path) - 1 for path in paths])
     tree = quick_jit(partial(run, mask=mask))(params, nodes, counts[:, None] + depths, cache)[1]
     by_node = np.zeros_like(tree)
     for row, count in enumerate(counts):
-        for path in (text, paths[-1]):
+        for path in (along, paths[-1]):
             whole = np.concatenate([tokens[row, :count], nodes[row, path]])
             by_node[row, path] = pair.logits(whole[None])[0, count:]
     found = {"prefill": (np.asarray(prefill), expected), "tree": (np.asarray(tree), by_node)}
@@ -185,6 +192,16 @@ def generated(pair, prompts: list[list[int]], kind: str) -> list[list[int]]:
 def logits_of(model: Llama, params: dict):
     hidden = run_base(model, params, TOKENS).hidden
     return model.apply({"params": params}, hidden, method="logits")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def exact_recurrences():
+    """Replace transformers' chunked recurrences, which lose up to 40 times as many digits, by its recurrent ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in family_settings.DELTA_MODULES:
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            patch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +279,10 @@ def test_the_rope_scaling_matters_here(pairs, name):
     assert np.abs(scaled - without).max() > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gemma3_text", "hydra++"), ("mistral", "none")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("gemma3_text", "hydra++"), ("mistral", "none"), ("qwen3_next", "hydra++"), ("olmo_hybrid", "lookup")],
+)
 def test_decoding_gives_transformers_greedy_ids(pairs, name, kind):
     """Prompts of several lengths, some longer than the window, in one batch."""
     pair, prompts = pairs(name), prompts_of(3)
