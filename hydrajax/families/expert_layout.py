@@ -16,22 +16,17 @@ FUSED = "mlp."  # the block's name where its experts are fused
 BIAS = "e_score_correction_bias"
 
 
-def has_fused_experts(c: LlamaConfig, names: Container[str]) -> bool:
-    """Return whether files with these tensors hold a layer's experts as one: transformers 5 without conversion."""
-    first = next((i for i, kind in enumerate(c.kinds) if kind.experts), None)
-    return first is not None and in_files(f"model.layers.{first}.{FUSED}experts.gate_up_proj", c) in names
-
-
-def expert_mlp(path: Path, prefix: str, c: LlamaConfig, fused: bool) -> Layout:
+def expert_mlp(path: Path, prefix: str, c: LlamaConfig, names: Container[str]) -> Layout:
     """Return the key map of one layer's experts (`hydrajax.models.experts.ExpertMLP`).
 
     Args:
         path: the layer's path in our parameters.
         prefix: the start of its tensors' names.
         c: its shape.
-        fused: files hold all experts in one tensor.
+        names: of the files' tensors; transformers 5 without conversion has one for all experts of a layer.
     """
     e, path = c.experts, (*path, "experts")
+    fused = in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in names
     block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
     if e.choice_bias:

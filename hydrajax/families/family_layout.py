@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import numpy as np
 
-from hydrajax.families.tensor_names import in_files
+from hydrajax.families.tensor_names import RELEASED, first_in, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -22,18 +24,20 @@ NORMS = {
 HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
 
 
-def base_layout(c: LlamaConfig, fused_experts: bool = False) -> Layout:
+def base_layout(c: LlamaConfig, names: Container[str] = ()) -> Layout:
     """Return the key map of a whole base.
 
     Args:
         c: its shape.
-        fused_experts: files hold the matrices of a layer's experts as one tensor (`hydrajax.families.expert_layout`).
+        names: of the tensors of its files, where a family has several forms of files: in one tensor for all experts of
+            a layer, with OLMo hybrid's released names, or in a multimodal checkpoint. Without names, the form to write.
     """
-    layout = [same(("embedding",), "model.embed_tokens.weight", c.vocab_size, c.width)]
+    last = first_in(names, "model.norm.weight", "model.language_model.norm.weight")
+    model = last.removesuffix("norm.weight")
+    layout = [same(("embedding",), f"{model}embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
-        path, prefix = (f"layers_{i}",), f"model.layers.{i}."
-        layout += decoder_layer(path, prefix, c.of_layer(i), fused_experts=fused_experts)
-    layout.append(same(("norm", "scale"), "model.norm.weight", c.width))
+        layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), names=names)
+    layout.append(same(("norm", "scale"), last, c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
     return [
@@ -42,7 +46,7 @@ def base_layout(c: LlamaConfig, fused_experts: bool = False) -> Layout:
 
 
 def decoder_layer(
-    path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None, fused_experts: bool = False
+    path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None, names: Container[str] = ()
 ) -> Layout:
     """Return the key map of one LLaMA decoder layer (`hydrajax.models.layers.DecoderLayer`).
 
@@ -52,10 +56,14 @@ def decoder_layer(
         c: the layer's shape.
         attention_width: input width of the attention if its input is not the normed residual stream. The layer then
             has no attention norm.
-        fused_experts: as in `base_layout`.
+        names: as in `base_layout`.
     """
     norms = [
-        same((*path, ours, "scale"), f"{prefix}{theirs}.weight", c.width)
+        same(
+            (*path, ours, "scale"),
+            first_in(names, f"{prefix}{theirs}.weight", f"{prefix}{RELEASED.get(theirs, theirs)}.weight"),
+            c.width,
+        )
         for ours, theirs in NORMS[c.norms].items()
         if attention_width is None or ours != "attention_norm"
     ]
@@ -64,11 +72,11 @@ def decoder_layer(
     else:
         from hydrajax.families.expert_layout import expert_mlp
 
-        mlp = expert_mlp(path, prefix, c, fused_experts)
+        mlp = expert_mlp(path, prefix, c, names)
     if c.recurrent is not None:
         from hydrajax.families.recurrent_layout import recurrent
 
-        return [*norms, *recurrent(path, prefix, c.recurrent, c.width), *mlp]
+        return [*norms, *recurrent(path, prefix, c.recurrent, c.width, names), *mlp]
     attention = f"{prefix}self_attn."
     biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
     sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)

@@ -26,6 +26,8 @@ from hydrajax.models.llama_config import LlamaConfig
 
 # By model_type. A configuration is written as the first one that fits.
 FAMILIES = plugins.Group("families")
+# Multimodal models that are used without their vision tower, and the families of their text parts.
+TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 # Parts of other families that are not implemented.
 _VISION, _LATENT = "its vision tower", "its latent attention (MLA)"
 NOT_IMPLEMENTED = {
@@ -72,6 +74,22 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
         raise HydrajaxError(f"{what}: {error}") from None
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise HydrajaxError(f"{what}: a field has the wrong type: {error}") from None
+
+
+def text_part(raw: dict, what: str = "config.json") -> dict:
+    """Return the fields of a multimodal model's text part, and those of the whole model; other fields unchanged.
+
+    Args:
+        raw: the parsed ``config.json``.
+        what: begins error messages.
+    """
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        return raw
+    if not isinstance(text, dict):
+        raise HydrajaxError(f"{what}: {unsupported('text_config', text, 'an object')}")
+    tied = {name: raw[name] for name in ("tie_word_embeddings",) if name in raw}  # the whole model's decides
+    return raw | text | tied | {"model_type": TEXT_PARTS[kind]}
 
 
 def from_llama_config(c: LlamaConfig, what: str) -> dict:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ DELTA_NAMES = {
 }
 
 
-def recurrent(path: Path, prefix: str, settings: Recurrent, width: int) -> Layout:
+def recurrent(path: Path, prefix: str, settings: Recurrent, width: int, names: Container[str] = ()) -> Layout:
     """Return the key map of one layer's recurrent part.
 
     Args:
@@ -48,19 +49,22 @@ def recurrent(path: Path, prefix: str, settings: Recurrent, width: int) -> Layou
         prefix: the start of its tensors' names.
         settings: its shape.
         width: of the residual stream.
+        names: as in `hydrajax.families.family_layout.base_layout`.
     """
-    return {GatedDelta: _gated_delta, ShortConv: _short_conv}[type(settings)](
+    return {GatedDelta: partial(_gated_delta, files=names), ShortConv: _short_conv}[type(settings)](
         (*path, "recurrent"), prefix, settings, width
     )
 
 
-def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int) -> Layout:
+def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int, files: Container[str]) -> Layout:
     prefix, names = f"{prefix}linear_attn.", DELTA_NAMES[s.names]
     keys, values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
     heads, mixed, strengths = (s.key_heads, s.values_per_key), (keys, keys, values), (s.value_heads, s.value_heads)
     inputs = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.inputs.items()}
     gates = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.gates.items()}
     conv = {f"{prefix}conv1d.weight": len(mixed)}
+    if f"{prefix}q_conv1d.weight" in files:  # OLMo hybrid as released
+        conv = {f"{prefix}{part}_conv1d.weight": 1 for part in "qkv"}
     return [
         _fused((*path, "inputs"), inputs, (*mixed, values), s.key_heads, (width,), names.by_head),
         _fused((*path, "gates"), gates, strengths, s.key_heads, (width,), names.by_head),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -33,6 +34,13 @@ NAMES = {
     "lfm3": _LFM_BEFORE | {"g_proj": "gate_proj"},
     "lfm3 with norms after": _LFM_BOTH | {"g_proj": "gate_proj"},
 }
+# Names of norms in OLMo hybrid's released files, which transformers renames.
+RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
+
+
+def first_in(names: Container[str], *candidates: str) -> str:
+    """Return the first candidate that is one of the names; if none is, the first candidate."""
+    return next((name for name in candidates if name in names), candidates[0])
 
 
 def in_files(name: str, c: LlamaConfig) -> str:

@@ -14,7 +14,7 @@ import jax
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import base_layout
-from hydrajax.families.family_registry import to_llama_config
+from hydrajax.families.family_registry import text_part, to_llama_config
 from hydrajax.files import check_directory
 from hydrajax.formats.tensors import TensorFiles, check_method, expect_tensors, open_base_tensors, read_json
 from hydrajax.models.layout import Layout, shapes
@@ -23,9 +23,10 @@ from hydrajax.ops import trace
 from hydrajax.text.tokenizer import load_tokenizer
 
 WHAT = "base"
-# Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), and MTP
-# modules (`hydrajax.formats.mtp_format`, see also `Checkpoint.ignored`).
+# Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), MTP
+# modules (`hydrajax.formats.mtp_format`, see also `Checkpoint.ignored`), and the vision tower of a multimodal model.
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
+IGNORED += r"|model\.visual\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 
@@ -54,8 +55,14 @@ class Checkpoint:
 
     @cached_property
     def raw(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
-        return read_json(self.directory / "config.json", self.what)
+        """The content of ``config.json``; of a multimodal model, that of its text part."""
+        path = self.directory / "config.json"
+        raw = read_json(path, self.what)
+        found = text_part(raw, f"{self.what}: {path}")
+        if found is not raw:
+            kind = f"'{raw['model_type']}' is multimodal"
+            warnings.warn(f"hydrajax: {self.what}: {path}: {kind}; its text part alone is used", stacklevel=3)
+        return found
 
     @cached_property
     def config(self) -> LlamaConfig:
@@ -73,11 +80,7 @@ class Checkpoint:
     @cached_property
     def layout(self) -> Layout:
         """The map from tensors to parameters."""
-        if not self.config.any_experts:
-            return base_layout(self.config)
-        from hydrajax.families.expert_layout import has_fused_experts
-
-        return base_layout(self.config, has_fused_experts(self.config, self.files))
+        return base_layout(self.config, self.files)
 
     @cached_property
     def dtype(self) -> str:

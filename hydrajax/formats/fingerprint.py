@@ -11,7 +11,6 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import NORMS
-from hydrajax.families.tensor_names import in_files
 from hydrajax.formats.checkpoint import MERGED, Checkpoint
 from hydrajax.formats.tensors import expect_tensors
 from hydrajax.models.llama_config import LlamaConfig
@@ -34,15 +33,14 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
         HydrajaxError: files are missing, damaged or not a base's.
     """
     base, digest = Checkpoint.of(base, what), hashlib.sha256()
-    config, files = base.config, base.files
-    first_norm = next(iter(NORMS[config.norms].values()))
-    names = {
-        "model.embed_tokens.weight": (config.vocab_size, config.width),
-        f"model.layers.0.{first_norm}.weight": (config.width,),
-        f"model.layers.{config.n_layers - 1}.post_attention_layernorm.weight": (config.width,),
-        "model.norm.weight": (config.width,),
-    }
-    wanted = {in_files(name, config): shape for name, shape in names.items()}
+    config, files, layout = base.config, base.files, {entry.ours[0]: entry.theirs for entry in base.layout}
+    last = config.n_layers - 1
+    first_norm = next(iter(NORMS[config.of_layer(0).norms]))
+    last_norm = {theirs: ours for ours, theirs in NORMS[config.of_layer(last).norms].items()}[
+        "post_attention_layernorm"
+    ]
+    paths = ("embedding",), ("layers_0", first_norm, "scale"), (f"layers_{last}", last_norm, "scale"), ("norm", "scale")
+    wanted = {name: shape for path in paths for name, shape in layout[path].items()}
     expect_tensors(files, wanted, what, ignored=".*")
     for name in wanted:
         digest.update(np.asarray(files.read(name, ROWS), jnp.bfloat16).tobytes())

@@ -20,7 +20,8 @@ from hydrajax.models.layout import Layout
 from hydrajax.models.llama_config import LlamaConfig
 
 CONFIG = "config.json"
-LAST_NORM = "model.norm.weight"  # every whole model has it, and no heads do
+# Every whole model has one of them, and no heads do.
+LAST_NORMS = {"model.norm.weight", "model.embedding_norm.weight", "model.language_model.norm.weight"}
 MOST = 64  # heads, and blocks per head: a larger number is a typo, and would take all memory
 
 

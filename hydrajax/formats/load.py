@@ -24,7 +24,7 @@ from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import OWN
 from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
-from hydrajax.formats.interface import LAST_NORM, HeadFormat
+from hydrajax.formats.interface import LAST_NORMS, HeadFormat
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, holds, open_tensors
 from hydrajax.models.layout import MODEL, Parameter, leaf, read, shapes
 from hydrajax.models.layout import Path as Keys
@@ -103,7 +103,7 @@ def is_model(draft: Checkpoint | str | Path) -> bool:
     if any(format.recognises(config, ()) for format in formats()) or not holds(directory, MODEL):
         return False
     names = set(open_tensors(directory, MODEL, WHAT))
-    return LAST_NORM in names and not any(format.recognises(config, names) for format in formats())
+    return not LAST_NORMS.isdisjoint(names) and not any(format.recognises(config, names) for format in formats())
 
 
 def load_own_heads(

@@ -24,7 +24,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.eagle_parts import check_all_tokens, check_class, check_vocabulary
 from hydrajax.formats.interface import (
-    LAST_NORM,
+    LAST_NORMS,
     MOST,
     About,
     Files,
@@ -69,7 +69,7 @@ class MTPFormat(HeadFormat):
 
     def recognises(self, config, names):
         """Return True for an export; a whole base is a draft model unless its module is asked for by name."""
-        return LAST_NORM not in names and self.found_in(config, names)
+        return LAST_NORMS.isdisjoint(names) and self.found_in(config, names)
 
     def drafter(self, config, files, base):
         prefix, found = self.prefix(config), set(files)

@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import hydrajax
 from helpers import family_settings
@@ -32,8 +32,10 @@ from hydrajax.bench.random_models import random_draft
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
+from hydrajax.families.tensor_names import RELEASED
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.export_base import export_llama
+from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.models.adapter import Adapter, check_adapter
@@ -384,6 +386,65 @@ def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
     jax.tree.map(np.testing.assert_array_equal, load_llama(tmp_path)[1], pair.params)
+
+
+# --- other files of hybrids -------------------------------------------------------------------------------------------
+
+
+def test_the_released_names_of_olmo_hybrid(tmp_path):
+    """Convolutions of queries, keys and values are tensors of their own, and layers with a state name their norms."""
+    pair, file = random_pair(tmp_path, "olmo_hybrid", EXAMPLES["olmo_hybrid"]), tmp_path / "model.safetensors"
+    released = {}
+    for name, x in load_file(file).items():
+        layer, part = name.rpartition("layers.")[2].split(".")[0], name.split(".", 3)[-1]
+        if part == "linear_attn.conv1d.weight":
+            parts = torch.split(x, [16, 16, 48])  # two keys of 8 features, four values of 12
+            released |= {name.replace("conv1d", f"{p}_conv1d"): x.clone() for p, x in zip("qkv", parts, strict=True)}
+        else:
+            for ours, theirs in RELEASED.items() if layer in ("0", "2") else ():
+                name = name.replace(ours, theirs)
+            released[name] = x
+    assert len(released) == len(load_file(file)) + 4
+    save_file(released, file, {"format": "pt"})
+    model, params = load_llama(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, params, pair.params)
+    assert fingerprint(tmp_path)["sha256"] == fingerprint(_exported(tmp_path / "copy", model, params))["sha256"]
+
+
+def _exported(folder: Path, model: Llama, params: dict) -> Path:
+    export_llama(folder, model, params, dtype=None)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
+    """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""
+    torch.manual_seed(0)
+    text = SHARED | EXAMPLES[f"{kind}_text"]
+    text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    vision = {
+        "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2, "out_hidden_size": 32,
+        "num_position_embeddings": 4,
+    }  # fmt: skip
+    tied = text.get("tie_word_embeddings", False)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(1)}, file, {"format": "pt"})
+    with pytest.warns(match=f"^hydrajax: base: .*config.json: '{kind}' is multimodal; its text part alone is used$"):
+        model, params = load_llama(tmp_path)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
+    np.testing.assert_allclose(logits_of(model, params), expected, atol=TOLERANCE, rtol=0)
+    again, copy = load_llama(_exported(tmp_path / "copy", model, params))
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, copy, params)
 
 
 def test_an_adapter_of_attention_alone(pairs):
