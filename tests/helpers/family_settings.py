@@ -234,3 +234,60 @@ HYBRID_EXAMPLES = {
     "olmo_hybrid": DELTA_EXAMPLE
     | {"linear_allow_neg_eigval": False, "rope_parameters": {"rope_theta": None, "rope_type": "default"}},
 }
+
+# --- short convolutions -----------------------------------------------------------------------------------------------
+
+CONVS = ["conv", "full_attention", "conv"]
+
+
+def lfm(*attention: str, **choices) -> st.SearchStrategy[dict]:
+    types = st.lists(st.sampled_from(["conv", *attention]), min_size=N_LAYERS, max_size=N_LAYERS)
+    types = types.filter(lambda types: set(types) != {"conv"})
+    return fields(
+        layer_types=types, conv_L_cache=[2, 3, 5], conv_bias=[False, True], norm_eps=[1e-5, 1e-3],
+        num_key_value_heads=[1, 2, 4], tie_word_embeddings=[False, True], **choices,
+    )  # fmt: skip
+
+
+PROPORTIONAL = fields(
+    rope_type=["proportional"], rope_theta=[1e4], factor=[1.0, 2.0], partial_rotary_factor=[0.3, 0.5, 1.0]
+)
+HYBRID_FAMILIES |= {
+    "lfm2": merged(
+        lfm("full_attention", rope_parameters=ROPES),
+        fields(block_auto_adjust_ff_dim=[False, True], block_multiple_of=[8, 7]),
+        fields(block_ffn_dim_multiplier=[0.7, 1.0, 1.3]),
+        st.just({}) | fields(layer_types=[None], full_attn_idxs=[None, [0], [1, 2]]),
+    ),
+    "lfm2_moe": lfm(
+        "full_attention", rope_parameters=ROPES, num_experts_per_tok=st.integers(1, 5), num_experts=st.integers(5, 9),
+        moe_intermediate_size=[8, 24], num_dense_layers=[0, 1, 2], use_expert_bias=[False, True],
+        norm_topk_prob=[False, True], routed_scaling_factor=[1.0, 2.5],
+    ),
+    "lfm3": lfm(
+        "full_attention", "sliding_attention", head_dim=[8, 16], sliding_window=[WINDOW, 128],
+        use_sandwich_norm=[False, True], use_attention_gate=[False, True],
+        rope_parameters=fields(
+            sliding_attention=fields(rope_type=["default"], rope_theta=[1e3, 1e4]),
+            full_attention=PROPORTIONAL | ROPES_OF_TYPE,
+        ),
+    ),
+}  # fmt: skip
+HYBRID_EXAMPLES |= {
+    "lfm2": {
+        "layer_types": CONVS, "conv_L_cache": 4, "conv_bias": True, "norm_eps": 1e-3, "intermediate_size": 60,
+        "block_multiple_of": 7, "block_ffn_dim_multiplier": 1.1, "tie_word_embeddings": False, "rope_parameters": YARN,
+    },
+    "lfm2_moe": SMALL | {
+        "layer_types": CONVS, "conv_L_cache": 4, "conv_bias": True, "norm_eps": 1e-3, "num_experts": 8,
+        "num_dense_layers": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+    },
+    "lfm3": {
+        "layer_types": ["conv", *BOTH[:2]], "conv_L_cache": 5, "conv_bias": True, "norm_eps": 1e-3, "head_dim": 16,
+        "sliding_window": WINDOW, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": LOCAL,
+            "full_attention": LOCAL | {"rope_type": "proportional", "partial_rotary_factor": 0.75},
+        },
+    },
+}  # fmt: skip
