@@ -27,6 +27,7 @@ from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import rope_table
 from hydrajax.models.base_model import BEFORE_FINAL_NORM
@@ -96,8 +97,13 @@ class MTP(EagleDrafter):
 
     @staticmethod
     def layer_of(base):
-        """Return the configuration of the base's last layer, attending to all tokens."""
-        return base.of_layer(base.n_layers - 1).replace(n_layers=1, sliding_window=None)
+        """Return the configuration of the base's last layer of attention, attending to all tokens, with the base's
+        experts if it has some.
+        """
+        last = max((i for i, kind in enumerate(base.kinds) if not kind.recurrent), default=None)
+        if last is None:
+            raise HydrajaxError("heads: got mtp, which needs a base with layers of attention")
+        return base.of_layer(last).replace(n_layers=1, sliding_window=None, experts=base.any_experts)
 
     @property
     def aux_hidden_layers(self) -> tuple[int, ...]:

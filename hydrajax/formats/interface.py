@@ -83,6 +83,10 @@ class HeadFormat:
         """Return the key map of a drafter with this ``config.json``."""
         raise NotImplementedError
 
+    def layout_in(self, drafter: Drafter, config: dict, names: Collection[str]) -> Layout:
+        """Return `layout` of files with these tensors, where files have several forms."""
+        return self.layout(drafter, config)
+
     def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:
         """Return the drafter with its dtype, and with settings that depend on tensor contents, such as shared blocks.
 

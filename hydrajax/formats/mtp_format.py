@@ -6,9 +6,11 @@
 - GLM-4.5 and later, DeepSeek-V3: a layer after the base's last, ``model.layers.L.*`` with L the base's
   ``num_hidden_layers``: ``enorm``, ``hnorm``, ``eh_proj``, the decoder layer and ``shared_head.norm``. Its copies of
   the embedding and the lm head are not read: both are shared with the base (DeepSeek-V3 2.2), as SGLang does.
+- Qwen3-Next, Qwen 3.5: ``mtp.*``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``, a layer of full attention
+  ``layers.0.*`` and ``norm`` (vLLM's ``qwen3_next_mtp.py`` and ``qwen3_5_mtp.py``; transformers ignores them). All
+  norms are the base's kind. Qwen3-Next's published 81,324,862,720 parameters are those of the base and this module.
 
-``config.json`` is the base's, with ``num_nextn_predict_layers``. Of several modules the first one is read. Qwen3-Next's
-module, ``mtp.*``, is the same idea with another layer: its attention has an output gate.
+``config.json`` is the base's, with ``num_nextn_predict_layers``. Of several modules the first one is read.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ class MTPFormat(HeadFormat):
         names: of the norms of embedding and hidden state, the projection and the last norm.
         copies: of the base's tensors, which are not read.
         architecture: in an export's ``config.json``.
+        layer: the decoder layer's prefix after the module's.
     """
 
     stem = MODEL
@@ -58,6 +61,7 @@ class MTPFormat(HeadFormat):
     names: tuple[str, str, str, str]
     copies: tuple[str, ...] = ()
     architecture: tuple[str, str]
+    layer: str = ""
 
     def prefix(self, config: dict) -> str:
         """Return the start of the names of the module's tensors."""
@@ -73,15 +77,16 @@ class MTPFormat(HeadFormat):
 
     def drafter(self, config, files, base):
         prefix, found = self.prefix(config), set(files)
-        if f"{prefix}{LATENT}" in found:
+        layer = f"{prefix}{self.layer}"
+        if f"{layer}{LATENT}" in found:
             raise HydrajaxError(f"the MTP module has latent attention ({LATENT}), which is not implemented")
         check_copies(files, base, *(f"{prefix}{name}" for name in self.copies))
         if "vocab_size" in config:
             check_sizes((config["vocab_size"],), base)
         facts = {"embedding_first": self.embedding_first, "before_final_norm": self.before_final_norm}
         drafter = MTP(MTP.layer_of(base), **facts)
-        wanted = shapes(self.layout(drafter, config))
-        if f"{prefix}{EXPERTS}" in found - wanted.keys():
+        wanted = shapes(self.layout_in(drafter, config, files))
+        if f"{layer}{EXPERTS}" in found - wanted.keys():
             raise HydrajaxError(f"the MTP module is a mixture of experts ({EXPERTS}), and the base's last layer is not")
         known = {*wanted, *(f"{prefix}{name}" for name in self.copies)}
         if unknown := sorted(name for name in found - known if name.startswith(prefix)):
@@ -89,13 +94,16 @@ class MTPFormat(HeadFormat):
         return drafter
 
     def layout(self, drafter, config) -> Layout:
+        return self.layout_in(drafter, config, ())
+
+    def layout_in(self, drafter, config, names) -> Layout:
         c, prefix = drafter.config, self.prefix(config)
         embedding, hidden, projection, last = (f"{prefix}{name}.weight" for name in self.names)
         return [
             transposed(("fc",), projection, c.width, 2 * c.width),
             same(("embedding_norm", "scale"), embedding, c.width),
             same(("hidden_norm", "scale"), hidden, c.width),
-            *decoder_layer(("layer",), prefix, c),
+            *decoder_layer(("layer",), f"{prefix}{self.layer}", c, names=names),
             same(("norm", "scale"), last, c.width),
         ]
 
@@ -140,6 +148,21 @@ class MiMoFormat(MTPFormat):
         return "model.mtp_layers.0."
 
 
+class QwenFormat(MTPFormat):
+    """The module of Qwen3-Next and Qwen 3.5."""
+
+    name = "qwen-mtp"
+    known_by = "Qwen3-Next's MTP module (mtp.fc)"
+    read_by = READ_BY
+    embedding_first, before_final_norm = True, False
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    architecture = ("Qwen3NextMTP", "qwen3_next_mtp")
+    layer = "layers.0."
+
+    def prefix(self, config):
+        return "mtp."
+
+
 class NextNFormat(MTPFormat):
     """The module of GLM-4.5 and later and of DeepSeek-V3."""
 
@@ -153,6 +176,12 @@ class NextNFormat(MTPFormat):
 
     def prefix(self, config):
         return f"model.layers.{config.get('num_hidden_layers')}."
+
+    def config(self, drafter, made_for):
+        fields = super().config(drafter, made_for)
+        if drafter.config.attention_gate:
+            raise cannot_write("attention_gate", True, False)
+        return fields
 
 
 def check(heads: MTP, base: LlamaConfig) -> None:
@@ -180,4 +209,4 @@ def about(heads: MTP) -> About:
     return About("An MTP module", "mtp", rows)
 
 
-FILES = Files((MiMoFormat(), NextNFormat()), check, about)
+FILES = Files((MiMoFormat(), NextNFormat(), QwenFormat()), check, about)

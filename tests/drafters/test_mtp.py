@@ -1,13 +1,14 @@
 """MTP modules against their published formulas in torch: logits, chains, files and training.
 
-The formulas are those of DeepSeek-V3 2.2 and of the checkpoints' own code (MiMo's and GLM-4.5's layouts). The decoder
-layer with its attention and rotary embedding is transformers'.
+The formulas are those of DeepSeek-V3 2.2 and of the checkpoints' own code (MiMo's, GLM-4.5's and Qwen3-Next's
+layouts). The decoder layer with its attention and rotary embedding is transformers'.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -16,14 +17,16 @@ import numpy as np
 import optax
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from helpers.lab import quick_jit
 from helpers.refusals import refusal
-from hydrajax import load
+from hydrajax import load, make_decode_fn
 from hydrajax.drafters.mtp import MTP
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats.export import describe, export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
@@ -52,7 +55,19 @@ LAYOUTS = {
         "embedding",
         "after the final norm",
     ),
+    "qwen": (
+        "mtp.",
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
+        "embedding",
+        "after the final norm",
+    ),
 }
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "partial_rotary_factor": 0.5,
+    "linear_conv_kernel_dim": 3,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
 
 
 class Module:
@@ -67,9 +82,15 @@ class Module:
         torch.manual_seed(0)
         self.layout = layout
         self.prefix, parts, self.first, self.reads = LAYOUTS[layout]
-        config = Qwen2Config(**SETTINGS, initializer_range=0.2, attn_implementation="eager")
-        self.base = Qwen2ForCausalLM(config).eval().requires_grad_(False)
-        self.layer = Qwen2DecoderLayer(config, layer_idx=0).eval().requires_grad_(False)
+        self.is_hybrid = layout == "qwen"
+        self.settings = SETTINGS | (HYBRID if self.is_hybrid else {})
+        names = (Qwen2Config, Qwen2ForCausalLM, Qwen2DecoderLayer)
+        if self.is_hybrid:
+            names = (Qwen3NextConfig, Qwen3NextForCausalLM, Qwen3NextDecoderLayer)
+        make_config, make_base, make_layer = names
+        config = make_config(**self.settings, initializer_range=0.2, attn_implementation="eager")
+        self.base = make_base(config).eval().requires_grad_(False)
+        self.layer = make_layer(config, layer_idx=1).eval().requires_grad_(False)
         for named in (self.base, self.layer):
             for name, x in named.named_parameters():
                 x.copy_(torch.randn_like(x) * 0.2 + (1.0 if "norm" in name else 0.0))
@@ -77,7 +98,8 @@ class Module:
             parts[2]: 0.2 * torch.randn(WIDTH, 2 * WIDTH)
         }
         self.parts = parts
-        own = {f"{name}.weight": x for name, x in self.weights.items()} | self.layer.state_dict()
+        own = {f"{name}.weight": x for name, x in self.weights.items()}
+        own |= {f"{'layers.0.' if self.is_hybrid else ''}{name}": x for name, x in self.layer.state_dict().items()}
         self.tensors = {f"{self.prefix}{name}": x for name, x in own.items()}
 
     def save(self, directory: Path, **changes) -> Path:
@@ -88,10 +110,10 @@ class Module:
             tensors[f"{self.prefix}{name}"] = x
         tensors = {name: x.contiguous() for name, x in tensors.items() if x is not None}
         save_file(tensors, directory / "model.safetensors")
-        kind = {"mimo": "mimo", "nextn": "qwen2"}[self.layout]
+        kind = {"mimo": "mimo", "nextn": "qwen2", "qwen": "qwen3_next"}[self.layout]
         more = {"model_type": kind, "num_nextn_predict_layers": 1, "use_sliding_window": False}
         more |= {"attention_bias": True} if kind == "mimo" else {}
-        (directory / "config.json").write_text(json.dumps(SETTINGS | more))
+        (directory / "config.json").write_text(json.dumps(self.settings | more))
         return directory
 
     def hidden(self, tokens: list[int]) -> torch.Tensor:
@@ -105,15 +127,19 @@ class Module:
     def outputs(self, hidden: torch.Tensor, following: list[int]) -> torch.Tensor:
         """Return h' at every position; ``following[i]`` is the token after position i."""
         first, second, projection, last = self.parts
-        embedding = normed(self.base.model.embed_tokens(torch.tensor(following)), self.weights[first])
-        state = normed(hidden, self.weights[second])
+        embedding = self.normed(self.base.model.embed_tokens(torch.tensor(following)), first)
+        state = self.normed(hidden, second)
         both = [embedding, state] if self.first == "embedding" else [state, embedding]
         x = (torch.cat(both, dim=-1) @ self.weights[projection].T)[None]
         places = torch.arange(len(following))[None]
         hides = torch.full((len(following), len(following)), float("-inf")).triu(1)[None, None]
         turned = self.base.model.rotary_emb(x, places)
         out = self.layer(x, attention_mask=hides, position_ids=places, position_embeddings=turned)
-        return normed((out[0] if isinstance(out, tuple) else out)[0], self.weights[last])
+        return self.normed((out[0] if isinstance(out, tuple) else out)[0], last)
+
+    def normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = self.weights[name] + self.is_hybrid  # Qwen3-Next's norms multiply by 1 + scale
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + SETTINGS["rms_norm_eps"]) * scale
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         return outputs @ self.base.lm_head.weight.T
@@ -134,10 +160,6 @@ class Module:
         for _ in range(n):
             guesses.append(int(self.chain(tokens, guesses)[-1].argmax()))
         return guesses
-
-
-def normed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + SETTINGS["rms_norm_eps"]) * scale
 
 
 TEXT = [int(x) for x in np.random.default_rng(0).integers(0, VOCAB, 12)]
@@ -183,25 +205,71 @@ def test_logits_and_chained_drafts_equal_the_published_formulas(module, model):
 def test_names_and_description(model):
     assert describe(model.drafter).title == "An MTP module"
     assert model.drafter.spec.supports_sampling
-    assert model.drafter.config.qkv_bias  # the base's own layer
+    c = model.drafter.config  # the base's own layer
+    assert (c.qkv_bias, c.attention_gate, c.experts is not None) == (
+        (False, True, True) if c.qk_norm else (True, False, False)
+    )
 
 
 @pytest.mark.quick("mimo")
 def test_exports(model, tmp_path):
     """That other formats are read back bit for bit is in tests/formats/test_conformance.py."""
-    own = "nextn" if model.drafter.embedding_first else "mimo-mtp"
+    own = "nextn, qwen-mtp" if model.drafter.embedding_first else "mimo-mtp"
+    own = "qwen-mtp" if model.drafter.config.attention_gate else own
+    layer = model.config.of_layer(LAYERS - 1)
     scaling = RopeScaling("longrope", 4.0, short_factors=(1.0, 1.5, 2.0, 2.5), long_factors=(4.0, 4.0, 4.0, 4.0))
     scaled = dataclasses.replace(model.drafter, config=model.drafter.config.replace(rope_scaling=scaling))
     export_heads(tmp_path / "scaled", scaled, model.params.draft, format="native", dtype=None)
-    found, params = load_draft(tmp_path / "scaled", model.config.replace(rope_scaling=scaling), None)
+    found, params = load_draft(tmp_path / "scaled", layer.replace(rope_scaling=scaling), None)
     assert found == scaled
     jax.tree.map(np.testing.assert_array_equal, params, model.params.draft)
     refusal(
         lambda: export_heads(tmp_path / "other", model.drafter, model.params.draft, format="eagle"),
         f"expected one of {own}, native",
     )
-    other = model.config.replace(rope_scaling=scaling, qkv_bias=False)
+    other = layer.replace(rope_scaling=scaling, qkv_bias=not layer.qkv_bias)
     refusal(lambda: load_draft(tmp_path / "scaled", other, None), "another qkv_bias")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return Module("qwen").save(tmp_path_factory.mktemp("hybrid") / "base")
+
+
+def test_drafts_of_a_hybrid_change_nothing(hybrid):
+    """Prompts of several lengths; some drafted tokens are accepted, and so states are committed along paths."""
+    model = load(hybrid, "mtp")
+    prompts, lengths = np.array([TEXT[:9], TEXT[3:12], TEXT[2:11]], np.int32), np.array([9, 4, 6], np.int32)
+
+    def decoded(drafter, params, tree):
+        decode = make_decode_fn(model.model, drafter, tree, max_new_tokens=24, eos_ids=())
+        found = decode(params, prompts, lengths)
+        return found.tokens[:, :24].tolist(), int(found.steps.sum())
+
+    plain, steps = decoded(NoDrafter(), model.params._replace(draft={}), "root")
+    for tree in ("chain-3", "cartesian-12x2x1", "dynamic-24-3-12"):
+        found, fewer = decoded(model.drafter, model.params, tree)
+        assert found == plain, tree
+        assert fewer < steps or tree == "chain-3", tree
+
+
+def test_experts_of_a_module_in_one_tensor(hybrid, tmp_path):
+    """Modules are published with one tensor for all experts, and with those of each expert."""
+    tensors = load_file(hybrid / "model.safetensors")
+    for name in ("gate_up_proj", "down_proj"):
+        fused = tensors.pop(f"mtp.layers.0.mlp.experts.{name}")
+        for i, expert in enumerate(fused):
+            parts = (
+                zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+                if name != "down_proj"
+                else ((name, expert),)
+            )
+            own = f"mtp.layers.0.mlp.experts.{i}"
+            tensors |= {f"{own}.{part}.weight": x.clone() for part, x in parts}
+    shutil.copytree(hybrid, tmp_path / "base")
+    save_file(tensors, tmp_path / "base" / "model.safetensors")
+    params = [load(folder, "mtp").params.draft for folder in (hybrid, tmp_path / "base")]
+    jax.tree.map(np.testing.assert_array_equal, *params)
 
 
 @pytest.mark.quick("nextn")

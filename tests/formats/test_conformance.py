@@ -90,7 +90,7 @@ def tensors(request, formats, tmp_path):
 
 
 # Without one of these a directory has another format, or none.
-SHOW_THE_FORMAT = ("input_proj", "eh_proj", "midlayer.hidden_norm", "mask_hidden")
+SHOW_THE_FORMAT = ("input_proj", "eh_proj", "mtp.fc", "midlayer.hidden_norm", "mask_hidden")
 
 
 @pytest.mark.parametrize("tensors", FOREIGN, indirect=True)

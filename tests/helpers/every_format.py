@@ -66,6 +66,7 @@ HEADS = {  # drafter, format, as .pt
     "native_eagle3": (EAGLE_3, "native", False),
     "mimo": (MIMO, "mimo-mtp", False),
     "nextn": (MTP.for_base(BASE, np.float32), "nextn", False),
+    "qwen_mtp": (MTP.for_base(BASE, np.float32), "qwen-mtp", False),
     "native_mtp": (MIMO, "native", False),
     "dflash": (DFLASH, "dflash", False),
     "jetspec": (JETSPEC, "jetspec", False),
