@@ -16,17 +16,17 @@ FUSED = "mlp."  # the block's name where its experts are fused
 BIAS = "e_score_correction_bias"
 
 
-def expert_mlp(path: Path, prefix: str, c: LlamaConfig, names: Container[str]) -> Layout:
+def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -> Layout:
     """Return the key map of one layer's experts (`hydrajax.models.experts.ExpertMLP`).
 
     Args:
         path: the layer's path in our parameters.
         prefix: the start of its tensors' names.
         c: its shape.
-        names: of the files' tensors; transformers 5 without conversion has one for all experts of a layer.
+        files: names of their tensors; transformers 5 without conversion has one for all experts of a layer.
     """
     e, path = c.experts, (*path, "experts")
-    fused = in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in names
+    fused = in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
     block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
     if e.choice_bias:

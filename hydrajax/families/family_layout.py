@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 
 import numpy as np
 
-from hydrajax.families.tensor_names import RELEASED, first_in, in_files
+from hydrajax.families.tensor_names import NO_FILES, RELEASED, first_in, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -24,19 +24,20 @@ NORMS = {
 HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
 
 
-def base_layout(c: LlamaConfig, names: Container[str] = ()) -> Layout:
+def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout:
     """Return the key map of a whole base.
 
     Args:
         c: its shape.
-        names: of the tensors of its files, where a family has several forms of files: in one tensor for all experts of
-            a layer, with OLMo hybrid's released names, or in a multimodal checkpoint. Without names, the form to write.
+        files: names and shapes of its files' tensors, where a family has several forms of files: in one tensor for all
+            experts of a layer, with OLMo hybrid's released names, or in a multimodal checkpoint. By default the form
+            that is written.
     """
-    last = first_in(names, "model.norm.weight", "model.language_model.norm.weight")
+    last = first_in(files, "model.norm.weight", "model.language_model.norm.weight")
     model = last.removesuffix("norm.weight")
     layout = [same(("embedding",), f"{model}embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
-        layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), names=names)
+        layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), files=files)
     layout.append(same(("norm", "scale"), last, c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
@@ -46,7 +47,7 @@ def base_layout(c: LlamaConfig, names: Container[str] = ()) -> Layout:
 
 
 def decoder_layer(
-    path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None, names: Container[str] = ()
+    path: Path, prefix: str, c: LlamaConfig, attention_width: int | None = None, files: Mapping[str, Shape] = NO_FILES
 ) -> Layout:
     """Return the key map of one LLaMA decoder layer (`hydrajax.models.layers.DecoderLayer`).
 
@@ -56,12 +57,12 @@ def decoder_layer(
         c: the layer's shape.
         attention_width: input width of the attention if its input is not the normed residual stream. The layer then
             has no attention norm.
-        names: as in `base_layout`.
+        files: as in `base_layout`.
     """
     norms = [
         same(
             (*path, ours, "scale"),
-            first_in(names, f"{prefix}{theirs}.weight", f"{prefix}{RELEASED.get(theirs, theirs)}.weight"),
+            first_in(files, f"{prefix}{theirs}.weight", f"{prefix}{RELEASED.get(theirs, theirs)}.weight"),
             c.width,
         )
         for ours, theirs in NORMS[c.norms].items()
@@ -72,11 +73,11 @@ def decoder_layer(
     else:
         from hydrajax.families.expert_layout import expert_mlp
 
-        mlp = expert_mlp(path, prefix, c, names)
+        mlp = expert_mlp(path, prefix, c, files)
     if c.recurrent is not None:
         from hydrajax.families.recurrent_layout import recurrent
 
-        return [*norms, *recurrent(path, prefix, c.recurrent, c.width, names), *mlp]
+        return [*norms, *recurrent(path, prefix, c.recurrent, c.width, files), *mlp]
     attention = f"{prefix}self_attn."
     biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
     sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from hydrajax.families.tensor_names import NO_FILES
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.recurrent_settings import GatedDelta, Recurrent, ShortConv
 
@@ -41,7 +42,9 @@ DELTA_NAMES = {
 }
 
 
-def recurrent(path: Path, prefix: str, settings: Recurrent, width: int, names: Container[str] = ()) -> Layout:
+def recurrent(
+    path: Path, prefix: str, settings: Recurrent, width: int, files: Mapping[str, Shape] = NO_FILES
+) -> Layout:
     """Return the key map of one layer's recurrent part.
 
     Args:
@@ -49,26 +52,28 @@ def recurrent(path: Path, prefix: str, settings: Recurrent, width: int, names: C
         prefix: the start of its tensors' names.
         settings: its shape.
         width: of the residual stream.
-        names: as in `hydrajax.families.family_layout.base_layout`.
+        files: as in `hydrajax.families.family_layout.base_layout`.
     """
-    return {GatedDelta: partial(_gated_delta, files=names), ShortConv: _short_conv}[type(settings)](
+    return {GatedDelta: partial(_gated_delta, files=files), ShortConv: _short_conv}[type(settings)](
         (*path, "recurrent"), prefix, settings, width
     )
 
 
-def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int, files: Container[str]) -> Layout:
+def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int, files: Mapping[str, Shape]) -> Layout:
     prefix, names = f"{prefix}linear_attn.", DELTA_NAMES[s.names]
     keys, values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
     heads, mixed, strengths = (s.key_heads, s.values_per_key), (keys, keys, values), (s.value_heads, s.value_heads)
     inputs = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.inputs.items()}
     gates = {f"{prefix}{name}.weight": n_parts for name, n_parts in names.gates.items()}
-    conv = {f"{prefix}conv1d.weight": len(mixed)}
-    if f"{prefix}q_conv1d.weight" in files:  # OLMo hybrid as released
-        conv = {f"{prefix}{part}_conv1d.weight": 1 for part in "qkv"}
+    conv = _fused((*path, "conv"), {f"{prefix}conv1d.weight": len(mixed)}, mixed, s.key_heads, (1, s.kernel))
+    released = {f"{prefix}{part}_conv1d.weight": (size, 1, s.kernel) for part, size in zip("qkv", mixed, strict=True)}
+    if found := {name: (*files[name][:1], 1, s.kernel) for name in released if name in files}:  # OLMo hybrid
+        complete = len(found) == len(mixed) and sum(shape[0] for shape in found.values()) == sum(mixed)
+        conv = _in_parts(conv, found if complete else released)  # transformers 5.24 writes three equal parts
     return [
         _fused((*path, "inputs"), inputs, (*mixed, values), s.key_heads, (width,), names.by_head),
         _fused((*path, "gates"), gates, strengths, s.key_heads, (width,), names.by_head),
-        _fused((*path, "conv"), conv, mixed, s.key_heads, (1, s.kernel)),
+        conv,
         reshaped((*path, "log_rate"), f"{prefix}A_log", heads),
         reshaped((*path, "step_bias"), f"{prefix}dt_bias", heads),
         same((*path, "norm_scale"), f"{prefix}{names.norm}.weight", s.value_dim),
@@ -134,6 +139,16 @@ def _fused(
 
     theirs = {name: (sum(sizes), *inputs) for name, sizes in zip(tensors, held, strict=True)}
     return Entry((path,), theirs, join, split)
+
+
+def _in_parts(entry: Entry, tensors: dict[str, Shape]) -> Entry:
+    """Return the entry of files that have consecutive rows of its tensor in these tensors."""
+    ends = np.cumsum([shape[0] for shape in tensors.values()])[:-1]
+    return entry._replace(
+        theirs=tensors,
+        join=lambda *parts: entry.join(np.concatenate(parts)),
+        split=lambda ours: tuple(np.split(entry.split(ours)[0], ends)),
+    )
 
 
 def reshaped(path: Path, name: str, shape: Shape) -> Entry:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
+from hydrajax.models.layout import Shape
 from hydrajax.models.llama_config import LlamaConfig
 
 _LFM = {
@@ -34,6 +35,7 @@ NAMES = {
     "lfm3": _LFM_BEFORE | {"g_proj": "gate_proj"},
     "lfm3 with norms after": _LFM_BOTH | {"g_proj": "gate_proj"},
 }
+NO_FILES: Mapping[str, Shape] = {}
 # Names of norms in OLMo hybrid's released files, which transformers renames.
 RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
 

@@ -80,7 +80,7 @@ class Checkpoint:
     @cached_property
     def layout(self) -> Layout:
         """The map from tensors to parameters."""
-        return base_layout(self.config, self.files)
+        return base_layout(self.config, self.files.shapes)
 
     @cached_property
     def dtype(self) -> str:

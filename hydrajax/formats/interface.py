@@ -6,7 +6,7 @@ model card use these and refer to no kind by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
 from hydrajax.formats.tensors import TensorFiles
-from hydrajax.models.layout import Layout
+from hydrajax.models.layout import Layout, Shape
 from hydrajax.models.llama_config import LlamaConfig
 
 CONFIG = "config.json"
@@ -83,8 +83,8 @@ class HeadFormat:
         """Return the key map of a drafter with this ``config.json``."""
         raise NotImplementedError
 
-    def layout_in(self, drafter: Drafter, config: dict, names: Collection[str]) -> Layout:
-        """Return `layout` of files with these tensors, where files have several forms."""
+    def layout_in(self, drafter: Drafter, config: dict, files: Mapping[str, Shape]) -> Layout:
+        """Return `layout` for files whose tensors have these names and shapes, where files have several forms."""
         return self.layout(drafter, config)
 
     def settled(self, drafter: Drafter, files: TensorFiles, dtype: Any) -> Drafter:

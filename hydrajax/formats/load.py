@@ -153,11 +153,11 @@ def load_released(
     files, where = open_tensors(directory, format.stem, WHAT) if files is None else files, f"{WHAT}: {directory}"
     try:
         drafter = format.drafter(config, files, base)
-        expect_tensors(files, shapes(format.layout_in(drafter, config, files)), format.stem, format.ignored)
+        expect_tensors(files, shapes(format.layout_in(drafter, config, files.shapes)), format.stem, format.ignored)
         drafter = format.settled(drafter, files, dtype)
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None
-    layout, put = format.layout_in(drafter, config, files), _head_placer(drafter, base, mesh)
+    layout, put = format.layout_in(drafter, config, files.shapes), _head_placer(drafter, base, mesh)
     return drafter, read(layout, files, lambda path, parameter: put(path, parameter.astype(dtype)))
 
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from hydrajax.drafters.mtp import MTP
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
+from hydrajax.families.tensor_names import NO_FILES
 from hydrajax.formats.eagle_parts import check_all_tokens, check_class, check_vocabulary
 from hydrajax.formats.interface import (
     LAST_NORMS,
@@ -85,7 +86,7 @@ class MTPFormat(HeadFormat):
             check_sizes((config["vocab_size"],), base)
         facts = {"embedding_first": self.embedding_first, "before_final_norm": self.before_final_norm}
         drafter = MTP(MTP.layer_of(base), **facts)
-        wanted = shapes(self.layout_in(drafter, config, files))
+        wanted = shapes(self.layout_in(drafter, config, files.shapes))
         if f"{layer}{EXPERTS}" in found - wanted.keys():
             raise HydrajaxError(f"the MTP module is a mixture of experts ({EXPERTS}), and the base's last layer is not")
         known = {*wanted, *(f"{prefix}{name}" for name in self.copies)}
@@ -94,16 +95,16 @@ class MTPFormat(HeadFormat):
         return drafter
 
     def layout(self, drafter, config) -> Layout:
-        return self.layout_in(drafter, config, ())
+        return self.layout_in(drafter, config, NO_FILES)
 
-    def layout_in(self, drafter, config, names) -> Layout:
+    def layout_in(self, drafter, config, files) -> Layout:
         c, prefix = drafter.config, self.prefix(config)
         embedding, hidden, projection, last = (f"{prefix}{name}.weight" for name in self.names)
         return [
             transposed(("fc",), projection, c.width, 2 * c.width),
             same(("embedding_norm", "scale"), embedding, c.width),
             same(("hidden_norm", "scale"), hidden, c.width),
-            *decoder_layer(("layer",), f"{prefix}{self.layer}", c, names=names),
+            *decoder_layer(("layer",), f"{prefix}{self.layer}", c, files=files),
             same(("norm", "scale"), last, c.width),
         ]
 

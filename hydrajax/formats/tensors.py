@@ -75,6 +75,11 @@ class TensorFiles:
     def shape(self, key: str) -> Shape:
         return self._found[key][1]
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes by name."""
+        return {name: self.shape(name) for name in self}
+
     def zero_biases(self, wanted: Collection[str]) -> list[str]:
         """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
         return []

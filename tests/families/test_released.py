@@ -55,6 +55,24 @@ LFM2 = {
     "conv_L_cache": 3, "conv_bias": False, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1000000.0,
 }  # fmt: skip
 LFM2_ATTENDS = [2, 5, 8, 10, 12, 14]
+QWEN_DELTA = {
+    "attention_bias": False, "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+} | UNTIED  # fmt: skip
+QWEN_512 = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+MROPE = {
+    "rope_parameters": {
+        "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25, "rope_theta": 10000000,
+        "rope_type": "default",
+    }
+}  # fmt: skip
+OLMO_HYBRID = {
+    "attention_bias": False, "layer_types": [FULL if i % 4 == 3 else "linear_attention" for i in range(32)],
+    "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 96, "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+} | UNTIED  # fmt: skip
 # The fields, with the parameters of the model and those that one token uses, in billions.
 RELEASED = {
     "Mistral-7B-v0.1": (MISTRAL | sizes(4096, 14336, 32, 32, 8, 32000) | {"sliding_window": 4096}, 7.24),
@@ -164,6 +182,23 @@ RELEASED = {
         GLM | sizes(4096, 10944, 46, 96, 8, 151552)
         | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "routed_scaling_factor": 1.0}
         | {"first_k_dense_replace": 1, "use_qk_norm": False}, 106.85, 13.42,
+    ),
+    "Qwen3-Next-80B-A3B-Instruct": (
+        QWEN_DELTA | QWEN_512 | sizes(2048, 5120, 48, 16, 2, 151936) | {
+            "model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+            "num_experts": 512, "num_experts_per_tok": 10, "partial_rotary_factor": 0.25, "rope_scaling": None,
+            "rope_theta": 10000000,
+        }, 79.674, 3.87,
+    ),
+    "Qwen3.5-9B, text": (
+        QWEN_DELTA | MROPE | sizes(4096, 12288, 32, 16, 4, 248320) | {"model_type": "qwen3_5_text"}, 8.954
+    ),
+    "Qwen3.5-35B-A3B, text": (
+        QWEN_DELTA | QWEN_512 | MROPE | sizes(2048, None, 40, 16, 2, 248320)
+        | {"model_type": "qwen3_5_moe_text", "num_experts": 256, "num_experts_per_tok": 8}, 34.661, 3.45,
+    ),
+    "Olmo-Hybrid-7B": (
+        OLMO_HYBRID | sizes(3840, 11008, 32, 30, 30, 100352) | {"model_type": "olmo_hybrid"}, 7.431
     ),
     "LFM2-1.2B": (
         LFM2 | sizes(2048, None, 16, 32, 8, 65536) | {
