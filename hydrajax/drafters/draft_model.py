@@ -47,6 +47,12 @@ def check_confidence(value: float) -> None:
         raise HydrajaxError(f"draft_confidence: got {value}, expected at least 0 and less than 1")
 
 
+def check_layers(config: LlamaConfig) -> None:
+    """Refuse a hybrid: its layers cannot run a tree level by level, as they read nothing of pending tokens."""
+    if config.any_recurrent:
+        raise HydrajaxError("draft: got a hybrid model, expected attention in all layers; hybrids can be bases")
+
+
 class DraftState(NamedTuple):
     """The state of a draft model.
 
@@ -123,7 +129,7 @@ class DraftModel:
             collectives take.
 
     Raises:
-        HydrajaxError: For numbers out of range.
+        HydrajaxError: For numbers out of range, and for a hybrid model.
     """
 
     model: BaseModel
@@ -136,11 +142,13 @@ class DraftModel:
         if self.depth < 1:
             raise HydrajaxError(f"depth: got {self.depth}, expected at least 1")
         check_confidence(self.confidence)
+        check_layers(self.config)
 
     @classmethod
     def for_base(cls, config: LlamaConfig, dtype, settings: None = None) -> DraftModel:
-        """Return a draft model with an eighth of the base's layers; there are no settings."""
-        small = config.replace(n_layers=-(-config.n_layers // 8))
+        """Return a draft model with an eighth of the base's layers, plain ones for a hybrid; there are no settings."""
+        small = config.plain_layer if config.any_recurrent else config
+        small = small.replace(n_layers=-(-config.n_layers // 8))
         return cls(Llama(small, jnp.dtype(dtype)), config.vocab_size)
 
     @property

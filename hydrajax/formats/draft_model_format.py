@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from hydrajax.drafters.draft_model import DraftModel, check_confidence
+from hydrajax.drafters.draft_model import DraftModel, check_confidence, check_layers
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.huggingface import load_llama
@@ -52,6 +52,7 @@ def load_draft_model(
             f"other sizes need equal tokenizers, and {lacks} has none"
         )
     check_confidence(confidence)
+    check_layers(config)
     model, params = load_llama(draft, base.dtype, place)
     size, base_size = (sum(leaf.size for leaf in jax.tree.leaves(some)) for some in (params, base_params))
     if size > base_size:

@@ -14,6 +14,7 @@ import hydrajax
 from helpers import small_tokenizer
 from helpers.released import refusal
 from hydrajax import assets
+from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.formats.draft_registry import title_of
 from hydrajax.formats.load import is_model
 from hydrajax.sharding import Placement
@@ -161,6 +162,13 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
         ),
     ):
         refusal(lambda settings=settings: hydrajax.load(tiny_checkpoint, **({"draft": small} | settings)), message)
+
+
+def test_a_hybrid_draft_is_refused(llama_checkpoint, tiny_checkpoint):
+    hybrid = llama_checkpoint(model_type="lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    refusal(lambda: hydrajax.load(tiny_checkpoint, hybrid), "draft: got a hybrid model, expected attention in all")
+    drafter = DraftModel.for_base(hydrajax.load(hybrid).model.config, "float32")
+    assert drafter.config.n_layers == 1
 
 
 def test_a_damaged_draft_is_refused_as_the_draft(llama_checkpoint, tiny_checkpoint, tmp_path):
