@@ -16,6 +16,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
+from hydrajax.families.tensor_names import in_files
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter, part_shapes
@@ -65,7 +66,10 @@ class LinearLayer(NamedTuple):
 
 
 def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
-    """Return all linear layers of a base of this shape, by transformers' names."""
+    """Return all linear layers of a base of this shape that can be adapted, by transformers' names.
+
+    An adapter does not reach experts (`check_adapter`) and layers that keep a state.
+    """
     shapes = abstract_base(Llama(base))
 
     def layer(path, kernel, *targets):
@@ -76,7 +80,7 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     found = {}
     for i in range(base.n_layers):
         for kernel, block in BLOCKS.items():
-            if base.any_experts and block == "mlp":  # an adapter does not reach experts (`check_adapter`)
+            if kernel not in shapes[f"layers_{i}"] or (base.any_experts and block == "mlp"):
                 continue
             targets = KERNELS[kernel]
             named = (
@@ -85,7 +89,7 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
                 else {t: (t,) for t in targets}
             )
             for name, parts in named.items():
-                found[f"model.layers.{i}.{block}.{name}"] = layer((f"layers_{i}",), kernel, *parts)
+                found[in_files(f"model.layers.{i}.{block}.{name}", base)] = layer((f"layers_{i}",), kernel, *parts)
     if not base.tied_lm_head:
         found["lm_head"] = layer((), "lm_head", "lm_head")
     return found
@@ -118,7 +122,8 @@ def save_adapter(
             at = end
         tensors[f"{PREFIX}{name}.lora_A.weight"] = np.concatenate(a, axis=1).T
         tensors[f"{PREFIX}{name}.lora_B.weight"] = b.T
-        module = name.rpartition(".")[2]
+        # In a hybrid the last part alone may also name a layer that keeps a state.
+        module = ".".join(name.split(".")[-2 if base.any_recurrent else -1 :])
         modules[module] = None
         if len(adapted) > 1:
             fused[module] = len(adapted)
@@ -171,6 +176,12 @@ def load_adapter(directory: str | Path, base: LlamaConfig) -> StoredAdapter:
     check_directory(directory, WHAT)
     raw = read_json(directory / CONFIG, WHAT)
     files, known = open_tensors(directory, ADAPTER, WHAT), linear_layers(base)
+    other = sorted(_adapted_in(files) - known.keys())
+    if base.any_recurrent and other:
+        raise HydrajaxError(
+            f"{WHAT}: {directory}: got '{other[0]}', expected layers of attention and MLPs, the only ones that are "
+            "adapted in a hybrid"
+        )
     try:
         _check_supported(raw)
         adapted = _adapted(raw, files, known)
@@ -239,7 +250,7 @@ def _adapted(raw: dict, files: TensorFiles, known: dict[str, LinearLayer]) -> li
     wanted, layers = raw.get("target_modules"), raw.get("layers_to_transform")
     layers = [layers] if type(layers) is int else layers
     if isinstance(wanted, str):  # a regular expression or "all-linear": read the tensors' names instead
-        names = {re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(PREFIX)) for name in files}
+        names = _adapted_in(files)
     elif isinstance(wanted, list) and wanted and all(isinstance(target, str) for target in wanted):
         names = set()
         for target in wanted:
@@ -255,6 +266,11 @@ def _adapted(raw: dict, files: TensorFiles, known: dict[str, LinearLayer]) -> li
     if not adapted:
         raise HydrajaxError("target_modules: no linear layer of this base is adapted")
     return adapted
+
+
+def _adapted_in(files: TensorFiles) -> set[str]:
+    """Return the names of the layers for which files have tensors."""
+    return {re.sub(r"\.lora_[AB]\.weight$", "", name.removeprefix(PREFIX)) for name in files if name != COPY}
 
 
 def _layer_number(name: str) -> int | None:

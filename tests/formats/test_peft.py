@@ -162,17 +162,30 @@ def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
     assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 6, ["k_proj", "up_proj", "lm_head"])
 
 
+LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": False}
+
+
 @pytest.mark.parametrize(
-    "targets", [pytest.param(TARGETS, marks=pytest.mark.slow), ("k_proj", "o_proj", "up_proj")], ids=["all", "some"]
+    ("family", "targets"),
+    [
+        pytest.param(FAMILIES["phi3"], TARGETS, marks=pytest.mark.slow),
+        (FAMILIES["phi3"], ("k_proj", "o_proj", "up_proj")),
+        (LFM2, TARGETS),
+    ],
+    ids=["phi3, all", "phi3, some", "lfm2"],
 )
-def test_an_adapter_of_parts_of_fused_layers_is_written_as_one_of_higher_rank(llama_checkpoint, tmp_path, targets):
-    """Each part has an A of its own here, and one A serves all parts in Phi 3's files."""
-    base = llama_checkpoint(**FAMILIES["phi3"])
+def test_an_adapter_is_written_with_the_names_of_the_family(llama_checkpoint, tmp_path, family, targets):
+    """Each part has an A of its own here, and one A of higher rank serves all parts in Phi 3's files."""
+    base = llama_checkpoint(**family)
     adapter, random = Adapter(rank=2, alpha=3.0, targets=targets), np.random.default_rng(0)
     model = Llama(read_config(base), adapter=adapter)
     added = split_adapter(jax.eval_shape(lambda: init_base(model, jax.random.key(0))))[1]
     added = jax.tree.map(lambda x: 0.2 * random.standard_normal(x.shape).astype(np.float32), added)
     save_adapter(tmp_path / "lora", adapter, added, model.config)
+    ends = json.loads((tmp_path / "lora" / "adapter_config.json").read_text())["target_modules"]
+    names = [name for name, _ in open_model(base).named_modules() if f".{name}".endswith(tuple(f".{x}" for x in ends))]
+    tensors = safetensors.torch.load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    assert {f"base_model.model.{name}.lora_{letter}.weight" for name in names for letter in "AB"} == tensors.keys()
     expected = expected_logits(apply_lora(open_model(base), tmp_path / "lora"))
     assert np.abs(expected - expected_logits(open_model(base))).max() > 0.1
     ours = logits_of(model, with_adapter(load_llama(base)[1], added))
@@ -250,5 +263,11 @@ def test_refusals_name_what_is_wrong(tiny_checkpoint, llama_checkpoint, lora, tm
     refusal(lambda: load_adapter(folder, config), "adapter: ", neither)
     (tmp_path / "empty").mkdir()
     refusal(lambda: load_adapter(tmp_path / "empty", config), "adapter: ", "no such file")
+    hybrid = llama_checkpoint(**LFM2)
+    for target, name in (("out_proj", "model.layers.0.conv.out_proj"), ("in_proj", "model.layers.0.conv.in_proj")):
+        folder = write_lora(tmp_path / "hybrid", open_model(hybrid), [target])
+        refusal(
+            lambda folder=folder: load_adapter(folder, read_config(hybrid)), f"got '{name}', expected layers of att"
+        )
     tied = read_config(llama_checkpoint(tie_word_embeddings=True))
     refusal(lambda: load_adapter(lora(targets=["lm_head"]), tied), "adapter: ", "this base has a tied lm head")
