@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
 
 # Published shapes, for benchmarks on random weights (`hydrajax bench --random NAME`). "25m" is the size used to compare
 # with transformers on a CPU; "tiny" is for trying a command out.
@@ -18,6 +19,18 @@ PRESETS: dict[str, LlamaConfig] = {
     "70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, max_positions=8192, norm_eps=1e-5),  # LLaMA 2 70B
     "llama3-70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 70B
 }
+
+
+def hybrid(c: LlamaConfig, recurrent: Recurrent) -> LlamaConfig:
+    """Return the shape of a Qwen hybrid: three recurrent layers for each one of attention."""
+    state, attention = LayerKind(None, None, recurrent=recurrent), LayerKind(None, c.rope_theta)
+    c = c.replace(qk_norm=True, norm_offset=True, attention_gate=True, rotary_dim=c.head_dim // 4)
+    return c.replace(layer_kinds=(state, state, state, attention) * (c.n_layers // 4))
+
+
+PRESETS["hybrid-100m"] = hybrid(
+    LlamaConfig(16_384, 768, 2048, 12, 6, 2, 128, max_positions=2048, tied_lm_head=True), GatedDelta(4, 6, 12, 64, 64)
+)
 
 
 def _glm() -> LlamaConfig:
@@ -43,4 +56,10 @@ MIXTURES = {
     ),
     "glm-4.5-air": _glm(),
 }
-SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES
+HYBRIDS = {
+    "qwen3.5-9b": hybrid(
+        LlamaConfig(248_320, 4096, 12_288, 32, 16, 4, 256, 262_144, 1e-6, 1e7),
+        GatedDelta(4, 16, 32, 128, 128, names="qwen3_5"),
+    )
+}
+SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES | HYBRIDS

@@ -124,7 +124,8 @@ def append(
         [layer for layer, has_state in zip(cache.layers, recurrent, strict=True) if not has_state]
     )
     added = jax.tree.leaves([part for part, has_state in zip(block, recurrent, strict=True) if not has_state])
-    written = iter(jax.tree.unflatten(treedef, ops.append_rows(slots, added, index, starts)))
+    written = ops.append_rows(slots, added, index, starts) if slots else []
+    written = iter(jax.tree.unflatten(treedef, written))
     layers = (
         layer.after(part, counts, index) if isinstance(layer, RecurrentCache) else next(written)
         for layer, part in zip(cache.layers, block, strict=True)
