@@ -1,15 +1,15 @@
 """Recurrences over the tokens of a text and over the nodes of a tree: the same sums along different paths.
 
-A head's state S ``[d_k, d_v]`` takes in a token t as S_t = α_t S_{t-1} + k_t u_tᵀ, and the token reads it as
-o_t = S_tᵀ q_t. Unrolled along the path of a node i, where γ_i is the product of α from the path's first token to i,
+A head's state S ``[d_v, d_k]`` takes in a token t as S_t = α_t S_{t-1} + u_t k_tᵀ, and the token reads it as
+o_t = S_t q_t. Unrolled along the path of a node i, where γ_i is the product of α from the path's first token to i,
 
-    S_i = γ_i S_0 + Σ_{j ≤ i} (γ_i / γ_j) k_j u_jᵀ        o_i = γ_i S_0ᵀ q_i + Σ_{j ≤ i} (γ_i / γ_j) (k_j·q_i) u_j
+    S_i = γ_i S_0 + Σ_{j ≤ i} (γ_i / γ_j) u_j k_jᵀ        o_i = γ_i S_0 q_i + Σ_{j ≤ i} (γ_i / γ_j) (k_j·q_i) u_j
 
 with j ≤ i for the tokens on that path. So the outputs of all nodes follow from S_0 and a mask of ancestors, without a
 state per node, and the state after an accepted path is one more sum (docs/hybrids.md). A chunk of a text is one path.
 
 In Mamba-2 (arXiv 2405.21060) u_t is the token's own. In the gated delta rule (arXiv 2412.06464) it is what the state
-lacks, u_t = β_t (v_t - α_t S_{t-1}ᵀ k_t), so all u solve one unit triangular system, as parents precede children.
+lacks, u_t = β_t (v_t - α_t S_{t-1} k_t), so all u solve one unit triangular system, as parents precede children.
 
 Shapes: B sequences, G heads of queries and keys, r value heads for each of these, T tokens. All is float32: states are
 sums over whole texts.
@@ -88,7 +88,7 @@ def order_of(mask: Mask, positions: Int[Array, "B T"]) -> Order:
     return Nodes(mask[:, 0, 0] if mask.ndim == 5 else mask)
 
 
-def run(tokens: Tokens, order: Order, state: Float[Array, "B h k v"]) -> tuple[Array, tuple]:
+def run(tokens: Tokens, order: Order, state: Float[Array, "B h v k"]) -> tuple[Array, tuple]:
     """Return the outputs ``[B, G, r, T, d_v]``, and what `RecurrentCache.after` requires of these tokens: the state
     after a text, or keys, writes and decays of nodes.
     """
@@ -162,7 +162,7 @@ def _by_head(x: Float[Array, "B G r *rest"]) -> Float[Array, "B h *rest"]:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h k v"]):
+def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h v k"]):
     """Return outputs and writes of tokens under a mask of paths; and by what the last token has multiplied the state
     and each write.
 
@@ -184,10 +184,10 @@ def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h k
     gamma = jnp.exp(jnp.sum(below, axis=-1))
     if sees_state is not None:
         gamma = jnp.where(sees_state[:, None, None], gamma, 0.0)
-    state = state.reshape(batch, groups, per_key, -1, value_dim)
+    state = state.reshape(batch, groups, per_key, value_dim, -1)
     # One product reads the state once.
     both = queries if beta is None else jnp.concatenate([queries, keys], axis=2)
-    read = jnp.einsum("bgtk,bgrkv->bgrtv", both, state, precision=PRECISION)
+    read = jnp.einsum("bgtk,bgrvk->bgrtv", both, state, precision=PRECISION)
     written = values
     if beta is not None:
         similar = jnp.einsum("bgik,bgjk->bgij", keys, keys, precision=PRECISION)[:, :, None]
@@ -206,7 +206,7 @@ def _solved(lower: Float[Array, "*B T T"], right: Float[Array, "*B T v"]) -> Flo
     return jax.lax.linalg.triangular_solve(lower, right, left_side=True, lower=True, unit_diagonal=True)
 
 
-def _over_text(tokens: Tokens, order: Text, state: Float[Array, "B h k v"]):
+def _over_text(tokens: Tokens, order: Text, state: Float[Array, "B h v k"]):
     """Return the outputs of a text and the state after it, chunk by chunk."""
     n_tokens, real = order.positions.shape[1], order.real()
     if real is not None:  # decay by 1 and write nothing
@@ -239,7 +239,7 @@ def _over_text(tokens: Tokens, order: Text, state: Float[Array, "B h k v"]):
     return outputs.reshape(*outputs.shape[:3], -1, outputs.shape[-1])[:, :, :, :n_tokens], state
 
 
-def _chunk(tokens: Tokens, positions: Int[Array, "B T"], state: Float[Array, "B h k v"]):
+def _chunk(tokens: Tokens, positions: Int[Array, "B T"], state: Float[Array, "B h v k"]):
     """Return the outputs of consecutive tokens and the state after them."""
     place = jnp.arange(positions.shape[1])
     began = place - positions  # the place of the token at position 0

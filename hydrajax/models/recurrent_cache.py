@@ -34,11 +34,11 @@ class RecurrentCache(NamedTuple):
 
     Attributes:
         inputs: ``[B, G, K - 1, C]`` the convolution's last inputs, the latest last.
-        state: float32 ``[B, h, d_k, d_v]``; None for a layer that has a convolution alone.
+        state: float32 ``[B, h, d_v, d_k]``; None for a layer that has a convolution alone.
     """
 
     inputs: Float[Array, "B G K1 C"]
-    state: Float[Array, "B h k v"] | None = None
+    state: Float[Array, "B h v k"] | None = None
 
     @classmethod
     def empty(cls, settings: Recurrent, batch: int, dtype) -> RecurrentCache:
@@ -78,10 +78,10 @@ class RecurrentCache(NamedTuple):
 
     @staticmethod
     def folded(state, keys, written, weights: Float[Array, "B h T"], kept: Float[Array, "B h"]) -> Array:
-        """Return ``kept S + Σ_j weights_j k_j u_jᵀ`` of each head."""
+        """Return ``kept S + Σ_j weights_j u_j k_jᵀ`` of each head."""
         batch, groups = keys.shape[:2]
         weighted = (written * weights[..., None]).reshape(batch, groups, -1, *written.shape[2:])
-        added = jnp.einsum("bgtk,bgrtv->bgrkv", keys, weighted, precision=jax.lax.Precision.HIGHEST)
+        added = jnp.einsum("bgrtv,bgtk->bgrvk", weighted, keys, precision=jax.lax.Precision.HIGHEST)
         return kept[..., None, None] * state + added.reshape(state.shape)
 
 

@@ -81,8 +81,8 @@ class GatedDelta(Recurrent):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of one sequence's state: heads, features of a key, features of a value."""
-        return self.value_heads, self.key_dim, self.value_dim
+        """Shape of one sequence's state: heads, features of a value, features of a key."""
+        return self.value_heads, self.value_dim, self.key_dim
 
     @property
     def inputs_shape(self) -> tuple[int, int, int]:

@@ -39,26 +39,26 @@ class Given(NamedTuple):
         beta = random.uniform(0, 2, log_decay.shape) if delta else None
         inputs = random.standard_normal((BATCH, HEADS, n_tokens, CHANNELS))
         weights = random.standard_normal((HEADS, CHANNELS, KERNEL))
-        state = random.standard_normal((BATCH, HEADS * PER_KEY, KEY, VALUE))
+        state = random.standard_normal((BATCH, HEADS * PER_KEY, VALUE, KEY))
         earlier = random.standard_normal((BATCH, HEADS, KERNEL - 1, CHANNELS))
         return cls(Tokens(queries, keys, values, log_decay, beta), inputs, weights, state, earlier)
 
     def along(self, row: int, path: list[int], fresh: bool):
         """Return outputs ``[heads, r, v]`` and convolution of a path's last token, and state and inputs after it."""
         queries, keys, values, log_decay, beta = self.tokens
-        state = self.state[row].reshape(HEADS, PER_KEY, KEY, VALUE) * (not fresh)
+        state = self.state[row].reshape(HEADS, PER_KEY, VALUE, KEY) * (not fresh)
         window = self.earlier[row] * (not fresh)
         for t in path:
             key = keys[row, :, None, t]
             state = state * np.exp(log_decay[row, :, :, t])[..., None, None]
             write = values[row, :, :, t]
             if beta is not None:
-                write = beta[row, :, :, t, None] * (write - np.einsum("grkv,gxk->grv", state, key))
-            state = state + key[..., None] * write[..., None, :]
+                write = beta[row, :, :, t, None] * (write - np.einsum("grvk,gxk->grv", state, key))
+            state = state + write[..., None] * key[..., None, :]
             window = np.concatenate([window, self.inputs[row, :, t : t + 1]], axis=1)[:, -KERNEL:]
-        output = np.einsum("grkv,gk->grv", state, queries[row, :, path[-1]]) if path else None
+        output = np.einsum("grvk,gk->grv", state, queries[row, :, path[-1]]) if path else None
         mixed = np.einsum("gtc,gct->gc", window, self.weights) if path else None
-        return output, mixed, state.reshape(-1, KEY, VALUE), window[:, -(KERNEL - 1) :]
+        return output, mixed, state.reshape(-1, VALUE, KEY), window[:, -(KERNEL - 1) :]
 
 
 def ours(given: Given, mask, positions):
