@@ -29,6 +29,7 @@ from hydrajax.models.attention import Causal, Documents, Mask
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 
 CHUNK = 64  # tokens of a text whose outputs are computed at once
+FIRST_BLOCK = 8  # rows of a triangular system that are solved by powers
 PRECISION = jax.lax.Precision.HIGHEST  # also on devices that round a matmul's inputs by default
 
 
@@ -179,7 +180,7 @@ def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h v
     # log (γ_i / γ_j) as the sum over the nodes below j on the path to i: as a difference of long sums it would lose
     # digits, and off the path it would overflow.
     below = jnp.where(path, log_decay[..., None, :], 0.0)
-    between = jnp.matmul(below, above.astype(np.float32), precision=PRECISION)
+    between = _product(below, above.astype(np.float32))
     between = jnp.where(path, jnp.exp(jnp.where(path, between, 0.0)), 0.0)
     gamma = jnp.exp(jnp.sum(below, axis=-1))
     if sees_state is not None:
@@ -200,10 +201,41 @@ def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h v
 
 
 def _solved(lower: Float[Array, "*B T T"], right: Float[Array, "*B T v"]) -> Float[Array, "*B T v"]:
-    """Solve ``(I + L) u = right``, where L is the part of ``lower`` below the diagonal."""
-    if right.shape[-2] == 1:
+    """Solve ``(I + L) u = right``, where L is the part of ``lower`` below the diagonal.
+
+    The inverse comes from those of ever larger blocks on the diagonal: the one of [[A, 0], [C, B]] has -B⁻¹ C A⁻¹ below
+    A⁻¹ and B⁻¹. Substitution would be as accurate, but a GPU leaves its graph for it, and a TPU takes a step per row.
+    The first blocks take (I - L)(I + L²)(I + L⁴), whose powers would lose digits in larger ones.
+    """
+    n_tokens = right.shape[-2]
+    if n_tokens == 1:
         return right
-    return jax.lax.linalg.triangular_solve(lower, right, left_side=True, lower=True, unit_diagonal=True)
+    rows = 1 << (n_tokens - 1).bit_length()
+    lower = jnp.tril(lower, -1)
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, rows - n_tokens)] * 2)
+    size = min(rows, FIRST_BLOCK)
+    power = _diagonal(lower, size)
+    inverse, terms = np.eye(size, dtype=np.float32) - power, 2
+    while terms < size:
+        power = _product(power, power)
+        inverse, terms = inverse + _product(inverse, power), 2 * terms
+    while size < rows:
+        above, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product(_product(below, _diagonal(lower, 2 * size)[..., size:, :size]), above)
+        inverse = jnp.block([[above, jnp.zeros_like(above)], [corner, below]])
+        size *= 2
+    return _product(inverse[..., 0, :n_tokens, :n_tokens], right)
+
+
+def _diagonal(matrix: Float[Array, "*B T T"], size: int) -> Float[Array, "*B n size size"]:
+    """Return the blocks of this size on the diagonal."""
+    n_blocks = matrix.shape[-1] // size
+    blocks = matrix.reshape(*matrix.shape[:-2], n_blocks, size, n_blocks, size)
+    return jnp.stack([blocks[..., i, :, i, :] for i in range(n_blocks)], axis=-3)
+
+
+def _product(a: Float[Array, "... n k"], b: Float[Array, "... k m"]) -> Float[Array, "... n m"]:
+    return jnp.matmul(a, b, precision=PRECISION)
 
 
 def _over_text(tokens: Tokens, order: Text, state: Float[Array, "B h v k"]):

@@ -31,7 +31,8 @@ MASKED, TINY = -1e30, 1e-30
 LEAST = 16  # rows and columns of a tensor core's matmul
 MOST_TOKENS = 128  # of a tree: its keys and scores stay on the chip
 MOST_LINES = 128  # queries of a program, over all heads that share a key-value head
-SLOTS = 64  # of the cache, per iteration of the kernel's loop
+SLOTS, STAGES = 64, 3  # of the cache, per iteration of the kernel's loop, and iterations that are loaded ahead
+WIDE = 256  # numbers of a head for which half of the queries and one iteration less fit into shared memory
 # Programs per layer: the multiprocessors of a large GPU. Not more, because partial sums are written in float32 and read
 # again.
 PROGRAMS, MOST_SPLITS = 128, 8
@@ -50,7 +51,7 @@ def fits(n_tokens: int, head_dim: int, dtype) -> bool:
     large.
     """
     sixteen_bit = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-    return sixteen_bit and n_tokens <= MOST_TOKENS and LEAST <= head_dim <= 256 and head_dim.bit_count() == 1
+    return sixteen_bit and n_tokens <= MOST_TOKENS and LEAST <= head_dim <= WIDE and head_dim.bit_count() == 1
 
 
 def attend(
@@ -77,7 +78,8 @@ def attend(
     assert n_slots % SLOTS == 0, n_slots
     groups = n_heads // n_kv
     rows = groups * n_tokens
-    tile = min(max(LEAST, pl.next_power_of_2(rows)), MOST_LINES)
+    most, stages = (MOST_LINES // 2, STAGES - 1) if head_dim == WIDE else (MOST_LINES, STAGES)
+    tile = min(max(LEAST, pl.next_power_of_2(rows)), most)
     tiles, padded = pl.cdiv(rows, tile), max(LEAST, pl.next_power_of_2(n_tokens))
     splits = splits_of(batch * n_kv)
 
@@ -106,7 +108,7 @@ def attend(
         grid=(tiles, batch * n_kv, splits),
         out_shape=shares if splits > 1 else out,
         warps=8 if tile > 64 else 4,
-        stages=3,
+        stages=stages,
         interpret=interpret,
     )
     if splits > 1:
