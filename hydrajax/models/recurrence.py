@@ -212,7 +212,7 @@ def _solved(lower: Float[Array, "*B T T"], right: Float[Array, "*B T v"]) -> Flo
         return right
     rows = 1 << (n_tokens - 1).bit_length()
     lower = jnp.tril(lower, -1)
-    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, rows - n_tokens)] * 2)
+    lower = jax.lax.optimization_barrier(jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, rows - n_tokens)] * 2))
     size = min(rows, FIRST_BLOCK)
     power = _diagonal(lower, size)
     inverse, terms = np.eye(size, dtype=np.float32) - power, 2
