@@ -39,6 +39,7 @@ from hydrajax.models.init import init_base
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LayerKind
+from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
 
@@ -63,10 +64,18 @@ DRAFTERS = {
     "model": (DraftModel(Llama(CONFIG), 17), TREE, 2),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE, 2),
     "experts": (lab.DRAFTERS["hydra++"], TREE, 1),
+    "hybrid": (lab.DRAFTERS["hydra++"], TREE, 1),
+    "hybrid alone": (NoDrafter(), presets.root(), 0),
 }
 # Experts in both layers, of which the first has a window.
 EXPERTS = Experts(4, 2, 16)
-BASES = {"experts": CONFIG.replace(layer_kinds=(LayerKind(5, experts=EXPERTS), LayerKind(experts=EXPERTS)))}
+STATE = GatedDelta(4, 2, 4, 24, 40)  # of a shape that nothing else has
+HYBRID = CONFIG.replace(layer_kinds=(LayerKind(None, None, recurrent=STATE), LayerKind()))
+BASES = {
+    "experts": CONFIG.replace(layer_kinds=(LayerKind(5, experts=EXPERTS), LayerKind(experts=EXPERTS))),
+    "hybrid": HYBRID,
+    "hybrid alone": HYBRID,
+}
 
 
 def make_engine(name: str, kind=Engine) -> Engine:
@@ -166,9 +175,22 @@ def check_updates(engine: Engine, hlo: str, batch: int, own_layers: int) -> None
     assert cache_copies(engine, hlo) == []
     makers = cache_makers(engine, hlo, batch)
     updates = take_updates(makers, engine, hlo, batch)
-    assert updates == 2 * (CONFIG.n_layers + own_layers)
+    assert updates == 2 * (engine.model.config.attention_layers + own_layers)
     assert makers.pop("fusion", 0) <= updates
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
+
+
+@pytest.mark.parametrize("name", ["hybrid", "hybrid alone"])
+def test_the_loop_reads_and_writes_a_state_in_place(name):
+    """Nothing copies the state, and one operation adds what was accepted."""
+    engine = make_engine(name)
+    hlo = optimised_hlo(engine, 3)
+    check_updates(engine, hlo, 3, DRAFTERS[name][2])
+    shape = f"f32[3,{','.join(map(str, STATE.state_shape))}]"
+    makers = Counter(opcode for result, opcode in instructions(hlo) if result.startswith(shape))
+    for view in ("parameter", "get-tuple-element", "bitcast"):
+        makers.pop(view, None)
+    assert makers == {"fusion": 1, "add": 1, "multiply": 1, "broadcast": 1}  # kept S + what was accepted
 
 
 def extended_hlo(engine: Engine, batch: int, donate: bool = True) -> str:
