@@ -33,12 +33,12 @@ def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout
             experts of a layer, with OLMo hybrid's released names, or in a multimodal checkpoint. By default the form
             that is written.
     """
-    last = first_in(files, "model.norm.weight", "model.language_model.norm.weight")
-    model = last.removesuffix("norm.weight")
+    multimodal = in_files("model.language_model.norm.weight", c) in files
+    model = "model.language_model." if multimodal else "model."
     layout = [same(("embedding",), f"{model}embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
         layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), files=files)
-    layout.append(same(("norm", "scale"), last, c.width))
+    layout.append(same(("norm", "scale"), f"{model}norm.weight", c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
     return [

@@ -27,7 +27,12 @@ from hydrajax.models.llama_config import LlamaConfig
 # By model_type. A configuration is written as the first one that fits.
 FAMILIES = plugins.Group("families")
 # Multimodal models that are used without their vision tower, and the families of their text parts.
-TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+}
 # Parts of other families that are not implemented.
 _VISION, _LATENT = "its vision tower", "its latent attention (MLA)"
 NOT_IMPLEMENTED = {

@@ -10,7 +10,7 @@ from hydrajax.models.llama_config import LlamaConfig
 
 _LFM = {
     "input_layernorm": "operator_norm",
-    "model.norm": "model.embedding_norm",
+    "norm": "embedding_norm",
     "mlp": "feed_forward",
     "gate_proj": "w1",
     "up_proj": "w3",
@@ -31,6 +31,7 @@ NAMES = {
         "k_norm": "k_layernorm",
         "o_proj": "out_proj",
         "gate.e_score_correction_bias": "expert_bias",
+        "experts.down_proj": "experts.down_proj",  # of all experts together
     },
     "lfm3": _LFM_BEFORE | {"g_proj": "gate_proj"},
     "lfm3 with norms after": _LFM_BOTH | {"g_proj": "gate_proj"},

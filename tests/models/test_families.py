@@ -32,6 +32,7 @@ from hydrajax.bench.random_models import random_draft
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
+from hydrajax.families.family_registry import TEXT_PARTS
 from hydrajax.families.tensor_names import RELEASED
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.export_base import export_llama
@@ -379,10 +380,10 @@ def test_sharded_over_eight_devices(pairs, tmp_path, on_eight_devices):
 # --- files of experts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "lfm2_moe"])
 def test_experts_in_one_tensor(tmp_path, pairs, family):
     fused = random_pair(tmp_path, family, EXAMPLES[family], fused=True)
-    assert any(name.endswith("mlp.experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
+    assert any(name.endswith(".experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
     jax.tree.map(np.testing.assert_array_equal, fused.params, pairs(family).params)
 
 
@@ -429,16 +430,17 @@ def _exported(folder: Path, model: Llama, params: dict) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
     """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""
     torch.manual_seed(0)
-    text = SHARED | EXAMPLES[f"{kind}_text"]
-    text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-    vision = {
-        "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "patch_size": 2, "out_hidden_size": 32,
-        "num_position_embeddings": 4,
-    }  # fmt: skip
+    text = SHARED | EXAMPLES[TEXT_PARTS[kind]]
+    vision = {"hidden_size": 8, "intermediate_size": 8, "patch_size": 2}
+    if kind.startswith("qwen"):
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        vision |= {"depth": 1, "num_heads": 1, "out_hidden_size": 32, "num_position_embeddings": 4}
+    else:
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_patches": 4}
     tied = text.get("tie_word_embeddings", False)
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
@@ -448,7 +450,7 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
     theirs.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    assert any(name.startswith("model.visual.") for name in tensors)
+    assert any(name.startswith(("model.visual.", "model.vision_tower.")) for name in tensors)
     save_file(tensors | {"mtp.fc.weight": torch.zeros(1)}, file, {"format": "pt"})
     with pytest.warns(match=f"^hydrajax: base: .*config.json: '{kind}' is multimodal; its text part alone is used$"):
         model, params = load_llama(tmp_path)
