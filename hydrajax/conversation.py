@@ -13,9 +13,12 @@ from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processing import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
 from hydrajax.decoding.request import sampling_params
+from hydrajax.decoding.state_snapshots import StateSnapshots
 from hydrajax.errors import HydrajaxError
 from hydrajax.sequences import drawn, growing_text, keys_of
 from hydrajax.text.templates import make_encoder
+
+SNAPSHOTS = 8  # of recurrent layers' states
 
 
 @dataclass
@@ -52,8 +55,8 @@ class Chat:
     """A conversation with a model.
 
     The KV cache is reused as long as the conversation, written in the chat template, starts with the cached tokens.
-    Otherwise (an edited message, an interrupted answer, a template that rewrites earlier turns) the turn starts with an
-    empty cache.
+    Otherwise (an edited message, a template that rewrites earlier turns) the turn keeps the common beginning; with
+    recurrent layers, up to a snapshot of their states. After an interrupted answer it starts with an empty cache.
 
     Attributes:
         messages: the conversation, a list of ``{"role": ..., "content": ...}``; may be edited between turns.
@@ -87,6 +90,7 @@ class Chat:
         self._request = drawn(executor, executor.request.replace(seed=seed))
         self._state: State | None = None
         self._cached: list[int] = []  # the tokens in the KV cache
+        self._snapshots = StateSnapshots.of(self._config, SNAPSHOTS)
         self._turns = 0
         self.messages: list[dict[str, str]] = []
         self.turn = Turn()
@@ -98,6 +102,7 @@ class Chat:
     def reset(self) -> None:
         """Start a new conversation."""
         self.messages, self._state, self._cached = [], None, []
+        self._snapshots = self._snapshots.until(0)
 
     def send(self, message: str) -> Iterator[str]:
         """Add a user message and yield the answer's text as it is generated.
@@ -158,19 +163,27 @@ class Chat:
         self._turns += 1
         cached, state = self._cached, self._state
         self._cached, self._state = [], None  # until the turn is complete
-        reused = common_length(np.array(cached), np.array(ids[:-1]))  # at least one token is read
+        shared = common_length(np.array(cached), np.array(ids[:-1]))  # at least one token is read
+        reused = self._snapshots.start(shared, len(cached))
         self.turn = Turn(prompt_tokens=len(ids), reused=reused)
-        if reused:
-            if reused < len(cached):  # an answer may be split into other tokens as part of a prompt
-                counting = count_tokens(sampling.processors)
-                counts = TokenCounts.of_text(np.array(ids[:reused]), self._config.vocab_size) if counting else None
-                state = executor.rewind(state, np.array([reused], np.int32), counts)
-            chunk, count = right_padded([ids[reused:]], bucket(len(ids) - reused, self._context - reused))
-            state = executor.extend(state, chunk, count, sampling)
-        else:
-            prompt, count = right_padded([ids], bucket(len(ids), self._context))
-            slots = executor.engine.cache_slots(self._context)  # for the whole conversation
-            state = executor.prefill(prompt, count, sampling, slots)
+        if 0 < reused < len(cached):  # an answer may be split into other tokens as part of a prompt
+            counting = count_tokens(sampling.processors)
+            counts = TokenCounts.of_text(np.array(ids[:reused]), self._config.vocab_size) if counting else None
+            state = executor.rewind(state, np.array([reused], np.int32), counts, self._snapshots.at(reused))
+        snapshots, at = self._snapshots.until(reused), reused
+        stops = snapshots.stops(reused, shared, len(ids))
+        while at < len(ids):
+            if at in stops:
+                snapshots = snapshots.taken(at, executor.snapshot(state))
+            until = next((stop for stop in stops if stop > at), len(ids))
+            chunk, count = right_padded([ids[at:until]], bucket(until - at, self._context - at))
+            if at:
+                state = executor.extend(state, chunk, count, sampling)
+            else:
+                slots = executor.engine.cache_slots(self._context)  # for the whole conversation
+                state = executor.prefill(chunk, count, sampling, slots)
+            at = until
+        self._snapshots = snapshots
         text = growing_text(executor.tokenizer, (), ids)
         done, steps = False, 1
         while not done:

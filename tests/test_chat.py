@@ -7,10 +7,13 @@ import io
 import pytest
 
 import hydrajax
+from helpers import letters
+from helpers.lab import hybrid_lab
 from hydrajax import assets
 from hydrajax.conversation import Chat, Turn
 from hydrajax.decoding.processors import Penalties
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.state_snapshots import TAIL
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
 
@@ -102,6 +105,35 @@ def test_an_edited_conversation_is_penalised_for_what_it_holds_now(loaded):
     fresh.messages = [dict(message) for message in chat.messages]
     assert "".join(chat.send(MESSAGES[1])) == "".join(fresh.send(MESSAGES[1]))
     assert (chat.turn.reused > 0, fresh.turn.reused) == (True, 0)
+
+
+def test_a_chat_on_recurrent_layers_returns_to_snapshots():
+    m = letters.model("hydra++", hybrid_lab())
+    program = m.program(tree=letters.TREE, max_new_tokens=9)
+    chat, fresh = (Chat(m.executor(program)) for _ in range(2))
+
+    def reused(message: str, keep: int | None = None, answer: str | None = None) -> int:
+        """Send a message after the first ``keep``, the last of which may be replaced; compare with a new chat."""
+        del chat.messages[len(chat.messages) if keep is None else keep :]
+        if answer is not None:
+            chat.messages[-1]["content"] = answer
+        fresh.reset()
+        fresh.messages = [dict(each) for each in chat.messages]
+        assert "".join(chat.send(message)) == "".join(fresh.send(message))
+        assert (fresh.turn.reused, fresh.turn.new_tokens) == (0, chat.turn.new_tokens)
+        return chat.turn.reused
+
+    first = "abcdefghijklmnoabcdefghijklmnoabcd"
+    assert reused(first) == 0
+    second = chat.turn.prompt_tokens + 9  # where the first answer ends
+    assert reused("hello") == second
+    third = chat.turn.prompt_tokens + 9
+    assert reused("mine") == third
+    assert reused("good", answer="fine") == third  # as a template that rewrites the last answer
+    assert reused("name", keep=2) == second
+    assert reused("face", keep=2) == second
+    assert reused(first[:28] + "aa", keep=0) == len(first) + 1 - TAIL
+    assert reused("ok", keep=0) == 0
 
 
 def test_an_answer_broken_off_stays_as_far_as_it_went(loaded):

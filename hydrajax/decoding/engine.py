@@ -21,7 +21,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import Forward
-from hydrajax.models.cache import append, cut_caches
+from hydrajax.models.cache import States, append, cut_caches, with_states
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,24 @@ class Engine(Step):
         output = state.output._replace(counts=None if counts is None else counts.with_prompt(text, lengths))
         return DecodeState(state.target._replace(cache=cache), draft, output)
 
-    def rewind(self, state: DecodeState, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> DecodeState:
+    def rewind(
+        self,
+        state: DecodeState,
+        lengths: Int[Array, " B"],
+        counts: TokenCounts | None = None,
+        states: States = (),
+    ) -> DecodeState:
         """Cut each sequence to its first ``lengths[b]`` tokens; `extend` must follow.
 
         Args:
             state: The state before; donated by executors.
             lengths: int32 ``[B]``, at most the present lengths.
             counts: Token counts of the remaining text, required if a processor reads them.
+            states: Of the recurrent layers after these tokens (`hydrajax.models.cache.states_of`). Without them a
+                sequence with recurrent layers can only keep its length or become empty.
         """
-        target = state.target._replace(cache=cut_caches(state.target.cache, lengths))
+        cache = cut_caches(state.target.cache, lengths)
+        target = state.target._replace(cache=with_states(cache, states) if states else cache)
         output = state.output if counts is None else state.output._replace(counts=counts)
         return DecodeState(target, self.program.drafter.rewind(state.draft, lengths), output)
 

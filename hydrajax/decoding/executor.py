@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
@@ -33,6 +34,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import into_huge_pages
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
+from hydrajax.models.cache import KVCache, States, states_of
 from hydrajax.processes import agreed
 from hydrajax.sharding import by_rows, jit_on, on_mesh
 
@@ -93,6 +95,7 @@ class Executor(abc.ABC):
         self.engine = Engine(model, program)
         self._compiled: set[Any] = set()
         self._result = self._jit(result_of)
+        self._snapshot = self._jit(snapshot_of)
         self._jit_verbs()
 
     def _jit(self, function: Callable, **settings: Any) -> Any:
@@ -141,9 +144,15 @@ class Executor(abc.ABC):
         """Prefill more text, such as the next message of a conversation. See `Engine.extend`."""
         return self._extend(self.params, state, *self._placed((text, lengths, sampling)))
 
-    def rewind(self, state: State, lengths: Int[Array, " B"], counts: TokenCounts | None = None) -> State:
+    def rewind(
+        self, state: State, lengths: Int[Array, " B"], counts: TokenCounts | None = None, states: States = ()
+    ) -> State:
         """Cut each sequence to its first tokens; `extend` or `feed` must follow. See `Engine.rewind`."""
-        return self._rewind(state, lengths, counts)
+        return self._rewind(state, lengths, counts, states)
+
+    def snapshot(self, state: State) -> States:
+        """Copy the states of the base's recurrent layers, which `rewind` takes; empty without such layers."""
+        return self._snapshot(self.target(state).target.cache)
 
     @abc.abstractmethod
     def advance(
@@ -329,6 +338,10 @@ class FusedExecutor(Executor):
         prefill.compile()
         stopped = np.zeros(len(given.prompt), bool)
         self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0), np.bool_(False)).compile()
+
+
+def snapshot_of(cache: KVCache) -> States:
+    return jax.tree.map(jnp.copy, states_of(cache))  # the cache is donated to the next program
 
 
 def _shapes(given: Inputs) -> Any:

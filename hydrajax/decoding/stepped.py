@@ -166,8 +166,8 @@ class SteppedExecutor(FusedExecutor):
         extra = self._first_masks(constraints)
         return SteppedState(self._extend(self.params, state.decode, *given, extra=extra), constraints)
 
-    def rewind(self, state, lengths, counts=None):
-        return state._replace(decode=super().rewind(state.decode, lengths, counts))
+    def rewind(self, state, lengths, counts=None, states=()):
+        return state._replace(decode=super().rewind(state.decode, lengths, counts, states))
 
     def target(self, state):
         return state.decode

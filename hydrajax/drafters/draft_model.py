@@ -141,6 +141,8 @@ class DraftModel:
     def __post_init__(self):
         if self.depth < 1:
             raise HydrajaxError(f"depth: got {self.depth}, expected at least 1")
+        if self.model.config.any_recurrent:
+            raise HydrajaxError("draft: got a model with recurrent layers, expected one with attention in every layer")
         check_confidence(self.confidence)
         check_layers(self.config)
 

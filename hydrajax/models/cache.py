@@ -24,6 +24,7 @@ from hydrajax.ops.sharded import DATA, MODEL, shard
 
 # What each layer keeps of the tokens fed now: keys and values, or what its state takes in.
 Block = tuple[KeyValue | RecurrentCache | PathNodes, ...]
+States = tuple[RecurrentCache, ...]  # of the recurrent layers, in order; none without such layers
 
 
 class KVCache(NamedTuple):
@@ -140,6 +141,18 @@ def cut_caches(state: Any, lengths: Int[Array, " B"]) -> Any:
         state,
         is_leaf=lambda part: isinstance(part, KVCache),
     )
+
+
+def states_of(cache: KVCache) -> States:
+    """Return the states of the recurrent layers, which no length can cut."""
+    return tuple(layer for layer in cache.layers if isinstance(layer, RecurrentCache))
+
+
+def with_states(cache: KVCache, states: States) -> KVCache:
+    """Return the cache with these states of its recurrent layers."""
+    left = iter(states)
+    layers = (next(left) if isinstance(layer, RecurrentCache) else layer for layer in cache.layers)
+    return cache._replace(layers=tuple(layers))
 
 
 def write_tokens(

@@ -124,8 +124,8 @@ class SplitExecutor(Executor):
         base = self._extend(self._base, state.base, text, lengths, self._on_base(sampling))
         return self._begun(base, self._feed_draft(state.draft.draft, text, lengths))
 
-    def rewind(self, state, lengths, counts=None):
-        base = self._rewind(state.base, lengths, counts)
+    def rewind(self, state, lengths, counts=None, states=()):
+        base = self._rewind(state.base, lengths, counts, states)
         draft = self._draft_rewind(state.draft.draft, jax.device_put(lengths, self._draft_home))
         return SplitState(base, state.draft._replace(draft=draft))
 

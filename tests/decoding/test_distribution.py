@@ -18,8 +18,8 @@ import pytest
 from scipy import stats
 
 from helpers.how import per_row
+from helpers.lab import DELTA, Scripted
 from helpers.lab import QUICK as QUICK_COMPILE
-from helpers.lab import Scripted
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import walk
@@ -288,6 +288,17 @@ REJECTION = [
 def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
     assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
+
+
+@pytest.mark.quick("tree")
+@pytest.mark.parametrize("tree", TREES)
+def test_rejection_sampling_from_a_base_with_recurrent_layers(tree, monkeypatch):
+    model = Llama(CONFIG.replace(n_layers=2, layer_kinds=(DELTA, CONFIG.kinds[0])))
+    monkeypatch.setitem(globals(), "MODEL", model)
+    base = random_leaves(jax.eval_shape(lambda: init_base(model, jax.random.key(0))), 0, 0.45)
+    monkeypatch.setitem(globals(), "BASE", base)
+    rule = RejectionSampling(0.7, draft_temperature=1.2)
+    assert p_value(draws(rule, "near", TREES[tree], 8, LEAST), probabilities(rule)) > P_VALUE
 
 
 @parameters_as_arrays

@@ -13,6 +13,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from helpers.how import sampling
+from helpers.lab import TREES, hybrid_lab
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.prompt_batch import right_padded
@@ -97,6 +98,29 @@ def test_right_guesses_of_an_oracle_are_accepted(lab, case, base_seed, three, sa
         assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW, eos_ids)
         expected = lab.accept_lengths(lab.trees[tree], right[row], salt, len(prompt), int(out.lengths[row]))
         assert out.accept_lengths[row, : out.steps[row]].tolist() == expected
+
+
+def test_right_guesses_of_an_oracle_on_a_base_with_recurrent_layers():
+    """EOS and limits end sequences within drafts; a prompt has as many tokens as the tree and as it is padded to."""
+    lab, tree, random = hybrid_lab(), TREES["skips ranks"], np.random.default_rng(0)
+    decode = make_decode_fn(lab.model, lab.drafters["oracle"], tree, max_new_tokens=MAX_NEW, eos_ids=(3, 5))
+    three = [random.integers(0, 17, size=n).tolist() for n in (1, tree.size, 2)]
+    texts, margin = lab.references(0, three)
+    assert margin > HEALTHY
+    longest, ends = [], set()
+    for seed in range(6):
+        right, limits = random.random((3, lab.context + 5)) < 0.8, random.integers(1, MAX_NEW, 3)
+        params = Params(lab.base(0), lab.oracle_params(texts, right, seed))
+        drawn = sampling(None, 3, lab.vocab, limits=limits)
+        out = jax.device_get(decode.jitted(params, *right_padded(three, tree.size), drawn))
+        longest.append(out.accept_lengths.max())
+        for row, prompt in enumerate(three):
+            wanted = lab.expected(texts[row], len(prompt), int(limits[row]), (3, 5))
+            assert emitted(out, row) == wanted
+            steps = lab.accept_lengths(tree, right[row], seed, len(prompt), len(wanted))
+            assert out.accept_lengths[row, : out.steps[row]].tolist() == steps
+            ends.add(wanted[-1] in (3, 5))
+    assert (max(longest), ends) == (3, {False, True})
 
 
 def test_untrained_drafters_are_sometimes_right(lab):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.how import how, sampling
-from helpers.lab import NEW, VOCAB
+from helpers.lab import NEW, VOCAB, hybrid_lab
 from helpers.log_probabilities import of_whole_text
 from helpers.noise import draft_noise
 from helpers.refusals import refusal
@@ -29,6 +29,7 @@ from hydrajax.drafters.trainable import Trainable
 from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of, trainable, without_weights
 from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.cache import states_of
 from hydrajax.trees import presets
 
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
@@ -197,6 +198,12 @@ def test_greedy_output_is_the_bases(lab, name):
     assert 1 <= longest <= drafter.spec.longest_path(tree) or name == "none"
 
 
+@pytest.mark.quick("eagle3", "dflash", "lookup")
+@pytest.mark.parametrize("name", [name for name in TREES if name != "the base"])
+def test_greedy_output_is_that_of_a_base_with_recurrent_layers(name):
+    test_greedy_output_is_the_bases(hybrid_lab(), name)
+
+
 @pytest.mark.quick("hydra++", "the base")
 @pytest.mark.parametrize("name", TREES)
 def test_turns_chunks_and_reused_prefixes(lab, name):
@@ -245,8 +252,10 @@ def test_turns_chunks_and_reused_prefixes(lab, name):
     )
     # Other texts with the same beginnings, of which all but the last two tokens are read in chunks.
     common = np.array([7, 1, 4], np.int32)
-    kept = right_padded([text[:n] for text, n in zip(PROMPTS, common, strict=True)], 16)
-    state = lab.quick_jit(engine.rewind)(state, common, TokenCounts.of_prompt(*kept, VOCAB))
+    kept = [text[:n] for text, n in zip(PROMPTS, common, strict=True)]
+    counts, states = TokenCounts.of_prompt(*right_padded(kept, 16), VOCAB), states_of(prefilled(kept).target.cache)
+    assert (states != ()) == lab.model.config.any_recurrent
+    state = lab.quick_jit(engine.rewind)(state, common, counts, states)
     texts = [[*PROMPTS[0][:7], *range(11)], [2, 7, 1, 8], [*PROMPTS[2][:4], 3, 11, 12, 0, 16, 15, 14]]
     at, ends = common, np.array([len(text) - 2 for text in texts], np.int32)
     while (at < ends).any():
@@ -255,6 +264,12 @@ def test_turns_chunks_and_reused_prefixes(lab, name):
         following = np.array([text[b] for text, b in zip(texts, until, strict=True)], np.int32)
         state, at = feed(params, state, *chunks, following), until
     finished(extend(params, state, *right_padded([text[-2:] for text in texts], width), drawn), texts)
+
+
+@pytest.mark.quick("hydra++")
+@pytest.mark.parametrize("name", [name for name in TREES if name != "the base"])
+def test_turns_chunks_and_reused_prefixes_with_recurrent_layers(name):
+    test_turns_chunks_and_reused_prefixes(hybrid_lab(), name)
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
@@ -48,6 +49,8 @@ from hydrajax.trees.static_tree import TreeTopology
 # With this vocabulary untrained heads are often right in ten guesses at depth 1.
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
 CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
+DELTA = LayerKind(None, None, None, recurrent=GatedDelta(4, key_heads=2, value_heads=4, key_dim=6, value_dim=8))
+HYBRID = CONFIG.replace(n_layers=3, layer_kinds=(DELTA, LayerKind(None, CONFIG.rope_theta, None), DELTA))
 ORACLE_DEPTH = 4
 NEW = 24  # generated tokens in most tests
 
@@ -339,3 +342,17 @@ def check_bookkeeping(out) -> None:
 def shared_lab() -> Lab:
     """Return one `Lab` for all tests of a process."""
     return Lab()
+
+
+class HybridLab(Lab):
+    """A base with recurrent layers whose states forget slowly, so that an error stays in them."""
+
+    def _base(self, seed: int):
+        params = super()._base(seed)
+        return jax.tree.map_with_path(lambda path, x: x - 3 if path[-1].key == "log_rate" else x, params)
+
+
+@functools.cache
+def hybrid_lab() -> HybridLab:
+    """Return one `HybridLab` for all tests of a process."""
+    return HybridLab(Llama(HYBRID))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.lab import CONFIG, VOCAB, WIDTH, shared_lab
+from helpers.lab import VOCAB, WIDTH, Lab, shared_lab
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
@@ -36,12 +36,13 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>", chat_template=TEMPLATE)
 
 
-def model(heads: str = "medusa") -> LanguageModel:
-    """Return the tests' tiny base with a longer context and heads; the default ones compile fastest.
+def model(heads: str = "medusa", lab: Lab | None = None) -> LanguageModel:
+    """Return the tests' tiny base, or another lab's, with a longer context and heads; the default ones compile fastest.
 
     Hydra++ heads have their own KV cache.
     """
-    lab, config = shared_lab(), CONFIG.replace(max_positions=CONTEXT)
+    lab = lab or shared_lab()
+    config = lab.model.config.replace(max_positions=CONTEXT)
     drafter = lab.drafters["medusa"]
     if heads == "hydra++":
         drafter = HydraHeads(4, WIDTH, VOCAB, n_layers=2).with_prefix(config)
