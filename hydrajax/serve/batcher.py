@@ -267,7 +267,9 @@ class Batcher:
                     return None
                 group = self._batch.group(index)
                 prefix, shared = self._budget.find_prefix(request, self._batch.nbytes)
-                found = PromptPrefill(self._pool, handle, group, prefix, shared, self._bursts.drafts(group, coming))
+                alike = max([shared, *self._shared_with_running(request.ids)])
+                drafted = self._bursts.drafts(group, coming)
+                found = PromptPrefill(self._pool, handle, group, prefix, shared, alike, drafted)
                 extent = Extent(len(request.ids), self._budget.max_length(request), request.constraint is not None)
                 if self._pool.programs.ready([*found.programs, *group.programs_with(extent)]):
                     return found
@@ -292,11 +294,15 @@ class Batcher:
 
     def _share_running(self, ids: np.ndarray) -> bool:
         """Copy a running sequence to the prefix cache if a prompt shares more with it than with any entry."""
-        live = self._batch.live
-        shared = [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in live]
-        if worth := any(shared) and max(shared) > self._budget.prefix_cache.longest(ids, self._budget):
-            self._cache_slot(*live[int(np.argmax(shared))])
+        live, shared = self._batch.live, self._shared_with_running(ids)
+        spared = [one.snapshots.start(n, one.length) for (_, _, one), n in zip(live, shared, strict=True)]
+        if worth := any(spared) and max(spared) > self._budget.prefix_cache.longest(ids, self._budget):
+            self._cache_slot(*live[int(np.argmax(spared))])
         return worth
+
+    def _shared_with_running(self, ids: np.ndarray) -> list[int]:
+        """Return the tokens that a prompt shares with each running sequence."""
+        return [shared_length(sequence.ids, ids[:-1]) for _, _, sequence in self._batch.live]
 
     def _prefill_chunk(self) -> bool:
         """Run one chunk of the prompt in prefill; after the last one the sequence joins its group."""
@@ -305,7 +311,8 @@ class Batcher:
         if (state := prefill.run_chunk()) is None:
             return True
         request = prefill.handle.request
-        sequence = RunningSequence(prefill.handle, self._executor.tokenizer, self._budget.max_length(request))
+        longest = self._budget.max_length(request)
+        sequence = RunningSequence(prefill.handle, self._executor.tokenizer, longest, prefill.snapshots)
         if not self._pool.programs.ready(prefill.group.programs_with(sequence.extent)):  # the group has changed
             return False
         sequence.read, sequence.missed = prefill.read, prefill.missed
@@ -380,4 +387,5 @@ class Batcher:
         ids, nbytes = sequence.ids, self._pool.shapes.nbytes(1, cache_len)
         if self._budget.prefix_cache.accepts(ids, nbytes, self._budget):
             read = sequence.read if sequence.draft_is_behind else len(ids)
-            self._budget.prefix_cache.add(CachedPrefix(ids, copied(), nbytes, read, self._budget))
+            new = CachedPrefix(ids, copied(), nbytes, read, self._budget, sequence.snapshots)
+            self._budget.prefix_cache.add(new)

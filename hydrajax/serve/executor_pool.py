@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,9 +23,11 @@ from hydrajax.decoding.processors import MinTokens
 from hydrajax.decoding.program import FORCED_NODES, Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
+from hydrajax.decoding.state_snapshots import StateSnapshots
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.cache import States
 from hydrajax.ops import trace
 from hydrajax.sequences import keys_of
 from hydrajax.serve.programs import Kind, Programs, ProgramShape
@@ -36,6 +39,7 @@ MISSED_TOKENS = 64  # that a draft reads again: its guesses hardly depend on ear
 # The smallest padded length of a prompt's last chunk, and the next ones over it. On a CPU the time grows with the
 # length; elsewhere some hundred tokens take as long as one, and a program takes longer to compile.
 LAST_CHUNKS, LAST_CHUNKS_ON_CPU = (SMALLEST_BUCKET, 4), (8, 2)
+SNAPSHOTS = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class PoolSizes:
         penalties: support penalties and minimum lengths, which count tokens.
         rule: name of the acceptance rule of all requests.
         logprobs: number of most likely tokens whose log-probabilities are kept at each output position.
+        snapshots: of recurrent layers' states that each sequence keeps for the prefix cache.
     """
 
     slots: int = 8
@@ -57,6 +62,15 @@ class PoolSizes:
     penalties: bool = False
     logprobs: int = 0
     rule: str = "exact"
+    snapshots: int = SNAPSHOTS
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens from ``start`` to ``until``, which are run at once; ``fed``: by `ExecutorPool.feed`."""
+
+    start: int
+    until: int
+    fed: bool
 
 
 class ExecutorPool:
@@ -65,6 +79,7 @@ class ExecutorPool:
     Attributes:
         program: what a sequence alone is decoded with.
         neutral: a request that all others have the structure of: greedy, full context.
+        no_snapshots: of a text that nothing is prefilled of.
         programs: which of them are compiled.
     """
 
@@ -92,6 +107,7 @@ class ExecutorPool:
                 raise HydrajaxError(f"{name}: got {getattr(sizes, name)}, expected at least 1")
         config, self.sizes = executor.model.config, sizes
         self.context, self._vocab_size = config.max_positions, config.vocab_size
+        self.no_snapshots = StateSnapshots.of(config, sizes.snapshots)
         self.chunk = bucket(min(sizes.chunk, self.context), self.context)
         self.batches = _geometric(1, sizes.slots, 2)
         smallest, growth = LAST_CHUNKS_ON_CPU if trace.on_cpu() else LAST_CHUNKS
@@ -141,7 +157,8 @@ class ExecutorPool:
         self.headroom = max(each.program.verified_nodes for each in (*made.values(), *self._constrained.values()))
         longest = self.context + max(self.headroom, self.chunk)
         self.cache_lens = _geometric(min(sizes.cache_len, longest), longest, 2)
-        self.shapes = StateShapes(self._prefill, self._neutral, (sizes.slots, self.cache_lens[-1]))
+        largest = sizes.slots, self.cache_lens[-1]
+        self.shapes = StateShapes(self._prefill, self._neutral, largest, sizes.snapshots)
         self.programs = Programs(self._compile)
         self._warms_up, self._moved = False, set[int]()  # cache lengths between which sequences have been moved
 
@@ -170,20 +187,30 @@ class ExecutorPool:
         kinds = (Kind.SPECULATIVE, Kind.CONSTRAINED) if constrained else (Kind.SPECULATIVE,)
         return [ProgramShape(kind, cache_len, batch) for kind in kinds]
 
-    def prefill_programs(self, start: int, length: int, read: bool = True) -> list[ProgramShape]:
-        """Return the programs that prefill a prompt from token ``start`` on; read: by the draft too."""
+    def prefill_programs(
+        self, start: int, length: int, read: bool = True, stops: Sequence[int] = ()
+    ) -> list[ProgramShape]:
+        """Return the programs that prefill a prompt from token ``start`` on.
+
+        Args:
+            start: the first token.
+            length: of the prompt.
+            read: the draft reads it too.
+            stops: where a chunk must end.
+        """
         last, feed = (Kind.PREFILL, Kind.FEED) if read else (Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
-        cache_len, rest = self.prefill_cache_len(start, length), length - start
-        found = [ProgramShape(last, cache_len, self._padded((rest - 1) % self.chunk + 1))]
-        return found if rest <= self.chunk else [*found, ProgramShape(feed, cache_len, self.chunk)]
+        cache_len, found = self.prefill_cache_len(start, length, stops), []
+        for chunk in self.chunks(start, length, stops):
+            found.append(ProgramShape(feed if chunk.fed else last, cache_len, self._padded(chunk.until - chunk.start)))
+        return list(dict.fromkeys(reversed(found)))
 
     def can_be_plain(self, batch: int, cache_len: int) -> bool:
         """Return whether steps of this shape may be plain."""
         return self.drops_draft and self._spares([ProgramShape(Kind.PLAIN, cache_len, batch)])
 
-    def can_be_unread(self, start: int, length: int) -> bool:
+    def can_be_unread(self, start: int, length: int, stops: Sequence[int] = ()) -> bool:
         """Return whether the draft may miss a prompt from token ``start`` on."""
-        return self.drops_draft and self._spares(self.prefill_programs(start, length, read=False))
+        return self.drops_draft and self._spares(self.prefill_programs(start, length, False, stops))
 
     def _spares(self, programs: Sequence[ProgramShape]) -> bool:
         """Return whether programs that others can replace are compiled. A warm-up compiles them in its own order."""
@@ -239,10 +266,19 @@ class ExecutorPool:
 
     # --- prefill ----------------------------------------------------------------------------------------------
 
-    def prefill_cache_len(self, start: int, length: int) -> int:
-        """Return the cache length for prefill from token ``start`` on; the last chunk is padded."""
-        last = (length - start - 1) % self.chunk + 1
-        return self.cache_len_for(max(length + self.headroom, length - last + self._padded(last)))
+    def prefill_cache_len(self, start: int, length: int, stops: Sequence[int] = ()) -> int:
+        """Return the cache length for prefill from token ``start`` on; chunks are padded."""
+        ends = (chunk.start + self._padded(chunk.until - chunk.start) for chunk in self.chunks(start, length, stops))
+        return self.cache_len_for(max(length + self.headroom, *ends))
+
+    def chunks(self, start: int, length: int, stops: Sequence[int] = ()) -> list[Chunk]:
+        """Return the chunks of a prompt from token ``start`` on; a chunk ends at each of ``stops``."""
+        found = []
+        while start < length:
+            until = min(start + self.chunk, *(stop for stop in stops if stop > start), length)
+            found.append(Chunk(start, until, fed=until - start == self.chunk and until < length))
+            start = until
+        return found
 
     def _padded(self, tokens: int) -> int:
         return next(width for width in self.last_chunks if width >= tokens)
@@ -250,10 +286,17 @@ class ExecutorPool:
     def empty(self, cache_len: int) -> State:
         return self._prefill.empty(1, cache_len, self._neutral)
 
-    def rewind(self, state: State, length: int, ids: np.ndarray) -> State:
-        """Cut a state of batch size 1, which is donated, to its first ``length`` tokens, which are those of ``ids``."""
+    def rewind(self, state: State, length: int, ids: np.ndarray, states: States = ()) -> State:
+        """Cut a state of batch size 1, which is donated, to its first ``length`` tokens, which are those of ``ids``.
+
+        states: of the recurrent layers there, see `hydrajax.decoding.engine.Engine.rewind`.
+        """
         counts = TokenCounts.of_text(ids[:length], self._vocab_size) if self.sizes.penalties else None
-        return self._prefill.rewind(state, np.array([length], np.int32), counts)
+        return self._prefill.rewind(state, np.array([length], np.int32), counts, states)
+
+    def snapshot(self, state: State) -> States:
+        """Copy the states of the recurrent layers."""
+        return self._prefill.snapshot(state)
 
     def feed(self, state: State, ids: np.ndarray, following: int, read: bool = True) -> State:
         """Prefill a full chunk that the token ``following`` follows; ``state`` is donated. read: by the draft too."""
@@ -269,6 +312,8 @@ class ExecutorPool:
         read: bool = True,
     ) -> State:
         """Prefill the last chunk, after which the sequence can join a batch; ``state`` is donated.
+
+        Also an earlier chunk that is not full, for which the draft takes the base's choice for the next token.
 
         read: by the draft too, as always with a constraint.
         """
@@ -286,7 +331,8 @@ class ExecutorPool:
     def catch_up(self, state: State, slot: int, ids: np.ndarray, read: int, cache_len: int) -> State:
         """Let the draft of one slot read the end of the text ``ids``, of which it has read the first ``read`` tokens.
 
-        The base runs these tokens once more for the draft; its own state stays. ``state`` is donated.
+        The base runs these tokens once more for the draft; its own state stays. ``state`` is donated. Recurrent layers
+        start from the text's end, as earlier states are gone; only guesses depend on that.
         """
         start = self.read_from(read, len(ids))
         one = self.take(state, slot, self.prefill_cache_len(start, len(ids)))
@@ -396,7 +442,8 @@ class ExecutorPool:
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
         ids = np.zeros(self.last_chunks[0], np.int32)
-        return self.rewind(self.finish(self.empty(cache_len), ids, self.neutral), 0, ids)
+        one = self.rewind(self.finish(self.empty(cache_len), ids, self.neutral), 0, ids)
+        return self.rewind(one, 0, ids, self.snapshot(one))
 
 
 def _geometric(first: int, last: int, factor: int) -> tuple[int, ...]:

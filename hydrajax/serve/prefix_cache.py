@@ -9,6 +9,7 @@ import numpy as np
 
 from hydrajax.decoding.executor import State
 from hydrajax.decoding.prompt_batch import common_length
+from hydrajax.decoding.state_snapshots import StateSnapshots
 
 SHORTEST = 16  # shared tokens that are worth copying a cache
 
@@ -16,7 +17,8 @@ SHORTEST = 16  # shared tokens that are worth copying a cache
 class CachedPrefix(NamedTuple):
     """A sequence's tokens, int32, with the decode state of batch size 1 after them and its bytes.
 
-    The draft has read the first ``read`` tokens. ``owner`` is the model.
+    The draft has read the first ``read`` tokens. ``owner`` is the model. With recurrent layers a prompt continues from
+    the sequence's end or from one of its ``snapshots``.
     """
 
     ids: np.ndarray
@@ -24,6 +26,11 @@ class CachedPrefix(NamedTuple):
     nbytes: int
     read: int
     owner: object = None
+    snapshots: StateSnapshots = StateSnapshots()
+
+    def start(self, shared: int) -> int:
+        """Return the tokens, at most ``shared``, from which a prompt can continue."""
+        return self.snapshots.start(shared, len(self.ids))
 
 
 class PrefixCache:
@@ -38,13 +45,13 @@ class PrefixCache:
         return [entry.nbytes for entry in list(self._entries) if entry.owner is owner]
 
     def lookup(self, ids: np.ndarray, owner: object = None) -> tuple[CachedPrefix, int] | None:
-        """Return the entry with the longest common prefix and its length; None if shorter than `SHORTEST`.
+        """Return the entry that spares most tokens and its common prefix's length; None if that is below `SHORTEST`.
 
         The last token of ``ids`` never counts, because it must be run. Copy the state before the next `add` or
         `shrink`.
         """
         with self._lock:
-            shared, index = self._longest(ids, owner)
+            _, shared, index = self._longest(ids, owner)
             if shared < SHORTEST:
                 return None
             entry = self._entries.pop(index)
@@ -52,14 +59,15 @@ class PrefixCache:
             return entry, shared
 
     def longest(self, ids: np.ndarray, owner: object = None) -> int:
-        """Return the length of the prefix that `lookup` would find, or 0."""
+        """Return the tokens that the entry of `lookup` would spare, or 0."""
         with self._lock:
             return self._longest(ids, owner)[0]
 
-    def _longest(self, ids: np.ndarray, owner: object) -> tuple[int, int]:
-        """Return the length of the longest prefix, and its entry's index; (0, -1) without entries."""
+    def _longest(self, ids: np.ndarray, owner: object) -> tuple[int, int, int]:
+        """Return the tokens spared, the length of the prefix, and its entry's index; (0, 0, -1) without entries."""
         own = ((index, entry) for index, entry in enumerate(self._entries) if entry.owner is owner)
-        return max(((shared_length(entry.ids, ids[:-1]), index) for index, entry in own), default=(0, -1))
+        shared = ((shared_length(entry.ids, ids[:-1]), index, entry) for index, entry in own)
+        return max(((entry.start(length), length, index) for length, index, entry in shared), default=(0, 0, -1))
 
     def accepts(self, ids: np.ndarray, nbytes: int, owner: object = None) -> bool:
         """Return whether `add` would keep a new entry: it fits and no entry begins with it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hydrajax.decoding.executor import State
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix
@@ -20,6 +22,7 @@ class PromptPrefill:
         programs: that it needs.
         missed: tokens that the draft does not read.
         read: tokens before these.
+        snapshots: of the tokens so far.
         prefix: the cached sequence until it is copied.
     """
 
@@ -30,6 +33,7 @@ class PromptPrefill:
         group: SlotGroup,
         prefix: CachedPrefix | None,
         shared: int,
+        alike: int,
         drafted: bool,
     ):
         """Build it; nothing is run yet.
@@ -40,17 +44,24 @@ class PromptPrefill:
             group: for it.
             prefix: a cached sequence, or None.
             shared: tokens that the prompt shares with it.
+            alike: tokens that it shares with any sequence.
             drafted: the draft reads the prompt, and the end of a cached prefix that it has not read.
         """
         self._pool, self.handle, self.group = pool, handle, group
-        length, read = len(handle.request.ids), shared if prefix is None else min(shared, prefix.read)
-        drafted = drafted or handle.request.constraint is not None or not pool.can_be_unread(shared, length)
-        self.cached = pool.read_from(read, shared) if drafted else shared
-        self.programs = pool.prefill_programs(self.cached, length, drafted)
-        self.cache_len = pool.prefill_cache_len(self.cached, length)
+        ids, length = handle.request.ids, len(handle.request.ids)
+        known = prefix or CachedPrefix(ids[:0], None, 0, 0, None, pool.no_snapshots)
+        start = known.start(shared)
+        read = min(start, known.read)
+        unread = pool.can_be_unread(start, length, known.snapshots.until(start).stops(start, alike, length))
+        drafted = drafted or handle.request.constraint is not None or not unread
+        self.cached = known.start(pool.read_from(read, start)) if drafted else start
+        self.snapshots = known.snapshots.until(self.cached)
+        self._stops = stops = self.snapshots.stops(self.cached, alike, length)
+        self.programs = pool.prefill_programs(self.cached, length, drafted, stops)
+        self.cache_len = pool.prefill_cache_len(self.cached, length, stops)
         self.read, self.missed = (length, 0) if drafted else (read, length - read)
-        self._drafted, self._position = drafted, self.cached
-        self.prefix, self._state, self._final = prefix, None, None
+        self._drafted, self._chunks = drafted, deque(pool.chunks(self.cached, length, stops))
+        self.prefix, self._state, self._final = prefix if self.cached else None, None, None
 
     def run_chunk(self) -> State | None:
         """Run the next chunk. Return the state after the last one, which can join the group; None before."""
@@ -59,15 +70,19 @@ class PromptPrefill:
         return self._final
 
     def _run_chunk(self) -> State | None:
-        request, pool, ids = self.handle.request, self._pool, self.handle.request.ids
+        request, pool, chunk = self.handle.request, self._pool, self._chunks.popleft()
         if self._state is None:
             self._state = self._first_state()
-        if len(ids) - self._position > pool.chunk:
-            until = self._position + pool.chunk
-            chunk, following = ids[self._position : until], int(ids[until])
-            self._state, self._position = pool.feed(self._state, chunk, following, self._drafted), until
-            return None
-        return pool.finish(self._state, ids[self._position :], request.wanted, request.constraint, self._drafted)
+        if chunk.start in self._stops:
+            self.snapshots = self.snapshots.taken(chunk.start, pool.snapshot(self._state))
+        ids = request.ids[chunk.start : chunk.until]
+        if not self._chunks:
+            return pool.finish(self._state, ids, request.wanted, request.constraint, self._drafted)
+        if chunk.fed:
+            self._state = pool.feed(self._state, ids, int(request.ids[chunk.until]), self._drafted)
+        else:
+            self._state = pool.finish(self._state, ids, pool.neutral, read=self._drafted)
+        return None
 
     def _first_state(self) -> State:
         """Copy the cached prefix, or start empty."""
@@ -75,4 +90,4 @@ class PromptPrefill:
             return self._pool.empty(self.cache_len)
         state = self._pool.take(self.prefix.state, 0, self.cache_len)
         self.prefix = None  # so that an evicted entry is freed
-        return self._pool.rewind(state, self._position, self.handle.request.ids)
+        return self._pool.rewind(state, self.cached, self.handle.request.ids, self.snapshots.at(self.cached))

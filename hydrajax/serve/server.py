@@ -70,7 +70,12 @@ class Server:
         """
         checked = ServerOptions.checked(options)
         sizes = PoolSizes(
-            checked.slots, checked.chunk, penalties=checked.penalties, logprobs=checked.top_logprobs, rule=checked.rule
+            checked.slots,
+            checked.chunk,
+            penalties=checked.penalties,
+            logprobs=checked.top_logprobs,
+            rule=checked.rule,
+            snapshots=PoolSizes.snapshots if checked.prefix_reuse else 0,
         )
         name = tree if isinstance(tree, str) and tree != AUTO else None
         self.choice = None

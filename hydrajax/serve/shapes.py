@@ -22,6 +22,7 @@ import numpy as np
 
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.request import SamplingParams
+from hydrajax.models.cache import states_of
 
 MOVED_TOGETHER = 128 << 20  # bytes that exist twice while a batch changes its shape, unless one array is larger
 
@@ -33,15 +34,22 @@ class StateShapes:
     (`hydrajax.drafters.drafter.Drafter.rewind`).
     """
 
-    def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int]):
-        """``largest``: the largest batch size and cache length."""
+    def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int], snapshots: int = 0):
+        """Args:
+        executor: makes the states.
+        sampling: of any request.
+        largest: the largest batch size and cache length.
+        snapshots: of its recurrent layers that each sequence may keep; `nbytes` counts them.
+        """
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
         # The same parts for all shapes, so that their programs are few.
         self._parts = _parts([_bytes_of(x) for x in jax.tree.leaves(self._state(*largest))])
+        states = states_of(executor.target(self._state(1, largest[1])).target.cache)
+        self._kept = snapshots * sum(map(_bytes_of, jax.tree.leaves(states)))
         self.nbytes = functools.cache(self._nbytes)  # asked for several times in every iteration of the batcher
 
     def _nbytes(self, batch: int, cache_len: int) -> int:
-        return sum(map(_bytes_of, jax.tree.leaves(self._state(batch, cache_len))))
+        return batch * self._kept + sum(map(_bytes_of, jax.tree.leaves(self._state(batch, cache_len))))
 
     def has(self, state: State, batch: int, cache_len: int) -> bool:
         """Return whether a state has this batch size and cache length."""

@@ -15,6 +15,7 @@ import numpy as np
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
+from hydrajax.decoding.state_snapshots import StateSnapshots
 from hydrajax.sequences import growing_text
 from hydrajax.serve.admission import GroupUsage
 from hydrajax.serve.executor_pool import ExecutorPool
@@ -46,14 +47,15 @@ class RunningSequence:
         steps: decode steps so far.
         read: tokens of its text, from the first on, that the draft has read.
         missed: later ones that the draft has missed. A few do not matter, see `draft_is_behind`.
+        snapshots: of recurrent layers, in its prompt.
     """
 
-    def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int):
+    def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int, snapshots: StateSnapshots):
         self.handle, self.max_length = handle, max_length
         self.text = growing_text(tokenizer, handle.request.wanted.stop, handle.request.ids)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.output, self.steps = np.zeros(0, np.int32), 0
-        self.read, self.missed = self.length, 0
+        self.read, self.missed, self.snapshots = self.length, 0, snapshots
 
     @property
     def emitted(self) -> int:

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from helpers.compilations import no_compilation
-from helpers.lab import NEW, shared_lab
+from helpers.lab import NEW, hybrid_lab, shared_lab
 from helpers.letters import END, TREE, answers, model, pool
 from helpers.serving import SECONDS, watched
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.state_snapshots import TAIL
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
@@ -28,6 +29,7 @@ from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.requests import Closed, QueueFull
 from hydrajax.serve.slot_group import SlotGroup
+from hydrajax.serve.speculation_policy import SpeculationPolicy
 from hydrajax.trees import presets
 
 
@@ -312,6 +314,54 @@ def test_a_cancelled_prompt_is_not_prefilled_again(small, start, held):
     (again,) = batcher.submit([request(batcher, ids, 5)])
     again.wait(SECONDS)
     assert again.cached == 31  # the last token must be run
+
+
+def test_prompts_continue_from_snapshots_of_recurrent_layers(start):
+    """Snapshots are near the end of each prompt and where it leaves an earlier text."""
+    served = model(lab=hybrid_lab())
+    executors = pool(served, PoolSizes(slots=2, chunk=16, cache_len=128))
+    batcher = start(executors, cache_memory=20 * executors.nbytes(1, 90))
+
+    def ask(ids, count: int = 1) -> tuple[list[int], list[int]]:
+        """Return the cached tokens of each request for this prompt, and prompt and answer."""
+        handles = batcher.submit([request(batcher, ids, 12) for _ in range(count)])
+        wanted = answers(served, [np.array(ids, np.int32)] * count, [Greedy()] * count, [12] * count, 0)
+        for handle, one in zip(handles, wanted, strict=True):
+            assert handle.wait(SECONDS).output_ids == one.output_ids
+        return [handle.cached for handle in handles], [*ids, *one.output_ids]
+
+    system = [token % 13 for token in range(30)]
+    first = [*system, *[3, 4] * 9]
+    cached, text = ask(first, 4)
+    assert cached == [0] + [len(first) - TAIL] * 3
+    assert ask([*system, *[7, 1, 1] * 6])[0] == [0]  # nobody has stopped at the end of `system` yet
+    assert ask([*system, *[9, 5] * 4])[0] == [len(system)]
+    assert ask([*text, 5, 5])[0] == [len(text)]  # the next turn
+    assert ask([*text[:-2], 5, 5])[0] == [len(first) - TAIL]  # an answer that was rewritten
+    assert ask([*text[:-2], 6])[0] == [len(text) - TAIL]
+    stats = batcher.stats()
+    assert stats.prefix_cache_nbytes == stats.prefix_cache_entries * executors.nbytes(1, 90)
+    kept = [entry.snapshots.states for entry in batcher.memory.prefix_cache._entries]
+    held = sum(x.nbytes for states in kept for x in jax.tree.leaves(states))
+    assert 0 < held <= stats.prefix_cache_entries * executors.shapes._kept
+
+
+@pytest.mark.slow
+def test_random_arrivals_on_recurrent_layers(start, monkeypatch):
+    """Also with plain steps, after which the draft reads what it has missed, and with memory for few snapshots."""
+    kinds = itertools.cycle([True] * 20 + [False] * 10)
+    monkeypatch.setattr(SpeculationPolicy, "prefers", lambda policy, batch: next(kinds))
+    served = model("hydra++", hybrid_lab())
+    executors = pool(served, PoolSizes(slots=2, chunk=32, cache_len=64), drops_draft=True)
+    executors.warm_up()
+    for memory in (None, executors.nbytes(2, 90) + executors.prefill_nbytes(90)):
+        batcher = start(executors, cache_memory=memory)
+        with watched(batcher.stats) as seen:
+            check_random_arrivals(served, batcher, 24, 0.0)
+        stats = batcher.stats()
+        assert 0 < stats.speculative_steps < stats.steps
+        assert stats.cached > 0 or memory
+        assert max(each.nbytes + each.prefix_cache_nbytes for each in seen) <= stats.limit_nbytes
 
 
 def test_memory_bounds_the_batch_and_the_prefix_cache(served, small, start):
