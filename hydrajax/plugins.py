@@ -92,6 +92,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "lfm2": "hydrajax.families.lfm_families:LFM2",
         "lfm2_moe": "hydrajax.families.lfm_families:LFM2_MOE",
         "lfm3": "hydrajax.families.lfm_families:LFM3",
+        "granitemoehybrid": "hydrajax.families.mamba_families:GRANITE",
+        "nemotron_h": "hydrajax.families.mamba_families:NEMOTRON",
     },
     "rules": {
         "greedy": "hydrajax.decoding.acceptance:Greedy",

@@ -45,7 +45,7 @@ def activation(raw: dict, name: str = "hidden_act") -> str:
 
 def hidden_act(c: LlamaConfig) -> str:
     """Return transformers' name of the MLP's activation."""
-    return next(name for name, ours in ACTIVATIONS.items() if ours == c.activation)
+    return next((name for name, ours in ACTIVATIONS.items() if ours == c.activation), c.activation)
 
 
 # --- rotary embeddings ------------------------------------------------------------------------------------------------

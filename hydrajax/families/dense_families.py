@@ -129,7 +129,8 @@ def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:
 # --- Granite, SmolLM 3, Phi -------------------------------------------------------------------------------------------
 
 
-def _granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
+def granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    """Add the multipliers."""
     return c.replace(
         embedding_scale=float(raw.get("embedding_multiplier", 1.0)),
         residual_scale=float(raw.get("residual_multiplier", 1.0)),
@@ -138,7 +139,8 @@ def _granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
     )
 
 
-def _granite_fields(c: LlamaConfig) -> dict[str, Any]:
+def granite_fields(c: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of `granite`."""
     return {
         "embedding_multiplier": c.embedding_scale,
         "residual_multiplier": c.residual_scale,
@@ -232,6 +234,6 @@ GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields
 GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, _gemma_activation)
 OLMO2 = Family("Olmo2ForCausalLM", "OLMo 2", {"rms_norm_eps": 1e-5}, _olmo2)
 OLMO3 = Family("Olmo3ForCausalLM", "OLMo 3", _OLMO3, _olmo3, _olmo3_fields)
-GRANITE = Family("GraniteForCausalLM", "Granite 3", {}, _granite, _granite_fields)
+GRANITE = Family("GraniteForCausalLM", "Granite 3", {}, granite, granite_fields)
 SMOLLM3 = Family("SmolLM3ForCausalLM", "SmolLM 3", _SMOLLM3, _smollm3, _smollm3_fields)
 PHI3 = Family("Phi3ForCausalLM", "Phi 3, 4", _PHI3, _phi3, _phi3_fields, _phi3_rope, partial_rotary=True)

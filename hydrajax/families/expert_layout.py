@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-import numpy as np
-
-from hydrajax.families.tensor_names import in_files
+from hydrajax.families.mlp_layout import gate_up, of_parts, parts_of
+from hydrajax.families.tensor_names import FUSED_MLP, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Stack, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -26,7 +25,7 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
         files: names of their tensors; transformers 5 without conversion has one for all experts of a layer.
     """
     e, path = c.experts, (*path, "experts")
-    fused = in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
+    fused = c.names in FUSED_MLP or in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
     block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
     if e.choice_bias:
@@ -34,9 +33,8 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
     layout += _fused(path, block, c) if fused else _of_each(path, block, c)
     if e.shared_width:
         shared = f"{block}{'shared_expert' if e.shared_gate else 'shared_experts'}."
-        names = {f"{shared}{part}.weight": (e.shared_width, c.width) for part in PROJECTIONS["mlp"][:2]}
         layout += [
-            Entry(((*path, "shared_gate_up"),), names, lambda *both: (_gate_up(*both),), _split_gate_up),
+            gate_up((*path, "shared_gate_up"), shared, c, e.shared_width),
             transposed((*path, "shared_down"), f"{shared}down_proj.weight", c.width, e.shared_width),
         ]
     if e.shared_gate:
@@ -44,26 +42,17 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
     return layout
 
 
-def _gate_up(gate: np.ndarray, up: np.ndarray) -> Parameter:
-    """Return ``[inputs, (gate, up), feature]`` of two tensors ``[feature, inputs]``."""
-    return Parameter((gate[None], up[None]), order=(2, 0, 1))
-
-
-def _split_gate_up(both: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return both[:, 0].T, both[:, 1].T
-
-
 def _of_each(path: Path, block: str, c: LlamaConfig) -> Layout:
     e = c.experts
-    gate, up, down = PROJECTIONS[e.block]
-    experts = [f"{block}experts.{i}." for i in range(e.count)]
-    both = {f"{expert}{part}.weight": (e.width, c.width) for expert in experts for part in (gate, up)}
+    *gated, down = PROJECTIONS[e.block]
+    inner = gated[-1:] if c.activation == "relu2" else gated
+    n, experts = len(inner), [f"{block}experts.{i}." for i in range(e.count)]
     return [
         Entry(
             ((*path, "gate_up"),),
-            both,
-            lambda *each: (Stack(tuple(map(_gate_up, each[::2], each[1::2]))),),
-            lambda all_experts: tuple(part for expert in all_experts for part in _split_gate_up(expert)),
+            {f"{expert}{part}.weight": (e.width, c.width) for expert in experts for part in inner},
+            lambda *each: (Stack(tuple(of_parts(*each[i : i + n]) for i in range(0, len(each), n))),),
+            lambda all_experts: tuple(part for expert in all_experts for part in parts_of(expert)),
         ),
         Entry(
             ((*path, "down"),),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hydrajax.families.mlp_layout import dense_mlp
 from hydrajax.families.tensor_names import NO_FILES, RELEASED, first_in, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
@@ -66,10 +67,12 @@ def decoder_layer(
             c.width,
         )
         for ours, theirs in NORMS[c.norms].items()
-        if attention_width is None or ours != "attention_norm"
+        if (attention_width is None or ours != "attention_norm") and (c.mlp or ours != "mlp_norm")
     ]
-    if c.experts is None:
-        mlp = _mlp(path, prefix, c)
+    if not c.mlp:
+        mlp = []
+    elif c.experts is None:
+        mlp = dense_mlp(path, prefix, c)
     else:
         from hydrajax.families.expert_layout import expert_mlp
 
@@ -96,30 +99,6 @@ def decoder_layer(
         *biases,
         *head_norms,
     ]
-
-
-def _mlp(path: Path, prefix: str, c: LlamaConfig) -> Layout:
-    mlp = f"{prefix}mlp."
-    down = transposed((*path, "down"), f"{mlp}down_proj.weight", c.width, c.mlp_width)
-    return [_gate_up((*path, "gate_up"), mlp, c), down]
-
-
-def _gate_up(path: Path, prefix: str, c: LlamaConfig) -> Entry:
-    """Fuse the gate and up projections: ours are ``[inputs, (gate, up), feature]``, theirs ``[feature, inputs]``."""
-    if c.fused_projections:
-        shape = (2, c.mlp_width, c.width)
-        return Entry(
-            (path,),
-            {f"{prefix}gate_up_proj.weight": (2 * c.mlp_width, c.width)},
-            lambda both: (Parameter((both.reshape(shape),), order=(2, 0, 1)),),
-            lambda both: (both.transpose(1, 2, 0).reshape(-1, c.width),),
-        )
-    return Entry(
-        (path,),
-        {f"{prefix}{part}_proj.weight": (c.mlp_width, c.width) for part in ("gate", "up")},
-        lambda gate, up: (Parameter((gate[None], up[None]), order=(2, 0, 1)),),
-        lambda both: (both[:, 0].T, both[:, 1].T),
-    )
 
 
 def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> Entry:

@@ -138,9 +138,8 @@ def _shared_fields(c: LlamaConfig) -> dict[str, Any]:
         "max_position_embeddings": context,
         "rms_norm_eps": c.norm_eps,
         "rope_theta": LlamaConfig.rope_theta if c.rope_theta is None else c.rope_theta,
-        "rope_scaling": rope_fields(scaling),
         "tie_word_embeddings": c.tied_lm_head,
-    }
+    } | ({"rope_scaling": rope_fields(scaling)} if any(kind.rope_theta for kind in c.kinds) else {})
 
 
 def _shared(raw: dict, partial_rotary: bool) -> LlamaConfig:

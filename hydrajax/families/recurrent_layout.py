@@ -12,7 +12,7 @@ import numpy as np
 
 from hydrajax.families.tensor_names import NO_FILES
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
-from hydrajax.models.recurrent_settings import GatedDelta, Recurrent, ShortConv
+from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, Recurrent, ShortConv
 
 
 class DeltaNames(NamedTuple):
@@ -54,9 +54,8 @@ def recurrent(
         width: of the residual stream.
         files: as in `hydrajax.families.family_layout.base_layout`.
     """
-    return {GatedDelta: partial(_gated_delta, files=files), ShortConv: _short_conv}[type(settings)](
-        (*path, "recurrent"), prefix, settings, width
-    )
+    layers = {GatedDelta: partial(_gated_delta, files=files), Mamba2: _mamba2, ShortConv: _short_conv}
+    return layers[type(settings)]((*path, "recurrent"), prefix, settings, width)
 
 
 def _gated_delta(path: Path, prefix: str, s: GatedDelta, width: int, files: Mapping[str, Shape]) -> Layout:
@@ -105,11 +104,41 @@ def _short_conv(path: Path, prefix: str, s: ShortConv, width: int) -> Layout:
     return layout
 
 
+def _mamba2(path: Path, prefix: str, s: Mamba2, width: int) -> Layout:
+    """Divide the rows of ``in_proj``, which are gates, values, B, C and time steps, each of all groups."""
+    prefix, heads, features = f"{prefix}mamba.", (s.groups, s.heads_per_group), s.heads * s.head_dim
+    mixed = (features, s.groups * s.state_size, s.groups * s.state_size)
+    parts = (features, *mixed, s.heads)
+    conv = {f"{prefix}conv1d.weight": 3}
+    biases = [_fused((*path, "conv_bias"), {f"{prefix}conv1d.bias": 3}, mixed, s.groups, ())]
+
+    def join(rows):
+        *inputs, steps = np.split(rows, np.cumsum(parts)[:-1])
+        inputs = tuple(part.reshape(s.groups, -1, width) for part in inputs)
+        return Parameter(inputs, axis=1, order=(2, 0, 1)), Parameter((steps.reshape(*heads, width),), order=(2, 0, 1))
+
+    def split(inputs, steps):
+        per_group = [size // s.groups for size in parts[:-1]]
+        each = [*np.split(inputs.transpose(1, 2, 0), np.cumsum(per_group)[:-1], axis=1), steps.transpose(1, 2, 0)]
+        return (np.concatenate([part.reshape(-1, width) for part in each]),)
+
+    return [
+        Entry(((*path, "inputs"), (*path, "steps")), {f"{prefix}in_proj.weight": (sum(parts), width)}, join, split),
+        _fused((*path, "conv"), conv, mixed, s.groups, (1, s.kernel)),
+        *biases * s.conv_bias,
+        reshaped((*path, "log_rate"), f"{prefix}A_log", heads),
+        reshaped((*path, "step_bias"), f"{prefix}dt_bias", heads),
+        reshaped((*path, "skip"), f"{prefix}D", heads),
+        reshaped((*path, "norm_scale"), f"{prefix}norm.weight", (s.groups, features // s.groups)),
+        transposed((*path, "output"), f"{prefix}out_proj.weight", width, features),
+    ]
+
+
 def _fused(
     path: Path, tensors: Mapping[str, int], parts: tuple[int, ...], heads: int, inputs: Shape, by_head: bool = False
 ) -> Entry:
     """Fuse tensors ``[outputs, *inputs]``: ours is ``[input, head, (its outputs of every part)]``, or for a convolution
-    ``[head, (its outputs), input]``.
+    ``[head, (its outputs), input]``, and for its bias ``[head, (its outputs)]``.
 
     Args:
         path: of our parameter.
@@ -119,7 +148,7 @@ def _fused(
         inputs: of the tensors.
         by_head: a tensor holds the parts of each head in turn.
     """
-    order = (2, 0, 1) if len(inputs) == 1 else (0, 1, 2)
+    order = ((0, 1), (2, 0, 1), (0, 1, 2))[len(inputs)]
     per_head, ends = [size // heads for size in parts], np.cumsum([0, *tensors.values()])
     held = [parts[start:end] for start, end in itertools.pairwise(ends)]  # the parts of each tensor
 
@@ -128,7 +157,7 @@ def _fused(
             views = [
                 part for view, sizes in zip(views, held, strict=True) for part in np.split(view, np.cumsum(sizes)[:-1])
             ]
-        return (Parameter(tuple(view.reshape(heads, -1, inputs[-1]) for view in views), axis=1, order=order),)
+        return (Parameter(tuple(view.reshape(heads, -1, *inputs[-1:]) for view in views), axis=1, order=order),)
 
     def split(ours):
         fused = ours.transpose(np.argsort(order))

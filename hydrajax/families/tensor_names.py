@@ -35,7 +35,18 @@ NAMES = {
     },
     "lfm3": _LFM_BEFORE | {"g_proj": "gate_proj"},
     "lfm3 with norms after": _LFM_BOTH | {"g_proj": "gate_proj"},
+    "granitemoehybrid": {
+        "mlp.shared_experts.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.shared_experts.down_proj": "shared_mlp.output_linear",
+        "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+        "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+        "mlp.gate": "block_sparse_moe.router.layer",
+        "mlp.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.down_proj": "shared_mlp.output_linear",
+    },
+    "nemotron_h": {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"},
 }
+FUSED_MLP = ("granitemoehybrid",)  # gate and up are one tensor, and so are the experts of a layer
 NO_FILES: Mapping[str, Shape] = {}
 # Names of norms in OLMo hybrid's released files, which transformers renames.
 RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
@@ -54,5 +65,14 @@ def in_files(name: str, c: LlamaConfig) -> str:
         c: the base's shape.
     """
     names = NAMES[c.names]
+    if c.names == "nemotron_h" and name.startswith("model.layers."):
+        return _of_block(name, c)
     every = "|".join(map(re.escape, names))
     return re.sub(rf"\b({every})\b", lambda found: names[found[0]], name) if names else name
+
+
+def _of_block(name: str, c: LlamaConfig) -> str:
+    """Return the name in Nemotron-H, which counts attention and MLP as blocks of their own, with a norm each."""
+    _, _, layer, part, rest = name.split(".", 4)
+    block = sum(1 + kind.mlp for kind in c.kinds[: int(layer)]) + (part in ("post_attention_layernorm", "mlp"))
+    return f"backbone.layers.{block}.{'norm' if part.endswith('layernorm') else 'mixer'}.{rest}"

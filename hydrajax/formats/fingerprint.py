@@ -37,7 +37,7 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
     last = config.n_layers - 1
     first_norm = next(iter(NORMS[config.of_layer(0).norms]))
     last_norm = {theirs: ours for ours, theirs in NORMS[config.of_layer(last).norms].items()}[
-        "post_attention_layernorm"
+        "post_attention_layernorm" if config.kinds[last].mlp else "input_layernorm"
     ]
     paths = ("embedding",), ("layers_0", first_norm, "scale"), (f"layers_{last}", last_norm, "scale"), ("norm", "scale")
     wanted = {name: shape for path in paths for name, shape in layout[path].items()}

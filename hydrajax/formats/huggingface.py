@@ -133,7 +133,7 @@ class _Reading:
         """Return a kernel of the file's own numbers, None if it has none."""
         path = entry.ours[0]
         wanted = leaf(self.expected, path)
-        takes = isinstance(wanted, Quantized) and "experts" not in path
+        takes = isinstance(wanted, Quantized) and "experts" not in path and len(entry.ours) == 1
         kernel = self.base.files.kernel(type(wanted), entry, self.unlike) if takes else None
         return kernel and self.put(path, kernel, math.prod(kernel.shape))
 

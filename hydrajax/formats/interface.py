@@ -22,6 +22,7 @@ from hydrajax.models.llama_config import LlamaConfig
 CONFIG = "config.json"
 # Every whole model has one of them, and no heads do.
 LAST_NORMS = {f"model.{part}{norm}.weight" for part in ("", "language_model.") for norm in ("norm", "embedding_norm")}
+LAST_NORMS.add("backbone.norm_f.weight")
 MOST = 64  # heads, and blocks per head: a larger number is a typo, and would take all memory
 
 

@@ -35,13 +35,15 @@ class ExpertMLP(nn.Module):
 
     Attributes:
         experts: Shapes and rules.
-        activation: Of the gates.
+        activation: Of the parts of each MLP's first matmul (`hydrajax.models.layers.ACTIVATIONS`).
+        parts: Number of these parts.
         dtype: Of parameters and computation, except for the router's bias, which is float32.
         quantize: How the weights of matmuls are stored.
     """
 
     experts: Experts
     activation: Callable
+    parts: int
     dtype: DType
     quantize: str | None = None
 
@@ -56,16 +58,16 @@ class ExpertMLP(nn.Module):
         if e.choice_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
             bias = self.param("choice_bias", zeros, (e.count,), jnp.float32)
-        gate_up = declare_experts(self, "gate_up", e.count, (width, 2, e.width))
+        gate_up = declare_experts(self, "gate_up", e.count, (width, self.parts, e.width))
         down = declare_experts(self, "down", e.count, (e.width, width))
         ids, weights = route(ops.matmul_float32(x, router), e, bias)
         out = expert_sum(x, ids, weights, gate_up, down, e.count, self.activation)
         if not e.shared_width:
             return out
-        shared_gate_up = declare_kernel(self, "shared_gate_up", (width, 2, e.shared_width), ("width", None, "mlp"))
+        parts = (self.parts, e.shared_width)
+        shared_gate_up = declare_kernel(self, "shared_gate_up", (width, *parts), ("width", None, "mlp"))
         shared_down = declare_kernel(self, "shared_down", (e.shared_width, width), ("mlp", "width"))
-        gate, up = project_parts(x, shared_gate_up)
-        shared = project(self.activation(gate) * up, shared_down)
+        shared = project(self.activation(*project_parts(x, shared_gate_up)), shared_down)
         if e.shared_gate:
             gate = declare(self, "shared_gate", (width, 1), (None, None), normal)
             shared = shared * jax.nn.sigmoid(ops.matmul_float32(x, gate)).astype(shared.dtype)
@@ -161,7 +163,7 @@ def expert_sum(
         gate_up: The experts' kernels ``[D, 2, F]``.
         down: Their kernels ``[F, D]``.
         count: E, their number.
-        activation: Of the gates.
+        activation: Of the parts of the first matmul.
     """
     rows, model = P(axis_over(DATA, len(x))), axis_over(MODEL, count)
     here = count if model is None else count // mesh_in_use().shape[MODEL]
@@ -180,10 +182,10 @@ def expert_sum(
 
 def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callable) -> Float[Array, "R D"]:
     """Return the sum in float32. Experts outside 0 to ``count`` - 1 are on other devices."""
+    parts = gate_up.shape[-2]
 
     def mlp(x, gate_up, down):
-        gate, up = project_parts(x, gate_up)
-        return project(activation(gate) * up, down, jnp.float32)
+        return project(activation(*project_parts(x, gate_up)), down, jnp.float32)
 
     def plain(x, ids, weights, gate_up, down):
         @jax.checkpoint
@@ -199,8 +201,7 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
     def chosen(x, ids, weights, gate_up, down):
         pairs = _of_pairs(x, ids, gate_up, x.dtype)
         if pairs is not None:
-            gate, up = jnp.split(pairs, 2, axis=-1)
-            outs = _of_pairs(activation(gate) * up, ids, down, jnp.float32)
+            outs = _of_pairs(activation(*jnp.split(pairs, parts, axis=-1)), ids, down, jnp.float32)
         elif kernel := ops.here().expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
             outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
         elif not isinstance(gate_up, Quantized) and ops.here().gathers_experts(len(x)):
@@ -301,9 +302,9 @@ def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, coun
         scale = scale[0].reshape(count, -1) if scale else None
         return kernel.matmul(x, rows, blocks.experts, flat, scale, dtype).reshape(n_blocks * size, -1)
 
-    gate, up = jnp.split(product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype), 2, axis=-1)
+    inner = jnp.split(product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype), gate_up.shape[-2], axis=-1)
     own = jnp.arange(n_blocks * size, dtype=jnp.int32).reshape(n_blocks, size)
-    outs = product(activation(gate) * up, own, down, jnp.float32)
+    outs = product(activation(*inner), own, down, jnp.float32)
     places = jnp.where(blocks.present, blocks.pairs, ids.size).reshape(-1)
     return jnp.zeros((ids.size, x.shape[-1]), jnp.float32).at[places].set(outs, mode="drop", unique_indices=True)
 
@@ -312,5 +313,5 @@ def _by_pair(x, ids, gate_up: Array, down: Array, activation: Callable) -> Float
     """Return the MLP of every pair; XLA's kernels gather the experts' matrices while they multiply."""
     experts = jnp.clip(ids.reshape(-1), 0, len(down) - 1)
     rows = jnp.repeat(x, ids.shape[1], axis=0)
-    gate, up = jnp.einsum("nd,ndpf->pnf", rows, gate_up[experts], preferred_element_type=x.dtype)
-    return jnp.einsum("nf,nfd->nd", activation(gate) * up, down[experts], preferred_element_type=jnp.float32)
+    parts = jnp.einsum("nd,ndpf->pnf", rows, gate_up[experts], preferred_element_type=x.dtype)
+    return jnp.einsum("nf,nfd->nd", activation(*parts), down[experts], preferred_element_type=jnp.float32)

@@ -55,14 +55,14 @@ class GatedDeltaLayer(nn.Module):
         tokens = Tokens(
             _unit(queries) * s.key_dim**-0.5,
             _unit(keys),
-            _heads(values, s.values_per_key),
+            heads_of(values, s.values_per_key),
             jnp.moveaxis(-jnp.exp(log_rate.astype(jnp.float32))[:, None] * step, -1, 2),
             jnp.moveaxis(s.most_beta * jax.nn.sigmoid(beta).astype(jnp.float32), -1, 2),
         )
         outputs, kept = run(tokens, order, past.state)
         outputs = outputs.astype(self.dtype).astype(jnp.float32)
         normed = outputs * jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + s.norm_eps)
-        gate = jax.nn.silu(_heads(gate, s.values_per_key).astype(jnp.float32))
+        gate = jax.nn.silu(heads_of(gate, s.values_per_key).astype(jnp.float32))
         normed = ((scale * normed.astype(self.dtype)) * gate).astype(self.dtype)
         normed = jnp.moveaxis(normed, 3, 1).reshape(batch, n_tokens, -1)
         return project(normed, out_kernel), stored(inputs, past, order, kept)
@@ -73,6 +73,6 @@ def _unit(x: Float[Array, "*rows k"]) -> Float[Array, "*rows k"]:
     return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + L2_EPS)
 
 
-def _heads(x: Float[Array, "B G T rv"], per_key: int) -> Float[Array, "B G r T v"]:
+def heads_of(x: Float[Array, "B G T rv"], per_key: int) -> Float[Array, "B G r T v"]:
     """Return the value heads of each key head on an axis of their own."""
     return jnp.moveaxis(x.reshape(*x.shape[:3], per_key, -1), 3, 2)

@@ -6,7 +6,7 @@ keys and values of the tokens fed now (the block), and the decode step writes on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import flax.linen as nn
@@ -21,11 +21,21 @@ from hydrajax.models.attention import KVSegment, attend, rotate
 from hydrajax.models.kv_vectors import KeyValue, rounded
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
-from hydrajax.models.recurrent_settings import GatedDelta, Recurrent, ShortConv
+from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, Recurrent, ShortConv
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
 from hydrajax.ops.sharded import all_tokens, summed_by_token
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+def _gated(activation: Callable) -> Callable:
+    return lambda gate, up: activation(gate) * up
+
+
+# What an MLP computes of its first matmul's parts, a gate and a value, or a value alone.
+ACTIVATIONS = {
+    "silu": _gated(jax.nn.silu),
+    "gelu_tanh": _gated(partial(jax.nn.gelu, approximate=True)),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 class RMSNorm(nn.Module):
@@ -93,9 +103,9 @@ class DecoderLayer(nn.Module):
             only_keys_values: Compute nothing but keys and values, from ``attends_from``; the parameters must exist.
         """
         c = self.config
-        width = x.shape[-1]
-        if c.experts is None:
-            gate_up_kernel = declare_kernel(self, "gate_up", (width, 2, c.mlp_width), ("width", None, "mlp"))
+        width, parts = x.shape[-1], 1 if c.activation == "relu2" else 2
+        if c.mlp and c.experts is None:
+            gate_up_kernel = declare_kernel(self, "gate_up", (width, parts, c.mlp_width), ("width", None, "mlp"))
             down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
         norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
@@ -117,6 +127,8 @@ class DecoderLayer(nn.Module):
         if c.norms != "before":
             mixed = norm(name="attention_out_norm")(mixed)
         mixed = scaled(mixed, c.residual_scale)
+        if not c.mlp:
+            return x, mixed, kept
 
         if c.norms == "after":
             x = normed = x + mixed
@@ -125,12 +137,11 @@ class DecoderLayer(nn.Module):
         activation = ACTIVATIONS[c.activation]
         normed = all_tokens(normed)
         if c.experts is None:
-            gate, up = project_parts(normed, gate_up_kernel)
-            out = project(activation(gate) * up, down_kernel)
+            out = project(activation(*project_parts(normed, gate_up_kernel)), down_kernel)
         else:
             from hydrajax.models.experts import ExpertMLP
 
-            out = ExpertMLP(c.experts, activation, self.dtype, self.quantize, name="experts")(normed)
+            out = ExpertMLP(c.experts, activation, parts, self.dtype, self.quantize, name="experts")(normed)
         out = summed_by_token(out)
         if c.norms != "before":
             out = norm(name="mlp_out_norm")(out)
@@ -184,9 +195,10 @@ class DecoderLayer(nn.Module):
 def recurrent_layer(settings: Recurrent) -> type[nn.Module]:
     """Return the module of a layer with these settings, imported when it is needed."""
     from hydrajax.models.gated_delta import GatedDeltaLayer
+    from hydrajax.models.mamba2 import Mamba2Layer
     from hydrajax.models.short_conv import ShortConvLayer
 
-    return {GatedDelta: GatedDeltaLayer, ShortConv: ShortConvLayer}[type(settings)]
+    return {GatedDelta: GatedDeltaLayer, Mamba2: Mamba2Layer, ShortConv: ShortConvLayer}[type(settings)]
 
 
 def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:

@@ -64,7 +64,8 @@ class Llama(nn.Module):
     @nn.nowrap
     def _layer(self, kind: LayerKind, **settings) -> DecoderLayer:
         layer, config = nn.remat(DecoderLayer) if self.remat else DecoderLayer, self.config
-        own = {"experts": kind.experts, "norms": kind.norms or config.norms, "recurrent": kind.recurrent}
+        own = {name: getattr(kind, name) for name in ("experts", "recurrent", "mlp")}
+        own["norms"] = kind.norms or config.norms
         return layer(
             dataclasses.replace(config, **own), self.dtype, self.quantize, self.adapter, self.kv_cache, **settings
         )

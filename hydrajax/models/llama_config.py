@@ -12,7 +12,7 @@ from hydrajax.models.recurrent_settings import Recurrent
 from hydrajax.models.rope_scaling import RopeScaling
 
 NORMS = ("before", "both", "after")
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class LayerKind:
         experts: As in `LlamaConfig`.
         norms: As in `LlamaConfig`; None for those of the configuration.
         recurrent: The layer keeps a state in place of keys and values; None for attention.
+        mlp: As in `LlamaConfig`.
     """
 
     sliding_window: int | None = None
@@ -34,16 +35,17 @@ class LayerKind:
     experts: Experts | None = None
     norms: str | None = None
     recurrent: Recurrent | None = None
+    mlp: bool = True
 
     @property
     def parameters(self) -> LayerKind:
         """The settings by which the parameters and the operations of layers differ."""
-        return LayerKind(experts=self.experts, norms=self.norms, recurrent=self.recurrent)
+        return LayerKind(experts=self.experts, norms=self.norms, recurrent=self.recurrent, mlp=self.mlp)
 
     @property
     def attention(self) -> LayerKind:
         """The settings of its attention alone."""
-        return dataclasses.replace(self, experts=None, norms=None)
+        return dataclasses.replace(self, experts=None, norms=None, mlp=True)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class LlamaConfig:
         norms: Norms of attention and MLP: ``"before"`` each (LLaMA), ``"both"`` before and after (Gemma 2, Gemma 3) or
             ``"after"`` (OLMo 2, OLMo 3).
         norm_offset: Norms multiply by 1 + scale, in float32 (Gemma).
-        activation: Of the MLP's gate.
+        activation: Of the MLP's gate; ``"relu2"``, the square of relu, is that of an MLP without a gate (Nemotron-H).
         embedding_scale: Multiplies the embeddings (Gemma, Granite).
         residual_scale: Multiplies what attention and MLP add to the residual stream (Granite).
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
@@ -76,6 +78,7 @@ class LlamaConfig:
         head_gate: The same by head alone (LFM3).
         recurrent: The layers keep a state in place of keys and values (`hydrajax.models.recurrent_settings`); None for
             attention.
+        mlp: Layers have an MLP or experts; without, they end with attention or its like (Nemotron-H).
         names: Form of the tensors' names in files (`hydrajax.families.tensor_names.NAMES`).
     """
 
@@ -111,6 +114,7 @@ class LlamaConfig:
     attention_gate: bool = False
     recurrent: Recurrent | None = None
     head_gate: bool = False
+    mlp: bool = True
     names: str = "llama"
 
     def __post_init__(self):
@@ -149,7 +153,9 @@ class LlamaConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
-        own = LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling, self.experts, None, self.recurrent)
+        own = LayerKind(
+            self.sliding_window, self.rope_theta, self.rope_scaling, self.experts, None, self.recurrent, self.mlp
+        )
         return self.layer_kinds or (own,) * self.n_layers
 
     @property

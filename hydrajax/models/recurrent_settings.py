@@ -93,3 +93,46 @@ class GatedDelta(Recurrent):
     def values_per_key(self) -> int:
         """Number of value heads that share a query and a key."""
         return self.value_heads // self.key_heads
+
+
+@dataclass(frozen=True)
+class Mamba2(Recurrent):
+    """A Mamba-2 layer (arXiv 2405.21060), as in Granite 4 and Nemotron-H.
+
+    Attributes:
+        groups: Number of groups of heads that share B and C.
+        heads: Heads of values and states, a multiple of ``groups``.
+        head_dim: Features of a head.
+        state_size: Features of B and C.
+        conv_bias: The convolution has a bias.
+        step_limit: The least and the largest time step.
+        norm_eps: Of the output's norm, over the heads of a group.
+    """
+
+    groups: int
+    heads: int
+    head_dim: int
+    state_size: int
+    conv_bias: bool = True
+    step_limit: tuple[float, float] = (0.0, float("inf"))
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.heads % self.groups:
+            raise HydrajaxError(f"recurrent layer: heads: got {self.heads}, expected a multiple of {self.groups}")
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of one sequence's state: heads, features of B, features of a head."""
+        return self.heads, self.state_size, self.head_dim
+
+    @property
+    def inputs_shape(self) -> tuple[int, int, int]:
+        """Shape of one sequence's earlier inputs of the convolution: groups, tokens, channels of a group."""
+        return self.groups, self.kernel - 1, self.heads_per_group * self.head_dim + 2 * self.state_size
+
+    @property
+    def heads_per_group(self) -> int:
+        """Number of heads that share B and C."""
+        return self.heads // self.groups

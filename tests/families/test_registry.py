@@ -38,6 +38,7 @@ OPTIONAL += ("tie_word_embeddings", "hidden_act")
 
 
 UNWINDOWED = ("llama", "olmo2", "granite", "olmoe", "glm4_moe", "olmo_hybrid", *QWEN_HYBRIDS)
+UNWINDOWED += ("granitemoehybrid", "nemotron_h")
 WINDOWED = [kind for kind in FAMILIES if kind not in UNWINDOWED]
 QWEN = ("qwen2", "qwen3")
 
@@ -52,6 +53,10 @@ def full(kind: str) -> dict:
         fields |= {"norm_eps": 1e-3, "layer_types": ["conv", "full_attention", "conv"]}
     if kind in QWEN_HYBRIDS:  # a quarter, and one layer of attention
         fields |= {"head_dim": 16, "num_hidden_layers": 4}
+    if kind == "granitemoehybrid":
+        fields |= {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "rope"}
+    if kind == "nemotron_h":  # which cannot share its embedding
+        fields |= {"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}
     return fields
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 from transformers import AutoConfig
@@ -14,6 +15,7 @@ from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.models.layout import shapes
 
+EXPERT = r"\.experts\.|block_sparse_moe\.(input|output)_linear"  # in names of tensors
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768} | UNTIED
 QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "use_sliding_window": False}
@@ -72,6 +74,23 @@ OLMO_HYBRID = {
     "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 96, "linear_num_key_heads": 30,
     "linear_num_value_heads": 30, "linear_value_head_dim": 192, "max_position_embeddings": 65536, "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+} | UNTIED  # fmt: skip
+GRANITE4 = {
+    "model_type": "granitemoehybrid", "attention_bias": False, "embedding_multiplier": 12, "logits_scaling": 10,
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128,
+    "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False, "max_position_embeddings": 131072,
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 10000000,
+} | TIED  # fmt: skip
+GRANITE4_H = GRANITE4 | {
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)], "position_embedding_type": "nope",
+}  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "attention_bias": False, "chunk_size": 128, "conv_kernel": 4, "expand": 2,
+    "layer_norm_epsilon": 1e-5, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "n_groups": 8, "num_logits_to_keep": 1, "residual_in_fp32": False,
+    "rms_norm_eps": 1e-5, "sliding_window": None, "ssm_state_size": 128, "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001, "use_bias": False,
+    "use_conv_bias": True,
 } | UNTIED  # fmt: skip
 # The fields, with the parameters of the model and those that one token uses, in billions.
 RELEASED = {
@@ -220,6 +239,47 @@ RELEASED = {
         | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 2.5}
         | {"first_k_dense_replace": 3, "use_qk_norm": True}, 352.8, 33.63,
     ),
+    "granite-4.0-micro": (
+        GRANITE4 | sizes(2560, 8192, 40, 40, 8, 100352) | {
+            "attention_multiplier": 0.015625, "layer_types": ["attention"] * 40, "logits_scaling": 10.0,
+            "mamba_d_head": "auto", "mamba_n_heads": 128,
+            "num_experts_per_tok": 0, "num_local_experts": 0, "position_embedding_type": "rope",
+            "shared_intermediate_size": 8192,
+        }, 3.403,
+    ),
+    "granite-4.0-h-micro": (
+        GRANITE4_H | sizes(2048, 8192, 40, 32, 8, 100352) | {
+            "attention_multiplier": 0.015625, "logits_scaling": 8.0, "mamba_n_heads": 64, "num_experts_per_tok": 0,
+            "num_local_experts": 0, "shared_intermediate_size": 8192,
+        }, 3.191,
+    ),
+    "granite-4.0-h-tiny": (
+        GRANITE4_H | sizes(1536, 512, 40, 12, 4, 100352) | {
+            "attention_multiplier": 0.0078125, "logits_scaling": 6.0, "mamba_n_heads": 48, "num_experts_per_tok": 6,
+            "num_local_experts": 64, "shared_intermediate_size": 1024,
+        }, 6.939, 1.47,
+    ),
+    "Nemotron-H-8B-Base-8K": (
+        NEMOTRON | sizes(4096, 21504, 52, 32, 8, 131072) | {
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "mamba_head_dim": 64,
+            "mamba_num_heads": 128, "max_position_embeddings": 8192,
+        }, 8.1,
+    ),
+    "NVIDIA-Nemotron-Nano-9B-v2": (
+        NEMOTRON | sizes(4480, 15680, 56, 40, 8, 131072) | {
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "head_dim": 128,
+            "mamba_head_dim": 80, "mamba_num_heads": 128, "max_position_embeddings": 131072,
+        }, 8.888,
+    ),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (
+        NEMOTRON | sizes(2688, 1856, 52, 32, 2, 131072) | {
+            "head_dim": 128, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+            "mamba_head_dim": 64, "mamba_num_heads": 64, "max_position_embeddings": 262144,
+            "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1,
+            "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.5, "topk_group": 1,
+        }, 31.578, 3.58,
+    ),
 }  # fmt: skip
 NAMED = {
     "mixtral-8x7b": "Mixtral-8x7B-v0.1",
@@ -244,7 +304,7 @@ def test_a_released_config(name, tmp_path):
     assert as_transformers_reads(written(tmp_path / "export", fields)) == config
 
     all_sizes = {name: math.prod(shape) for name, shape in shapes(base_layout(config)).items()}
-    total, in_experts = sum(all_sizes.values()), sum(size for key, size in all_sizes.items() if ".experts." in key)
+    total, in_experts = sum(all_sizes.values()), sum(size for key, size in all_sizes.items() if re.search(EXPERT, key))
     assert total / 1e9 == pytest.approx(billions, abs=0.005)
     if used:
         experts = config.any_experts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
-from hydrajax.models.recurrent_settings import GatedDelta, ShortConv
+from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, Recurrent, ShortConv
 from hydrajax.models.rope_scaling import RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -43,6 +44,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     A window of at least the context counts as no window.
     """
     hf = AutoConfig.from_pretrained(folder)
+    if hf.model_type == "nemotron_h":
+        return _nemotron(hf)
     kind, head_dim = hf.model_type, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     ropes = hf.rope_parameters
     ropes = {
@@ -56,8 +59,10 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     window = window if window is not None and window < context else None
     types = getattr(hf, "layer_types", None) or [SLIDING] * hf.num_hidden_layers
     window = window or None  # Qwen 2 MoE's is 0 without windows
+    if kind == "granitemoehybrid" and hf.position_embedding_type != "rope":
+        ropes[FULL] = theta, scaling = None, None
     layers = [
-        LayerKind(None, None, None, e, "before" if kind == "olmo_hybrid" else None, _gated_delta(hf))
+        LayerKind(None, None, None, e, "before" if kind == "olmo_hybrid" else None, _recurrent(hf))
         if name == "linear_attention"
         else LayerKind(None, None, None, e, None, _short_conv(hf))
         if name == "conv"
@@ -82,7 +87,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
             "logits_softcap": hf.final_logit_softcapping,
             "attention_softcap": hf.attn_logit_softcapping if kind == "gemma2" else None,  # Gemma 3 has no use for it
         }
-    if kind == "granite":
+    if kind in ("granite", "granitemoehybrid"):
         scale = float(hf.attention_multiplier)
         settings = {
             "embedding_scale": float(hf.embedding_multiplier),
@@ -90,6 +95,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
             "attention_scale": None if math.isclose(scale, head_dim**-0.5) else scale,
             "logits_divisor": float(hf.logits_scaling),
         }
+    if kind == "granitemoehybrid":
+        settings |= {"names": kind, "recurrent": own.recurrent}
     if kind in QWEN_HYBRIDS:
         settings = {"norm_offset": True, "attention_gate": True, "recurrent": own.recurrent}
     if kind in ("lfm2", "lfm2_moe"):
@@ -109,7 +116,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         # Qwen 3.5's mixtures have no MLP: one of a token's experts together.
         mlp_width=_lfm2_width(hf)
         if kind == "lfm2"
-        else getattr(hf, "intermediate_size", None)
+        else getattr(hf, "shared_intermediate_size", None)
+        or getattr(hf, "intermediate_size", None)
         or hf.num_experts_per_tok * hf.moe_intermediate_size + hf.shared_expert_intermediate_size,
         n_layers=hf.num_hidden_layers,
         n_heads=hf.num_attention_heads,
@@ -136,11 +144,43 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     )
 
 
+def _nemotron(hf) -> LlamaConfig:
+    mamba = Mamba2(
+        hf.conv_kernel, hf.n_groups, hf.mamba_num_heads, hf.mamba_head_dim, hf.ssm_state_size, hf.use_conv_bias,
+        (hf.time_step_min, float("inf")), hf.layer_norm_epsilon,
+    )  # fmt: skip
+    experts = Experts(
+        hf.n_routed_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.moe_shared_expert_intermediate_size,
+        scores="sigmoid", normalized=hf.norm_topk_prob, choice_bias=True, groups=hf.n_group,
+        chosen_groups=hf.topk_group, scale=hf.routed_scaling_factor,
+    )  # fmt: skip
+    types = hf.layers_block_type
+    layers = [  # with the block that follows
+        LayerKind(
+            None, None, None, experts if after == "moe" else None, None, mamba if kind == "linear_attention" else None,
+            after in ("moe", "mlp"),
+        )
+        for kind, after in itertools.zip_longest(types, types[1:])
+        if kind in ("linear_attention", FULL)
+    ]  # fmt: skip
+    return LlamaConfig(
+        hf.vocab_size, hf.hidden_size, hf.intermediate_size, len(layers), hf.num_attention_heads,
+        hf.num_key_value_heads, hf.head_dim, hf.max_position_embeddings, hf.layer_norm_epsilon, None,
+        layer_kinds=tuple(layers), activation="relu2", names="nemotron_h",
+    )  # fmt: skip
+
+
 def _experts(hf) -> list[Experts | None]:
     """Return the experts of each layer."""
     kind, layers = hf.model_type, range(hf.num_hidden_layers)
     if kind == "mixtral":
         of = Experts(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=True, block=MIXTRAL)
+        return [of for _ in layers]
+    if kind == "granitemoehybrid":
+        of = Experts(
+            hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, hf.shared_intermediate_size,
+            normalized=True,
+        ) if hf.num_local_experts else None  # fmt: skip
         return [of for _ in layers]
     if kind == "olmoe":
         of = Experts(hf.num_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=hf.norm_topk_prob)
@@ -175,8 +215,13 @@ def _experts(hf) -> list[Experts | None]:
     return [None for _ in layers]
 
 
-def _gated_delta(hf) -> GatedDelta:
+def _recurrent(hf) -> Recurrent:
     """Return the layers that keep a state."""
+    if hf.model_type == "granitemoehybrid":
+        return Mamba2(
+            hf.mamba_d_conv, hf.mamba_n_groups, hf.mamba_n_heads, hf.mamba_d_head, hf.mamba_d_state, hf.mamba_conv_bias,
+            tuple(hf.time_step_limit), hf.rms_norm_eps,
+        )  # fmt: skip
     own = {"names": "qwen3_next" if hf.model_type == "qwen3_next" else "qwen3_5", "norm_eps": hf.rms_norm_eps}
     if hf.model_type == "olmo_hybrid":  # the norm's own default
         own = {"names": "olmo_hybrid", "norm_eps": 1e-5, "most_beta": 2.0 if hf.linear_allow_neg_eigval else 1.0}

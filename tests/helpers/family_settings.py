@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 
 from hypothesis import strategies as st
@@ -289,5 +290,53 @@ HYBRID_EXAMPLES |= {
             "sliding_attention": LOCAL,
             "full_attention": LOCAL | {"rope_type": "proportional", "partial_rotary_factor": 0.75},
         },
+    },
+}  # fmt: skip
+
+# --- Mamba-2 ----------------------------------------------------------------------------------------------------------
+
+# Granite's MLP is shared by its experts, if it has some.
+GRANITE4 = merged(
+    FAMILIES["granite"],
+    fields(
+        layer_types=MIXED.filter(lambda types: "full_attention" in types),  # transformers cannot do without
+        position_embedding_type=[None, "rope"], num_local_experts=[0, 5, 8],
+        num_experts_per_tok=st.integers(1, 5), intermediate_size=[8, 24], shared_intermediate_size=[8, 40],
+        mamba_n_heads=[4, 8], mamba_n_groups=[1, 2, 4], mamba_d_state=[4, 6], mamba_d_conv=[2, 3, 4],
+        mamba_expand=[1, 2], mamba_conv_bias=[False, True], mamba_chunk_size=[16],
+        time_step_limit=[(0.0, math.inf), (0.4, 1.5)], logits_scaling=[0.5, 1.0],
+    ),
+)  # fmt: skip
+PATTERNS = st.lists(st.sampled_from(["M", "*", "M-", "*-", "ME", "*E"]), min_size=1, max_size=3).map(
+    lambda blocks: "".join(blocks) + "*"
+)
+
+
+def nemotron(groups: int) -> st.SearchStrategy[dict]:
+    return fields(
+        hybrid_override_pattern=PATTERNS, mamba_num_heads=[4, 8], mamba_head_dim=[6, 12], n_groups=[1, 2, 4],
+        ssm_state_size=[4, 6], conv_kernel=[2, 3, 4], chunk_size=[16], time_step_min=[0.001, 0.3],
+        use_conv_bias=[False, True], head_dim=[8, 16], layer_norm_epsilon=[1e-5, 1e-3], n_routed_experts=[8],
+        n_group=[groups], topk_group=st.integers(1, groups), num_experts_per_tok=[1, 2],
+        moe_intermediate_size=[8, 24], moe_shared_expert_intermediate_size=[8, 48],
+        routed_scaling_factor=[1.0, 2.5], norm_topk_prob=[False, True],
+    )  # fmt: skip
+
+
+HYBRID_FAMILIES |= {"granitemoehybrid": GRANITE4, "nemotron_h": st.one_of(map(nemotron, (1, 2, 4)))}
+HYBRID_EXAMPLES |= {
+    "granitemoehybrid": EXAMPLES["granite"]
+    | {
+        "layer_types": [LINEAR, "full_attention", LINEAR], "position_embedding_type": "rope", "num_local_experts": 6,
+        "num_experts_per_tok": 3, "intermediate_size": 24, "shared_intermediate_size": 40, "mamba_n_heads": 8,
+        "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_expand": 4, "mamba_chunk_size": 16,
+        "mamba_conv_bias": False, "time_step_limit": (0.4, 1.5), "rms_norm_eps": 1e-3,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M*-MEM-", "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2,
+        "ssm_state_size": 6, "conv_kernel": 3, "chunk_size": 16, "time_step_min": 0.3, "use_conv_bias": False,
+        "head_dim": 16, "layer_norm_epsilon": 1e-3, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": False,
     },
 }  # fmt: skip

@@ -11,6 +11,7 @@ from helpers.refusals import refusal
 from hydrajax.models import experts
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.experts import expert_sum, route
+from hydrajax.models.layers import ACTIVATIONS
 from hydrajax.ops import trace
 from hydrajax.ops.cpu.backend import Cpu
 
@@ -41,7 +42,7 @@ def expected(x, ids, weights, gate_up, down) -> np.ndarray:
 
 
 def summed(*args):
-    return expert_sum(*args, COUNT, jax.nn.silu)
+    return expert_sum(*args, COUNT, ACTIVATIONS["silu"])
 
 
 @pytest.fixture(params=["kernels", "blocks"])

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 import hydrajax
 from helpers import family_settings
-from helpers.family_settings import LLAMA3, SHARED, VOCAB, WINDOW
+from helpers.family_settings import LINEAR, LLAMA3, SHARED, VOCAB, WINDOW
 from helpers.lab import QUICK, quick_jit
 from helpers.refusals import refusal
 from hydrajax import plugins
@@ -63,6 +63,16 @@ OTHERS = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen2, window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0},
     "qwen3, wide heads": {"head_dim": 16},
+    "granitemoehybrid, dense": {
+        "num_local_experts": 0, "shared_intermediate_size": 40, "mamba_n_heads": 4, "mamba_d_state": 6,
+        "layer_types": [LINEAR, "full_attention", LINEAR],
+    },
+    "granitemoehybrid, attention": {
+        "num_local_experts": 0, "layer_types": ["full_attention"] * 3, "mamba_n_heads": 4,
+    },
+    "nemotron_h, dense": {
+        "hybrid_override_pattern": "M-MM*-", "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "head_dim": 8,
+    },
 }  # fmt: skip
 BIAS = ("e_score_correction_bias", "expert_bias")
 TOLERANCE = 1e-4
@@ -165,6 +175,7 @@ def prompts_of(count: int) -> list[list[int]]:
 def greedy_ids(pair, prompts: list[list[int]]) -> list[list[int]]:
     """Return transformers' continuations."""
     found, how = [], {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW}
+    how["use_cache"] = not hasattr(pair.theirs.config, "time_step_limit")  # which limits no step after the prompt
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.no_grad():  # transformers needs the mask because no padding id is set
