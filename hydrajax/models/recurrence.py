@@ -193,7 +193,7 @@ def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h v
     if beta is not None:
         similar = jnp.einsum("bgik,bgjk->bgij", keys, keys, precision=PRECISION)[:, :, None]
         lacking = beta[..., None] * (values - gamma[..., None] * read[..., n_tokens:, :])
-        written = _solved(beta[..., None] * between * similar, lacking)
+        written = lacking if n_tokens == 1 else _solved(beta[..., None] * between * similar, lacking)
     scores = between * jnp.einsum("bgik,bgjk->bgij", queries, keys, precision=PRECISION)[:, :, None]
     outputs = gamma[..., None] * read[..., :n_tokens, :]
     outputs += jnp.einsum("bgrij,bgrjv->bgriv", scores, written, precision=PRECISION)
@@ -208,30 +208,23 @@ def _solved(lower: Float[Array, "*B T T"], right: Float[Array, "*B T v"]) -> Flo
     The first blocks take (I - L)(I + L²)(I + L⁴), whose powers would lose digits in larger ones.
     """
     n_tokens = right.shape[-2]
-    if n_tokens == 1:
-        return right
-    rows = 1 << (n_tokens - 1).bit_length()
-    lower = jnp.tril(lower, -1)
-    lower = jax.lax.optimization_barrier(jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, rows - n_tokens)] * 2))
-    size = min(rows, FIRST_BLOCK)
-    power = _diagonal(lower, size)
-    inverse, terms = np.eye(size, dtype=np.float32) - power, 2
-    while terms < size:
+    place = np.arange(n_tokens)
+
+    def within(size: int) -> Bool[np.ndarray, "T T"]:
+        return place[:, None] // size == place // size
+
+    # Written once: XLA would compute it again in each of its readers.
+    lower = jax.lax.optimization_barrier(jnp.tril(lower, -1))
+    power, terms = jnp.where(within(FIRST_BLOCK), lower, 0.0), 2
+    inverse = np.eye(n_tokens, dtype=np.float32) - power
+    while terms < min(n_tokens, FIRST_BLOCK):
         power = _product(power, power)
         inverse, terms = inverse + _product(inverse, power), 2 * terms
-    while size < rows:
-        above, below = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_product(_product(below, _diagonal(lower, 2 * size)[..., size:, :size]), above)
-        inverse = jnp.block([[above, jnp.zeros_like(above)], [corner, below]])
-        size *= 2
-    return _product(inverse[..., 0, :n_tokens, :n_tokens], right)
-
-
-def _diagonal(matrix: Float[Array, "*B T T"], size: int) -> Float[Array, "*B n size size"]:
-    """Return the blocks of this size on the diagonal."""
-    n_blocks = matrix.shape[-1] // size
-    blocks = matrix.reshape(*matrix.shape[:-2], n_blocks, size, n_blocks, size)
-    return jnp.stack([blocks[..., i, :, i, :] for i in range(n_blocks)], axis=-3)
+    size = FIRST_BLOCK
+    while size < n_tokens:
+        corners = jnp.where(within(2 * size) & ~within(size), lower, 0.0)
+        inverse, size = inverse - _product(_product(inverse, corners), inverse), 2 * size
+    return _product(inverse, right)
 
 
 def _product(a: Float[Array, "... n k"], b: Float[Array, "... k m"]) -> Float[Array, "... n m"]:
