@@ -124,8 +124,8 @@ class Mamba2(Recurrent):
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of one sequence's state: heads, features of B, features of a head."""
-        return self.heads, self.state_size, self.head_dim
+        """Shape of one sequence's state: heads, features of a head, features of B."""
+        return self.heads, self.head_dim, self.state_size
 
     @property
     def inputs_shape(self) -> tuple[int, int, int]:

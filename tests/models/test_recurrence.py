@@ -9,9 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers import lab
+from hydrajax.bench.random_models import random_base
 from hydrajax.models.attention import Documents, causal_mask
+from hydrajax.models.llama_config import LayerKind
+from hydrajax.models.packed_forward import run_base
 from hydrajax.models.recurrence import CHUNK, Text, Tokens, convolve, order_of, run, stored
 from hydrajax.models.recurrent_cache import RecurrentCache
+from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, ShortConv
 
 BATCH, HEADS, PER_KEY, KEY, VALUE, CHANNELS, KERNEL = 2, 2, 2, 5, 3, 4, 4
 DELTA, SSD = True, False
@@ -145,6 +150,26 @@ def random_paths(seed: int) -> list[list[int]]:
     for node in range(1, NODES):
         paths.append([*paths[random.integers(max(0, node - 5), node)], node])
     return paths
+
+
+def test_packed_documents_train_as_alone():
+    """Hidden states and gradients of a base with all kinds of layers."""
+    kinds = (GatedDelta(4, 2, 4, 8, 8), Mamba2(3, 2, 4, 8, 6), ShortConv(3, lab.WIDTH), None)
+    layers = tuple(LayerKind(None, None if kind else 1e4, recurrent=kind) for kind in kinds)
+    model, params = random_base(lab.CONFIG.replace(n_layers=4, layer_kinds=layers))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, lab.VOCAB, (2, 12)))
+
+    def loss(params, tokens, segments=None):
+        hidden = run_base(model, params, tokens, segments=segments).hidden
+        return jnp.sum(hidden**2 * jnp.cos(jnp.arange(hidden.shape[-1]))), hidden
+
+    gradient = lab.quick_jit(jax.grad(loss, has_aux=True))
+    packed, hidden = gradient(params, tokens.reshape(1, 24), jnp.repeat(jnp.array([1, 2]), 12)[None])
+    alone, rows = gradient(params, tokens)
+    np.testing.assert_allclose(hidden.reshape(rows.shape), rows, atol=1e-4)
+    for (path, leaf), other in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(alone), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=2e-4 * max(1, np.abs(other).max()), err_msg=str(path))
+        assert np.abs(leaf).max() > 0 or path[0].key == "lm_head", path
 
 
 def test_a_text_cut_to_nothing_leaves_no_trace():
