@@ -48,9 +48,9 @@ def check_confidence(value: float) -> None:
 
 
 def check_layers(config: LlamaConfig) -> None:
-    """Refuse a hybrid: its layers cannot run a tree level by level, as they read nothing of pending tokens."""
+    """Refuse a hybrid, whose recurrent layers cannot read tokens that are not committed yet (`PendingKVCache`)."""
     if config.any_recurrent:
-        raise HydrajaxError("draft: got a hybrid model, expected attention in all layers; hybrids can be bases")
+        raise HydrajaxError("draft: got a model with recurrent layers, expected one with attention in every layer")
 
 
 class DraftState(NamedTuple):
@@ -141,8 +141,6 @@ class DraftModel:
     def __post_init__(self):
         if self.depth < 1:
             raise HydrajaxError(f"depth: got {self.depth}, expected at least 1")
-        if self.model.config.any_recurrent:
-            raise HydrajaxError("draft: got a model with recurrent layers, expected one with attention in every layer")
         check_confidence(self.confidence)
         check_layers(self.config)
 

@@ -166,7 +166,7 @@ def test_settings_of_a_draft_model(llama_checkpoint, tiny_checkpoint):
 
 def test_a_hybrid_draft_is_refused(llama_checkpoint, tiny_checkpoint):
     hybrid = llama_checkpoint(model_type="lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    refusal(lambda: hydrajax.load(tiny_checkpoint, hybrid), "draft: got a hybrid model, expected attention in all")
+    refusal(lambda: hydrajax.load(tiny_checkpoint, hybrid), "draft: got a model with recurrent layers, expected one")
     drafter = DraftModel.for_base(hydrajax.load(hybrid).model.config, "float32")
     assert drafter.config.n_layers == 1
 

@@ -41,7 +41,7 @@ from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
-from hydrajax.models.recurrent_settings import GatedDelta
+from hydrajax.models.recurrent_settings import GatedDelta, ShortConv
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
@@ -50,7 +50,8 @@ from hydrajax.trees.static_tree import TreeTopology
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
 CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
 DELTA = LayerKind(None, None, None, recurrent=GatedDelta(4, key_heads=2, value_heads=4, key_dim=6, value_dim=8))
-HYBRID = CONFIG.replace(n_layers=3, layer_kinds=(DELTA, LayerKind(None, CONFIG.rope_theta, None), DELTA))
+CONV = LayerKind(None, None, None, recurrent=ShortConv(4, WIDTH, groups=2))
+HYBRID = CONFIG.replace(n_layers=3, layer_kinds=(LayerKind(None, CONFIG.rope_theta, None), DELTA, CONV))
 ORACLE_DEPTH = 4
 NEW = 24  # generated tokens in most tests
 
