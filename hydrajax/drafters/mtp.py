@@ -97,13 +97,11 @@ class MTP(EagleDrafter):
 
     @staticmethod
     def layer_of(base):
-        """Return the configuration of the base's last layer of attention, attending to all tokens, with the base's
-        experts if it has some.
-        """
+        """Return the configuration of the base's last layer of attention, attending to all tokens."""
         last = max((i for i, kind in enumerate(base.kinds) if not kind.recurrent), default=None)
         if last is None:
             raise HydrajaxError("heads: got mtp, which needs a base with layers of attention")
-        return base.of_layer(last).replace(n_layers=1, sliding_window=None, experts=base.any_experts)
+        return base.of_layer(last).replace(n_layers=1, sliding_window=None)
 
     @property
     def aux_hidden_layers(self) -> tuple[int, ...]:

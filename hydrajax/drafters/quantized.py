@@ -20,14 +20,14 @@ def quantized_draft(params: Mapping[str, Any], quantize: str | None) -> Mapping[
     """Return a draft's parameters with the kernels of products in few bits, if ``quantize`` names the base's type.
 
     They are in int4 for a base in 4 bits and in int8 for any other, and stay as they are where there are no CPU kernels
-    for them.
+    for them, and in experts.
     """
     if quantize is None or not trace.has_few_bits():
         return params
     kind = plugins.find("weights", "int4" if quantize.startswith("int4") else "int8")
     return {
         name: quantized_draft(value, quantize)
-        if isinstance(value, Mapping)
+        if isinstance(value, Mapping) and name != "experts"
         else jax.device_put(kind.stores(name).of(np.asarray(value)))
         if name in DRAFT_KERNELS
         else value

@@ -88,7 +88,9 @@ class MTPFormat(HeadFormat):
         drafter = MTP(MTP.layer_of(base), **facts)
         wanted = shapes(self.layout_in(drafter, config, files.shapes))
         if f"{layer}{EXPERTS}" in found - wanted.keys():
-            raise HydrajaxError(f"the MTP module is a mixture of experts ({EXPERTS}), and the base's last layer is not")
+            raise HydrajaxError(
+                f"the MTP module is a mixture of experts ({EXPERTS}), and the base's last layer of attention is not"
+            )
         known = {*wanted, *(f"{prefix}{name}" for name in self.copies)}
         if unknown := sorted(name for name in found - known if name.startswith(prefix)):
             raise HydrajaxError(f"unexpected tensor '{unknown[0]}' of the MTP module")

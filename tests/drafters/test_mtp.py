@@ -236,9 +236,10 @@ def hybrid(tmp_path_factory):
     return Module("qwen").save(tmp_path_factory.mktemp("hybrid") / "base")
 
 
-def test_drafts_of_a_hybrid_change_nothing(hybrid):
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_drafts_of_a_hybrid_change_nothing(hybrid, quantize):
     """Prompts of several lengths; some drafted tokens are accepted, and so states are committed along paths."""
-    model = load(hybrid, "mtp")
+    model = load(hybrid, "mtp", quantize=quantize)
     prompts, lengths = np.array([TEXT[:9], TEXT[3:12], TEXT[2:11]], np.int32), np.array([9, 4, 6], np.int32)
 
     def decoded(drafter, params, tree):
