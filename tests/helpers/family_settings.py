@@ -305,6 +305,7 @@ GRANITE4 = merged(
         mamba_n_heads=[4, 8], mamba_n_groups=[1, 2, 4], mamba_d_state=[4, 6], mamba_d_conv=[2, 3, 4],
         mamba_expand=[1, 2], mamba_conv_bias=[False, True], mamba_chunk_size=[16],
         time_step_limit=[(0.0, math.inf), (0.4, 1.5)], logits_scaling=[0.5, 1.0],
+        rms_norm_eps=[1e-3],  # as for DELTA
     ),
 )  # fmt: skip
 PATTERNS = st.lists(st.sampled_from(["M", "*", "M-", "*-", "ME", "*E"]), min_size=1, max_size=3).map(
@@ -316,7 +317,7 @@ def nemotron(groups: int) -> st.SearchStrategy[dict]:
     return fields(
         hybrid_override_pattern=PATTERNS, mamba_num_heads=[4, 8], mamba_head_dim=[6, 12], n_groups=[1, 2, 4],
         ssm_state_size=[4, 6], conv_kernel=[2, 3, 4], chunk_size=[16], time_step_min=[0.001, 0.3],
-        use_conv_bias=[False, True], head_dim=[8, 16], layer_norm_epsilon=[1e-5, 1e-3], n_routed_experts=[8],
+        use_conv_bias=[False, True], head_dim=[8, 16], layer_norm_epsilon=[1e-3, 1e-2], n_routed_experts=[8],
         n_group=[groups], topk_group=st.integers(1, groups), num_experts_per_tok=[1, 2],
         moe_intermediate_size=[8, 24], moe_shared_expert_intermediate_size=[8, 48],
         routed_scaling_factor=[1.0, 2.5], norm_topk_prob=[False, True],

@@ -303,6 +303,7 @@ def test_the_rope_scaling_matters_here(pairs, name):
         ("qwen3_next", "hydra++"),
         ("olmo_hybrid", "lookup"),
         ("lfm3", "hydra++"),
+        ("nemotron_h", "lookup"),
     ],
 )
 def test_decoding_gives_transformers_greedy_ids(pairs, name, kind):
