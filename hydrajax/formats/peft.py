@@ -16,7 +16,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
-from hydrajax.families.tensor_names import in_files
+from hydrajax.families.tensor_names import FUSED_MLP, in_files
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
 from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter, part_shapes
@@ -82,14 +82,13 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
         for kernel, block in BLOCKS.items():
             if kernel not in shapes[f"layers_{i}"] or (base.any_experts and block == "mlp"):
                 continue
-            targets = KERNELS[kernel]
-            named = (
-                {f"{kernel}_proj": targets}
-                if base.fused_projections and len(targets) > 1
-                else {t: (t,) for t in targets}
-            )
+            targets = KERNELS[kernel][-1:] if base.activation == "relu2" and block == "mlp" else KERNELS[kernel]
+            one = base.fused_projections or (block == "mlp" and base.names in FUSED_MLP)
+            named = {f"{kernel}_proj": targets} if one and len(targets) > 1 else {t: (t,) for t in targets}
             for name, parts in named.items():
-                found[in_files(f"model.layers.{i}.{block}.{name}", base)] = layer((f"layers_{i}",), kernel, *parts)
+                theirs = in_files(f"model.layers.{i}.{block}.{name}", base)
+                theirs = theirs.replace("backbone.", "model.")  # Nemotron-H's files have another name than its modules
+                found[theirs] = layer((f"layers_{i}",), kernel, *parts)
     if not base.tied_lm_head:
         found["lm_head"] = layer((), "lm_head", "lm_head")
     return found

@@ -105,6 +105,10 @@ def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
             f"adapter.targets: got {', '.join(found)}, expected none of an MLP for this base, whose MLPs are experts: "
             "remove them"
         )
+    if base.activation == "relu2" and "gate_proj" in found:
+        raise HydrajaxError(
+            "adapter.targets: got gate_proj, expected none for this base, whose MLPs have no gate: remove it"
+        )
 
 
 def split_adapter(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

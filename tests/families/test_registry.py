@@ -253,6 +253,22 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({"moe_latent_size": 64}, ("moe_latent_size", "64", "none")),
+        ({"mlp_hidden_act": "silu"}, ("mlp_hidden_act", "'silu'", "'relu2'")),
+        ({"hybrid_override_pattern": "-M*"}, ("layers_block_type", "before each MLP")),
+        ({"hybrid_override_pattern": "M-E*"}, ("layers_block_type", "before each MLP")),
+        ({"hybrid_override_pattern": "M?"}, ("layer_types", "'?'", "mlp or moe")),
+        ({"tie_word_embeddings": True}, ("tie_word_embeddings", "True", "False")),
+        ({"n_groups": 3}, ("recurrent layer", "heads", "128", "a multiple of 3")),
+    ],
+)
+def test_what_nemotron_h_has_besides_is_refused_by_name(fields, pieces):
+    refused(full("nemotron_h") | fields, *pieces)
+
+
 # Two refusals say the same for all families; the others are tried on a few.
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_what_the_model_lacks_is_refused_by_name(kind):

@@ -162,6 +162,14 @@ def test_written_and_read_back_bit_for_bit(tiny_checkpoint, lora, tmp_path):
     assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 6, ["k_proj", "up_proj", "lm_head"])
 
 
+GRANITE4 = {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "tie_word_embeddings": False,
+    "num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_state": 8,
+}  # fmt: skip
+NEMOTRON = {
+    "model_type": "nemotron_h", "hybrid_override_pattern": "M*-", "tie_word_embeddings": False, "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "head_dim": 8, "num_hidden_layers": 3,
+}  # fmt: skip
 LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_word_embeddings": False}
 
 
@@ -171,8 +179,10 @@ LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_wo
         pytest.param(FAMILIES["phi3"], TARGETS, marks=pytest.mark.slow),
         (FAMILIES["phi3"], ("k_proj", "o_proj", "up_proj")),
         (LFM2, TARGETS),
+        (GRANITE4, TARGETS),
+        (NEMOTRON, ("k_proj", "o_proj", "up_proj", "down_proj", "lm_head")),
     ],
-    ids=["phi3, all", "phi3, some", "lfm2"],
+    ids=["phi3, all", "phi3, some", "lfm2", "granite 4", "nemotron"],
 )
 def test_an_adapter_is_written_with_the_names_of_the_family(llama_checkpoint, tmp_path, family, targets):
     """Each part has an A of its own here, and one A of higher rank serves all parts in Phi 3's files."""

@@ -335,7 +335,7 @@ HYBRID_EXAMPLES |= {
     },
     "nemotron_h": {
         "hybrid_override_pattern": "M*-MEM-", "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2,
-        "ssm_state_size": 6, "conv_kernel": 3, "chunk_size": 16, "time_step_min": 0.3, "use_conv_bias": False,
+        "ssm_state_size": 6, "conv_kernel": 3, "chunk_size": 16, "time_step_min": 0.3,
         "head_dim": 16, "layer_norm_epsilon": 1e-3, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
         "num_experts_per_tok": 3, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 48,
         "routed_scaling_factor": 2.5, "norm_topk_prob": False,
