@@ -132,6 +132,10 @@ def test_a_chat_on_recurrent_layers_returns_to_snapshots():
     assert reused("good", answer="fine") == third  # as a template that rewrites the last answer
     assert reused("name", keep=2) == second
     assert reused("face", keep=2) == second
+    fourth = chat.turn.prompt_tokens + 9
+    assert fourth < third  # whose snapshot is of another text
+    assert reused("hello ko") == fourth
+    assert reused("so", answer="me") == fourth
     assert reused(first[:28] + "aa", keep=0) == len(first) + 1 - TAIL
     assert reused("ok", keep=0) == 0
 

@@ -130,7 +130,9 @@ class StepTimer:
         return self._prefill()
 
     def _rewound(self, state: DecodeState) -> DecodeState:
-        """Rewind to ``context`` tokens per sequence, nothing emitted."""
+        """Rewind to ``context`` tokens per sequence, nothing emitted. States of recurrent layers stay: times do not
+        depend on them.
+        """
         back = jnp.full(self.batch, self.context, jnp.int32)
         state, zero = self.engine.rewind(state, back), jnp.zeros_like(back)
         limits = zero + self.engine.program.max_new_tokens

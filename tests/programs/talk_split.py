@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from helpers import letters
-from helpers.lab import shared_lab
+from helpers.lab import Lab, hybrid_lab, shared_lab
 from helpers.programs import answer
 from hydrajax import make_executor
 from hydrajax.conversation import Chat
@@ -22,16 +22,16 @@ from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.sharding import Placement, last_devices
 
-MESSAGES = ["abc", "cafe", "deed"]
+MESSAGES = ["abc" * 12, "cafe", "deed"]
 SECONDS = 300
 
 
-def model(placement: Placement) -> LanguageModel:
-    """Return a base with letters as tokens, and a draft close to it that is often right."""
-    base, other = letters.model(), shared_lab().base(1)
-    nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, base.params.base, other)
+def model(placement: Placement, lab: Lab) -> LanguageModel:
+    """Return the lab's base with letters as tokens, and a draft close to the plain base that is often right for it."""
+    base, plain, other = letters.model(lab=lab), letters.model(), shared_lab().base(1)
+    nearly = jax.tree.map(lambda x, y: 0.98 * x + 0.02 * y, plain.params.base, other)
     params = Params(base.params.base, jax.device_put(nearly, placement.homes()[1]))
-    drafter = DraftModel(base.model, letters.VOCAB)
+    drafter = DraftModel(plain.model, letters.VOCAB)
     return LanguageModel(base.model, drafter, params, base.tokenizer, base.eos_ids, placement)
 
 
@@ -39,7 +39,9 @@ def turns(m: LanguageModel) -> list:
     """Return the answers of a conversation, the reused prompt tokens of each and the longest accept length."""
     request = Request(ExactSampling(0.6), max_new_tokens=12)
     chat, found = Chat(m.executor(m.program(request, tree="chain-2"), request), seed=3), []
-    for message in MESSAGES:
+    for message in [*MESSAGES, "bead"]:
+        if message == "bead":
+            del chat.messages[2:]  # returns to the first turn
         found.append(["".join(chat.send(message)), chat.turn.reused, chat.turn.steps])
     return found
 
@@ -64,11 +66,11 @@ def answers(m: LanguageModel) -> list:
 
 
 def main(_: Path) -> dict:
-    split, one = model(Placement(draft=last_devices(1))), model(Placement())
     found = {"kinds": []}
-    for name, m in (("split", split), ("one device", one)):
+    for name, placement in (("split", Placement(draft=last_devices(1))), ("one device", Placement())):
+        m, recurrent = model(placement, shared_lab()), model(placement, hybrid_lab())
         found["kinds"].append(type(m.executor(m.program(tree="chain-2"))).__name__)
-        found[name] = {"turns": turns(m), "answers": answers(m)}
+        found[name] = {"turns": turns(m), "answers": answers(m), "recurrent": turns(recurrent)}
     return found
 
 

@@ -339,6 +339,7 @@ def test_prompts_continue_from_snapshots_of_recurrent_layers(start):
     assert ask([*text, 5, 5])[0] == [len(text)]  # the next turn
     assert ask([*text[:-2], 5, 5])[0] == [len(first) - TAIL]  # an answer that was rewritten
     assert ask([*text[:-2], 6])[0] == [len(text) - TAIL]
+    assert ask([*text[:-2], 5, 5, 0])[0] == [len(text) - TAIL]  # the snapshot at the end of `text` is of another one
     stats = batcher.stats()
     assert stats.prefix_cache_nbytes == stats.prefix_cache_entries * executors.nbytes(1, 90)
     kept = [entry.snapshots.states for entry in batcher.memory.prefix_cache._entries]
@@ -351,16 +352,17 @@ def test_random_arrivals_on_recurrent_layers(start, monkeypatch):
     """Also with plain steps, after which the draft reads what it has missed, and with memory for few snapshots."""
     kinds = itertools.cycle([True] * 20 + [False] * 10)
     monkeypatch.setattr(SpeculationPolicy, "prefers", lambda policy, batch: next(kinds))
+    monkeypatch.setattr(SpeculationPolicy, "next_burst", lambda policy, batch, speculative, seconds: (speculative, 2))
     served = model("hydra++", hybrid_lab())
     executors = pool(served, PoolSizes(slots=2, chunk=32, cache_len=64), drops_draft=True)
     executors.warm_up()
-    for memory in (None, executors.nbytes(2, 90) + executors.prefill_nbytes(90)):
-        batcher = start(executors, cache_memory=memory)
+    for sequences in (20, 3):
+        batcher = start(executors, cache_memory=sequences * executors.prefill_nbytes(90))
         with watched(batcher.stats) as seen:
-            check_random_arrivals(served, batcher, 24, 0.0)
+            check_random_arrivals(served, batcher, 40, 0.0)
         stats = batcher.stats()
         assert 0 < stats.speculative_steps < stats.steps
-        assert stats.cached > 0 or memory
+        assert stats.cached > 0 or sequences == 3
         assert max(each.nbytes + each.prefix_cache_nbytes for each in seen) <= stats.limit_nbytes
 
 

@@ -126,7 +126,8 @@ def test_chat_and_serve_answer_as_on_one_device(tmp_path, on_eight_devices):
     assert found["kinds"] == ["SplitExecutor", "FusedExecutor"]
     assert found["split"] == found["one device"]
     turns, (answers, cached) = found["split"]["turns"], found["split"]["answers"]
-    assert turns[0][1] == 0 < turns[1][1] < turns[2][1]  # cached from turn to turn
+    for each in (turns, found["split"]["recurrent"]):
+        assert each[0][1] == 0 < each[1][1] < each[2][1] > each[3][1] > 0  # cached from turn to turn
     assert sum(steps for _, steps in answers) < sum(len(ids) for ids, _ in answers)
     assert cached > 0
 
