@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,9 @@ class TensorFiles:
         return self._found[key][1]
 
     @property
-    def shapes(self) -> dict[str, Shape]:
+    def shapes(self) -> Mapping[str, Shape]:
         """The shapes by name."""
-        return {name: self.shape(name) for name in self}
+        return _Shapes(self)
 
     def zero_biases(self, wanted: Collection[str]) -> list[str]:
         """Return the names of biases of zeros that no layer needs, which some quantisers add to every layer."""
@@ -268,6 +268,25 @@ def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disk
         raise OSError(one_line(error)) from None
+
+
+class _Shapes(Mapping):
+    """The shape of each tensor of files. Those that nobody asks for are not checked."""
+
+    def __init__(self, files: TensorFiles):
+        self._files = files
+
+    def __getitem__(self, name: str) -> Shape:
+        return self._files.shape(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def expect_tensors(found: TensorFiles, wanted: dict[str, Shape], what: str, ignored: str = "(?!)") -> None:

@@ -15,10 +15,13 @@ from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.tensors import open_base_tensors, save_safetensors
 from hydrajax.lowbit.files.kernels import four_bit_kernel
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.ops import trace
 
 WIDTH = 256
 LAYER = {entry.ours[0][-1]: entry for entry in decoder_layer((), "", LlamaConfig(97, WIDTH, 24, 1, 4, 2, 4))}
+DELTA = LlamaConfig(97, WIDTH, 24, 1, 4, 2, 4, recurrent=GatedDelta(4, 2, 4, 8, 8))
+INPUTS = next(entry for entry in decoder_layer((), "", DELTA) if entry.ours[0][-1] == "inputs")
 QKV, GATE_UP, DOWN = LAYER["qkv"], LAYER["gate_up"], LAYER["down"]
 PACKED = {"num_bits": 4, "strategy": "group"}
 
@@ -63,7 +66,7 @@ def identical(found, expected: np.ndarray) -> None:
     ("method", "size"), [("awq", 32), ("awq", 64), ("awq", 128), ("gptq", 64), ("packed", 128), ("packed_zeros", 32)]
 )
 def test_a_fused_kernel_equals_its_layers(tmp_path, method, size):
-    entry = GATE_UP if method == "awq" else QKV
+    entry = {"awq": GATE_UP, "gptq": INPUTS}.get(method, QKV)
     config, settings = settings_of(method, size)
 
     def make(seed, *shape):
