@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.recurrence import Order, Tokens, convolve, run, stored
+from hydrajax.models.recurrence import Order, Tokens, convolve, run, square_sum, stored
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
@@ -61,7 +61,7 @@ class GatedDeltaLayer(nn.Module):
         )
         outputs, kept = run(tokens, order, past.state)
         outputs = outputs.astype(self.dtype).astype(jnp.float32)
-        normed = outputs * jax.lax.rsqrt(jnp.mean(outputs**2, axis=-1, keepdims=True) + s.norm_eps)
+        normed = outputs * jax.lax.rsqrt(square_sum(outputs) / s.value_dim + s.norm_eps)
         gate = jax.nn.silu(heads_of(gate, s.values_per_key).astype(jnp.float32))
         normed = ((scale * normed.astype(self.dtype)) * gate).astype(self.dtype)
         normed = jnp.moveaxis(normed, 3, 1).reshape(batch, n_tokens, -1)
@@ -70,7 +70,7 @@ class GatedDeltaLayer(nn.Module):
 
 def _unit(x: Float[Array, "*rows k"]) -> Float[Array, "*rows k"]:
     """Return vectors of length 1."""
-    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + L2_EPS)
+    return x * jax.lax.rsqrt(square_sum(x) + L2_EPS)
 
 
 def heads_of(x: Float[Array, "B G T rv"], per_key: int) -> Float[Array, "B G r T v"]:

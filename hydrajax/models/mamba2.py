@@ -10,7 +10,7 @@ from jaxtyping import Float
 from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.gated_delta import heads_of
-from hydrajax.models.recurrence import Order, Tokens, convolve, run, stored
+from hydrajax.models.recurrence import Order, Tokens, convolve, run, square_sum, stored
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.models.recurrent_settings import Mamba2
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
@@ -60,7 +60,7 @@ class Mamba2Layer(nn.Module):
         outputs = outputs + skip[:, :, None, None] * values
         outputs = jnp.moveaxis(outputs, 2, 3).reshape(batch, s.groups, n_tokens, features)
         gated = outputs * jax.nn.silu(gate.astype(jnp.float32))
-        normed = gated * jax.lax.rsqrt(jnp.mean(gated**2, axis=-1, keepdims=True) + s.norm_eps)
+        normed = gated * jax.lax.rsqrt(square_sum(gated) / features + s.norm_eps)
         normed = (scale[:, None] * normed).astype(self.dtype)
         return project(jnp.moveaxis(normed, 1, 2).reshape(batch, n_tokens, -1), out_kernel), stored(
             inputs, past, order, kept

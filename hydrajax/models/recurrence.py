@@ -17,6 +17,7 @@ sums over whole texts.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax import ops
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import Causal, Documents, Mask
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
@@ -94,8 +96,16 @@ def run(tokens: Tokens, order: Order, state: Float[Array, "B h v k"]) -> tuple[A
     after a text, or keys, writes and decays of nodes.
     """
     if isinstance(order, Nodes):
+        batch, _, n_tokens, width = tokens.keys.shape
+        decay = _by_head(jnp.exp(tokens.log_decay))
+        if kernel := ops.here().path_kernel(n_tokens, width):
+            parents = jnp.broadcast_to(_ancestors(order.on_path, 1), (batch, n_tokens))
+            beta = None if tokens.beta is None else _by_head(tokens.beta)
+            values = _by_head(tokens.values)
+            outputs, written = kernel.walk(state, tokens.keys, tokens.queries, values, decay, beta, parents)
+            return outputs.reshape(tokens.values.shape), (tokens.keys, written, decay)
         outputs, written, _ = _along_paths(tokens, order.on_path, None, state)
-        return outputs, (tokens.keys, _by_head(written), _by_head(tokens.log_decay))
+        return outputs, (tokens.keys, _by_head(written), decay)
     outputs, state = _over_text(tokens, order, state)
     return outputs, (state,)
 
@@ -144,6 +154,14 @@ def stored(
     if order.lengths is None:
         return RecurrentCache(both[:, :, both.shape[2] - n_kept :], *kept)
     return RecurrentCache(_taken(both, order.lengths[:, None] + jnp.arange(n_kept)), *kept)
+
+
+def square_sum(x: Float[Array, "*rows n"]) -> Float[Array, "*rows 1"]:
+    """Return the sum of squares, added in halves: XLA's own order differs between one row and several."""
+    x = x * x
+    while x.shape[-1] % 2 == 0:
+        x = sum(jnp.split(x, 2, axis=-1))
+    return functools.reduce(jnp.add, jnp.split(x, x.shape[-1], axis=-1))
 
 
 def _taken(x: Float[Array, "B G T C"], index: Int[Array, "*B R"]) -> Float[Array, "B G R C"]:

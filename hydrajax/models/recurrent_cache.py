@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax import ops
 from hydrajax.models.arrays import Array
 from hydrajax.models.recurrent_settings import Recurrent
 from hydrajax.ops.sharded import DATA, MODEL, shard
@@ -20,13 +21,13 @@ class PathNodes(NamedTuple):
         inputs: ``[B, G, T, C]`` of the convolution.
         keys: ``[B, G, T, d_k]``; None, as the others, for a layer that has a convolution alone.
         written: ``[B, h, T, d_v]`` u of each node.
-        log_decay: ``[B, h, T]`` log α of each node.
+        decay: ``[B, h, T]`` α of each node.
     """
 
     inputs: Float[Array, "B G T C"]
     keys: Float[Array, "B G T k"] | None = None
     written: Float[Array, "B h T v"] | None = None
-    log_decay: Float[Array, "B h T"] | None = None
+    decay: Float[Array, "B h T"] | None = None
 
 
 class RecurrentCache(NamedTuple):
@@ -62,19 +63,22 @@ class RecurrentCache(NamedTuple):
         """
         if isinstance(block, RecurrentCache):
             return block
-        if path is not None:
-            block = jax.tree.map(lambda x: _along(x, path), block)
-        joined = jnp.concatenate([self.inputs, block.inputs.astype(self.inputs.dtype)], axis=2)
+        if path is None:
+            path = jnp.broadcast_to(jnp.arange(block.inputs.shape[2]), (len(counts), block.inputs.shape[2]))
+        joined = jnp.concatenate([self.inputs, _along(block.inputs, path).astype(self.inputs.dtype)], axis=2)
         inputs = _along(joined, counts[:, None] + jnp.arange(self.inputs.shape[2]))
         if self.state is None:
             return RecurrentCache(inputs)
-        accepted = (jnp.arange(block.log_decay.shape[2]) < counts[:, None])[:, None]
-        log_decay = jnp.where(accepted, block.log_decay, 0.0)
-        from_here = jnp.flip(jnp.cumsum(jnp.flip(log_decay, axis=-1), axis=-1), axis=-1)
-        after = jnp.concatenate([from_here[..., 1:], jnp.zeros_like(from_here[..., :1])], axis=-1)
-        weights = jnp.where(accepted, jnp.exp(after), 0.0)
-        kept = jnp.exp(from_here[..., 0])
-        return RecurrentCache(inputs, self.folded(self.state, block.keys, block.written, weights, kept))
+        if kernel := ops.here().path_kernel(*block.keys.shape[2:]):
+            given = self.state, block.keys, block.written, block.decay, path, counts
+            return RecurrentCache(inputs, kernel.advance(*given))
+        keys, written, decay = (_along(x, path) for x in block[1:])
+        accepted = (jnp.arange(decay.shape[2]) < counts[:, None])[:, None]
+        decay = jnp.where(accepted, decay, 1.0)
+        from_here = jnp.flip(jnp.cumprod(jnp.flip(decay, axis=-1), axis=-1), axis=-1)
+        after = jnp.concatenate([from_here[..., 1:], jnp.ones_like(from_here[..., :1])], axis=-1)
+        weights = jnp.where(accepted, after, 0.0)
+        return RecurrentCache(inputs, self.folded(self.state, keys, written, weights, from_here[..., 0]))
 
     @staticmethod
     def folded(state, keys, written, weights: Float[Array, "B h T"], kept: Float[Array, "B h"]) -> Array:

@@ -114,6 +114,12 @@ class Xla:
         """Return ``attend(queries, segments, plain)`` for a few queries; None: XLA attends."""
         return None
 
+    def path_kernel(self, n_tokens: int, width: int) -> ModuleType | None:
+        """Return the module whose ``walk`` and ``advance`` are a recurrent layer's for this many nodes and features of
+        a key; None: XLA's matmuls are.
+        """
+        return None
+
     def rotate_halves(self, x, cos, sin):
         # The halves are an axis, whose reversal joins the kernel of its neighbours.
         halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)

@@ -34,24 +34,24 @@ class Given(NamedTuple):
     earlier: np.ndarray
 
     @classmethod
-    def random(cls, n_tokens: int, delta: bool) -> Given:
+    def random(cls, n_tokens: int, delta: bool, key: int = KEY) -> Given:
         random = np.random.default_rng(n_tokens)
-        queries, keys = random.standard_normal((2, BATCH, HEADS, n_tokens, KEY))
-        keys = keys + 2 * random.standard_normal((BATCH, HEADS, 1, KEY))  # alike, so that writes depend on each other
+        queries, keys = random.standard_normal((2, BATCH, HEADS, n_tokens, key))
+        keys = keys + 2 * random.standard_normal((BATCH, HEADS, 1, key))  # alike, so that writes depend on each other
         keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
         values = random.standard_normal((BATCH, HEADS, PER_KEY, n_tokens, VALUE))
         log_decay = -(random.uniform(0, 2, (BATCH, HEADS, PER_KEY, n_tokens)) ** 3)
         beta = random.uniform(0, 2, log_decay.shape) if delta else None
         inputs = random.standard_normal((BATCH, HEADS, n_tokens, CHANNELS))
         weights = random.standard_normal((HEADS, CHANNELS, KERNEL))
-        state = random.standard_normal((BATCH, HEADS * PER_KEY, VALUE, KEY))
+        state = random.standard_normal((BATCH, HEADS * PER_KEY, VALUE, key))
         earlier = random.standard_normal((BATCH, HEADS, KERNEL - 1, CHANNELS))
         return cls(Tokens(queries, keys, values, log_decay, beta), inputs, weights, state, earlier)
 
     def along(self, row: int, path: list[int], fresh: bool):
         """Return outputs ``[heads, r, v]`` and convolution of a path's last token, and state and inputs after it."""
         queries, keys, values, log_decay, beta = self.tokens
-        state = self.state[row].reshape(HEADS, PER_KEY, VALUE, KEY) * (not fresh)
+        state = self.state[row].reshape(HEADS, PER_KEY, VALUE, -1) * (not fresh)
         window = self.earlier[row] * (not fresh)
         for t in path:
             key = keys[row, :, None, t]
@@ -63,7 +63,7 @@ class Given(NamedTuple):
             window = np.concatenate([window, self.inputs[row, :, t : t + 1]], axis=1)[:, -KERNEL:]
         output = np.einsum("grvk,gk->grv", state, queries[row, :, path[-1]]) if path else None
         mixed = np.einsum("gtc,gct->gc", window, self.weights) if path else None
-        return output, mixed, state.reshape(-1, VALUE, KEY), window[:, -(KERNEL - 1) :]
+        return output, mixed, state.reshape(HEADS * PER_KEY, VALUE, -1), window[:, -(KERNEL - 1) :]
 
 
 def ours(given: Given, mask, positions):
@@ -120,9 +120,10 @@ def test_documents_of_a_row_begin_anew(delta: bool):
 
 
 @pytest.mark.parametrize("delta", [DELTA, SSD])
-@pytest.mark.parametrize("by_row", [False, True])
-def test_a_tree_is_its_paths_and_a_commit_is_the_accepted_one(delta: bool, by_row: bool):
-    given = Given.random(NODES, delta)
+@pytest.mark.parametrize(("by_row", "key"), [(False, KEY), (True, KEY), (False, 16), (True, 32)])
+def test_a_tree_is_its_paths_and_a_commit_is_the_accepted_one(delta: bool, by_row: bool, key: int):
+    """By XLA's matmuls, and for keys of whole vectors by the CPU's kernels."""
+    given = Given.random(NODES, delta, key)
     paths = [random_paths(seed) for seed in (1, 2 if by_row else 1)]
     masks = np.array([[[j in path for j in range(NODES)] for path in of_tree] for of_tree in paths])
     mask = masks[:, None, None] if by_row else masks[0]

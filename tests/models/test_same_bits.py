@@ -19,7 +19,8 @@ from hydrajax.models.expert_settings import Experts
 from hydrajax.models.init import abstract_base, init_base
 from hydrajax.models.layout import leaf
 from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, ShortConv
 from hydrajax.models.weights import Quantized
 from hydrajax.ops import trace
 
@@ -49,8 +50,11 @@ def in_few_bits(model: Llama, params: dict, factor: float = 1) -> dict:
     return jax.tree.map_with_path(stored, nn.unbox(abstract_base(model)), is_leaf=quantized)
 
 
-def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None) -> BoundBase:
+def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None, recurrent=()) -> BoundBase:
     config = CONFIG.replace(sliding_window=window, experts=experts)
+    if recurrent:
+        kinds = [*(LayerKind(None, None, recurrent=kind) for kind in recurrent), LayerKind()]
+        config = config.replace(n_layers=len(kinds), layer_kinds=tuple(kinds))
     params = jax.jit(lambda: init_base(Llama(config, dtype), jax.random.key(0)))()
     params["embedding"] = params["embedding"] * 20
     if quantize:
@@ -58,11 +62,14 @@ def base_of(dtype, quantize=None, kv_cache=None, window=None, experts=None) -> B
     return BoundBase(Llama(config, dtype, quantize=quantize, kv_cache=kv_cache), jax.tree.map(jnp.asarray, params))
 
 
+RECURRENT = GatedDelta(4, 2, 4, 16, 8), Mamba2(4, 2, 4, 8, 32), ShortConv(3, 80)
 EXPERTS = Experts(9, 3, 48, shared_width=32, shared_gate=True, normalized=True)
 
 
 @pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
-@pytest.mark.quick("weights of 8 bits", "bfloat16", "weights of 4 bits", "experts", "a cache of 8 bits")
+@pytest.mark.quick(
+    "weights of 8 bits", "bfloat16", "weights of 4 bits", "experts", "a cache of 8 bits", "recurrent, weights of 8 bits"
+)
 @pytest.mark.parametrize(
     ("dtype", "batch", "settings"),
     [
@@ -71,6 +78,9 @@ EXPERTS = Experts(9, 3, 48, shared_width=32, shared_gate=True, normalized=True)
         pytest.param(jnp.bfloat16, 1, {"quantize": "int4"}, id="weights of 4 bits"),
         pytest.param(jnp.float32, 3, {"experts": EXPERTS}, id="experts"),
         pytest.param(jnp.bfloat16, 3, {"kv_cache": "int8", "window": 4}, id="a cache of 8 bits"),
+        pytest.param(jnp.float32, 3, {"quantize": "int8", "recurrent": RECURRENT}, id="recurrent, weights of 8 bits"),
+        pytest.param(jnp.bfloat16, 1, {"quantize": "int4", "recurrent": RECURRENT}, id="recurrent, bfloat16, 4 bits"),
+        pytest.param(jnp.float32, 3, {"recurrent": RECURRENT}, id="recurrent"),
         pytest.param(jnp.float32, 1, {}, id="float32"),
         pytest.param(jnp.float32, 3, {"quantize": "int4-128"}, id="groups of 128"),
         pytest.param(jnp.float32, 3, {"experts": EXPERTS, "quantize": "int8"}, id="experts of 8 bits"),
@@ -95,7 +105,7 @@ def compare(base: BoundBase, batch: int) -> None:
         cache = append(cache, out.block, jnp.full(batch, tokens.shape[1]), after=out.hidden[:, 0, 0])
         return cache, out.hidden, base.logits(out.hidden)
 
-    run = jax.jit(run, static_argnums=2)
+    run = jax.jit(run)
     filled, *_ = run(prompt, np.arange(PROMPT) + 0 * prompt, causal_mask(PROMPT), base.model.init_cache(batch, 32))
 
     ancestors = np.eye(len(PARENTS), dtype=bool)
@@ -108,7 +118,7 @@ def compare(base: BoundBase, batch: int) -> None:
         cache = filled
         for depth, node in enumerate(path):
             position = np.full((batch, 1), PROMPT + depth)
-            cache, hidden, alone = run(nodes[:, node : node + 1], position, causal_mask(1), cache)
+            cache, hidden, alone = run(nodes[:, node : node + 1], position, np.ones((1, 1), bool), cache)
             np.testing.assert_array_equal(hidden[:, 0], together.hidden[:, node])
             np.testing.assert_array_equal(alone[:, 0], logits[:, node])
 

@@ -158,6 +158,13 @@ class Cpu(Xla):
         fits = head_dim % LANES == 0 and head_dim <= LONGEST_HEAD
         return attend if fits and uses_few_rows(n_tokens, queries.dtype) else None
 
+    def path_kernel(self, n_tokens, width):
+        if width % LANES or not uses_few_rows(n_tokens, jnp.float32) or trace.mesh_in_use() is not None:
+            return None
+        from hydrajax.ops.cpu import recurrence
+
+        return recurrence
+
     def add_norm(self, x, added, scale, eps):
         if not (uses_few_rows(x.size // x.shape[-1], x.dtype) and scale.dtype == x.dtype):
             return super().add_norm(x, added, scale, eps)

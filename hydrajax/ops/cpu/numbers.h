@@ -197,7 +197,7 @@ void Widen(const BFloat16* from, float* to, int64_t n) {
 }
 
 // A buffer's numbers as float32; a copy of bfloat16 lies in this thread's scratch space for x.
-const float* Widened(const ffi::AnyBuffer& x) {
+inline const float* Widened(const ffi::AnyBuffer& x) {
   if (x.element_type() == ffi::F32) return x.typed_data<float>();
   const int64_t n = static_cast<int64_t>(x.element_count());
   float* wide = Scratch<kOfX>(n);
@@ -205,7 +205,7 @@ const float* Widened(const ffi::AnyBuffer& x) {
   return wide;
 }
 
-bool IsNumbers(const ffi::AnyBuffer& x, size_t rank) {
+inline bool IsNumbers(const ffi::AnyBuffer& x, size_t rank) {
   return (x.element_type() == ffi::F32 || x.element_type() == ffi::BF16) && x.dimensions().size() == rank;
 }
 
