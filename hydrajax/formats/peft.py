@@ -52,12 +52,14 @@ class LinearLayer(NamedTuple):
 
     Attributes:
         features: The output features of each part, by its name in `TARGETS`.
+        order: The places of ``q_proj`` in the files' order, where each query is followed by its gate; () for ours.
     """
 
     path: tuple[str, ...]
     kernel: str
     inputs: int
     features: dict[str, tuple[int, ...]]
+    order: tuple[int, ...] = ()
 
     @property
     def n_outputs(self) -> int:
@@ -75,8 +77,10 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     def layer(path, kernel, *targets):
         shape = leaf(shapes, (*path, kernel)).value.shape
         parts = part_shapes(kernel, shape)
-        return LinearLayer(path, kernel, shape[0], {target: parts[target] for target in targets})
+        order = gated if kernel == "qkv" and base.attention_gate else ()
+        return LinearLayer(path, kernel, shape[0], {target: parts[target] for target in targets}, order)
 
+    gated = tuple(np.arange(2 * base.queries_per_kv).reshape(2, -1).T.ravel().tolist())
     found = {}
     for i in range(base.n_layers):
         for kernel, block in BLOCKS.items():
@@ -117,6 +121,7 @@ def save_adapter(
             if target in adapted:  # each part has its own A, and so its own rows
                 rows = adapter.rank * adapted.index(target)
                 part = np.asarray(own[f"{layer.kernel}_lora_b_{target}"], np.float32)
+                part = part[..., layer.order, :] if layer.order and target == "q_proj" else part
                 b[rows : rows + adapter.rank, at:end] = part.reshape(adapter.rank, -1)
             at = end
         tensors[f"{PREFIX}{name}.lora_A.weight"] = np.concatenate(a, axis=1).T
@@ -226,7 +231,9 @@ def load_adapter(directory: str | Path, base: LlamaConfig) -> StoredAdapter:
         ends = np.cumsum([math.prod(features) for features in layer.features.values()])
         for (target, features), part in zip(layer.features.items(), np.split(b, ends[:-1]), strict=True):
             inputs[:, among.index(target), : ranks[name]] = a.T
-            outputs[target][: ranks[name]] = part.T.reshape(-1, *features)
+            part = part.T.reshape(-1, *features)
+            part = part[..., np.argsort(layer.order), :] if layer.order and target == "q_proj" else part
+            outputs[target][: ranks[name]] = part
     return StoredAdapter(adapter, params, digest.hexdigest())
 
 

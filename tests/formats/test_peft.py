@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
+from helpers.family_settings import HYBRID_EXAMPLES
 from helpers.lora_files import LAYERS, apply_lora, linear_layers, write_lora
 from helpers.released import refusal
 from helpers.rounded import with_int8
@@ -40,6 +41,9 @@ FAMILIES = {
     "qwen2": {"model_type": "qwen2"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     **{kind: {"model_type": kind, "pad_token_id": 0} for kind in ("gemma2", "gemma3_text", "olmo3", "granite", "phi3")},
+    "qwen3_5_text": {"model_type": "qwen3_5_text"}
+    | HYBRID_EXAMPLES["qwen3_5_text"]
+    | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False},
 }
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of Phi 3
 
@@ -66,7 +70,7 @@ def lora(tiny_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.quick("qwen3", "tied")
+@pytest.mark.quick("qwen3", "tied", "qwen3_5_text")
 def test_every_family_equals_transformers(llama_checkpoint, tmp_path, family):
     """Separate from the base and merged, with all linear layers except a tied lm head adapted."""
     base = llama_checkpoint(**FAMILIES[family])
@@ -178,11 +182,12 @@ LFM2 = {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "tie_wo
     [
         pytest.param(FAMILIES["phi3"], TARGETS, marks=pytest.mark.slow),
         (FAMILIES["phi3"], ("k_proj", "o_proj", "up_proj")),
+        (FAMILIES["qwen3_5_text"], TARGETS),
         (LFM2, TARGETS),
         (GRANITE4, TARGETS),
         (NEMOTRON, ("k_proj", "o_proj", "up_proj", "down_proj", "lm_head")),
     ],
-    ids=["phi3, all", "phi3, some", "lfm2", "granite 4", "nemotron"],
+    ids=["phi3, all", "phi3, some", "qwen 3.5", "lfm2", "granite 4", "nemotron"],
 )
 def test_an_adapter_is_written_with_the_names_of_the_family(llama_checkpoint, tmp_path, family, targets):
     """Each part has an A of its own here, and one A of higher rank serves all parts in Phi 3's files."""
