@@ -11,7 +11,7 @@ from helpers import letters
 from helpers.lab import hybrid_lab
 from hydrajax import assets
 from hydrajax.conversation import Chat, Turn
-from hydrajax.decoding.processors import Penalties
+from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state_snapshots import TAIL
 from hydrajax.errors import HydrajaxError
@@ -109,8 +109,9 @@ def test_an_edited_conversation_is_penalised_for_what_it_holds_now(loaded):
 
 def test_a_chat_on_recurrent_layers_returns_to_snapshots():
     m = letters.model("hydra++", hybrid_lab())
-    program = m.program(tree=letters.TREE, max_new_tokens=9)
-    chat, fresh = (Chat(m.executor(program)) for _ in range(2))
+    request = Request(processors=(LogitBias({letters.END: -1e9}),), max_new_tokens=9)  # each answer has nine letters
+    program = m.program(request, tree=letters.TREE)
+    chat, fresh = (Chat(m.executor(program, request)) for _ in range(2))
 
     def reused(message: str, keep: int | None = None, answer: str | None = None) -> int:
         """Send a message after the first ``keep``, the last of which may be replaced; compare with a new chat."""

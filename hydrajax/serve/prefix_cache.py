@@ -42,7 +42,8 @@ class PrefixCache:
 
     def sizes(self, owner: object = None) -> list[int]:
         """Return the bytes of each entry of a model."""
-        return [entry.nbytes for entry in list(self._entries) if entry.owner is owner]
+        with self._lock:  # not before `add` has evicted others
+            return [entry.nbytes for entry in self._entries if entry.owner is owner]
 
     def lookup(self, ids: np.ndarray, owner: object = None) -> tuple[CachedPrefix, int] | None:
         """Return the entry that spares most tokens and its common prefix's length; None if that is below `SHORTEST`.
