@@ -137,27 +137,37 @@ def _qwen3_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
 # --- GLM --------------------------------------------------------------------------------------------------------------
 
 
-def _glm4_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    width = integer(raw["moe_intermediate_size"])
-    experts = experts_of(
+def grouped_experts(raw: dict, shared_width: int) -> Experts:
+    """Return experts with the router of GLM and Nemotron-H."""
+    return experts_of(
         raw, "n_routed_experts", "moe_intermediate_size", scores="sigmoid", choice_bias=True,
         normalized=bool(raw["norm_topk_prob"]), groups=integer(raw["n_group"]),
-        chosen_groups=integer(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]),
-        shared_width=width * integer(raw["n_shared_experts"]),
+        chosen_groups=integer(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]), shared_width=shared_width,
     )  # fmt: skip
+
+
+def grouped_fields(c: LlamaConfig) -> dict[str, Any]:
+    """Return the fields of `grouped_experts`."""
+    e = _of(c)
+    return expert_fields(c, "n_routed_experts", "moe_intermediate_size") | {
+        "norm_topk_prob": e.normalized,
+        "n_group": e.groups,
+        "topk_group": e.chosen_groups,
+        "routed_scaling_factor": e.scale,
+    }
+
+
+def _glm4_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    experts = grouped_experts(raw, integer(raw["moe_intermediate_size"]) * integer(raw["n_shared_experts"]))
     c = c.replace(qkv_bias=bool(raw.get("attention_bias")), qk_norm=bool(raw.get("use_qk_norm")))
     return with_experts(c, experts, range(min(c.n_layers, integer(raw["first_k_dense_replace"]))))
 
 
 def _glm4_moe_fields(c: LlamaConfig) -> dict[str, Any]:
     e = _of(c)
-    return expert_fields(c, "n_routed_experts", "moe_intermediate_size") | {
+    return grouped_fields(c) | {
         "attention_bias": c.qkv_bias,
         "use_qk_norm": c.qk_norm,
-        "norm_topk_prob": e.normalized,
-        "n_group": e.groups,
-        "topk_group": e.chosen_groups,
-        "routed_scaling_factor": e.scale,
         "n_shared_experts": e.shared_width // e.width,
         "first_k_dense_replace": len(dense_layers(c)),
         "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,

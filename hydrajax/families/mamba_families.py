@@ -7,7 +7,7 @@ from typing import Any
 
 from hydrajax.families.config_fields import FULL, integer, layer_types, of_kinds, unsupported
 from hydrajax.families.dense_families import granite, granite_fields
-from hydrajax.families.expert_families import experts_of
+from hydrajax.families.expert_families import expert_fields, experts_of, grouped_experts, grouped_fields
 from hydrajax.families.family import Family
 from hydrajax.families.hybrid_families import LINEAR
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
@@ -35,11 +35,29 @@ def _number(value: Any) -> float:
     return float(value["__float__"] if isinstance(value, dict) else value)
 
 
-def _mamba2(c: LlamaConfig) -> Mamba2 | None:
-    return next((kind.recurrent for kind in c.kinds if isinstance(kind.recurrent, Mamba2)), None)
+def _mamba2(raw: dict, names: dict[str, str], step_limit: tuple[float, float], c: LlamaConfig) -> Mamba2:
+    """Return the settings of Mamba-2 whose fields have these names."""
+    sizes = {ours: integer(raw[theirs]) for ours, theirs in names.items()}
+    return Mamba2(**(sizes | {"conv_bias": bool(sizes["conv_bias"])}), step_limit=step_limit, norm_eps=c.norm_eps)
+
+
+def _mamba2_fields(c: LlamaConfig, names: dict[str, str]) -> tuple[Mamba2 | None, dict[str, Any]]:
+    """Return the settings of Mamba-2, if there are layers of it, and their fields."""
+    found = next((kind.recurrent for kind in c.kinds if isinstance(kind.recurrent, Mamba2)), None)
+    return found, {theirs: getattr(found, ours) for ours, theirs in names.items()} if found else {}
 
 
 # --- Granite 4 --------------------------------------------------------------------------------------------------------
+
+
+_GRANITE_MAMBA = {
+    "kernel": "mamba_d_conv",
+    "groups": "mamba_n_groups",
+    "heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "state_size": "mamba_d_state",
+    "conv_bias": "mamba_conv_bias",
+}
 
 
 def _granite_types(raw: dict) -> dict:
@@ -54,11 +72,8 @@ def _granite_mamba(raw: dict, c: LlamaConfig) -> Mamba2:
     head_dim = features // max(heads, 1) if raw["mamba_d_head"] == "auto" else integer(raw["mamba_d_head"])
     if heads * head_dim != features:
         raise unsupported("mamba_d_head", raw["mamba_d_head"], "mamba_expand * hidden_size / mamba_n_heads")
-    least, most = map(_number, raw.get("time_step_limit") or (0.0, "inf"))
-    return Mamba2(
-        integer(raw["mamba_d_conv"]), integer(raw["mamba_n_groups"]), heads, head_dim, integer(raw["mamba_d_state"]),
-        bool(raw["mamba_conv_bias"]), (least, most), c.norm_eps,
-    )  # fmt: skip
+    least, most = map(_number, raw.get("time_step_limit") or Mamba2.step_limit)
+    return _mamba2(raw | {"mamba_d_head": head_dim}, _GRANITE_MAMBA, (least, most), c)
 
 
 def _granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -76,31 +91,33 @@ def _granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 
 def _granite_fields(c: LlamaConfig) -> dict[str, Any]:
-    experts, mamba = c.any_experts, _mamba2(c)
-    fields = granite_fields(c) | {
+    experts, (mamba, fields) = c.any_experts, _mamba2_fields(c, _GRANITE_MAMBA)
+    fields |= granite_fields(c) | {
         "layer_types": ["mamba" if kind.recurrent else "attention" for kind in c.kinds],
         "position_embedding_type": "rope" if any(kind.rope_theta for kind in c.kinds) else "nope",
         "shared_intermediate_size": c.mlp_width,
-        "num_local_experts": experts.count if experts else 0,
+        "num_local_experts": 0,
     }
     if experts:
-        fields |= {"intermediate_size": experts.width, "num_experts_per_tok": experts.per_token}
+        fields |= expert_fields(c, "num_local_experts", "intermediate_size")
     if not mamba:
         return fields | {"mamba_n_heads": 1}  # which divides any width
     if mamba.step_limit != Mamba2.step_limit:
         fields["time_step_limit"] = list(mamba.step_limit)
-    return fields | {
-        "mamba_n_heads": mamba.heads,
-        "mamba_n_groups": mamba.groups,
-        "mamba_d_state": mamba.state_size,
-        "mamba_d_head": mamba.head_dim,
-        "mamba_d_conv": mamba.kernel,
-        "mamba_expand": mamba.heads * mamba.head_dim // c.width,
-        "mamba_conv_bias": mamba.conv_bias,
-    }
+    return fields | {"mamba_expand": mamba.heads * mamba.head_dim // c.width}
 
 
 # --- Nemotron-H -------------------------------------------------------------------------------------------------------
+
+
+_NEMOTRON_MAMBA = {
+    "kernel": "conv_kernel",
+    "groups": "n_groups",
+    "heads": "mamba_num_heads",
+    "head_dim": "mamba_head_dim",
+    "state_size": "ssm_state_size",
+    "conv_bias": "use_conv_bias",
+}
 
 
 def _nemotron_blocks(raw: dict) -> dict:
@@ -124,18 +141,9 @@ def _nemotron(raw: dict, c: LlamaConfig) -> LlamaConfig:
     blocks = layer_types(raw, c.n_layers, lambda i: "", tuple(BLOCKS.values()))
     mamba = experts = None
     if LINEAR in blocks:
-        mamba = Mamba2(
-            integer(raw["conv_kernel"]), integer(raw["n_groups"]), integer(raw["mamba_num_heads"]),
-            integer(raw["mamba_head_dim"]), integer(raw["ssm_state_size"]), bool(raw["use_conv_bias"]),
-            (_number(raw["time_step_min"]), float("inf")), c.norm_eps,
-        )  # fmt: skip
+        mamba = _mamba2(raw, _NEMOTRON_MAMBA, (_number(raw["time_step_min"]), float("inf")), c)
     if "moe" in blocks:
-        experts = experts_of(
-            raw, "n_routed_experts", "moe_intermediate_size", scores="sigmoid", choice_bias=True,
-            normalized=bool(raw["norm_topk_prob"]), groups=integer(raw["n_group"]),
-            chosen_groups=integer(raw["topk_group"]), scale=float(raw["routed_scaling_factor"]),
-            shared_width=integer(raw["moe_shared_expert_intermediate_size"]),
-        )  # fmt: skip
+        experts = grouped_experts(raw, integer(raw["moe_shared_expert_intermediate_size"]))
     kinds: list[LayerKind] = []
     for block in blocks:
         if block in (LINEAR, FULL):
@@ -149,36 +157,19 @@ def _nemotron(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 
 def _nemotron_fields(c: LlamaConfig) -> dict[str, Any]:
-    experts, mamba, pattern = c.any_experts, _mamba2(c), ""
+    experts, (mamba, fields), pattern = c.any_experts, _mamba2_fields(c, _NEMOTRON_MAMBA), ""
     for kind in c.kinds:
         pattern += ("M" if kind.recurrent else "*") + ("E" if kind.experts else "-" if kind.mlp else "")
-    fields = {
+    fields |= {
         "hybrid_override_pattern": pattern,
         "num_hidden_layers": len(pattern),
         "layer_norm_epsilon": c.norm_eps,
         "mlp_hidden_act": c.activation,
     }
     if mamba:
-        fields |= {
-            "conv_kernel": mamba.kernel,
-            "n_groups": mamba.groups,
-            "mamba_num_heads": mamba.heads,
-            "mamba_head_dim": mamba.head_dim,
-            "ssm_state_size": mamba.state_size,
-            "use_conv_bias": mamba.conv_bias,
-            "time_step_min": mamba.step_limit[0],
-        }
+        fields["time_step_min"] = mamba.step_limit[0]
     if experts:
-        fields |= {
-            "n_routed_experts": experts.count,
-            "num_experts_per_tok": experts.per_token,
-            "moe_intermediate_size": experts.width,
-            "moe_shared_expert_intermediate_size": experts.shared_width,
-            "norm_topk_prob": experts.normalized,
-            "n_group": experts.groups,
-            "topk_group": experts.chosen_groups,
-            "routed_scaling_factor": experts.scale,
-        }
+        fields |= grouped_fields(c) | {"moe_shared_expert_intermediate_size": experts.shared_width}
     return fields
 
 
