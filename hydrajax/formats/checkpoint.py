@@ -80,6 +80,9 @@ class Checkpoint:
     @cached_property
     def layout(self) -> Layout:
         """The map from tensors to parameters."""
+        n_tensors, n_layers = len(self.files), self.config.n_layers
+        if n_layers > n_tensors:  # before a typo makes us list millions of names
+            raise HydrajaxError(f"{self.what}: {self.directory} has {n_tensors} tensors, too few for {n_layers} layers")
         return base_layout(self.config, self.files.shapes)
 
     @cached_property
@@ -130,8 +133,6 @@ class Checkpoint:
     def check_tensors(self) -> None:
         """Raise `HydrajaxError` unless the files hold exactly the model's tensors, in the right shapes."""
         config, where = self.config, f"{self.what}: {self.directory}"
-        if config.n_layers > len(self.files):  # before a typo makes us list millions of names
-            raise HydrajaxError(f"{where} has {len(self.files)} tensors, too few for {config.n_layers} layers")
         number = self.raw.get(MODULES) or 0
         if type(number) is not int or not 0 <= number <= MOST_MODULES:
             raise HydrajaxError(
