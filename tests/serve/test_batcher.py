@@ -340,6 +340,17 @@ def test_prompts_continue_from_snapshots_of_recurrent_layers(start):
     assert ask([*text[:-2], 5, 5])[0] == [len(first) - TAIL]  # an answer that was rewritten
     assert ask([*text[:-2], 6])[0] == [len(text) - TAIL]
     assert ask([*text[:-2], 5, 5, 0])[0] == [len(text) - TAIL]  # the snapshot at the end of `text` is of another one
+    # Answers that EOS and a stop string end, perhaps within a draft, and the turns after them.
+    prompts = list(np.random.default_rng(0).integers(0, 16, (9, 40), dtype=np.int32))
+    ended = [one for one in answers(served, prompts, [Greedy()] * 9, [12] * 9, 0) if 1 < one.new_tokens < 12]
+    text = ask(ended[0].prompt_ids)[1]
+    assert (text[-1], ask([*text, 5])[0]) == (END, [len(text)])
+    ids = next(prompt for prompt in prompts if prompt.tolist() not in [list(one.prompt_ids) for one in ended])
+    stop = served.tokenizer.decode(answers(served, [ids], [Greedy()], [12], 0)[0].output_ids[4:6])
+    (handle,) = batcher.submit([batcher.request(ids, max_new_tokens=12, stop=[stop])])
+    cut = handle.wait(SECONDS).output_ids
+    assert len(cut) < 12
+    assert ask([*ids, *cut, 5])[0][0] >= len(ids) - TAIL
     stats = batcher.stats()
     assert stats.prefix_cache_nbytes == stats.prefix_cache_entries * executors.nbytes(1, 90)
     kept = [entry.snapshots.states for entry in batcher.memory.prefix_cache._entries]
