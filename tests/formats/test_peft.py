@@ -205,8 +205,9 @@ def test_an_adapter_is_written_with_the_names_of_the_family(llama_checkpoint, tm
     assert np.abs(expected - expected_logits(open_model(base))).max() > 0.1
     ours = logits_of(model, with_adapter(load_llama(base)[1], added))
     np.testing.assert_allclose(ours, expected, rtol=2e-4, atol=2e-4)
-    again, params = load_llama(base, adapter=tmp_path / "lora")
-    np.testing.assert_allclose(logits_of(again, params), expected, rtol=2e-4, atol=2e-4)
+    for merge in (False, True):
+        again, params = load_llama(base, adapter=tmp_path / "lora", merge=merge)
+        np.testing.assert_allclose(logits_of(again, params), expected, rtol=2e-4, atol=2e-4)
 
 
 def test_merged_model_loads_in_transformers(tiny_checkpoint, lora, tmp_path):
