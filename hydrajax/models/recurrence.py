@@ -118,10 +118,10 @@ def convolve(
 ) -> Float[Array, "B G T C"]:
     """Return the causal convolution of each channel over a token and its K - 1 predecessors on its path.
 
-    ``earlier`` are the inputs of the last tokens before all of these.
+    ``earlier`` are the inputs of the last tokens before all of these. Sums are float32.
     """
     n_tokens, kernel = inputs.shape[2], weights.shape[-1]
-    both = jnp.concatenate([earlier.astype(inputs.dtype), inputs], axis=2)
+    both = jnp.concatenate([earlier.astype(inputs.dtype), inputs], axis=2).astype(jnp.float32)
     total = None
     for back in range(kernel):
         if isinstance(order, Text):
@@ -129,9 +129,9 @@ def convolve(
             tap = jnp.where((order.positions >= back)[:, None, :, None], tap, 0) if back else tap
         else:
             tap = _taken(both, kernel - 1 + _ancestors(order.on_path, back))
-        term = tap * weights[:, None, :, kernel - 1 - back]
+        term = tap * weights[:, None, :, kernel - 1 - back].astype(jnp.float32)
         total = term if total is None else total + term
-    return total
+    return total.astype(inputs.dtype)
 
 
 def stored(
