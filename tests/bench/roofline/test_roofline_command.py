@@ -118,6 +118,20 @@ def test_command_reads_the_shape_of_a_base(program, tmp_path):
     assert json.loads(results[0].out)["rows"] == json.loads(results[1].out)["rows"]
 
 
+def test_command_counts_the_windows_of_short_convolutions(program, tmp_path):
+    """LFM2-1.2B as published: 6 layers keep keys and values, 10 the last two inputs of their convolution."""
+    config = {"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "block_ff_dim": 12288}
+    config |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config |= {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = ("--draft-kind", "medusa", "--tree-sizes", "1", "--context", "1024", "--json")
+    found = json.loads(program("--base", tmp_path, *few).out)["rows"][0]["predicted"]
+    keys_values, windows, hidden, length = 1025 * 6 * 2 * 8 * 64, 10 * 2 * 2048, 2048, 2
+    assert found["cache_memory"] == 2 * (keys_values + windows + hidden + length)
+    layers = 16 * (3 * 2048 * 8192 + 2 * 2048) + 10 * (4 * 2048 + 3) * 2048 + 6 * (2 * 2048 * (2048 + 512) + 2 * 64)
+    assert found["base_memory"] == 2 * (65536 * 2048 + layers + 2048)
+
+
 QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--context", "64", "--repeats", "1")
 
 
