@@ -127,7 +127,7 @@ def test_chat_and_serve_answer_as_on_one_device(tmp_path, on_eight_devices):
     assert found["split"] == found["one device"]
     turns, (answers, cached) = found["split"]["turns"], found["split"]["answers"]
     for each in (turns, found["split"]["recurrent"]):
-        assert each[0][1] == 0 < each[1][1] < each[2][1] > each[3][1] > 0  # cached from turn to turn
+        assert each[0][1] == 0 < each[1][1] < each[2][1] >= each[3][1] > 0  # cached from turn to turn
     assert sum(steps for _, steps in answers) < sum(len(ids) for ids, _ in answers)
     assert cached > 0
 
