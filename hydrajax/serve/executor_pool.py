@@ -79,7 +79,7 @@ class ExecutorPool:
     Attributes:
         program: what a sequence alone is decoded with.
         neutral: a request that all others have the structure of: greedy, full context.
-        no_snapshots: of a text that nothing is prefilled of.
+        no_snapshots: those of an empty text.
         programs: which of them are compiled.
     """
 

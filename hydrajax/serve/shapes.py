@@ -35,11 +35,13 @@ class StateShapes:
     """
 
     def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int], snapshots: int = 0):
-        """Args:
-        executor: makes the states.
-        sampling: of any request.
-        largest: the largest batch size and cache length.
-        snapshots: of its recurrent layers that each sequence may keep; `nbytes` counts them.
+        """Build the shapes.
+
+        Args:
+            executor: makes the states.
+            sampling: of any request.
+            largest: the largest batch size and cache length.
+            snapshots: of its recurrent layers that each sequence may keep; `nbytes` counts them.
         """
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
         # The same parts for all shapes, so that their programs are few.
