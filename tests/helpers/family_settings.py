@@ -304,7 +304,7 @@ GRANITE4 = merged(
         num_experts_per_tok=st.integers(1, 5), intermediate_size=[8, 24], shared_intermediate_size=[8, 40],
         mamba_n_heads=[4, 8], mamba_n_groups=[1, 2, 4], mamba_d_state=[4, 6], mamba_d_conv=[2, 3, 4],
         mamba_expand=[1, 2], mamba_conv_bias=[False, True], mamba_chunk_size=[16],
-        time_step_limit=[(0.0, math.inf), (0.4, 1.5)], logits_scaling=[0.5, 1.0],
+        time_step_limit=[(0.0, math.inf), (0.4, 1.5)], logits_scaling=[1.0, 1.5],
         rms_norm_eps=[1e-3],  # as for DELTA
     ),
 )  # fmt: skip
