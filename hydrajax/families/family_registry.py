@@ -139,7 +139,7 @@ def _shared_fields(c: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         "rope_theta": LlamaConfig.rope_theta if c.rope_theta is None else c.rope_theta,
         "tie_word_embeddings": c.tied_lm_head,
-    } | ({"rope_scaling": rope_fields(scaling)} if any(kind.rope_theta for kind in c.kinds) else {})
+    } | ({"rope_scaling": rope_fields(scaling)} if any(kind.rope_theta for kind in c.layer_kinds or (c,)) else {})
 
 
 def _shared(raw: dict, partial_rotary: bool) -> LlamaConfig:

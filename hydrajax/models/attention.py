@@ -89,6 +89,8 @@ def windowed(
     """
     if isinstance(block_mask, Documents):
         block_mask = block_mask.mask
+    if isinstance(block_mask, Causal):
+        block_mask = replace(block_mask, lengths=None)  # no layer of attention reads them
     if window is None:
         return block_mask, None
     first_seen = positions - window + 1

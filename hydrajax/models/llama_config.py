@@ -166,7 +166,7 @@ class LlamaConfig:
     @property
     def any_recurrent(self) -> bool:
         """Some layers keep a state in place of keys and values."""
-        return self.attention_layers < self.n_layers
+        return any(kind.recurrent for kind in self.layer_kinds or (self,))
 
     @property
     def any_experts(self) -> Experts | None:

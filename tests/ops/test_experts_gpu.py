@@ -12,6 +12,7 @@ import pytest
 
 from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.experts import _by_kernel
+from hydrajax.models.layers import ACTIVATIONS
 from hydrajax.ops.gpu import experts as experts_gpu
 
 WIDTH, MLP, COUNT, PER_TOKEN = 128, 64, 5, 3
@@ -31,7 +32,7 @@ def test_the_mlp_of_every_pair(rows, quantized):
     if quantized:
         stored = [jax.tree.map(lambda *parts: np.stack(parts), *map(Int8.of, np.asarray(a))) for a in stored]
     wide = [np.stack([k.dequantized() for k in each(a)]) if quantized else np.float32(a) for a in stored]
-    outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, jax.nn.silu))(
+    outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, ACTIVATIONS["silu"]))(
         x, ids, stored
     )
     for (row, place), expert in np.ndenumerate(ids):
