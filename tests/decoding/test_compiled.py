@@ -186,7 +186,7 @@ def check_updates(engine: Engine, hlo: str, batch: int, own_layers: int) -> None
     assert set(makers) <= {"parameter", "get-tuple-element", "bitcast"}
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid by kernels", "hybrid alone"])
+@pytest.mark.parametrize("name", ["hybrid", "hybrid by kernels", pytest.param("hybrid alone", marks=pytest.mark.slow)])
 def test_the_loop_reads_and_writes_a_state_in_place(name):
     """Nothing copies the state, and one operation adds what was accepted."""
     engine = make_engine(name)

@@ -290,7 +290,7 @@ def test_rejection_sampling(temperature, cut, drafter, tree, samples):
     assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
 
 
-@pytest.mark.quick("tree")
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", TREES)
 def test_rejection_sampling_from_a_base_with_recurrent_layers(tree, monkeypatch):
     model = Llama(CONFIG.replace(n_layers=2, layer_kinds=(DELTA, CONFIG.kinds[0])))

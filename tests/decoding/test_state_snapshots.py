@@ -7,12 +7,9 @@ import numpy as np
 
 from helpers.how import sampling
 from helpers.lab import CONFIG, HYBRID, VOCAB
-from helpers.refusals import refusal
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.state_snapshots import TAIL, StateSnapshots
-from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.cache import states_of
-from hydrajax.models.llama import Llama
 from hydrajax.models.recurrent_cache import RecurrentCache
 
 
@@ -42,7 +39,3 @@ def test_a_base_without_recurrent_layers_has_empty_snapshots(lab):
     assert jax.tree.leaves(states) == []
     before, after = (jax.jit(engine.rewind).lower(state, lengths, None, *more).as_text() for more in ((), (states,)))
     assert before == after
-
-
-def test_draft_models_with_recurrent_layers_are_refused():
-    refusal(lambda: DraftModel(Llama(HYBRID), VOCAB), "draft: got a model with recurrent layers, expected one with")

@@ -198,13 +198,13 @@ def test_greedy_output_is_the_bases(lab, name):
     assert 1 <= longest <= drafter.spec.longest_path(tree) or name == "none"
 
 
-@pytest.mark.quick("eagle3", "dflash", "lookup")
+@pytest.mark.quick("eagle3")
 @pytest.mark.parametrize("name", [name for name in TREES if name != "the base"])
 def test_greedy_output_is_that_of_a_base_with_recurrent_layers(name):
     test_greedy_output_is_the_bases(hybrid_lab(), name)
 
 
-@pytest.mark.quick("hydra++", "the base")
+@pytest.mark.quick("hydra++")
 @pytest.mark.parametrize("name", TREES)
 def test_turns_chunks_and_reused_prefixes(lab, name):
     """A conversation, and prompts that are read in chunks after a rewind, give the tokens of one long prompt."""
