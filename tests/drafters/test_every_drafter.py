@@ -266,7 +266,7 @@ def test_turns_chunks_and_reused_prefixes(lab, name):
     finished(extend(params, state, *right_padded([text[-2:] for text in texts], width), drawn), texts)
 
 
-@pytest.mark.quick("hydra++")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TREES if name != "the base"])
 def test_turns_chunks_and_reused_prefixes_with_recurrent_layers(name):
     test_turns_chunks_and_reused_prefixes(hybrid_lab(), name)

@@ -236,7 +236,7 @@ def hybrid(tmp_path_factory):
     return Module("qwen").save(tmp_path_factory.mktemp("hybrid") / "base")
 
 
-@pytest.mark.quick("int8")
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_drafts_of_a_hybrid_change_nothing(hybrid, quantize):
     """Prompts of several lengths; some drafted tokens are accepted, and so states are committed along paths."""

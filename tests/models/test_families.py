@@ -46,7 +46,7 @@ from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
 HYBRIDS = family_settings.HYBRID_EXAMPLES
-ALIKE = {"qwen3_5_text", "lfm2"}  # others have all their settings
+ALIKE = {"qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "lfm2_moe"}  # the slow tests have them too
 FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
 EXPERTS = family_settings.EXPERT_EXAMPLES
 EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS
@@ -445,6 +445,7 @@ def _exported(folder: Path, model: Llama, params: dict) -> Path:
     return folder
 
 
+@pytest.mark.quick("qwen3_5", "lfm3_vl")
 @pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
     """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""

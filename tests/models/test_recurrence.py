@@ -153,6 +153,7 @@ def random_paths(seed: int) -> list[list[int]]:
     return paths
 
 
+@pytest.mark.slow
 def test_packed_documents_train_as_alone():
     """Hidden states and gradients of a base with all kinds of layers."""
     kinds = (GatedDelta(4, 2, 4, 8, 8), Mamba2(3, 2, 4, 8, 6), ShortConv(3, lab.WIDTH), None)
