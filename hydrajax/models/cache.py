@@ -120,16 +120,14 @@ def append(
             program does not read it.
     """
     starts = cache.lengths if after is None else after_reads(cache.lengths, after)
-    recurrent = [isinstance(layer, RecurrentCache) for layer in cache.layers]
-    slots, treedef = jax.tree.flatten(
-        [layer for layer, has_state in zip(cache.layers, recurrent, strict=True) if not has_state]
-    )
-    added = jax.tree.leaves([part for part, has_state in zip(block, recurrent, strict=True) if not has_state])
-    written = ops.append_rows(slots, added, index, starts) if slots else []
+    pairs = list(zip(cache.layers, block, strict=True))
+    attention = [pair for pair in pairs if not isinstance(pair[0], RecurrentCache)]
+    slots, treedef = jax.tree.flatten([layer for layer, _ in attention])
+    written = ops.append_rows(slots, jax.tree.leaves([part for _, part in attention]), index, starts) if slots else []
     written = iter(jax.tree.unflatten(treedef, written))
     layers = (
         layer.after(part, counts, index) if isinstance(layer, RecurrentCache) else next(written)
-        for layer, part in zip(cache.layers, block, strict=True)
+        for layer, part in pairs
     )
     return KVCache(tuple(layers), cache.lengths + counts)
 

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.recurrence import Order, Tokens, convolve, run, square_sum, stored
+from hydrajax.models.recurrence import Order, Tokens, convolve, heads_of, run, square_sum, stored
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.models.recurrent_settings import GatedDelta
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
@@ -27,11 +26,12 @@ class GatedDeltaLayer(nn.Module):
     settings: GatedDelta
     dtype: DType
     quantize: str | None = None
-    adapter: Adapter | None = None
+
+    adapter = None  # not a field: `declare_kernel` reads it; an adapter does not reach states
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache | None
+        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache
     ) -> tuple[Float[Array, "B T D"], RecurrentCache | PathNodes]:
         """Return what the layer adds, and what its cache takes in of these tokens."""
         s, (batch, n_tokens, width), normal = self.settings, x.shape, nn.initializers.normal(0.02)
@@ -46,7 +46,6 @@ class GatedDeltaLayer(nn.Module):
         scale = declare(self, "norm_scale", (s.value_dim,), (None,), nn.initializers.ones)
         out_kernel = declare_kernel(self, "output", (s.value_heads * s.value_dim, width), ("heads", "width"))
 
-        past = RecurrentCache.empty(s, batch, self.dtype) if past is None else past
         inputs, gate = jnp.split(jnp.moveaxis(project_parts(x, kernel), 0, 1), [channels], axis=-1)
         mixed = jax.nn.silu(convolve(inputs, past.inputs, conv, order))
         queries, keys, values = jnp.split(mixed.astype(jnp.float32), [s.key_dim, 2 * s.key_dim], axis=-1)
@@ -71,8 +70,3 @@ class GatedDeltaLayer(nn.Module):
 def _unit(x: Float[Array, "*rows k"]) -> Float[Array, "*rows k"]:
     """Return vectors of length 1."""
     return x * jax.lax.rsqrt(square_sum(x) + L2_EPS)
-
-
-def heads_of(x: Float[Array, "B G T rv"], per_key: int) -> Float[Array, "B G r T v"]:
-    """Return the value heads of each key head on an axis of their own."""
-    return jnp.moveaxis(x.reshape(*x.shape[:3], per_key, -1), 3, 2)

@@ -85,7 +85,7 @@ class DecoderLayer(nn.Module):
         added: Float[Array, "B T D"] | None,
         rope,
         block_mask,
-        past: Sequence[KVSegment] | RecurrentCache | None = (),
+        past: Sequence[KVSegment] | RecurrentCache = (),
         attends_from: Float[Array, "B T E"] | None = None,
         only_keys_values: bool = False,
     ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue | RecurrentCache | PathNodes]:
@@ -97,7 +97,7 @@ class DecoderLayer(nn.Module):
             rope: `rope_table` of the tokens' positions; None without rotary embedding.
             block_mask: The ``visible`` of the tokens' own `KVSegment`; for a recurrent layer, their order
                 (`hydrajax.models.recurrence.Order`).
-            past: Earlier segments; for a recurrent layer, its cache, or None for an empty one.
+            past: Earlier segments; for a recurrent layer, its cache.
             attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
                 then has no norm of its own (EAGLE's layers).
             only_keys_values: Compute nothing but keys and values, from ``attends_from``; the parameters must exist.
@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
             attends_from = x if attends_from is None else attends_from
         if c.recurrent is not None:
             mixer = recurrent_layer(c.recurrent)
-            mixed, kept = mixer(c.recurrent, self.dtype, self.quantize, self.adapter, name="recurrent")(
+            mixed, kept = mixer(c.recurrent, self.dtype, self.quantize, name="recurrent")(
                 all_tokens(attends_from), block_mask, past
             )
             mixed = summed_by_token(mixed)

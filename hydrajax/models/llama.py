@@ -21,6 +21,7 @@ from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.models.recurrence import order_of
+from hydrajax.models.recurrent_cache import RecurrentCache
 from hydrajax.models.weights import Quantized, declare, declare_kernel, project, quantized_type
 from hydrajax.ops.sharded import by_token
 
@@ -175,10 +176,12 @@ class Llama(nn.Module):
         for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
             rope, mask, first_seen = kinds[kind.attention]
             inputs.append(x if added is None else x + added)
-            if kind.recurrent is not None:
-                past = None if cache is None else cache.layers[i]
-            else:
+            if kind.recurrent is None:
                 past = () if cache is None else cache.segments(i, first_seen)
+            elif cache is None:
+                past = RecurrentCache.empty(kind.recurrent, len(tokens), self.dtype)
+            else:
+                past = cache.layers[i]
             x, added, key_value = layer(x, added, rope, mask, past)
             block.append(key_value)
         last, hidden = self.norm.of_sum(x, added)

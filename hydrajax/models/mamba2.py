@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.gated_delta import heads_of
-from hydrajax.models.recurrence import Order, Tokens, convolve, run, square_sum, stored
+from hydrajax.models.recurrence import Order, Tokens, convolve, heads_of, run, square_sum, stored
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.models.recurrent_settings import Mamba2
 from hydrajax.models.weights import declare, declare_kernel, project, project_parts
@@ -26,11 +24,12 @@ class Mamba2Layer(nn.Module):
     settings: Mamba2
     dtype: DType
     quantize: str | None = None
-    adapter: Adapter | None = None
+
+    adapter = None  # not a field: `declare_kernel` reads it; an adapter does not reach states
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache | None
+        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache
     ) -> tuple[Float[Array, "B T D"], RecurrentCache | PathNodes]:
         """Return what the layer adds, and what its cache takes in of these tokens."""
         s, (batch, n_tokens, width), normal = self.settings, x.shape, nn.initializers.normal(0.02)
@@ -47,7 +46,6 @@ class Mamba2Layer(nn.Module):
         scale = declare(self, "norm_scale", (s.groups, features), by_group, ones)
         out_kernel = declare_kernel(self, "output", (s.heads * s.head_dim, width), ("heads", "width"))
 
-        past = RecurrentCache.empty(s, batch, self.dtype) if past is None else past
         gate, inputs = jnp.split(jnp.moveaxis(project_parts(x, kernel), 0, 1), [features], axis=-1)
         mixed = convolve(inputs, past.inputs, conv, order)
         mixed = jax.nn.silu(mixed if conv_bias is None else mixed + conv_bias[:, None]).astype(jnp.float32)

@@ -66,7 +66,7 @@ Order = Text | Nodes
 
 
 class Tokens(NamedTuple):
-    """What a recurrence reads of each token.
+    """The inputs of a recurrence for each token.
 
     Attributes:
         queries, keys: ``[B, G, T, d_k]``.
@@ -175,6 +175,11 @@ def _ancestors(on_path, back: int) -> Int[Array, "*B T"]:
     depth = on_path.sum(-1) - 1
     found = on_path & (depth[..., None, :] == depth[..., :, None] - back)
     return xp.where(depth >= back, xp.argmax(found, axis=-1), depth - back)
+
+
+def heads_of(x: Float[Array, "B G T rv"], per_key: int) -> Float[Array, "B G r T v"]:
+    """Return the value heads of each key head on an axis of their own."""
+    return jnp.moveaxis(x.reshape(*x.shape[:3], per_key, -1), 3, 2)
 
 
 def _by_head(x: Float[Array, "B G r *rest"]) -> Float[Array, "B h *rest"]:

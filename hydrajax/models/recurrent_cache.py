@@ -1,4 +1,4 @@
-"""What a recurrent layer keeps of a text: a state and the last inputs of its convolution."""
+"""The cache of a recurrent layer: a state and the last inputs of its convolution."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hydrajax.ops.sharded import DATA, MODEL, shard
 
 
 class PathNodes(NamedTuple):
-    """What a recurrent layer keeps of the nodes of a tree until some are accepted.
+    """The nodes of a tree in a recurrent layer, until some are accepted.
 
     Attributes:
         inputs: ``[B, G, T, C]`` of the convolution.

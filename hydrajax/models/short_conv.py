@@ -6,7 +6,6 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
 
-from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.recurrence import Order, convolve, stored
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
@@ -23,11 +22,12 @@ class ShortConvLayer(nn.Module):
     settings: ShortConv
     dtype: DType
     quantize: str | None = None
-    adapter: Adapter | None = None
+
+    adapter = None  # not a field: `declare_kernel` reads it; an adapter does not reach states
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache | None
+        self, x: Float[Array, "B T D"], order: Order, past: RecurrentCache
     ) -> tuple[Float[Array, "B T D"], RecurrentCache | PathNodes]:
         """Return what the layer adds, and what its cache takes in of these tokens."""
         s, (batch, n_tokens, width), zeros = self.settings, x.shape, nn.initializers.zeros
@@ -36,7 +36,6 @@ class ShortConvLayer(nn.Module):
         conv = declare(self, "conv", (*parts[::2], s.kernel), (*by_group, None), nn.initializers.normal(0.02))
         out_kernel = declare_kernel(self, "output", (s.width, width), ("heads", "width"))
 
-        past = RecurrentCache.empty(s, batch, self.dtype) if past is None else past
         projected = project_parts(x, kernel)  # [groups, parts, B, T, channels]
         if s.bias:
             projected = projected + declare(self, "inputs_bias", parts, (*by_group, None), zeros)[:, :, None, None]
