@@ -6,6 +6,14 @@ from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
 
+
+def _hybrid(c: LlamaConfig, recurrent: Recurrent) -> LlamaConfig:
+    """Return the shape of a Qwen hybrid: three recurrent layers for each one of attention."""
+    state, attention = LayerKind(None, None, recurrent=recurrent), LayerKind(None, c.rope_theta)
+    c = c.replace(qk_norm=True, norm_offset=True, attention_gate=True, rotary_dim=c.head_dim // 4)
+    return c.replace(layer_kinds=(state, state, state, attention) * (c.n_layers // 4))
+
+
 # Published shapes, for benchmarks on random weights (`hydrajax bench --random NAME`). "25m" is the size used to compare
 # with transformers on a CPU; "tiny" is for trying a command out.
 PRESETS: dict[str, LlamaConfig] = {
@@ -18,19 +26,11 @@ PRESETS: dict[str, LlamaConfig] = {
     "8b": LlamaConfig(128_256, 4096, 14_336, 32, 32, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 8B
     "70b": LlamaConfig(32_000, 8192, 28_672, 80, 64, 8, 128, max_positions=8192, norm_eps=1e-5),  # LLaMA 2 70B
     "llama3-70b": LlamaConfig(128_256, 8192, 28_672, 80, 64, 8, 128, 8192, 1e-5, 500_000.0),  # LLaMA 3 70B
+    "hybrid-100m": _hybrid(
+        LlamaConfig(16_384, 768, 2048, 12, 6, 2, 128, max_positions=2048, tied_lm_head=True),
+        GatedDelta(4, 6, 12, 64, 64),
+    ),
 }
-
-
-def hybrid(c: LlamaConfig, recurrent: Recurrent) -> LlamaConfig:
-    """Return the shape of a Qwen hybrid: three recurrent layers for each one of attention."""
-    state, attention = LayerKind(None, None, recurrent=recurrent), LayerKind(None, c.rope_theta)
-    c = c.replace(qk_norm=True, norm_offset=True, attention_gate=True, rotary_dim=c.head_dim // 4)
-    return c.replace(layer_kinds=(state, state, state, attention) * (c.n_layers // 4))
-
-
-PRESETS["hybrid-100m"] = hybrid(
-    LlamaConfig(16_384, 768, 2048, 12, 6, 2, 128, max_positions=2048, tied_lm_head=True), GatedDelta(4, 6, 12, 64, 64)
-)
 
 
 def _glm() -> LlamaConfig:
@@ -57,7 +57,7 @@ MIXTURES = {
     "glm-4.5-air": _glm(),
 }
 HYBRIDS = {
-    "qwen3.5-9b": hybrid(
+    "qwen3.5-9b": _hybrid(
         LlamaConfig(248_320, 4096, 12_288, 32, 16, 4, 256, 262_144, 1e-6, 1e7),
         GatedDelta(4, 16, 32, 128, 128, names="qwen3_5"),
     )

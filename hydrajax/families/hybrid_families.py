@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
@@ -21,22 +22,6 @@ def _with_recurrent(c: LlamaConfig, types: list[str], recurrent: Recurrent, norm
     return of_kinds(c, [attention if kind == FULL else state for kind in types])
 
 
-def _types(c: LlamaConfig) -> list[str]:
-    return [LINEAR if kind.recurrent else FULL for kind in c.kinds]
-
-
-def recurrent_of(c: LlamaConfig, kind: type[Recurrent]) -> Any:
-    """Return the settings of the recurrent layers.
-
-    Raises:
-        HydrajaxError: There are none of this kind.
-    """
-    found = {each.recurrent for each in c.kinds if each.recurrent}
-    if len(found) != 1 or not isinstance(settings := found.pop(), kind):
-        raise HydrajaxError("recurrent layers: got none of this family")
-    return settings
-
-
 def _gated_delta(raw: dict, names: str, **settings: Any) -> GatedDelta:
     return GatedDelta(
         kernel=integer(raw["linear_conv_kernel_dim"]),
@@ -50,11 +35,11 @@ def _gated_delta(raw: dict, names: str, **settings: Any) -> GatedDelta:
 
 
 def _gated_delta_fields(c: LlamaConfig, names: str) -> dict[str, Any]:
-    s = recurrent_of(c, GatedDelta)
-    if s.names != names:
+    s = next((kind.recurrent for kind in c.kinds if kind.recurrent), None)
+    if not isinstance(s, GatedDelta) or s.names != names:
         raise HydrajaxError("recurrent layers: got none of this family")
     return {
-        "layer_types": _types(c),
+        "layer_types": [LINEAR if kind.recurrent else FULL for kind in c.kinds],
         "linear_conv_kernel_dim": s.kernel,
         "linear_num_key_heads": s.key_heads,
         "linear_num_value_heads": s.value_heads,
@@ -75,7 +60,10 @@ def _qwen(raw: dict, c: LlamaConfig, names: str) -> LlamaConfig:
 
 
 def _qwen_hybrid_fields(c: LlamaConfig, names: str) -> dict[str, Any]:
-    return _gated_delta_fields(c, names) | {"partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim}
+    own = _gated_delta_fields(c, names) | {"partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim}
+    if c.any_experts is None:
+        return own
+    return qwen_fields(c) | {"shared_expert_intermediate_size": c.any_experts.shared_width} | own
 
 
 def _qwen_shared_experts(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -88,18 +76,7 @@ def _qwen3_next(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 
 def _qwen3_next_fields(c: LlamaConfig) -> dict[str, Any]:
-    if c.any_experts is None:
-        return _qwen_hybrid_fields(c, "qwen3_next") | {"num_experts": 0}
-    fields = qwen_fields(c) | {"shared_expert_intermediate_size": c.any_experts.shared_width}
-    return fields | _qwen_hybrid_fields(c, "qwen3_next")
-
-
-def _qwen3_5(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    return _qwen(raw, c, "qwen3_5")
-
-
-def _qwen3_5_fields(c: LlamaConfig) -> dict[str, Any]:
-    return _qwen_hybrid_fields(c, "qwen3_5")
+    return ({} if c.any_experts else {"num_experts": 0}) | _qwen_hybrid_fields(c, "qwen3_next")
 
 
 def _qwen3_5_moe_width(raw: dict) -> dict:
@@ -113,11 +90,7 @@ def _qwen3_5_moe(raw: dict, c: LlamaConfig) -> LlamaConfig:
     return _qwen_shared_experts(raw | always, _qwen(raw, c, "qwen3_5"))
 
 
-def _qwen3_5_moe_fields(c: LlamaConfig) -> dict[str, Any]:
-    experts = c.any_experts
-    if experts is None:
-        raise HydrajaxError("experts: got none")
-    return qwen_fields(c) | {"shared_expert_intermediate_size": experts.shared_width} | _qwen3_5_fields(c)
+_qwen3_5, _qwen3_5_fields = (partial(function, names="qwen3_5") for function in (_qwen, _qwen_hybrid_fields))
 
 
 # --- OLMo -------------------------------------------------------------------------------------------------------------
@@ -148,8 +121,8 @@ def _olmo_hybrid(raw: dict, c: LlamaConfig) -> LlamaConfig:
 
 def _olmo_hybrid_fields(c: LlamaConfig) -> dict[str, Any]:
     fields = _gated_delta_fields(c, "olmo_hybrid")
-    beta = recurrent_of(c, GatedDelta).most_beta
-    return fields | {"linear_allow_neg_eigval": beta == 2.0, "rope_theta": c.rope_theta}
+    negative = any(kind.recurrent and kind.recurrent.most_beta == 2.0 for kind in c.kinds)
+    return fields | {"linear_allow_neg_eigval": negative, "rope_theta": c.rope_theta}
 
 
 _DELTA = {
@@ -172,7 +145,7 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5_TEXT = Family("Qwen3_5ForCausalLM", "Qwen 3.5, text", _QWEN3_5, _qwen3_5, _qwen3_5_fields, partial_rotary=True)
 QWEN3_5_MOE_TEXT = Family(
-    "Qwen3_5MoeForCausalLM", "Qwen 3.5 MoE, text", _QWEN3_5_MOE, _qwen3_5_moe, _qwen3_5_moe_fields, _qwen3_5_moe_width,
+    "Qwen3_5MoeForCausalLM", "Qwen 3.5 MoE, text", _QWEN3_5_MOE, _qwen3_5_moe, _qwen3_5_fields, _qwen3_5_moe_width,
     partial_rotary=True,
 )  # fmt: skip
 OLMO_HYBRID = Family(
