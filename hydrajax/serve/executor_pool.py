@@ -39,7 +39,7 @@ MISSED_TOKENS = 64  # that a draft reads again: its guesses hardly depend on ear
 # The smallest padded length of a prompt's last chunk, and the next ones over it. On a CPU the time grows with the
 # length; elsewhere some hundred tokens take as long as one, and a program takes longer to compile.
 LAST_CHUNKS, LAST_CHUNKS_ON_CPU = (SMALLEST_BUCKET, 4), (8, 2)
-SNAPSHOTS = 3
+SNAPSHOTS = 3  # of a prompt: before its end, where it leaves an earlier text, where a turn ended
 
 
 @dataclass(frozen=True)

@@ -457,7 +457,7 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
         vision |= {"depth": 1, "num_heads": 1, "out_hidden_size": 32, "num_position_embeddings": 4}
     else:
         vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_patches": 4}
-    tied = text.pop("tie_word_embeddings", False)  # only the whole model's field says so
+    tied = text.pop("tie_word_embeddings", False)  # only the whole model's field counts
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
