@@ -6,11 +6,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-from functools import partial
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +15,40 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from safetensors.torch import load_file
 
 import hydrajax
-from helpers import family_settings
-from helpers.family_settings import LINEAR, LLAMA3, SHARED, VOCAB, WINDOW
-from helpers.lab import QUICK, quick_jit
+from helpers.family_pairs import (
+    BIAS,
+    EXAMPLES,
+    EXPERTS,
+    FAMILIES,
+    HYBRIDS,
+    TOKENS,
+    TOLERANCE,
+    Pair,
+    assert_equal_logits,
+    exact_recurrences,
+    logits_of,
+    random_pair,
+)
+from helpers.family_settings import LINEAR, LLAMA3, VOCAB, WINDOW
+from helpers.lab import QUICK
 from helpers.refusals import refusal
 from hydrajax import plugins
 from hydrajax.bench.random_models import random_draft
 from hydrajax.bench.roofline.operators import flops
 from hydrajax.bench.roofline.passes import abstract_params, forward
 from hydrajax.bench.roofline.traced import trace
-from hydrajax.families.family_registry import TEXT_PARTS
-from hydrajax.families.tensor_names import RELEASED
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.export_base import export_llama
-from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.peft import linear_layers
 from hydrajax.models.adapter import Adapter, check_adapter
-from hydrajax.models.attention import causal_mask, rope_frequencies, rope_table
-from hydrajax.models.cache import append, init_cache
-from hydrajax.models.llama import Llama
+from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 
-HYBRIDS = family_settings.HYBRID_EXAMPLES
 ALIKE = {"qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "lfm2_moe"}  # the slow tests have them too
-FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
-EXPERTS = family_settings.EXPERT_EXAMPLES
-EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
 # 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 OTHERS = {
@@ -75,97 +74,7 @@ OTHERS = {
         "hybrid_override_pattern": "M-MM*-", "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "head_dim": 8,
     },
 }  # fmt: skip
-BIAS = ("e_score_correction_bias", "expert_bias")
-TOLERANCE = 1e-4
 NEW = 12
-N_TOKENS, N_CACHED = 44, 37  # of a text, and of its part in the cache
-TREE = [-1, 0, 1, 2, 0, 4]  # parents of the nodes: the text continues along the first four
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, N_TOKENS)).astype(np.int32)
-
-
-class Pair(NamedTuple):
-    """One checkpoint in both packages."""
-
-    theirs: torch.nn.Module
-    model: Llama
-    params: dict
-    folder: Path
-
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        """Return transformers' logits of whole texts."""
-        with torch.no_grad():
-            return self.theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-
-
-def random_pair(
-    folder: Path, model_type: str, settings: dict, seed: int = 7, dtype=torch.float32, fused: bool = False
-) -> Pair:
-    """Return a model with random weights, large enough for clear attention, saved by transformers and read by us.
-
-    fused: the experts of a layer are one tensor of the file.
-    """
-    torch.manual_seed(seed)  # the rates of decay begin at random
-    config = AutoConfig.for_model(model_type, **(SHARED | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.2 * noise if parameter.ndim == 1 else 0.3 * noise)
-    model.to(dtype)
-    for name, buffer in model.named_buffers():
-        if name.endswith(BIAS):  # float32 in every file
-            buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
-    model.save_pretrained(folder, save_original_format=not fused and model_type != "olmo_hybrid")
-    return Pair(model.float(), *load_llama(folder), folder)
-
-
-def assert_equal_logits(pair: Pair, single: bool) -> None:
-    """Compare the logits of a text, and of a tree over its first tokens, which are in the cache.
-
-    single: also of one token instead of the tree.
-    """
-    model, params, tokens = pair.model, pair.params, TOKENS
-    positions = np.broadcast_to(np.arange(N_TOKENS), tokens.shape)
-
-    def run(params, tokens, positions, cache=None, *, mask):
-        forward = model.apply({"params": params}, tokens, positions, mask, cache)
-        return forward.block, model.apply({"params": params}, forward.hidden, method="logits")
-
-    @quick_jit
-    def text(params, lengths):
-        return run(params, tokens, positions, mask=causal_mask(N_TOKENS, lengths))
-
-    prefill, expected = text(params, np.full(2, N_TOKENS, np.int32))[1], pair.logits(tokens)
-
-    counts = np.array([N_CACHED, N_CACHED - 5], np.int32)
-    block = text(params, counts)[0]
-    cache = append(init_cache(model.config, 2, N_TOKENS + 8, jnp.float32), block, jnp.asarray(counts))
-    paths = [[0]]
-    for node, parent in enumerate(TREE[1:], start=1):
-        paths.append([*paths[parent], node])
-    mask = np.zeros((len(TREE), len(TREE)), bool)
-    for node, path in enumerate(paths):
-        mask[node, path] = True
-    along = max(paths, key=len)
-    nodes = np.stack([(tokens[row, :6] + 1) % VOCAB for row in range(2)])  # another text along the second branch
-    for row, count in enumerate(counts):
-        nodes[row, along] = tokens[row, count : count + len(along)]
-    depths = np.array([len(path) - 1 for path in paths])
-    tree = quick_jit(partial(run, mask=mask))(params, nodes, counts[:, None] + depths, cache)[1]
-    by_node = np.zeros_like(tree)
-    for row, count in enumerate(counts):
-        for path in (along, paths[-1]):
-            whole = np.concatenate([tokens[row, :count], nodes[row, path]])
-            by_node[row, path] = pair.logits(whole[None])[0, count:]
-    found = {"prefill": (np.asarray(prefill), expected), "tree": (np.asarray(tree), by_node)}
-    if single:
-        step = quick_jit(partial(run, mask=causal_mask(1)))
-        logits = step(params, tokens[[0, 1], counts][:, None], counts[:, None], cache)[1]
-        found["one token"] = np.asarray(logits[:, 0]), expected[[0, 1], counts]
-    for what, (ours, theirs) in found.items():
-        assert np.abs(theirs).max() > 1, what  # logits of realistic size
-        np.testing.assert_allclose(ours, theirs, atol=TOLERANCE, rtol=0, err_msg=what)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -203,19 +112,9 @@ def generated(pair, prompts: list[list[int]], kind: str) -> list[list[int]]:
     return found[: len(prompts)]
 
 
-@partial(jax.jit, static_argnums=0)
-def logits_of(model: Llama, params: dict):
-    hidden = run_base(model, params, TOKENS).hidden
-    return model.apply({"params": params}, hidden, method="logits")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def exact_recurrences():
-    """Replace transformers' chunked recurrences, which lose up to 40 times as many digits, by its recurrent ones."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in family_settings.DELTA_MODULES:
-            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-            patch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+def recurrences():
+    with exact_recurrences():
         yield
 
 
@@ -390,92 +289,6 @@ def test_sharded_over_eight_devices(pairs, tmp_path, on_eight_devices):
     assert len(found) == 3 * len(EXAMPLES)
     for name, (single, divided) in found.items():
         assert single == divided, name
-
-
-# --- files of experts -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe", "lfm2_moe"])
-def test_experts_in_one_tensor(tmp_path, pairs, family):
-    fused = random_pair(tmp_path, family, EXAMPLES[family], fused=True)
-    assert any(name.endswith(".experts.gate_up_proj") for name in load_file(tmp_path / "model.safetensors"))
-    jax.tree.map(np.testing.assert_array_equal, fused.params, pairs(family).params)
-
-
-def test_a_layer_that_predicts_several_tokens_is_left_out(tmp_path):
-    pair = random_pair(tmp_path, "glm4_moe", EXAMPLES["glm4_moe"])
-    tensors = load_file(tmp_path / "model.safetensors")
-    more = {"model.layers.3.eh_proj.weight": torch.ones(32, 64), "model.layers.3.mlp.gate.weight": torch.ones(8, 32)}
-    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 1}))
-    jax.tree.map(np.testing.assert_array_equal, load_llama(tmp_path)[1], pair.params)
-
-
-# --- other files of hybrids -------------------------------------------------------------------------------------------
-
-
-def test_the_released_names_of_olmo_hybrid(tmp_path):
-    """Convolutions of queries, keys and values are tensors of their own, and norms have other names.
-
-    transformers 5.24 writes them in three equal parts.
-    """
-    pair, file = random_pair(tmp_path, "olmo_hybrid", EXAMPLES["olmo_hybrid"]), tmp_path / "model.safetensors"
-    pair.theirs.save_pretrained(tmp_path / "thirds")
-    thirds = load_file(tmp_path / "thirds" / "model.safetensors")
-    released = {}
-    for name, x in load_file(file).items():
-        if name.endswith("linear_attn.conv1d.weight"):
-            parts = torch.split(x, [16, 16, 48])  # two keys of 8 features, four values of 12
-            released |= {name.replace("conv1d", f"{p}_conv1d"): x.clone() for p, x in zip("qkv", parts, strict=True)}
-        else:
-            renamed = next((name.replace(*names) for names in RELEASED.items() if names[0] in name), name)
-            released[renamed] = x
-    assert released.keys() == thirds.keys()
-    assert any(x.shape != thirds[name].shape for name, x in released.items())
-    save_file(released, file, {"format": "pt"})
-    for folder in (tmp_path / "thirds", tmp_path):
-        model, params = load_llama(folder)
-        jax.tree.map(np.testing.assert_array_equal, params, pair.params)
-    assert fingerprint(tmp_path)["sha256"] == fingerprint(_exported(tmp_path / "copy", model, params))["sha256"]
-
-
-def _exported(folder: Path, model: Llama, params: dict) -> Path:
-    export_llama(folder, model, params, dtype=None)
-    return folder
-
-
-@pytest.mark.quick("qwen3_5", "lfm3_vl")
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
-def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
-    """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""
-    torch.manual_seed(0)
-    text = SHARED | EXAMPLES[TEXT_PARTS[kind]]
-    vision = {"hidden_size": 8, "intermediate_size": 8, "patch_size": 2}
-    if kind.startswith("qwen"):
-        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
-        vision |= {"depth": 1, "num_heads": 1, "out_hidden_size": 32, "num_position_embeddings": 4}
-    else:
-        vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_patches": 4}
-    tied = text.pop("tie_word_embeddings", False)  # only the whole model's field counts
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
-    theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))
-    theirs.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    assert any(name.startswith(("model.visual.", "model.vision_tower.")) for name in tensors)
-    save_file(tensors | {"mtp.fc.weight": torch.zeros(1)}, file, {"format": "pt"})
-    with pytest.warns(match=f"^hydrajax: base: .*config.json: '{kind}' is multimodal; its text part alone is used$"):
-        model, params = load_llama(tmp_path)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
-    np.testing.assert_allclose(logits_of(model, params), expected, atol=TOLERANCE, rtol=0)
-    again, copy = load_llama(_exported(tmp_path / "copy", model, params))
-    assert again.config == model.config
-    jax.tree.map(np.testing.assert_array_equal, copy, params)
 
 
 def test_an_adapter_of_attention_alone(pairs):
