@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +30,7 @@ from hydrajax.models.cache import States
 from hydrajax.ops import trace
 from hydrajax.sequences import keys_of
 from hydrajax.serve.programs import Kind, Programs, ProgramShape
+from hydrajax.serve.prompt_chunks import chunks_of
 from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -63,14 +63,6 @@ class PoolSizes:
     logprobs: int = 0
     rule: str = "exact"
     snapshots: int = SNAPSHOTS
-
-
-class Chunk(NamedTuple):
-    """Prompt tokens from ``start`` to ``until``, which are run at once; ``fed``: by `ExecutorPool.feed`."""
-
-    start: int
-    until: int
-    fed: bool
 
 
 class ExecutorPool:
@@ -200,8 +192,8 @@ class ExecutorPool:
         """
         last, feed = (Kind.PREFILL, Kind.FEED) if read else (Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
         cache_len, found = self.prefill_cache_len(start, length, stops), []
-        for chunk in self.chunks(start, length, stops):
-            found.append(ProgramShape(feed if chunk.fed else last, cache_len, self._padded(chunk.until - chunk.start)))
+        for chunk in chunks_of(start, length, self.chunk, stops):
+            found.append(ProgramShape(feed if chunk.full else last, cache_len, self._padded(chunk.until - chunk.start)))
         return list(dict.fromkeys(reversed(found)))
 
     def can_be_plain(self, batch: int, cache_len: int) -> bool:
@@ -268,17 +260,9 @@ class ExecutorPool:
 
     def prefill_cache_len(self, start: int, length: int, stops: Sequence[int] = ()) -> int:
         """Return the cache length for prefill from token ``start`` on; chunks are padded."""
-        ends = (chunk.start + self._padded(chunk.until - chunk.start) for chunk in self.chunks(start, length, stops))
-        return self.cache_len_for(max(length + self.headroom, *ends))
-
-    def chunks(self, start: int, length: int, stops: Sequence[int] = ()) -> list[Chunk]:
-        """Return the chunks of a prompt from token ``start`` on; a chunk ends at each of ``stops``."""
-        found = []
-        while start < length:
-            until = min(start + self.chunk, *(stop for stop in stops if stop > start), length)
-            found.append(Chunk(start, until, fed=until - start == self.chunk and until < length))
-            start = until
-        return found
+        chunks = chunks_of(start, length, self.chunk, stops)
+        ends = (chunk.start + self._padded(chunk.until - chunk.start) for chunk in chunks)
+        return self.cache_len_for(max((length + self.headroom, *ends)))
 
     def _padded(self, tokens: int) -> int:
         return next(width for width in self.last_chunks if width >= tokens)

@@ -7,6 +7,7 @@ from collections import deque
 from hydrajax.decoding.executor import State
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.prefix_cache import CachedPrefix
+from hydrajax.serve.prompt_chunks import chunks_of
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.slot_group import SlotGroup
 
@@ -60,7 +61,7 @@ class PromptPrefill:
         self.programs = pool.prefill_programs(self.cached, length, drafted, stops)
         self.cache_len = pool.prefill_cache_len(self.cached, length, stops)
         self.read, self.missed = (length, 0) if drafted else (read, length - read)
-        self._drafted, self._chunks = drafted, deque(pool.chunks(self.cached, length, stops))
+        self._drafted, self._chunks = drafted, deque(chunks_of(self.cached, length, pool.chunk, stops))
         self.prefix, self._state, self._final = prefix if self.cached else None, None, None
 
     def run_chunk(self) -> State | None:
@@ -78,7 +79,7 @@ class PromptPrefill:
         ids = request.ids[chunk.start : chunk.until]
         if not self._chunks:
             return pool.finish(self._state, ids, request.wanted, request.constraint, self._drafted)
-        if chunk.fed:
+        if chunk.full:
             self._state = pool.feed(self._state, ids, int(request.ids[chunk.until]), self._drafted)
         else:
             self._state = pool.finish(self._state, ids, pool.neutral, read=self._drafted)

@@ -9,8 +9,11 @@ import sys
 import threading
 from contextlib import contextmanager
 
+import numpy as np
+
 from helpers.letters import answers
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.server import Server
 
@@ -84,3 +87,9 @@ def watched(look):
 def expected(served, prompts, rule=Greedy(), *, limit: int, seeds: int = 0):  # noqa: B008 (it is frozen)
     n = len(prompts)
     return answers(served, prompts, [rule] * n, [limit] * n, seeds)
+
+
+def request(batcher, prompt, limit=20, rule=None, seed=None):
+    """Return a request of a batcher for these ids."""
+    numbers = {"temperature": rule.temperature, "top_p": rule.top_p} if isinstance(rule, ExactSampling) else {}
+    return batcher.request(np.asarray(prompt, np.int32), max_new_tokens=limit, seed=seed, **numbers)
