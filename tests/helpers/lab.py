@@ -49,7 +49,7 @@ from hydrajax.trees.static_tree import TreeTopology
 # With this vocabulary untrained heads are often right in ten guesses at depth 1.
 VOCAB, WIDTH, CONTEXT = 17, 32, 40
 CONFIG = LlamaConfig(VOCAB, WIDTH, 48, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=CONTEXT)
-DELTA = LayerKind(None, None, None, recurrent=GatedDelta(4, key_heads=2, value_heads=4, key_dim=6, value_dim=8))
+DELTA = LayerKind(None, None, None, recurrent=GatedDelta(4, key_heads=2, value_heads=4, key_dim=16, value_dim=8))
 CONV = LayerKind(None, None, None, recurrent=ShortConv(4, WIDTH, groups=2))
 HYBRID = CONFIG.replace(n_layers=3, layer_kinds=(LayerKind(None, CONFIG.rope_theta, None), DELTA, CONV))
 ORACLE_DEPTH = 4
