@@ -85,6 +85,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "qwen3_moe": "hydrajax.families.expert_families:QWEN3_MOE",
         "olmoe": "hydrajax.families.expert_families:OLMOE",
         "glm4_moe": "hydrajax.families.expert_families:GLM4_MOE",
+        "gpt_oss": "hydrajax.families.expert_families:GPT_OSS",
         "qwen3_next": "hydrajax.families.hybrid_families:QWEN3_NEXT",
         "qwen3_5_text": "hydrajax.families.hybrid_families:QWEN3_5_TEXT",
         "qwen3_5_moe_text": "hydrajax.families.hybrid_families:QWEN3_5_MOE_TEXT",

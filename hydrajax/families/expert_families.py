@@ -14,6 +14,7 @@ from hydrajax.families.config_fields import (
     integer,
     layer_types,
     of_kinds,
+    rope_parameters,
     types_of,
     unsupported,
     window_field,
@@ -174,6 +175,36 @@ def _glm4_moe_fields(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
+# --- gpt-oss ----------------------------------------------------------------------------------------------------------
+
+
+def _gpt_oss(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    swiglu = tuple(float(raw[f"swiglu_{name}"]) for name in ("alpha", "limit"))
+    experts = experts_of(raw, "num_experts", "intermediate_size", normalized=True, biases=True, swiglu=swiglu)
+    biased = bool(raw["attention_bias"])
+    c = c.replace(qkv_bias=biased, out_bias=biased, attention_sinks=True, names="gpt_oss")
+    types = layer_types(raw, c.n_layers, lambda i: FULL if i % 2 else SLIDING)
+    return with_experts(with_windows(c, types, window_of(raw, c.max_positions)), experts, ())
+
+
+def _with_yarn(raw: dict) -> dict:
+    return raw if raw.get("rope_parameters") or raw.get("rope_scaling") else raw | {"rope_parameters": _YARN}
+
+
+def _gpt_oss_fields(c: LlamaConfig) -> dict[str, Any]:
+    e = _of(c)
+    alpha, limit = e.swiglu or (None, None)
+    return expert_fields(c, "num_local_experts", "intermediate_size") | {
+        "attention_bias": c.qkv_bias,
+        "swiglu_alpha": alpha,
+        "swiglu_limit": limit,
+        "sliding_window": window_field(c),
+        "layer_types": types_of(c),
+        "rope_parameters": rope_parameters(c.rope_theta, c.rope_scaling),
+    }
+
+
+_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _MIXTRAL = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
@@ -217,10 +248,26 @@ _GLM4 = {
     "first_k_dense_replace": 1,
     "norm_topk_prob": True,
 }
+_GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+}
 MIXTRAL = Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields)
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, qwen_fields)
 OLMOE = Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields)
+GPT_OSS = Family(
+    "GptOssForCausalLM", "gpt-oss", _GPT_OSS, _gpt_oss, _gpt_oss_fields, prepare=_with_yarn, attention_bias=True
+)
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
     "GLM 4.5, 4.6",

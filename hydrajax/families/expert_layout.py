@@ -25,6 +25,8 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
         files: names of their tensors; transformers 5 without conversion has one for all experts of a layer.
     """
     e, path = c.experts, (*path, "experts")
+    if e.biases:
+        return _interleaved(path, f"{prefix}{FUSED}", c)
     fused = c.names in FUSED_MLP or in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
     block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
@@ -79,4 +81,33 @@ def _fused(path: Path, block: str, c: LlamaConfig) -> Layout:
             lambda fused: (Stack(tuple(Parameter((part.T,)) for part in fused)),),
             lambda fused: (fused.transpose(0, 2, 1),),
         ),
+    ]
+
+
+def _interleaved(path: Path, block: str, c: LlamaConfig) -> Layout:
+    """Return the key map of gpt-oss: kernels with inputs first, gate and up feature by feature, and biases."""
+    e = c.experts
+
+    def interleaved(name: str, part: str, *inputs: int) -> Entry:
+        pairs, last = (e.count, *inputs, e.width, 2), len(inputs) + 2
+        order = (*range(last - 2), last - 1, last - 2)  # of one expert's axes
+        return Entry(
+            ((*path, name),),
+            {f"{block}experts.{part}": (e.count, *inputs, 2 * e.width)},
+            lambda fused: (Stack(tuple(Parameter((one,), order=order) for one in fused.reshape(pairs))),),
+            lambda ours: (ours.swapaxes(-1, -2).reshape(e.count, *inputs, 2 * e.width),),
+        )
+
+    return [
+        transposed((*path, "router"), f"{block}gate.weight", e.count, c.width),
+        same((*path, "router_bias"), f"{block}gate.bias", e.count),
+        interleaved("gate_up", "gate_up_proj", c.width),
+        interleaved("gate_up_bias", "gate_up_proj_bias"),
+        Entry(
+            ((*path, "down"),),
+            {f"{block}experts.down_proj": (e.count, e.width, c.width)},
+            lambda kernels: (Stack(tuple(Parameter((one,)) for one in kernels)),),
+            lambda kernels: (kernels,),
+        ),
+        same((*path, "down_bias"), f"{block}experts.down_proj_bias", e.count, c.width),
     ]

@@ -89,6 +89,10 @@ def decoder_layer(
         for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
         if c.qk_norm or c.qk_norm_all_heads
     ]
+    if c.out_bias:
+        biases.append(same((*path, "out_bias"), f"{attention}o_proj.bias", c.width))
+    if c.attention_sinks:
+        biases.append(same((*path, "sinks"), f"{attention}sinks", c.n_heads))
     if c.head_gate:
         head_norms.append(transposed((*path, "head_gate"), f"{attention}g_proj.weight", c.n_heads, c.width))
     return [

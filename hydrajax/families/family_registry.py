@@ -43,7 +43,6 @@ NOT_IMPLEMENTED = {
     "qwen2_vl": _VISION,
     "qwen2_5_vl": _VISION,
     "qwen3_vl": _VISION,
-    "gpt_oss": "its attention sinks and its experts in MXFP4",
     "granitemoe": "its experts' fused files",
     "phimoe": "its router",
     "deepseek_v2": _LATENT,

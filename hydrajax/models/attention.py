@@ -191,7 +191,10 @@ def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
 
 
 def attend(
-    queries: Float[Array, "B n_heads T H"], segments: Sequence[KVSegment], softcap: float | None = None
+    queries: Float[Array, "B n_heads T H"],
+    segments: Sequence[KVSegment],
+    softcap: float | None = None,
+    sinks: Float[Array, " n_heads"] | None = None,
 ) -> Float[Array, "B T width"]:
     """Attend from T queries per sequence to all segments together, as if they were concatenated.
 
@@ -203,14 +206,16 @@ def attend(
         segments: Keys, values and masks.
         softcap: Scores are ``softcap * tanh(score / softcap)``, in XLA's own operations on every backend; None for no
             cap.
+        sinks: A further logit of each head in the softmax, which no value belongs to (gpt-oss); None for none.
 
     Returns:
         The heads side by side, ``[B, T, n_heads * H]``.
     """
     rows, heads = axis_over(DATA, queries.shape[0]), axis_over(MODEL, segments[0].keys.shape[1])
-    specs = P(rows, heads), [_sharding(segment, rows, heads) for segment in segments]
+    specs = P(rows, heads), [_sharding(segment, rows, heads) for segment in segments], P(heads)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     work = _attend if softcap is None else functools.partial(_attend, softcap=softcap)
-    return on_each_device(work, specs, P(rows, None, heads), queries, list(segments))
+    return on_each_device(work, specs, P(rows, None, heads), queries, list(segments), sinks)
 
 
 def _sharding(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegment:
@@ -220,7 +225,7 @@ def _sharding(segment: KVSegment, rows: str | None, heads: str | None) -> KVSegm
     return KVSegment(P(rows, heads), P(rows, heads), P(rows) if of_rows else P())
 
 
-def _attend(queries, segments: Sequence[KVSegment], softcap: float | None = None):
+def _attend(queries, segments: Sequence[KVSegment], sinks, softcap: float | None = None):
     """Compute `attend` on one device."""
     segments = sorted(segments, key=lambda segment: not isinstance(segment.visible, Causal))  # the text first
     n_tokens, visible = queries.shape[2], [segment.visible for segment in segments]
@@ -230,23 +235,27 @@ def _attend(queries, segments: Sequence[KVSegment], softcap: float | None = None
     by_kernel = with_cache and keys.dtype == queries.dtype and softcap is None
     if by_kernel and (kernel := ops.here().tree_kernel(queries, keys.shape[1])):
         keys, values, mask = segments[0].with_mask()
-        return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1])
+        return kernel.attend(queries, (keys, values), mask, segments[1][:2], *visible[1], sinks=sinks)
+    text_kernel = ops.here().text_kernel if sinks is None else ops.here().text_kernel_with_sinks
+    given = () if sinks is None else (sinks,)
     is_long_text = n_tokens > QUERY_CHUNK and isinstance(visible[0], Causal)
-    if is_long_text and len(segments) == 1 and softcap is None and (within := ops.here().text_kernel(queries)):
+    if is_long_text and len(segments) == 1 and softcap is None and (within := text_kernel(queries)):
         keys, values = (widened(vectors, queries.dtype) for vectors in segments[0][:2])
-        return within(queries, keys, values, visible[0].window)
+        return within(queries, keys, values, visible[0].window, *given)
     if not is_long_text:
         if softcap is None and (few := ops.here().rows_kernel(queries)):
             # The oldest first, so that a token's sum has one order in a tree and in the cache.
-            return few(queries, tuple(segment.with_mask() for segment in reversed(segments)), attend_plain)
-        return attend_plain(queries, segments, softcap)
+            parts = tuple(segment.with_mask() for segment in reversed(segments))
+            return few(queries, parts, sinks, attend_plain)
+        return attend_plain(queries, segments, sinks, softcap)
     chunks = -(-n_tokens // QUERY_CHUNK)
     width = -(-chunks // UNROLLED_SECTIONS) * QUERY_CHUNK
     sections = [slice(at, min(at + width, n_tokens)) for at in range(0, n_tokens, width)]
-    return jnp.concatenate([_attend_in_chunks(queries, segments, section, softcap) for section in sections], axis=1)
+    chunked = [_attend_in_chunks(queries, segments, section, sinks, softcap) for section in sections]
+    return jnp.concatenate(chunked, axis=1)
 
 
-def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice, softcap: float | None):
+def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice, sinks, softcap: float | None):
     """Attend from one section of a text's queries, `QUERY_CHUNK` queries at a time."""
     (keys, values, causal), *caches = segments
     # The first queries of a long text see none of its last keys: with 4 sections two fifths of the work is left out.
@@ -255,7 +264,7 @@ def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice, so
 
     def attend_some(queries, positions):
         text = KVSegment(keys, values, causal.rows(positions)[:, seen])
-        return attend_plain(queries, [text, *(segment.seen_by(positions) for segment in caches)], softcap)
+        return attend_plain(queries, [text, *(segment.seen_by(positions) for segment in caches)], sinks, softcap)
 
     positions = np.arange(section.start, section.stop)
     if len(positions) <= QUERY_CHUNK:
@@ -269,7 +278,7 @@ def _attend_in_chunks(queries, segments: Sequence[KVSegment], section: slice, so
     return jnp.moveaxis(done, 0, 1).reshape(queries.shape[0], n_chunks * QUERY_CHUNK, -1)[:, : len(positions)]
 
 
-def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None = None):
+def attend_plain(queries, segments: Sequence[KVSegment], sinks=None, softcap: float | None = None):
     """Compute `attend` in XLA's own operations."""
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv = segments[0].keys.shape[1]
@@ -302,10 +311,17 @@ def attend_plain(queries, segments: Sequence[KVSegment], softcap: float | None =
     # One softmax over all segments without concatenating them: a common maximum, separate sums, and one division at the
     # end on [T, H] and not on [T, S].
     scored = [scores(segment) for segment in segments]
-    peak = functools.reduce(jnp.maximum, [jnp.max(s, axis=-1, keepdims=True) for s in scored])
+    peaks = [jnp.max(s, axis=-1, keepdims=True) for s in scored]
+    if sinks is not None:
+        sinks = sinks.reshape(n_kv, -1, 1, 1)
+        peaks.append(sinks)
+    peak = functools.reduce(jnp.maximum, peaks)
     peak = jax.lax.stop_gradient(peak)  # it cancels, so its gradient is zero; autodiff would compute it in full
     exps = [jnp.exp(s - peak) for s in scored]
-    total = sum(jnp.sum(e, axis=-1) for e in exps).reshape(batch, n_kv, -1, 1)
+    total = sum(jnp.sum(e, axis=-1) for e in exps)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - peak)[..., 0]
+    total = total.reshape(batch, n_kv, -1, 1)
     out = sum(weighted_sum(e, segment) for e, segment in zip(exps, segments, strict=True)) / total
     out = out.reshape(batch, n_heads, n_tokens, head_dim).astype(queries.dtype)
     return out.swapaxes(1, 2).reshape(batch, n_tokens, n_heads * head_dim)

@@ -28,6 +28,9 @@ class Experts:
         chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
         scale: Multiplies the weights.
         tiny: Added to the sum of the weights before they are divided by it.
+        biases: Router and experts have biases (gpt-oss); the router's takes part in its scores.
+        swiglu: Alpha and limit of ``gate * sigmoid(alpha * gate) * (up + 1)``, where the gate is at most the limit and
+            up lies within it on both sides (gpt-oss); None for the layer's activation.
         block: Name of the layer's MLP in files.
     """
 
@@ -44,6 +47,8 @@ class Experts:
     scale: float = 1.0
     block: str = "mlp"
     tiny: float = 1e-20
+    biases: bool = False
+    swiglu: tuple[float, float] | None = None
 
     def __post_init__(self):
         for name in ("count", "per_token", "width", "groups", "chosen_groups"):
@@ -57,6 +62,8 @@ class Experts:
             raise HydrajaxError(f"experts: groups: got {self.groups}, expected equal parts of {self.count} experts")
         if self.per_token > (allowed := self.count // self.groups * self.chosen_groups):
             raise HydrajaxError(f"experts: per_token: got {self.per_token}, expected at most {allowed}")
+        if self.swiglu is not None and not self.swiglu[1] > 0:
+            raise HydrajaxError(f"experts: swiglu_limit: got {self.swiglu[1]}, expected a positive number")
         for name, known in (("scores", SCORES), ("block", BLOCKS)):
             if getattr(self, name) not in known:
                 raise not_allowed(f"experts: {name}", getattr(self, name), known)

@@ -54,14 +54,25 @@ class ExpertMLP(nn.Module):
         """Return the layer's MLP of x."""
         e, width, normal = self.experts, x.shape[-1], nn.initializers.normal(0.02)
         router = declare(self, "router", (width, e.count), (None, None), normal)
+        scores = ops.matmul_float32(x, router)
+        if e.biases:
+            scores = scores + declare(self, "router_bias", (e.count,), (None,), nn.initializers.zeros)
         bias = None
         if e.choice_bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
             bias = self.param("choice_bias", zeros, (e.count,), jnp.float32)
         gate_up = declare_experts(self, "gate_up", e.count, (width, self.parts, e.width))
         down = declare_experts(self, "down", e.count, (e.width, width))
-        ids, weights = route(ops.matmul_float32(x, router), e, bias)
-        out = expert_sum(x, ids, weights, gate_up, down, e.count, self.activation)
+        biases = ()
+        if e.biases:
+            sizes = {"gate_up_bias": (e.count, self.parts, e.width), "down_bias": (e.count, width)}
+            biases = tuple(
+                declare(self, name, size, ("experts", *[None] * (len(size) - 1)), nn.initializers.zeros)
+                for name, size in sizes.items()
+            )
+        ids, weights = route(scores, e, bias)
+        activation = self.activation if e.swiglu is None else partial(clamped_swiglu, *e.swiglu)
+        out = expert_sum(x, ids, weights, gate_up, down, e.count, activation, biases)
         if not e.shared_width:
             return out
         parts = (self.parts, e.shared_width)
@@ -72,6 +83,14 @@ class ExpertMLP(nn.Module):
             gate = declare(self, "shared_gate", (width, 1), (None, None), normal)
             shared = shared * jax.nn.sigmoid(ops.matmul_float32(x, gate)).astype(shared.dtype)
         return out + shared
+
+
+def clamped_swiglu(
+    alpha: float, limit: float, gate: Float[Array, "*rows F"], up: Float[Array, "*rows F"]
+) -> Float[Array, "*rows F"]:
+    """Return `Experts.swiglu` of a gate and a value."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def declare_experts(module: nn.Module, name: str, count: int, shape: tuple[int, ...]) -> Array | Quantized:
@@ -139,6 +158,7 @@ def _sum(x: Float[Array, "*rows n"]) -> Float[Array, "*rows 1"]:
     return x
 
 
+Biases = tuple[Array, Array] | tuple[()]
 Kernels = Array | Quantized  # of all experts, each array with a leading axis
 ROWS_OF_BLOCK = 128  # rows that are multiplied with one expert's matrices at once
 
@@ -151,6 +171,7 @@ def expert_sum(
     down: Kernels,
     count: int,
     activation: Callable,
+    biases: Biases = (),
 ) -> Float[Array, "B T D"]:
     """Return the weighted sum of each token's experts.
 
@@ -164,30 +185,36 @@ def expert_sum(
         down: Their kernels ``[F, D]``.
         count: E, their number.
         activation: Of the parts of the first matmul.
+        biases: The experts' biases of both matmuls, ``[2, F]`` and ``[D]``, or none.
     """
     rows, model = P(axis_over(DATA, len(x))), axis_over(MODEL, count)
     here = count if model is None else count // mesh_in_use().shape[MODEL]
 
-    def of_part(x, ids, weights, gate_up, down):
+    def of_part(x, ids, weights, *kernels):
         if model is not None:
             ids = ids - jax.lax.axis_index(MODEL) * here
             weights = jnp.where((ids >= 0) & (ids < here), weights, 0)
         flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
-        total = _sum_of_rows(*flat, gate_up, down, here, activation)
+        total = _sum_of_rows(*flat, kernels, here, activation)
         total = total if model is None else jax.lax.psum(total, MODEL)
         return total.astype(x.dtype).reshape(x.shape)
 
-    return on_each_device(of_part, (rows, rows, rows, P(model), P(model)), rows, x, ids, weights, gate_up, down)
+    kernels = gate_up, down, *biases
+    specs = rows, rows, rows, *[P(model)] * len(kernels)
+    return on_each_device(of_part, specs, rows, x, ids, weights, *kernels)
 
 
-def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callable) -> Float[Array, "R D"]:
+def _sum_of_rows(x, ids, weights, kernels: tuple, count: int, activation: Callable) -> Float[Array, "R D"]:
     """Return the sum in float32. Experts outside 0 to ``count`` - 1 are on other devices."""
-    parts = gate_up.shape[-2]
+    parts = kernels[0].shape[-2]
 
-    def mlp(x, gate_up, down):
-        return project(activation(*project_parts(x, gate_up)), down, jnp.float32)
+    def mlp(x, gate_up, down, gate_up_bias=None, down_bias=None):
+        inner = project_parts(x, gate_up)
+        inner = inner if gate_up_bias is None else inner + gate_up_bias[:, None]
+        out = project(activation(*inner), down, jnp.float32)
+        return out if down_bias is None else out + down_bias
 
-    def plain(x, ids, weights, gate_up, down):
+    def plain(x, ids, weights, *kernels):
         @jax.checkpoint
         def add(total, expert):
             index, *kernels = expert
@@ -195,26 +222,41 @@ def _sum_of_rows(x, ids, weights, gate_up, down, count: int, activation: Callabl
             return total + weight * mlp(x, *kernels), None
 
         zeros = jnp.zeros(x.shape, jnp.float32)
-        return jax.lax.scan(add, zeros, (jnp.arange(count), gate_up, down))[0]
+        return jax.lax.scan(add, zeros, (jnp.arange(count), *kernels))[0]
 
     @with_gradient_of(plain)
-    def chosen(x, ids, weights, gate_up, down):
+    def chosen(x, ids, weights, *kernels):
+        gate_up, down, *biases = kernels
+        of_first, of_second = (partial(_with_bias, bias, count) for bias in biases or (None, None))
+        experts = ids.reshape(-1)
+
+        def inner(pairs, experts):
+            return activation(*jnp.split(of_first(pairs, experts), parts, axis=-1))
+
         pairs = _of_pairs(x, ids, gate_up, x.dtype)
         if pairs is not None:
-            outs = _of_pairs(activation(*jnp.split(pairs, parts, axis=-1)), ids, down, jnp.float32)
+            outs = of_second(_of_pairs(inner(pairs, experts), ids, down, jnp.float32), experts)
         elif kernel := ops.here().expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
-            outs = _by_kernel(kernel, x, ids, gate_up, down, count, activation)
+            outs = of_second(_by_kernel(kernel, x, ids, gate_up, down, count, inner), experts)
         elif not isinstance(gate_up, Quantized) and ops.here().gathers_experts(len(x)):
-            outs = _by_pair(x, ids, gate_up, down, activation)
+            outs = of_second(_by_pair(x, ids, gate_up, down, inner), experts)
         else:
-            outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, gate_up, down))
+            outs = _in_blocks(x, ids, count, partial(_of_expert, mlp, kernels))
         outs = outs.reshape(*ids.shape, x.shape[-1])
         total = weights[:, :1] * outs[:, 0]
         for i in range(1, ids.shape[1]):
             total = total + weights[:, i : i + 1] * outs[:, i]
         return total
 
-    return chosen(x, ids, weights, gate_up, down)
+    return chosen(x, ids, weights, *kernels)
+
+
+def _with_bias(bias: Array | None, count: int, outs: Float[Array, "pairs F"], experts: Int[Array, " pairs"]) -> Array:
+    """Return the products of pairs with the bias of each one's expert, ``[E, *features]``."""
+    if bias is None:
+        return outs
+    flat = bias.reshape(count, -1)
+    return outs + flat[jnp.clip(experts, 0, count - 1)].astype(outs.dtype)
 
 
 def _of_pairs(
@@ -236,9 +278,9 @@ def _stored(kernels: Kernels) -> jax.ShapeDtypeStruct | None:
     return jax.ShapeDtypeStruct((*numbers.shape[:2], math.prod(numbers.shape[2:])), numbers.dtype)
 
 
-def _of_expert(mlp: Callable, gate_up: Kernels, down: Kernels, x: Float[Array, "R D"], expert: Array) -> Array:
+def _of_expert(mlp: Callable, kernels: tuple, x: Float[Array, "R D"], expert: Array) -> Array:
     """Return ``mlp`` of rows that all belong to one expert."""
-    return mlp(x, *jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), (gate_up, down)))
+    return mlp(x, *jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), kernels))
 
 
 class Blocks(NamedTuple):
@@ -291,7 +333,7 @@ def _in_blocks(
     return jax.lax.fori_loop(0, blocks.used, block, jnp.zeros((n_pairs, x.shape[-1]), jnp.float32))
 
 
-def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, count: int, activation: Callable) -> Array:
+def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, count: int, inner: Callable) -> Array:
     """Return the MLP of every pair by our GPU kernel, in float32; zeros for absent experts."""
     blocks = blocks_of(ids, count, kernel.rows_of_block(ids.size, count))
     n_blocks, size = blocks.pairs.shape
@@ -302,16 +344,17 @@ def _by_kernel(kernel: ModuleType, x, ids, gate_up: Kernels, down: Kernels, coun
         scale = scale[0].reshape(count, -1) if scale else None
         return kernel.matmul(x, rows, blocks.experts, flat, scale, dtype).reshape(n_blocks * size, -1)
 
-    inner = jnp.split(product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype), gate_up.shape[-2], axis=-1)
+    first = product(x, blocks.pairs // ids.shape[1], gate_up, x.dtype)
     own = jnp.arange(n_blocks * size, dtype=jnp.int32).reshape(n_blocks, size)
-    outs = product(activation(*inner), own, down, jnp.float32)
+    outs = product(inner(first, jnp.repeat(blocks.experts, size)), own, down, jnp.float32)
     places = jnp.where(blocks.present, blocks.pairs, ids.size).reshape(-1)
     return jnp.zeros((ids.size, x.shape[-1]), jnp.float32).at[places].set(outs, mode="drop", unique_indices=True)
 
 
-def _by_pair(x, ids, gate_up: Array, down: Array, activation: Callable) -> Float[Array, "pairs D"]:
+def _by_pair(x, ids, gate_up: Array, down: Array, inner: Callable) -> Float[Array, "pairs D"]:
     """Return the MLP of every pair; XLA's kernels gather the experts' matrices while they multiply."""
     experts = jnp.clip(ids.reshape(-1), 0, len(down) - 1)
     rows = jnp.repeat(x, ids.shape[1], axis=0)
-    parts = jnp.einsum("nd,ndpf->pnf", rows, gate_up[experts], preferred_element_type=x.dtype)
-    return jnp.einsum("nf,nfd->nd", activation(*parts), down[experts], preferred_element_type=jnp.float32)
+    parts = jnp.einsum("nd,ndpf->npf", rows, gate_up[experts], preferred_element_type=x.dtype)
+    found = inner(parts.reshape(len(rows), -1), experts)
+    return jnp.einsum("nf,nfd->nd", found, down[experts], preferred_element_type=jnp.float32)

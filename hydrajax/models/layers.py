@@ -178,7 +178,10 @@ class DecoderLayer(nn.Module):
             return None, (keys, values)
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
             queries = scaled(queries, c.attention_scale * c.head_dim**0.5)
-        attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap)
+        sinks = None
+        if c.attention_sinks:
+            sinks = declare(self, "sinks", (c.n_heads,), ("heads",), nn.initializers.zeros)
+        attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap, sinks)
         if gate:
             attended = attended * jax.nn.sigmoid(
                 gate[0].reshape(batch, c.n_heads, n_tokens, c.head_dim).swapaxes(1, 2).reshape(attended.shape)
@@ -189,7 +192,10 @@ class DecoderLayer(nn.Module):
             )
             by_head = attended.reshape(batch, n_tokens, c.n_heads, c.head_dim)
             attended = (by_head * jax.nn.sigmoid(project(x, kernel))[..., None]).reshape(attended.shape)
-        return summed_by_token(project(attended, out_kernel)), (keys, values)
+        out = summed_by_token(project(attended, out_kernel))
+        if c.out_bias:
+            out = out + declare(self, "out_bias", (width,), ("width",), nn.initializers.zeros)
+        return out, (keys, values)
 
 
 def recurrent_layer(settings: Recurrent) -> type[nn.Module]:

@@ -56,6 +56,8 @@ class LlamaConfig:
         rope_theta: Base of the rotary frequencies; None for no rotary embedding.
         rotary_dim: Features of a head that are rotated, its first ones (Phi-4-mini); None for all.
         qkv_bias: Query, key and value projections have biases (Qwen 2).
+        out_bias: The output projection of attention has one too (gpt-oss).
+        attention_sinks: A learned logit of each head takes part in the softmax, without a value (gpt-oss).
         qk_norm: RMSNorm over each head's query and key features, before rotation (Qwen 3, Gemma 3).
         qk_norm_all_heads: RMSNorm over the query and key features of all heads together (OLMo 2, OLMo 3).
         sliding_window: Number of tokens attended to, itself included (Mistral); None for all.
@@ -116,6 +118,8 @@ class LlamaConfig:
     head_gate: bool = False
     mlp: bool = True
     names: str = "llama"
+    out_bias: bool = False
+    attention_sinks: bool = False
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):

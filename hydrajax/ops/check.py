@@ -59,7 +59,7 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 def _attention(attend: Callable, interpret: bool):
-    """Check a tree of grouped heads with a window, and one token; sequences of different lengths in several
+    """Check a tree of grouped heads with a window and sinks, and one token; sequences of different lengths in several
     programs.
     """
     worst = 0.0
@@ -70,14 +70,16 @@ def _attention(attend: Callable, interpret: bool):
         oldest = lengths[:, None] + np.arange(n_tokens, dtype=np.int32) - (window or 384)
         # With negated keys as values, no segment can be mistaken for another unnoticed.
         args = queries, (block, -block), mask, (cache, -cache), lengths, oldest if window else None
-        got = jax.jit(functools.partial(attend, interpret=interpret))(*args)
+        sinks = np.arange(4, dtype=np.float32) if window else None
+        got = jax.jit(functools.partial(attend, interpret=interpret))(*args, sinks=sinks)
 
         keys = np.concatenate([block, cache], axis=2).astype(np.float32).repeat(2, axis=1)
         filled = np.arange(384) < lengths[:, None, None]
         seen = np.stack([mask, mask]), filled & (np.arange(384) >= oldest[..., None])
         scores = queries.astype(np.float32) @ keys.swapaxes(2, 3) / np.sqrt(head_dim)
         weights = np.where(np.concatenate(seen, axis=2)[:, None], np.exp(scores), 0.0)
-        want = weights / weights.sum(axis=-1, keepdims=True) @ -keys
+        total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
+        want = weights / total @ -keys
         worst = max(worst, np.max(np.abs(got - want.swapaxes(1, 2).reshape(got.shape))))
     return worst
 

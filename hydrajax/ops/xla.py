@@ -110,8 +110,12 @@ class Xla:
         """
         return None
 
+    def text_kernel_with_sinks(self, queries: Float[Array, "B n_heads T H"]) -> Callable | None:
+        """Return the same with the heads' sinks as a fifth argument."""
+        return None
+
     def rows_kernel(self, queries: Float[Array, "B n_heads T H"]) -> Callable | None:
-        """Return ``attend(queries, segments, plain)`` for a few queries; None: XLA attends."""
+        """Return ``attend(queries, segments, sinks, plain)`` for a few queries; None: XLA attends."""
         return None
 
     def path_kernel(self, n_tokens: int, width: int) -> ModuleType | None:

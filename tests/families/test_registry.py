@@ -214,7 +214,6 @@ def test_other_families_are_refused_with_the_supported_ones_and_what_they_need()
     for kind, piece in (
         ("gemma3", "save its language model alone, as 'gemma3_text'"),
         ("llama4", "vision tower"),
-        ("gpt_oss", "attention sinks"),
         *((kind, "latent attention") for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
     ):
         refused(FULL | {"model_type": kind}, "model_type", repr(kind), piece, *supported)
@@ -285,6 +284,7 @@ def test_impossible_windows():
 
 
 DRAWN = family_settings.FAMILIES | family_settings.HYBRID_FAMILIES
+DRAWN |= {"gpt_oss": family_settings.EXPERT_FAMILIES["gpt_oss"]}
 
 
 @settings(max_examples=50, deadline=None)

@@ -101,6 +101,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         settings = {"norm_offset": True, "attention_gate": True, "recurrent": own.recurrent}
     if kind in ("lfm2", "lfm2_moe"):
         settings = {"recurrent": own.recurrent, "names": "lfm2"}
+    if kind == "gpt_oss":
+        settings = {"attention_sinks": True, "out_bias": hf.attention_bias, "names": kind}
     if kind == "lfm3":
         norms = ("both", "lfm3 with norms after") if hf.use_sandwich_norm else ("before", "lfm3")
         settings = {
@@ -130,7 +132,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         tied_lm_head=hf.tie_word_embeddings,
         qkv_bias=kind in ("qwen2", "mimo")
         or (kind == "qwen2_moe" and hf.qkv_bias)
-        or (kind == "glm4_moe" and hf.attention_bias),
+        or (kind in ("glm4_moe", "gpt_oss") and hf.attention_bias),
         qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", *QWEN_HYBRIDS, *LFM)
         or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
@@ -173,6 +175,13 @@ def _nemotron(hf) -> LlamaConfig:
 def _experts(hf) -> list[Experts | None]:
     """Return the experts of each layer."""
     kind, layers = hf.model_type, range(hf.num_hidden_layers)
+    if kind == "gpt_oss":
+        swiglu = hf.swiglu_alpha, hf.swiglu_limit
+        of = Experts(
+            hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=True, biases=True,
+            swiglu=swiglu,
+        )  # fmt: skip
+        return [of for _ in layers]
     if kind == "mixtral":
         of = Experts(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, normalized=True, block=MIXTRAL)
         return [of for _ in layers]

@@ -172,6 +172,14 @@ EXPERT_FAMILIES = {
         rope_parameters=ROPES, num_experts_per_tok=st.integers(1, 5), num_experts=st.integers(5, 9),
         norm_topk_prob=[False, True], num_key_value_heads=[1, 2, 4], pad_token_id=[0],
     ),
+    "gpt_oss": merged(
+        TYPES,
+        fields(
+            num_local_experts=st.integers(5, 9), num_experts_per_tok=st.integers(1, 5), swiglu_limit=[0.7, 7.0],
+            swiglu_alpha=[1.0, 1.702], head_dim=[8, 16], attention_bias=[False, True], rope_parameters=ROPES,
+            tie_word_embeddings=[False, True],
+        ),
+    ),
     "glm4_moe": st.one_of([glm4_moe(part, groups) for part in (0.5, 1.0) for groups in (1, 2, 4)]),
 }  # fmt: skip
 # Every setting differs from its default.
@@ -185,6 +193,10 @@ EXPERT_EXAMPLES = {
     },
     "qwen3_moe": SMALL | SPARSE | {"num_experts": 8, "head_dim": 16, "rope_parameters": YARN},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True, "pad_token_id": 0},
+    "gpt_oss": {
+        "num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.7, "swiglu_alpha": 1.3, "head_dim": 16,
+        "sliding_window": WINDOW, "layer_types": BOTH, "rope_parameters": YARN | {"truncate": False},
+    },
     "glm4_moe": {
         "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
         "n_shared_experts": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "use_qk_norm": True,

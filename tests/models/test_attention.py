@@ -46,17 +46,20 @@ def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
     np.testing.assert_allclose(found, plain_attention(queries, with_masks), atol=2e-5)
 
 
-def test_a_cap_of_scores_in_chunks_and_of_a_few_rows():
-    """``cap * tanh(score / cap)``, then the mask and the softmax, in NumPy."""
+@pytest.mark.parametrize(("cap", "sinks"), [(1.5, None), (None, np.float32([-3, 0, 2, 9])), (1.5, np.ones(4))])
+def test_a_cap_of_scores_and_sinks_in_chunks_and_of_a_few_rows(cap, sinks):
+    """``cap * tanh(score / cap)``, the mask, then the softmax with the sink as one more score, in NumPy."""
     for n_tokens in (5, 300):
         queries, parts, with_masks = text_of(n_tokens, None)
-        found = jax.jit(lambda *args: attend(*args, 1.5))(queries, parts)
+        found = jax.jit(lambda *args: attend(*args, cap, sinks))(queries, parts)
         (part,) = with_masks
         q, k, v = (np.asarray(x, np.float64) for x in (queries, part.keys, part.values))
         k, v = (x.repeat(2, axis=1) for x in (k, v))
-        scores = 1.5 * np.tanh(q @ k.swapaxes(2, 3) / np.sqrt(16) / 1.5)
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(16)
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
         weights = np.exp(scores) * np.asarray(part.visible)
-        expected = (weights / weights.sum(axis=-1, keepdims=True)) @ v
+        total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
+        expected = (weights / total) @ v
         np.testing.assert_allclose(found, expected.swapaxes(1, 2).reshape(2, n_tokens, -1), atol=2e-5)
         assert np.abs(found - jax.jit(lambda *args: attend(*args))(queries, parts)).max() > 1e-2
 

@@ -170,7 +170,7 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool, dty
     return [KVSegment(*block, np.asarray(attention.causal_mask(tokens))), KVSegment(*cache, visible)]
 
 
-def exact_attention(queries, parts):
+def exact_attention(queries, parts, sinks=None):
     """Compute attention in float64 over the concatenated segments."""
     batch, heads, tokens, head_dim = queries.shape
     keys, values = (
@@ -182,8 +182,11 @@ def exact_attention(queries, parts):
     masks = [part.visible[None] if part.visible.ndim == 2 else part.visible[:, 0, 0] for part in parts]
     visible = np.concatenate([np.broadcast_to(m, (batch, tokens, m.shape[-1])) for m in masks], axis=-1)[:, None]
     scores = np.where(visible, queries.astype(np.float64) @ keys.swapaxes(2, 3) / np.sqrt(head_dim), -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    out = weights @ values / weights.sum(axis=-1, keepdims=True)
+    highest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    total = total if sinks is None else total + np.exp(sinks[:, None, None].astype(np.float64) - highest)
+    out = weights @ values / total
     return out.swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
@@ -196,10 +199,11 @@ def test_attention_equals_numpy(dtype, window):
         rng = np.random.default_rng(sum(shape))
         parts = parts_of(rng, batch, kv_heads, tokens, slots, head_dim, window=window, dtype=dtype)
         queries = (3 * normal(rng, batch, heads, tokens, head_dim)).astype(dtype)
-        attend = jax.jit(lambda queries, parts=parts: attention.attend(queries, parts))
+        sinks = normal(rng, heads) * 4 if tokens % 2 else None  # some larger than all scores
+        attend = jax.jit(lambda queries, parts=parts, sinks=sinks: attention.attend(queries, parts, sinks=sinks))
         assert "hydrajax_attend" in attend.lower(queries).as_text()
         found, rounding = np.asarray(attend(queries), np.float64), BFLOAT16 if dtype == "bfloat16" else 0
-        expected = exact_attention(queries, parts)
+        expected = exact_attention(queries, parts, sinks)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-7 + rounding, err_msg=str(shape))
 
 
@@ -214,7 +218,7 @@ def test_queries_are_independent(heads, dtype):
     def of_first(tokens):
         visible = block.visible[:tokens], cache.visible[..., :tokens, :]
         parts = [part._replace(visible=some) for part, some in zip((block, cache), visible, strict=True)]
-        return attention.attend(queries[:, :, :tokens], parts)
+        return attention.attend(queries[:, :, :tokens], parts, sinks=np.arange(heads, dtype=np.float32))
 
     together, *others = jax.jit(lambda: [of_first(tokens) for tokens in (20, *SOME_QUERIES)])()
     for tokens, found in zip(SOME_QUERIES, others, strict=True):

@@ -26,11 +26,13 @@ def test_equals_attention_in_float32(heads, kv, tokens, head_dim, window):
     shapes = ((2, heads, tokens, head_dim), *[(2, kv, tokens, head_dim)] * 2)
     inputs = [rng.normal(size=shape).astype(jnp.bfloat16) for shape in shapes]
 
-    def exact(q, k, v):
+    def exact(q, k, v, sinks=None):
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        return attend_plain(q, [KVSegment(k, v, Causal(tokens, window))])
+        return attend_plain(q, [KVSegment(k, v, Causal(tokens, window))], sinks)
 
-    found = jax.jit(partial(text_attention_tpu.attend, window=window, interpret=True))(*inputs)
+    if window == 129:
+        inputs.append(rng.normal(2, 2, heads).astype(np.float32))  # sinks
+    found = jax.jit(lambda q, k, v, *sinks: text_attention_tpu.attend(q, k, v, window, *sinks, interpret=True))(*inputs)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), jax.jit(exact)(*inputs), atol=0.02)
 

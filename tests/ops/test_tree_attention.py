@@ -21,7 +21,7 @@ def normal(rng, *shape, dtype=jnp.bfloat16):
     return rng.normal(size=shape).astype(dtype)
 
 
-def exact(queries, block, mask, cache, lengths, first_seen=None):
+def exact(queries, block, mask, cache, lengths, first_seen=None, sinks=None):
     """Compute softmax attention over the block and the filled slots, one sequence and head at a time."""
     (batch, n_heads, n_tokens, head_dim), n_kv = queries.shape, block[0].shape[1]
     mask = np.broadcast_to(np.asarray(mask).reshape(-1, n_tokens, n_tokens), (batch, n_tokens, n_tokens))
@@ -36,9 +36,19 @@ def exact(queries, block, mask, cache, lengths, first_seen=None):
                 for new, old in zip(block, cache, strict=True)
             )
             scores = queries[b, head].astype(np.float64) @ keys.T / np.sqrt(head_dim)
-            weights = np.where(visible, np.exp(scores - scores.max(axis=1, keepdims=True)), 0)
-            out[b, :, head] = weights / weights.sum(axis=1, keepdims=True) @ values
+            highest = scores.max(axis=1, keepdims=True)
+            weights = np.where(visible, np.exp(scores - highest), 0)
+            total = weights.sum(axis=1, keepdims=True) + (0 if sinks is None else np.exp(sinks[head] - highest))
+            out[b, :, head] = weights / total @ values
     return out.reshape(batch, n_tokens, -1)
+
+
+# Cases with a further logit of each head, some of them larger than all scores.
+WITH_SINKS = ("one token of grouped heads", "several tiles of lines", "chain", "tree over several blocks")
+
+
+def sinks_of(queries):
+    return (8 * np.random.default_rng(1).normal(size=queries.shape[1])).astype(np.float32)
 
 
 CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, filled slots
@@ -56,9 +66,10 @@ CASES = {  # batch, key-value heads, queries to each, tokens, head_dim, slots, f
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case):
     inputs = inputs_of(CASES[case], windowed=case in ("several tiles of lines", "chain", "one token"))
-    found = jax.jit(partial(tree_attention.attend, interpret=True))(*inputs)
+    sinks = sinks_of(inputs[0]) if case in WITH_SINKS else None
+    found = jax.jit(partial(tree_attention.attend, interpret=True))(*inputs, sinks=sinks)
     assert found.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs), atol=0.02)
+    np.testing.assert_allclose(np.asarray(found, np.float64), exact(*inputs, sinks), atol=0.02)
 
 
 TPU_CASES = {  # also whether there is a window, and the dtype
@@ -73,12 +84,13 @@ TPU_CASES = {  # also whether there is a window, and the dtype
 @pytest.mark.quick("one token of grouped heads, several blocks", "tree over several blocks")
 @pytest.mark.parametrize("case", TPU_CASES)
 def test_a_tpu_equals_numpy(case):
-    *case, windowed, dtype = TPU_CASES[case]
-    inputs = inputs_of(case, windowed, dtype)
-    found = jax.jit(partial(tree_attention_tpu.attend, interpret=TPU))(*inputs)
+    *shape, windowed, dtype = TPU_CASES[case]
+    inputs = inputs_of(shape, windowed, dtype)
+    sinks = sinks_of(inputs[0]) if case in WITH_SINKS else None
+    found = jax.jit(partial(tree_attention_tpu.attend, interpret=TPU))(*inputs, sinks=sinks)
     assert found.dtype == dtype
     np.testing.assert_allclose(
-        np.asarray(found, np.float64), exact(*inputs), atol=0.02 if dtype == "bfloat16" else 5e-6
+        np.asarray(found, np.float64), exact(*inputs, sinks), atol=0.02 if dtype == "bfloat16" else 5e-6
     )
     assert not interpret_pallas_call.races.races_found
 

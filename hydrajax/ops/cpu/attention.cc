@@ -188,8 +188,8 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
 }
 
 // exp(score - peak) in place of the scores of one query, which hidden ones must follow. Returns their sum, in the order of
-// the keys.
-inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
+// the keys, after the sink's.
+inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys, float sink) {
   Lanes peaks;
   Fill(peaks, -kHidden);
   for (int64_t i = 0; i < n_keys; i += kLanes) {
@@ -199,8 +199,13 @@ inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
   }
   alignas(64) float peak[kLanes];
   Store(peak, peaks);
-  Fill(peaks, *std::max_element(peak, peak + kLanes));
-  float total = 0;
+  Fill(peaks, std::max(sink, *std::max_element(peak, peak + kLanes)));
+  Lanes of_sink;
+  Fill(of_sink, sink);
+  of_sink -= peaks;
+  Exp(of_sink);
+  Store(peak, of_sink);
+  float total = peak[0];
   for (int64_t i = 0; i < n_keys; i += kLanes) {
     Lanes x;
     Load(x, scores + i);
@@ -214,8 +219,10 @@ inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys) {
 }
 
 // The same for 16 queries side by side.
-inline ALWAYS_INLINE Lanes ExpOfColumns(float* scores, int64_t n_keys, const Lanes& peaks) {
-  Lanes total = {};
+inline ALWAYS_INLINE Lanes ExpOfColumns(float* scores, int64_t n_keys, const Lanes& sinks, const Lanes& of_scores) {
+  const Lanes peaks = Max(sinks, of_scores);
+  Lanes total = sinks - peaks;
+  Exp(total);
   for (int64_t k = 0; k < n_keys; ++k, scores += kGroup) {
     Lanes x;
     Load(x, scores);
@@ -336,10 +343,10 @@ inline ALWAYS_INLINE void StoreSums(const Seen<K>& seen, int64_t head_dim, int64
 }
 
 // out[n, H] of up to 16 queries that share a key-value head, over all parts. The scaled queries are [n, H] if they are few,
-// else [H, 16]. `scores` has room for 16 x (all slots + 16).
+// else [H, 16]. `sinks` are 16, of which n are read, and `scores` has room for 16 x (all slots + 16).
 template <typename K>
-void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_t n, const Seen<K>& seen, int64_t head_dim,
-                 float* scores) {
+void AttendGroup(const float* queries, const int64_t* tokens, const float* sinks, float* out, int64_t n, const Seen<K>& seen,
+                 int64_t head_dim, float* scores) {
   alignas(64) float totals[kGroup];
   int64_t n_keys = 0;
   for (int64_t p = 0; p < seen.n_parts; ++p) n_keys += std::max<int64_t>(0, seen.lasts[p] - seen.firsts[p]);
@@ -349,10 +356,12 @@ void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_
     WithRows<kFew>(n, [&](auto r) ALWAYS_INLINE {
       ScoresOfFew<r>(queries, tokens, seen, head_dim, scores, query_step);
     });
-    for (int64_t i = 0; i < n; ++i) totals[i] = ExpOfRow(scores + i * query_step, n_keys);
+    for (int64_t i = 0; i < n; ++i) totals[i] = ExpOfRow(scores + i * query_step, n_keys, sinks[i]);
   } else {
     const Lanes peaks = ScoresOfMany(queries, tokens, n, seen, head_dim, scores);
-    Store(totals, ExpOfColumns(scores, n_keys, peaks));
+    Lanes of_sinks;
+    Load(of_sinks, sinks);
+    Store(totals, ExpOfColumns(scores, n_keys, of_sinks, peaks));
   }
   for (int64_t i = 0; i < n; ++i) totals[i] = totals[i] > 0.0f ? totals[i] : 1.0f;  // nothing visible gives 0, not NaN
   if constexpr (kHasFactors<K>) {
@@ -376,7 +385,7 @@ void AttendGroup(const float* queries, const int64_t* tokens, float* out, int64_
 }
 
 // queries [B, heads, T, H]; then keys, values and visible of each part, keys and values with their factors [B, kv, slots, 1]
-// if there are any. out [B, T, heads * H].
+// if there are any; perhaps a sink of each head, a logit without a value. out [B, T, heads * H].
 template <typename T, ffi::DataType type, typename K>
 ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::RemainingArgs rest, ffi::AnyBuffer out) {
   constexpr size_t kWithFactors = kHasFactors<K> ? 2 : 1, kArrays = 2 * kWithFactors + 1;
@@ -408,7 +417,9 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
     all_slots += slots;
   }
   const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3];
-  if (rest.size() % kArrays || kv_heads < 1 || heads % kv_heads || !Has(out, {batch, tokens, heads * head_dim})) {
+  const auto sinks = rest.get<ffi::Buffer<ffi::F32, 1>>(rest.size() - 1);
+  const bool with_sinks = sinks && Has(*sinks, {heads});
+  if (rest.size() % kArrays != with_sinks || kv_heads < 1 || heads % kv_heads || !Has(out, {batch, tokens, heads * head_dim})) {
     return ffi::Error::InvalidArgument("attention: the parts, the heads and the result do not fit");
   }
   const int64_t per_kv = heads / kv_heads;
@@ -426,15 +437,18 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
     const int64_t step = n <= kFew ? head_dim : 1, feature_step = n <= kFew ? 1 : kGroup;
     if (n > kFew && n < kGroup) std::memset(query, 0, sizeof(float) * kGroup * head_dim);
     int64_t head[kGroup], token[kGroup];
+    alignas(64) float of_sinks[kGroup];
+    std::fill_n(of_sinks, kGroup, -INFINITY);
     for (int64_t i = 0; i < n; ++i) {
       head[i] = kv * per_kv + (first_row + i) / tokens, token[i] = (first_row + i) % tokens;
+      if (with_sinks) of_sinks[i] = sinks->typed_data()[head[i]];
       const T* from = static_cast<const T*>(queries.untyped_data()) + ((b * heads + head[i]) * tokens + token[i]) * head_dim;
       for (int64_t h = 0; h < head_dim; ++h) query[i * step + h * feature_step] = Wide(from[h]) * scale;
     }
     std::vector<int64_t> firsts(parts.size()), lasts(parts.size());
     for (size_t p = 0; p < parts.size(); ++p) SeenRange(parts[p], b, tokens, &firsts[p], &lasts[p]);
     const Seen<K> seen = {parts.data(), firsts.data(), lasts.data(), static_cast<int64_t>(parts.size()), b, head_row};
-    AttendGroup(query, token, sums, n, seen, head_dim, scores);
+    AttendGroup(query, token, of_sinks, sums, n, seen, head_dim, scores);
     for (int64_t i = 0; i < n; ++i) {
       T* to = static_cast<T*>(out.untyped_data()) + ((b * tokens + token[i]) * heads + head[i]) * head_dim;
       for (int64_t h = 0; h < head_dim; ++h) Set(to[h], sums[i * head_dim + h]);

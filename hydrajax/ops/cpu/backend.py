@@ -71,6 +71,7 @@ def add_norm(
 def attend(
     queries: Float[Array, "B heads T H"],
     parts: tuple,
+    sinks: Float[Array, " heads"] | None,
     plain: Callable,
 ) -> Float[Array, "B T width"]:
     """Compute `hydrajax.models.attention.attend` with the gradient of ``plain``; scores and sums are in float32.
@@ -80,13 +81,13 @@ def attend(
     """
 
     @with_gradient_of(plain)
-    def kernel(queries, parts):
+    def kernel(queries, parts, sinks):
         batch, heads, tokens, head_dim = queries.shape
         out = jax.ShapeDtypeStruct((batch, tokens, heads * head_dim), queries.dtype)
-        arrays = jax.tree.leaves([(keys, values, _without_heads(visible)) for keys, values, visible in parts])
+        arrays = jax.tree.leaves([(keys, values, _without_heads(visible)) for keys, values, visible in parts] + [sinks])
         return jax.ffi.ffi_call("hydrajax_attend", out, vmap_method="sequential")(queries, *arrays)
 
-    return kernel(queries, parts)
+    return kernel(queries, parts, sinks)
 
 
 def append_rows(

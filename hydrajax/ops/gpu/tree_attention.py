@@ -62,6 +62,7 @@ def attend(
     lengths: Int[Array, " B"],
     first_seen: Int[Array, "B T"] | None = None,
     *,
+    sinks: Float[Array, " n_heads"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
     """Attend to a block of T tokens and to the first ``lengths[b]`` slots of a cache.
@@ -72,6 +73,7 @@ def attend(
     Args:
         block_mask: bool ``[T, T]`` or ``[B, 1, 1, T, T]``.
         first_seen: The first visible slot of each query; None for all.
+        sinks: A further logit of each head's softmax, float32; None for none.
     """
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv, n_slots = cache[0].shape[1:3]
@@ -89,7 +91,7 @@ def attend(
     mask = jnp.pad(mask, ((0, 0), (0, tiles * tile - rows), (0, 0)), mode="edge")
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, padded - n_tokens)))
     inputs = [x.reshape(batch * n_kv, -1, head_dim) for x in (queries, *block, *cache)]
-    inputs += [mask, lengths]
+    inputs += [mask, lengths, *(() if sinks is None else (sinks,))]
     if first_seen is not None:
         seen = jnp.tile(jnp.maximum(first_seen, 0), (1, groups))
         inputs += [jnp.pad(seen, ((0, 0), (0, tiles * tile - rows)), mode="edge"), jnp.min(seen, axis=1)]
@@ -99,8 +101,9 @@ def attend(
     shares = Shares(jax.ShapeDtypeStruct((*sums.shape, head_dim), jnp.float32), sums, sums)
     lines = Lines(n_kv, rows, n_tokens, tile)
     kernel = functools.partial(
-        _share, lines=lines, padded=padded, splits=splits, per_row_mask=len(mask) > 1, windowed=first_seen is not None
-    )
+        _share, lines=lines, padded=padded, splits=splits, per_row_mask=len(mask) > 1,
+        with_sinks=sinks is not None, windowed=first_seen is not None,
+    )  # fmt: skip
     found = launch(
         kernel,
         *inputs,
@@ -144,17 +147,20 @@ class Lines(NamedTuple):
         """
         return jnp.minimum(tile * self.tile + jnp.arange(self.tile), self.rows - 1)
 
+    def head(self, pair: Array, line: Int[Array, " tile"]) -> Int[Array, " tile"]:
+        return (pair % self.n_kv) * (self.rows // self.n_tokens) + line // self.n_tokens
+
     def write(self, out, pair: Array, line: Int[Array, " tile"], attended: Float[Array, "tile H"]) -> None:
         """Write into ``out``, ``[B, T, n_heads, H]``."""
-        head = (pair % self.n_kv) * (self.rows // self.n_tokens) + line // self.n_tokens
-        out[pair // self.n_kv, line % self.n_tokens, head, :] = attended.astype(out.dtype)
+        out[pair // self.n_kv, line % self.n_tokens, self.head(pair, line), :] = attended.astype(out.dtype)
 
 
 def _share(
     queries, block_keys, block_values, keys, values, mask, lengths, *rest,
-    lines: Lines, padded: int, splits: int, per_row_mask: bool, windowed: bool,
+    lines: Lines, padded: int, splits: int, per_row_mask: bool, with_sinks: bool, windowed: bool,
 ):  # fmt: skip
     """Process one tile of lines of one sequence and key-value head over one share of its filled slots."""
+    sinks, rest = (rest[0], rest[1:]) if with_sinks else (None, rest)
     first_seen, oldest = rest[:2] if windowed else (None, None)
     outputs = rest[2:] if windowed else rest
     tile, pair, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -173,8 +179,10 @@ def _share(
         weighted = weighted * shrink[:, None] + dot(weights.astype(v.dtype), v)
         return weighted, total * shrink + jnp.sum(weights, axis=1), higher
 
-    sums = jnp.zeros(q.shape, jnp.float32), jnp.zeros(lines.tile, jnp.float32)
-    sums = *sums, jnp.full(lines.tile, MASKED, jnp.float32)
+    total, peak = jnp.zeros(lines.tile, jnp.float32), jnp.full(lines.tile, MASKED, jnp.float32)
+    if with_sinks:  # the weight of the sink, once, not per share
+        total, peak = total + jnp.where(split == 0, 1.0, 0.0), sinks[lines.head(pair, line)]
+    sums = jnp.zeros(q.shape, jnp.float32), total, peak
     node = jnp.minimum(jnp.arange(padded), lines.n_tokens - 1)  # padding that is never visible
     visible = mask[row if per_row_mask else 0, here, :] != 0
     # Once, not per share.

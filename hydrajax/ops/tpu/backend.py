@@ -91,6 +91,8 @@ class Tpu(Xla):
 
         return text_attention.attend if text_attention.fits(queries) and trace.has_mosaic() else None
 
+    text_kernel_with_sinks = text_kernel
+
     def rotate_halves(self, x, cos, sin):
         """Rotate by a permutation's matmul: exact, as each sum has one term, and faster than shifts of lanes. An axis
         of halves would be stored in tiles that are a quarter full.

@@ -32,10 +32,11 @@ def attend(
     keys: Float[Array, "B kv T H"],
     values: Float[Array, "B kv T H"],
     window: int | None,
+    sinks: Float[Array, " n_heads"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
-    """Attend from each token to itself and those before it, or to the last ``window`` of these."""
+    """Attend from each token to itself and those before it, or to the last ``window`` of these, and to the sinks."""
     batch, n_heads, n_tokens, head_dim = queries.shape
     padded = -(-n_tokens // LANES) * LANES
     inputs = (jnp.pad(x, ((0, 0), (0, 0), (0, padded - n_tokens), (0, 0))) for x in (queries, keys, values))
@@ -49,5 +50,5 @@ def attend(
         splash_attention_mask.MultiHeadMask([mask] * n_heads), block_sizes=sizes, interpret=interpret
     )
     scaled = queries * jnp.asarray(head_dim**-0.5, queries.dtype)
-    out = jax.vmap(kernel)(scaled, keys, values)[:, :, :n_tokens]
+    out = jax.vmap(lambda *text: kernel(*text, sinks=sinks))(scaled, keys, values)[:, :, :n_tokens]
     return out.swapaxes(1, 2).reshape(batch, n_tokens, -1)

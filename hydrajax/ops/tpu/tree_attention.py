@@ -45,6 +45,7 @@ def attend(
     lengths: Int[Array, " B"],
     first_seen: Int[Array, "B T"] | None = None,
     *,
+    sinks: Float[Array, " n_heads"] | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Float[Array, "B T width"]:
     """Attend to a block of T tokens and to the first ``lengths[b]`` slots of a cache.
@@ -55,6 +56,7 @@ def attend(
     Args:
         block_mask: bool ``[T, T]`` or ``[B, 1, 1, T, T]``.
         first_seen: The first visible slot of each query; None for all.
+        sinks: A further logit of each head's softmax, float32; None for none.
     """
     batch, n_heads, n_tokens, head_dim = queries.shape
     n_kv, n_slots = cache[0].shape[1:3]
@@ -100,9 +102,15 @@ def attend(
     if first_seen is not None:
         inputs.append(of_lines(first_seen, 1)[..., None])
         specs.append(of_sequence(inputs[-1]))
+    if sinks is not None:
+        of_each = jnp.repeat(sinks.reshape(n_kv, groups), n_tokens, axis=1)
+        inputs.append(jnp.pad(of_each, ((0, 0), (0, padded - lines)), mode="edge")[..., None])
+        specs.append(pl.BlockSpec((heads, padded, 1), lambda program, *_: (jax.lax.rem(program, per_sequence), 0, 0)))
     slots = min(SLOTS, n_slots)
     specs += [pl.BlockSpec((heads, slots, head_dim), of_slots)] * 2
-    kernel = functools.partial(_passes, per_sequence=per_sequence, windowed=first_seen is not None)
+    kernel = functools.partial(
+        _passes, per_sequence=per_sequence, windowed=first_seen is not None, with_sinks=sinks is not None
+    )
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -130,10 +138,11 @@ def heads_per_program(n_kv: int, lines: int, head_dim: int, itemsize: int) -> in
     return max(heads for heads in range(1, min(room, n_kv) + 1) if n_kv % heads == 0)
 
 
-def _passes(lengths, oldest, queries, block_keys, block_values, mask, *rest, per_sequence, windowed):
+def _passes(lengths, oldest, queries, block_keys, block_values, mask, *rest, per_sequence, windowed, with_sinks):
     """Process one block of slots of one sequence's key-value heads; before the first, the tree's own keys."""
     first_seen = rest[0] if windowed else None
-    keys, values, out, weighted, total, peak = rest[windowed:]
+    sinks = rest[windowed] if with_sinks else None
+    keys, values, out, weighted, total, peak = rest[windowed + with_sinks :]
     program, turn = pl.program_id(0), pl.program_id(1)
     row = jax.lax.div(program, per_sequence)
     filled = lengths[row]
@@ -161,8 +170,8 @@ def _passes(lengths, oldest, queries, block_keys, block_values, mask, *rest, per
     @pl.when(turn == 0)
     def _():
         weighted[...] = jnp.zeros_like(weighted)
-        total[...] = jnp.zeros_like(total)
-        peak[...] = jnp.full_like(peak, MASKED)
+        total[...] = jnp.full_like(total, with_sinks)
+        peak[...] = sinks[...] if with_sinks else jnp.full_like(peak, MASKED)
         add(block_keys[...], block_values[...], mask[...] != 0)
 
     full = begin + slots <= filled
