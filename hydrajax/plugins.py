@@ -80,6 +80,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "granite": "hydrajax.families.dense_families:GRANITE",
         "smollm3": "hydrajax.families.dense_families:SMOLLM3",
         "phi3": "hydrajax.families.dense_families:PHI3",
+        "muse_glimmer_text": "hydrajax.families.muse_families:TEXT",
         "mixtral": "hydrajax.families.expert_families:MIXTRAL",
         "qwen2_moe": "hydrajax.families.expert_families:QWEN2_MOE",
         "qwen3_moe": "hydrajax.families.expert_families:QWEN3_MOE",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hydrajax.families.family_registry import to_llama_config
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.models.recurrent_settings import GatedDelta, Recurrent
@@ -62,4 +63,7 @@ HYBRIDS = {
         GatedDelta(4, 16, 32, 128, 128, names="qwen3_5"),
     )
 }
-SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES | HYBRIDS
+# transformers' defaults, which are those of meta-models/Muse-Glimmer-30B.
+_MUSE = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52}
+DENSE = {"muse-glimmer-30b": to_llama_config({"model_type": "muse_glimmer_text", "num_attention_heads": 32} | _MUSE)}
+SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES | HYBRIDS | DENSE

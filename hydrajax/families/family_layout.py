@@ -9,7 +9,7 @@ import numpy as np
 from hydrajax.families.mlp_layout import dense_mlp
 from hydrajax.families.tensor_names import NO_FILES, RELEASED, first_in, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Shape, same, transposed
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import SEPARATE_GATES, LlamaConfig
 
 # By `LlamaConfig.norms`: our names of a layer's norms and transformers'.
 NORMS = {
@@ -39,7 +39,8 @@ def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout
     layout = [same(("embedding",), f"{model}embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
         layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), files=files)
-    layout.append(same(("norm", "scale"), f"{model}norm.weight", c.width))
+    if c.norm_scales != "none":
+        layout.append(same(("norm", "scale"), f"{model}norm.weight", c.width))
     if not c.tied_lm_head:
         layout.append(transposed(("lm_head",), "lm_head.weight", c.vocab_size, c.width))
     return [
@@ -67,7 +68,9 @@ def decoder_layer(
             c.width,
         )
         for ours, theirs in NORMS[c.norms].items()
-        if (attention_width is None or ours != "attention_norm") and (c.mlp or ours != "mlp_norm")
+        if c.norm_scales != "none"
+        and (attention_width is None or ours != "attention_norm")
+        and (c.mlp or ours != "mlp_norm")
     ]
     if not c.mlp:
         mlp = []
@@ -87,7 +90,7 @@ def decoder_layer(
     head_norms = [
         same((*path, ours, "scale"), f"{attention}{theirs}.weight", size * c.head_dim)
         for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
-        if c.qk_norm or c.qk_norm_all_heads
+        if c.norm_scales == "all" and (c.qk_norm or c.qk_norm_all_heads)
     ]
     if c.out_bias:
         biases.append(same((*path, "out_bias"), f"{attention}o_proj.bias", c.width))
@@ -109,15 +112,18 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
     """Fuse the query, key and value projections (``kind``: ``weight``, or ``bias`` with no inputs).
 
     Ours is ``[*inputs, kv head, (its queries, key, value), feature]``; theirs are three tensors
-    ``[(kv head, query in group, feature), *inputs]``. Gates follow a head's queries in ours, and each query in theirs.
+    ``[(kv head, query in group, feature), *inputs]``. Gates follow a head's queries in ours; in
+    theirs they follow each query, or are a tensor of their own (`SEPARATE_GATES`).
     """
-    per_query = 1 + c.attention_gate
-    rows = {"q": per_query * c.n_heads * c.head_dim, "k": c.n_kv_heads * c.head_dim, "v": c.n_kv_heads * c.head_dim}
+    apart = c.attention_gate and c.names in SEPARATE_GATES
+    queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    rows = {"q": queries, "gate": queries} if apart else {"q": (1 + c.attention_gate) * queries}
+    rows |= {"k": keys, "v": keys}
 
     def join(*parts):
         if c.fused_projections:
             parts = np.split(parts[0], [rows["q"], rows["q"] + rows["k"]])
-        if c.attention_gate:
+        if c.attention_gate and not apart:
             pairs = parts[0].reshape(c.n_heads, 2, c.head_dim, *inputs)
             parts = (pairs[:, 0], pairs[:, 1], *parts[1:])
         by_head = tuple(part.reshape(c.n_kv_heads, -1, c.head_dim, *inputs) for part in parts)
@@ -125,10 +131,11 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
 
     def split(fused):
         fused = np.moveaxis(fused, 0, -1) if inputs else fused
-        queries = fused[:, :-2]
+        queries = [fused[:, :-2]]
         if c.attention_gate:
-            queries = np.stack(np.split(queries, 2, axis=1), axis=2)
-        parts = tuple(part.reshape(-1, *inputs) for part in (queries, fused[:, -2], fused[:, -1]))
+            queries = np.split(queries[0], 2, axis=1)
+            queries = queries if apart else [np.stack(queries, axis=2)]
+        parts = tuple(part.reshape(-1, *inputs) for part in (*queries, fused[:, -2], fused[:, -1]))
         return (np.concatenate(parts),) if c.fused_projections else parts
 
     sizes = {"qkv": sum(rows.values())} if c.fused_projections else rows

@@ -32,6 +32,7 @@ TEXT_PARTS = {
     "qwen3_5_moe": "qwen3_5_moe_text",
     "lfm2_vl": "lfm2",
     "lfm3_vl": "lfm3",
+    "muse_glimmer": "muse_glimmer_text",
 }
 # Parts of other families that are not implemented.
 _VISION, _LATENT = "its vision tower", "its latent attention (MLA)"

@@ -45,6 +45,7 @@ NAMES = {
         "mlp.down_proj": "shared_mlp.output_linear",
     },
     "gpt_oss": {"mlp.gate": "mlp.router"},
+    "muse_glimmer": {},
     "nemotron_h": {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"},
 }
 FUSED_MLP = ("granitemoehybrid",)  # gate and up are one tensor, and so are the experts of a layer

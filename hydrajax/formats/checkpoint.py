@@ -26,7 +26,7 @@ WHAT = "base"
 # Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), MTP
 # modules (`hydrajax.formats.mtp_format`, see also `Checkpoint.ignored`), and the vision tower of a multimodal model.
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
-IGNORED += r"|model\.(visual|vision_tower|multi_modal_projector)\..*"
+IGNORED += r"|model\.(visual|vision_tower|vision_adapter|vision_projection|multi_modal_projector)\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 

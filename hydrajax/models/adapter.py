@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.llama_config import SEPARATE_GATES, LlamaConfig
 from hydrajax.models.weights import Axes, Quantized, declare, project, project_parts
 from hydrajax.ops import drop, parts_first
 
@@ -104,6 +104,11 @@ def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
         raise HydrajaxError(
             f"adapter.targets: got {', '.join(found)}, expected none of an MLP for this base, whose MLPs are experts: "
             "remove them"
+        )
+    if base.names in SEPARATE_GATES and "q_proj" in adapter.targets:
+        raise HydrajaxError(
+            "adapter.targets: got q_proj, expected none for this base, whose queries are one matrix with their gates: "
+            "remove it"
         )
     if base.activation == "relu2" and "gate_proj" in found:
         raise HydrajaxError(

@@ -65,8 +65,8 @@ class BaseModel(Protocol):
                 `BEFORE_FINAL_NORM` the input of the final norm.
         """
 
-    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return the input embeddings E(x) as the first layer reads them."""
+    def embed(self, tokens: Int[Array, "*rows"], normed: bool = True) -> Float[Array, "*rows D"]:
+        """Return the input embeddings E(x) as the first layer reads them, or before their norm if they have one."""
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
@@ -115,9 +115,9 @@ class BoundBase:
         """Run the model; see `BaseModel.__call__`."""
         return self._apply(tokens, positions, block_mask, cache, aux_hidden_layers)
 
-    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return the input embeddings E(x) as the first layer reads them."""
-        return self._apply(tokens, method="embed")
+    def embed(self, tokens: Int[Array, "*rows"], normed: bool = True) -> Float[Array, "*rows D"]:
+        """Return the input embeddings E(x) as the first layer reads them, or before their norm."""
+        return self._apply(tokens, normed, method="embed")
 
     def logits(
         self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None

@@ -39,11 +39,14 @@ ACTIVATIONS = {
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, with statistics in float32; with ``offset`` times 1 + scale, in float32."""
+    """x / rms(x) * scale, with statistics in float32; with ``offset`` times 1 + scale, in float32. Without ``scaled``
+    there is no scale.
+    """
 
     eps: float
     dtype: DType
     offset: bool = False
+    scaled: bool = True
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return self.of_sum(x, None)[1]
@@ -53,6 +56,8 @@ class RMSNorm(nn.Module):
         self, x: Float[Array, "*rows D"], added: Float[Array, "*rows D"] | None
     ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
         """Return ``x + added``, or ``x`` without a summand, and its norm."""
+        if not self.scaled:
+            return ops.add_norm(x, added, jnp.ones(x.shape[-1], self.dtype), self.eps)
         start = nn.initializers.zeros if self.offset else nn.initializers.ones
         scale = declare(self, "scale", (x.shape[-1],), ("width",), start)
         if self.offset:
@@ -108,7 +113,10 @@ class DecoderLayer(nn.Module):
             gate_up_kernel = declare_kernel(self, "gate_up", (width, parts, c.mlp_width), ("width", None, "mlp"))
             down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
-        norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
+        norm, out_norm = (
+            partial(RMSNorm, eps, self.dtype, c.norm_offset, c.norm_scales != "none")
+            for eps in (c.norm_eps, c.norm_eps if c.out_norm_eps is None else c.out_norm_eps)
+        )
         if attends_from is None and c.norms != "after":
             x, attends_from = norm(name="attention_norm").of_sum(x, added)
         else:
@@ -125,7 +133,7 @@ class DecoderLayer(nn.Module):
             if only_keys_values:
                 return None, None, kept
         if c.norms != "before":
-            mixed = norm(name="attention_out_norm")(mixed)
+            mixed = out_norm(name="attention_out_norm")(mixed)
         mixed = scaled(mixed, c.residual_scale)
         if not c.mlp:
             return x, mixed, kept
@@ -144,7 +152,7 @@ class DecoderLayer(nn.Module):
             out = ExpertMLP(c.experts, activation, parts, self.dtype, self.quantize, name="experts")(normed)
         out = summed_by_token(out)
         if c.norms != "before":
-            out = norm(name="mlp_out_norm")(out)
+            out = out_norm(name="mlp_out_norm")(out)
         return x, scaled(out, c.residual_scale), kept
 
     @nn.nowrap
@@ -156,7 +164,7 @@ class DecoderLayer(nn.Module):
         per_head, head_axes = (c.n_kv_heads, c.queries_per_kv + gates + 2, c.head_dim), ("kv_heads", None, None)
         qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
         out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
-        norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset)
+        norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset, c.norm_scales == "all")
         x = all_tokens(x)
         qkv = project_parts(x, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:

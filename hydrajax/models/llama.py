@@ -58,7 +58,9 @@ class Llama(nn.Module):
             normal = nn.initializers.normal(0.02)
             self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
         self.layers = [self._layer(kind) for kind in c.kinds]
-        self.norm = RMSNorm(c.norm_eps, self.dtype, c.norm_offset)
+        offset = c.norm_offset and c.final_norm_offset
+        self.norm = RMSNorm(c.norm_eps, self.dtype, offset, c.norm_scales != "none")
+        self.embedding_norm = RMSNorm(c.norm_eps, self.dtype, scaled=False)
         if not c.tied_lm_head:
             self.lm_head = declare_kernel(self, "lm_head", (c.width, c.vocab_size), ("width", "vocab"))
 
@@ -93,12 +95,16 @@ class Llama(nn.Module):
         of_each = {kind: traced_once(kind) for kind in dict.fromkeys(kinds)}
         return [partial(of_each[kind], params[f"layers_{i}"]) for i, kind in enumerate(kinds)]
 
-    def embed(self, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
-        """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them."""
+    def embed(self, tokens: Int[Array, "*rows"], normed: bool = True) -> Float[Array, "*rows D"]:
+        """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them;
+        without ``normed`` before their norm.
+        """
         if isinstance(self.embedding, Quantized):
             rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
         else:
             rows = ops.take_rows(self.embedding, tokens)
+        if normed and self.config.embedding_norm:
+            rows = self.embedding_norm(rows)
         return scaled(rows, self.config.embedding_scale)
 
     def logits(

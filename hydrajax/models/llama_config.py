@@ -12,6 +12,8 @@ from hydrajax.models.recurrent_settings import Recurrent
 from hydrajax.models.rope_scaling import RopeScaling
 
 NORMS = ("before", "both", "after")
+SEPARATE_GATES = ("muse_glimmer",)  # names: files have attention's gate as a tensor of its own
+NORM_SCALES = ("all", "layers", "none")
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 
@@ -66,7 +68,12 @@ class LlamaConfig:
         norms: Norms of attention and MLP: ``"before"`` each (LLaMA), ``"both"`` before and after (Gemma 2, Gemma 3) or
             ``"after"`` (OLMo 2, OLMo 3).
         norm_offset: Norms multiply by 1 + scale, in float32 (Gemma).
+        final_norm_offset: So does the final norm (not Muse Glimmer's).
+        norm_scales: The norms that have scales: ``"all"``, ``"layers"``, those of layers and the final one but not
+            those of queries and keys (Muse Glimmer), or ``"none"`` (nanochat).
+        out_norm_eps: Of the norms after attention and MLP (Muse Glimmer); None for ``norm_eps``.
         activation: Of the MLP's gate; ``"relu2"``, the square of relu, is that of an MLP without a gate (Nemotron-H).
+        embedding_norm: RMSNorm without scale over the embeddings (Muse Glimmer, nanochat).
         embedding_scale: Multiplies the embeddings (Gemma, Granite).
         residual_scale: Multiplies what attention and MLP add to the residual stream (Granite).
         attention_scale: Multiplies the scores; None for ``head_dim ** -0.5``.
@@ -117,6 +124,10 @@ class LlamaConfig:
     recurrent: Recurrent | None = None
     head_gate: bool = False
     mlp: bool = True
+    final_norm_offset: bool = True
+    norm_scales: str = "all"
+    out_norm_eps: float | None = None
+    embedding_norm: bool = False
     names: str = "llama"
     out_bias: bool = False
     attention_sinks: bool = False
@@ -138,7 +149,7 @@ class LlamaConfig:
             )
         if self.layer_kinds and len(self.layer_kinds) != self.n_layers:
             raise HydrajaxError(f"layer_kinds: got {len(self.layer_kinds)}, expected one for each of {self.n_layers}")
-        for name, allowed in (("norms", NORMS), ("activation", ACTIVATIONS)):
+        for name, allowed in (("norms", NORMS), ("activation", ACTIVATIONS), ("norm_scales", NORM_SCALES)):
             if getattr(self, name) not in allowed:
                 raise not_allowed(name, getattr(self, name), allowed)
         for name in ("attention_scale", "attention_softcap", "logits_divisor", "logits_softcap"):

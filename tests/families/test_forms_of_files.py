@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from helpers.family_pairs import EXAMPLES, TOKENS, TOLERANCE, exact_recurrences, logits_of, random_pair
+from helpers.family_pairs import EXAMPLES, MUSE_VISION, TOKENS, TOLERANCE, exact_recurrences, logits_of, random_pair
 from helpers.family_settings import SHARED
 from hydrajax.families.family_registry import TEXT_PARTS
 from hydrajax.families.tensor_names import RELEASED
@@ -69,8 +69,8 @@ def _exported(folder: Path, model: Llama, params: dict) -> Path:
     return folder
 
 
-@pytest.mark.quick("qwen3_5", "lfm3_vl")
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl"])
+@pytest.mark.quick("qwen3_5", "lfm3_vl", "muse_glimmer")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "muse_glimmer"])
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
     """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""
     torch.manual_seed(0)
@@ -81,8 +81,11 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
         vision |= {"depth": 1, "num_heads": 1, "out_hidden_size": 32, "num_position_embeddings": 4}
     else:
         vision |= {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "num_patches": 4}
+    more = {}
+    if kind == "muse_glimmer":
+        vision, more = MUSE_VISION, {"out_hidden_size": 16, "projector_hidden_size": 8}
     tied = text.pop("tie_word_embeddings", False)  # only the whole model's field counts
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, **more)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in theirs.parameters():

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from helpers.configs import FULL, SLIDING, as_transformers_reads, sizes, written
-from hydrajax.bench.shapes import MIXTURES
+from hydrajax.bench.shapes import DENSE, MIXTURES
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.models.layout import shapes
@@ -234,6 +234,9 @@ RELEASED = {
         }, 8.34, 1.56,
     ),
     "LFM3-1.7B, transformers' defaults": (sizes(2048, 7680, 24, 16, 4, 128000) | {"model_type": "lfm3"}, 1.729),
+    "Muse-Glimmer-30B, text, transformers' defaults": (
+        sizes(6656, 19968, 52, 32, 2, 202048) | {"model_type": "muse_glimmer_text"}, 27.853,
+    ),
     "GLM-4.5": (
         GLM | sizes(5120, 12288, 92, 96, 8, 151552)
         | {"moe_intermediate_size": 1536, "n_routed_experts": 160, "routed_scaling_factor": 2.5}
@@ -286,6 +289,7 @@ NAMED = {
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "olmoe-1b-7b": "OLMoE-1B-7B-0924",
     "glm-4.5-air": "GLM-4.5-Air",
+    "muse-glimmer-30b": "Muse-Glimmer-30B, text, transformers' defaults",
 }
 
 
@@ -312,5 +316,5 @@ def test_a_released_config(name, tmp_path):
         assert one_token / 1e9 == pytest.approx(used[0], abs=0.005)
 
 
-def test_every_shape_with_experts_is_a_released_one():
-    assert {ours: to_llama_config(RELEASED[name][0]) for ours, name in NAMED.items()} == MIXTURES
+def test_every_named_shape_is_a_released_one():
+    assert {ours: to_llama_config(RELEASED[name][0]) for ours, name in NAMED.items()} == MIXTURES | DENSE

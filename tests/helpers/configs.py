@@ -72,6 +72,9 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     if kind == "smollm3":
         rotated = zip(layers, hf.no_rope_layers, strict=False)
         layers = [k if rotates else LayerKind(k.sliding_window, None, None) for k, rotates in rotated]
+    if kind == "muse_glimmer_text":
+        rotated = zip(layers, hf.layer_rope_theta, strict=False)
+        layers = [k if theta else LayerKind(k.sliding_window, None, None) for k, theta in rotated]
     if len(set(layers)) == 1:
         own, layers = layers[0], ()
     else:
@@ -111,7 +114,14 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
             "norms": norms[0],
             "names": norms[1],
         }
-    activation = hf.hidden_activation if kind.startswith("gemma") else getattr(hf, "hidden_act", "silu")
+    if kind == "muse_glimmer_text":
+        settings = {
+            "norms": "both", "norm_offset": True, "final_norm_offset": False, "norm_scales": "layers",
+            "out_norm_eps": hf.post_norm_eps, "embedding_norm": True, "attention_gate": True, "names": "muse_glimmer",
+            "attention_scale": hf.qk_scale_factor * head_dim**-0.5, "logits_divisor": 1 / hf.output_multiplier,
+            "logits_softcap": hf.final_logit_softcapping,
+        }  # fmt: skip
+    activation = hf.hidden_activation if kind.startswith(("gemma", "muse")) else getattr(hf, "hidden_act", "silu")
     return LlamaConfig(
         vocab_size=hf.vocab_size,
         width=hf.hidden_size,
@@ -133,7 +143,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         qkv_bias=kind in ("qwen2", "mimo")
         or (kind == "qwen2_moe" and hf.qkv_bias)
         or (kind in ("glm4_moe", "gpt_oss") and hf.attention_bias),
-        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", *QWEN_HYBRIDS, *LFM)
+        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", "muse_glimmer_text", *QWEN_HYBRIDS, *LFM)
         or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
         qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe", "olmo_hybrid"),

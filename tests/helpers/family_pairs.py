@@ -14,7 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    MuseGlimmerConfig,
+    PreTrainedConfig,
+)
 
 from helpers import family_settings
 from helpers.family_settings import SHARED, VOCAB
@@ -30,6 +37,10 @@ FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_s
 EXPERTS = family_settings.EXPERT_EXAMPLES
 EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS
 BIAS = ("e_score_correction_bias", "expert_bias")
+MUSE_VISION = {
+    "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 2,
+    "pos_emb_height": 2, "pos_emb_width": 2,
+}  # fmt: skip
 TOLERANCE = 1e-4
 N_TOKENS, N_CACHED = 44, 37  # of a text, and of its part in the cache
 TREE = [-1, 0, 1, 2, 0, 4]  # parents of the nodes: the text continues along the first four
@@ -59,7 +70,12 @@ def random_pair(
     """
     torch.manual_seed(seed)  # the rates of decay begin at random
     config = AutoConfig.for_model(model_type, **(SHARED | settings))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    whole = config if model_type != "muse_glimmer_text" else MuseGlimmerConfig(
+        text_config=config, vision_config=MUSE_VISION, tie_word_embeddings=config.tie_word_embeddings,
+        out_hidden_size=16, projector_hidden_size=8,
+    )  # fmt: skip
+    kind = AutoModelForCausalLM if whole is config else AutoModelForImageTextToText
+    model = kind.from_config(whole, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,7 +86,18 @@ def random_pair(
         if name.endswith(BIAS):  # float32 in every file
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
     model.save_pretrained(folder, save_original_format=not fused and model_type != "olmo_hybrid")
+    if whole is not config:  # transformers has no class for its text part with an lm head
+        _save_text_part(folder, config)
     return Pair(model.float(), *load_llama(folder), folder)
+
+
+def _save_text_part(folder: Path, config: PreTrainedConfig) -> None:
+    """Replace a multimodal checkpoint by its text part."""
+    tensors = load_file(folder / "model.safetensors")
+    text = {name.replace("language_model.", ""): x for name, x in tensors.items() if "language_model." in name}
+    save_file(text | {name: x for name, x in tensors.items() if name == "lm_head.weight"}, folder / "model.safetensors")
+    config.architectures = ["MuseGlimmerTextModel"]
+    config.save_pretrained(folder)
 
 
 def assert_equal_logits(pair: Pair, single: bool) -> None:

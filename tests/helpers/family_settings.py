@@ -94,6 +94,16 @@ FAMILIES = {
         rope_parameters=ROPES, tie_word_embeddings=[False, True],
     ),
     "phi3": phi3(1.0) | phi3(0.75),
+    "muse_glimmer_text": merged(
+        TYPES,
+        fields(
+            head_dim=[8, 16], num_key_value_heads=[1, 2, 4], rms_norm_eps=[1e-5, 1e-3], post_norm_eps=[1e-8, 1e-2],
+            hidden_activation=["silu", "gelu_pytorch_tanh"], tie_word_embeddings=[False, True], rope_parameters=ROPES,
+            qk_scale_factor=st.floats(0.5, 4.0), output_multiplier=st.floats(0.5, 2.0),
+            final_logit_softcapping=[5.0, 20.0],
+            layer_rope_theta=st.none() | st.lists(st.sampled_from([0, 1e4]), min_size=N_LAYERS, max_size=N_LAYERS),
+        ),
+    ),
 }  # fmt: skip
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -128,6 +138,11 @@ EXAMPLES = {
             "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
             "short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 4.0, 9.0],
         },
+    },
+    "muse_glimmer_text": {
+        "sliding_window": WINDOW, "layer_types": BOTH, "layer_rope_theta": [0, 1e4, 1e4], "head_dim": 16,
+        "rms_norm_eps": 1e-3, "post_norm_eps": 1e-2, "qk_scale_factor": 1.7, "output_multiplier": 0.7,
+        "final_logit_softcapping": 5.0, "hidden_activation": "gelu_pytorch_tanh", "rope_parameters": YARN,
     },
 }  # fmt: skip
 

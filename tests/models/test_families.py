@@ -295,5 +295,7 @@ def test_an_adapter_of_attention_alone(pairs):
     config = pairs("qwen3_moe").model.config
     check_adapter(Adapter(targets=("q_proj", "o_proj", "lm_head")), config)
     refusal(lambda: check_adapter(Adapter(), config), "adapter.targets", "gate_proj, up_proj, down_proj", "experts")
+    muse = pairs("muse_glimmer_text").model.config
+    refusal(lambda: check_adapter(Adapter(), muse), "adapter.targets: got q_proj", "gates: remove it")
     layers = {name.rpartition(".")[2] for name in linear_layers(config)}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
