@@ -147,11 +147,12 @@ def load(
             shards the base and draft heads over its ``model`` axis, replicates a draft model, and shards the sequences
             of a batch over its ``data`` axis. None is the default device.
         quantize: by default ``"int4"`` on a CPU for a base that is published in 4-bit integers (GGUF, AWQ, GPTQ,
-            compressed-tensors), unless ``dtype`` is given or an adapter is merged; else ``"none"``, which stores
-            weights in ``dtype``. ``"int8"`` or ``"int4"`` stores the weights of products in one byte or half a byte
-            each, the lm head in one. ``"int8-64"``, ``"int4-128"`` and the like have a scale for 64 or 128 inputs, not
-            32. Logits differ slightly. On one CPU device they are multiplied in integers (docs/low_bits.md), draft
-            heads too; elsewhere products read them as stored. ``"fp8"`` requires a GPU of compute capability 8.9.
+            compressed-tensors) and ``"mxfp4"`` for gpt-oss, unless ``dtype`` is given or an adapter is merged; else
+            ``"none"``, which stores weights in ``dtype``. ``"int8"`` or ``"int4"`` stores the weights of products in
+            one byte or half a byte each, the lm head in one. ``"int8-64"``, ``"int4-128"`` and the like have a scale
+            for 64 or 128 inputs, not 32. Logits differ slightly. On one CPU device they are multiplied in integers
+            (docs/low_bits.md), draft heads too; elsewhere products read them as stored. ``"fp8"`` requires a GPU of
+            compute capability 8.9.
         kv_cache: ``"bfloat16"`` or ``"int8"`` stores the base's KV cache in this type, int8 with a float32 scale per
             token and head. Logits differ slightly (docs/usage.md#kv-cache). A draft's own cache keeps ``dtype``.
         adapter: a directory or repository with a LoRA adapter of the base in PEFT's format (`hydrajax.formats.peft`).

@@ -58,6 +58,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "int4": "hydrajax.lowbit.int4:Int4",
         "int4-64": "hydrajax.lowbit.int4:Int4By64",
         "int4-128": "hydrajax.lowbit.int4:Int4By128",
+        "mxfp4": "hydrajax.lowbit.mxfp4:Mxfp4",
         "fp8": "hydrajax.lowbit.quantized:Fp8",
     },
     "device_checks": {"low_bits": "hydrajax.lowbit.kernels.check:CHECKS"},

@@ -234,8 +234,8 @@ def add_model_arguments(
         group.add_argument(
             "--quantize", choices=(WIDENED, *plugins.Group("weights")),
             help="store the weights in fewer bits, on a CPU 3 to 5 times as fast ('hydrajax convert int8' measures the "
-            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, unless a "
-            "--dtype is given; else none)",
+            "effect); none keeps --dtype (default: int4 on a CPU for a base published in 4-bit integers, mxfp4 "
+            "for one in MXFP4, unless a --dtype is given; else none)",
         )  # fmt: skip
         group.add_argument(
             "--kv-cache", choices=KV_CACHES,

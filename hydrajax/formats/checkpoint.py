@@ -96,11 +96,11 @@ class Checkpoint:
 
     @property
     def weight_type(self) -> str | None:
-        """The type that keeps the weights of a base published in 4-bit integers, on a CPU with kernels for it."""
-        if not trace.on_cpu() or 4 not in self.files.integer_bits:
+        """The type that keeps the weights of a base published in 4 bits, on a CPU with kernels for it."""
+        if not trace.on_cpu() or self.files.kept_as is None:
             return None
         if trace.has_few_bits():
-            return "int4"
+            return self.files.kept_as
         reason = "on several devices" if jax.device_count() > 1 else "as the CPU kernels were not built"
         warnings.warn(
             f"hydrajax: {self.what}: its 4-bit weights are widened, {reason}; decoding is slower", stacklevel=2

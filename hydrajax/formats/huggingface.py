@@ -133,9 +133,10 @@ class _Reading:
         """Return a kernel of the file's own numbers, None if it has none."""
         path = entry.ours[0]
         wanted = leaf(self.expected, path)
-        takes = isinstance(wanted, Quantized) and "experts" not in path and len(entry.ours) == 1
-        kernel = self.base.files.kernel(type(wanted), entry, self.unlike) if takes else None
-        return kernel and self.put(path, kernel, math.prod(kernel.shape))
+        files = self.base.files
+        takes = isinstance(wanted, Quantized) and len(entry.ours) == 1 and ("experts" in path) == files.of_experts
+        kernel = files.kernel(type(wanted), entry, self.unlike) if takes else None
+        return kernel and self.put(path, kernel, sum(map(math.prod, entry.theirs.values())))
 
     def convert(self, path, parameter):
         """Return a parameter in the model's type."""

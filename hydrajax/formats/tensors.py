@@ -51,7 +51,9 @@ def read_json(path: Path, what: str) -> dict:
 class TensorFiles:
     """The tensors of one or several files by name. Subclasses open and describe one file."""
 
-    integer_bits: Collection[int] = ()  # sizes of the integers that weights of layers are stored in
+    # The type that keeps the weights of layers as they are stored; None: they are floats, or are widened.
+    kept_as: str | None = None
+    of_experts = False  # these layers are experts, one tensor of all experts each
 
     def __init__(self, files: list[Path], what: str):
         self._what = what

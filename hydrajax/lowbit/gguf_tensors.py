@@ -35,7 +35,7 @@ class GgufFiles(TensorFiles):
     def __init__(self, path: Path, tensors: dict[str, dict[str, Any]], what: str):
         self._tensors = tensors
         layers = (x["type"] for name, x in tensors.items() if name.startswith("model.layers."))
-        self.integer_bits = {int(kind[1]) for kind in layers if kind.startswith("Q")}
+        self.kept_as = "int4" if any(kind.startswith("Q4") for kind in layers) else None
         super().__init__([path], what)
 
     def _opened(self, path):

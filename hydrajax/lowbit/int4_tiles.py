@@ -47,7 +47,7 @@ class Int4Tiles(Tiles):
     def of_columns(cls, kernel):
         """Return the kernel that keeps the least and largest number of each group; what was in Q4_1 stays the same."""
         values, scale, offset = in_groups(kernel, four_bits, cls.group)
-        return cls(_in_pairs(values), tile_layout.per_group(scale), tile_layout.per_group(offset), kernel.shape)
+        return cls(in_pairs(values), tile_layout.per_group(scale), tile_layout.per_group(offset), kernel.shape)
 
     @classmethod
     def of_numbers(
@@ -70,7 +70,7 @@ class Int4Tiles(Tiles):
         with np.errstate(over="ignore"):
             half = scale.astype(np.float16)
         scale = half if np.array_equal(half.astype(np.float32), scale) else scale.astype(np.float32)
-        return cls(_in_pairs(numbers), tile_layout.per_group(scale), tile_layout.per_group(zeros), shape, order)
+        return cls(in_pairs(numbers), tile_layout.per_group(scale), tile_layout.per_group(zeros), shape, order)
 
     @staticmethod
     def widened(depth, width, values, scale, offset):
@@ -87,7 +87,7 @@ class Int4Tiles(Tiles):
 Int4TilesBy64, Int4TilesBy128 = (with_groups(Int4Tiles, size) for size in (64, 128))
 
 
-def _in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
+def in_pairs(numbers: UInt8[np.ndarray, "D F"]) -> UInt8[np.ndarray, "tiles groups 4 64 4"]:
     """Return numbers of 0 to 15 in tiles, two in a byte."""
     tiles, half = tile_layout.to_tiles(numbers), tile_layout.STEPS // 2
     return tiles[:, :, :half] | tiles[:, :, half:] << 4

@@ -178,7 +178,7 @@ def test_completions_of_arguments(tmp_path, monkeypatch):
     assert completions("bench", "--tree", "mc") == {"mc_sim_7b_63"}
     assert completions("generate", "--prompts", "n") == {"notes.txt"}
     assert completions("generate", "--rule", "") == {"greedy", "typical", "exact", "rejection"}
-    sizes = {"none", "int8", "int8-64", "int8-128", "int4", "int4-64", "int4-128", "fp8"}
+    sizes = {"none", "int8", "int8-64", "int8-128", "int4", "int4-64", "int4-128", "mxfp4", "fp8"}
     assert completions("generate", "--quantize", "") == sizes
     assert "--temperature" in completions("generate", "--t")
 

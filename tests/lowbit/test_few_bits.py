@@ -14,6 +14,7 @@ import pytest
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.int4_tiles import Int4Tiles, Int4TilesBy64, Int4TilesBy128
 from hydrajax.lowbit.kernels import few_bits, tile_layout
+from hydrajax.lowbit.mxfp4 import Mxfp4Tiles
 from hydrajax.lowbit.tiles import Int8Tiles, Int8TilesBy64, Int8TilesBy128
 from hydrajax.ops import trace
 from hydrajax.ops.cpu import library
@@ -21,8 +22,9 @@ from hydrajax.ops.cpu import library
 pytestmark = pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
 
 SHAPES = [(64, 128), (320, 1100), (36, 70), (7, 5), (1, 1)]
-KINDS = [Int8Tiles, Int8TilesBy128, Int4Tiles, Int4TilesBy64, Int4TilesBy128]
+KINDS = [Int8Tiles, Int8TilesBy128, Int4Tiles, Int4TilesBy64, Int4TilesBy128, Mxfp4Tiles]
 GROUPS = {Int8Tiles: 32, Int8TilesBy64: 64, Int8TilesBy128: 128, Int4Tiles: 32, Int4TilesBy64: 64, Int4TilesBy128: 128}
+GROUPS |= {Mxfp4Tiles: 32}
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -167,7 +169,10 @@ def test_numbers_from_gguf_stay_what_they_are(kind, name):
     np.testing.assert_array_equal(after, before)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(kind, 7.5 if issubclass(kind, Int4Tiles) else 127) for kind in KINDS])
+STEPS = {kind: 7.5 if issubclass(kind, Int4Tiles) else 127 for kind in KINDS} | {Mxfp4Tiles: 2}  # 8 becomes 6
+
+
+@pytest.mark.parametrize(("kind", "steps"), STEPS.items())
 def test_weights_are_within_half_a_step(kind, steps):
     kernel = np.random.default_rng(3).standard_normal((300, 2, 35)).astype(np.float32)
     kernel[:, 1, 4] = 0
@@ -189,6 +194,7 @@ def test_bits_of_a_weight_within_float16(kind):
             kind.of(kernel)
     weight = kind.of(np.ones((256, 64), np.float32))
     expected = 4 + 32 / GROUPS[kind] if issubclass(kind, Int4Tiles) else 8 + 16 / GROUPS[kind]
+    expected = 4.25 if kind is Mxfp4Tiles else expected
     assert sum(x.nbytes for x in weight.arrays().values()) * 8 / (256 * 64) == expected
 
 

@@ -336,7 +336,7 @@ def test_damaged_layers(quantised, case):
         assert refusal(lambda: load_llama(directory)) == f"base: {directory}: {message}"
 
 
-METHODS = "'awq', 'bitsandbytes', 'compressed-tensors', 'fbgemm_fp8', 'fp8', 'gptq'"
+METHODS = "'awq', 'bitsandbytes', 'compressed-tensors', 'fbgemm_fp8', 'fp8', 'gptq', 'mxfp4'"
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
 
 

@@ -39,18 +39,21 @@ void PrintProducts() {
   const std::vector<float> x = RandomFloats(kMost * kIn);
   std::vector<float> out(kMost * kOut);
   std::vector<uint8_t> tiles(kUnits * kGroups * kDepth * kColumns), zeros(kUnits * kGroups * kColumns);
+  std::vector<uint8_t> exponents(zeros.size());
   std::vector<uint16_t> scales(zeros.size()), offsets(zeros.size());
   for (uint8_t& byte : tiles) byte = Random() >> 24;
   for (uint8_t& zero : zeros) zero = Random() >> 28;
+  for (uint8_t& exponent : exponents) exponent = 120 + (Random() >> 28);
   for (uint16_t& half : scales) half = Random() >> 18;  // from denormal to 1
   for (uint16_t& half : offsets) half = 0x8000 | Random() >> 18;
-  for (int kind = 0; kind < 6; ++kind) {
-    Weight weight = {tiles.data(), kGroups, kOut, kind % 2 == 1, kGroups, 0, scales.data()};
+  for (int kind = 0; kind < 7; ++kind) {
+    Weight weight = {tiles.data(), kGroups, kOut, kind % 2 == 1 || kind == 6, kGroups, 0, scales.data()};
     if (kind / 2 == 1) weight.offsets = offsets.data();
     if (kind / 2 == 2) weight.zeros = zeros.data();
+    if (kind == 6) weight.exponents = exponents.data();
     for (int64_t rows : kNumbers) {
       ProductOfTiles(BestCode(), x.data(), kIn, weight, out.data(), rows, 0, kUnits);
-      Print(weight.four_bits ? "int4" : "int8", rows, out, rows * kOut);
+      Print(kind == 6 ? "mxfp4" : weight.four_bits ? "int4" : "int8", rows, out, rows * kOut);
     }
   }
 }

@@ -21,23 +21,28 @@ from hydrajax.lowbit.files.compressed import Compressed
 from hydrajax.lowbit.files.fp8 import Fp8 as Fp8Method
 from hydrajax.lowbit.files.gptq import Gptq
 from hydrajax.lowbit.files.kernels import four_bit_kernel, fp8_kernel
+from hydrajax.lowbit.files.mxfp4 import Mxfp4Files
 from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, NAMES, Integers, Method, Settings, StoredLinear
 from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.quantized import Fp8
 from hydrajax.models.layout import MODEL, Shape
 
-METHODS: dict[str, Callable[[Settings], Method]] = {
+METHODS: dict[str, Callable[[Settings], Method | None]] = {
     "awq": Awq.of,
     "bitsandbytes": BitsAndBytes.of,
     "compressed-tensors": Compressed.of,
     "fbgemm_fp8": Fp8Method.of_fbgemm,
     "fp8": Fp8Method.of,
     "gptq": Gptq.of,
+    "mxfp4": lambda settings: None,  # it has none that matter
 }
 
 
-def read_method(config: dict, where: str) -> Method:
-    """Return the method of a ``config.json`` with its settings, see `hydrajax.formats.tensors.check_method`."""
+def read_method(config: dict, where: str) -> Method | None:
+    """Return the method of a ``config.json`` with its settings, see `hydrajax.formats.tensors.check_method`.
+
+    None for MXFP4.
+    """
     field = next(field for field in METHOD if config.get(field))
     try:
         settings = Settings(config[field], field)
@@ -50,11 +55,13 @@ def read_method(config: dict, where: str) -> Method:
         raise HydrajaxError(f"{where}: {error}") from None
 
 
-def open_low_bits(directory: Path, config: dict, what: str) -> LowBitFiles:
+def open_low_bits(directory: Path, config: dict, what: str) -> TensorFiles:
     """Open the weights of a base with this ``config.json``, see `hydrajax.formats.tensors.open_base_tensors`."""
     method = read_method(config, f"{what}: {directory / 'config.json'}")
     stored = config.get("dtype") or config.get("torch_dtype")
     files = open_tensors(directory, MODEL, what)
+    if method is None:
+        return Mxfp4Files(files, f"{what}: {directory}")
     return LowBitFiles(files, method, stored if stored in FLOAT_TYPES else "bfloat16", f"{what}: {directory}")
 
 
@@ -70,7 +77,7 @@ class LowBitFiles(TensorFiles):
 
     def __init__(self, files: TensorFiles, method: Method, stored: str, where: str):
         self._files, self._method, self._stored = files, method, stored
-        self.integer_bits = method.integer_bits
+        self.kept_as = "int4" if 4 in method.integer_bits else None
         part = re.compile(rf"(.+?)\.({method.parts})", re.DOTALL)
         names: dict[str, None] = {}
         self._linears: dict[str, StoredLinear] = {}

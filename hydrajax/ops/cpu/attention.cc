@@ -419,7 +419,8 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
   const int64_t batch = q[0], heads = q[1], tokens = q[2], head_dim = q[3];
   const auto sinks = rest.get<ffi::Buffer<ffi::F32, 1>>(rest.size() - 1);
   const bool with_sinks = sinks && Has(*sinks, {heads});
-  if (rest.size() % kArrays != with_sinks || kv_heads < 1 || heads % kv_heads || !Has(out, {batch, tokens, heads * head_dim})) {
+  const bool fits = kv_heads > 0 && heads % kv_heads == 0 && Has(out, {batch, tokens, heads * head_dim});
+  if (!fits || rest.size() % kArrays != with_sinks) {
     return ffi::Error::InvalidArgument("attention: the parts, the heads and the result do not fit");
   }
   const int64_t per_kv = heads / kv_heads;
@@ -430,18 +431,16 @@ ffi::Error AttendIn(ffi::ThreadPool pool, ffi::AnyBuffer queries, ffi::Remaining
   const int64_t rows = per_kv * tokens, groups = (rows + kGroup - 1) / kGroup;
   InParallel(pool, batch * kv_heads * groups, [&](int64_t job) {
     float* scores = Scratch(kGroup * (all_slots + kKeys));
-    alignas(64) float query[kGroup * kLongestHead], sums[kGroup * kLongestHead];
+    alignas(64) float query[kGroup * kLongestHead], sums[kGroup * kLongestHead], of_sinks[kGroup] = {};
     const int64_t head_row = job / groups, b = head_row / kv_heads, kv = head_row % kv_heads;
     const int64_t first_row = job % groups * kGroup, n = std::min<int64_t>(kGroup, rows - first_row);
     // Queries that are many lie side by side, with zeros for those that are missing.
     const int64_t step = n <= kFew ? head_dim : 1, feature_step = n <= kFew ? 1 : kGroup;
     if (n > kFew && n < kGroup) std::memset(query, 0, sizeof(float) * kGroup * head_dim);
     int64_t head[kGroup], token[kGroup];
-    alignas(64) float of_sinks[kGroup];
-    std::fill_n(of_sinks, kGroup, -INFINITY);
     for (int64_t i = 0; i < n; ++i) {
       head[i] = kv * per_kv + (first_row + i) / tokens, token[i] = (first_row + i) % tokens;
-      if (with_sinks) of_sinks[i] = sinks->typed_data()[head[i]];
+      of_sinks[i] = with_sinks ? sinks->typed_data()[head[i]] : -INFINITY;
       const T* from = static_cast<const T*>(queries.untyped_data()) + ((b * heads + head[i]) * tokens + token[i]) * head_dim;
       for (int64_t h = 0; h < head_dim; ++h) query[i * step + h * feature_step] = Wide(from[h]) * scale;
     }

@@ -80,7 +80,7 @@ void ProductOfTiles(Code code, const float* x, int64_t depth, const Weight& weig
 }
 
 // Describes `count` weights of one shape side by side, of which the first is returned. `scales` are theirs, perhaps followed
-// by float16 offsets or by zeros of 8 bits.
+// by float16 offsets or by zeros of 8 bits; or they are exponents of 8 bits.
 ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const ffi::AnyBuffer& tiles,
                               const ffi::RemainingArgs& scales) {
   const int64_t groups = (depth + kDepth - 1) / kDepth, units = (width + kColumns - 1) / kColumns;
@@ -90,8 +90,9 @@ ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const
   const auto is_one_of = [](const auto& buffer, ffi::DataType a, ffi::DataType b) {
     return buffer->element_type() == a || buffer->element_type() == b;
   };
+  const bool codes = four_bits && scale && !offset && scale->element_type() == ffi::U8;
   if (!scale || static_cast<int64_t>(tiles.element_count()) != bytes || !is_one_of(&tiles, ffi::U8, ffi::S8) ||
-      !is_one_of(scale, ffi::F16, ffi::F32) || (offset && !is_one_of(offset, ffi::F16, ffi::U8))) {
+      !(codes || is_one_of(scale, ffi::F16, ffi::F32)) || (offset && !is_one_of(offset, ffi::F16, ffi::U8))) {
     return ffi::Unexpected(ffi::Error::InvalidArgument("few_bits: x and the weight do not fit"));
   }
   const auto n_scales = static_cast<int64_t>(scale->element_count());
@@ -108,7 +109,8 @@ ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const
   };
   Weight weight = {static_cast<const uint8_t*>(tiles.untyped_data()), groups, width, four_bits, scale_groups, log};
   weight.scales = halves(*scale);
-  if (weight.scales == nullptr) weight.wide_scales = static_cast<const float*>(scale->untyped_data());
+  if (codes) weight.exponents = static_cast<const uint8_t*>(scale->untyped_data());
+  if (!codes && weight.scales == nullptr) weight.wide_scales = static_cast<const float*>(scale->untyped_data());
   if (offset) {
     weight.offsets = halves(*offset);
     if (weight.offsets == nullptr) weight.zeros = static_cast<const uint8_t*>(offset->untyped_data());
@@ -147,6 +149,7 @@ Weight WeightAt(const Weight& first, int64_t i) {
   if (weight.wide_scales) weight.wide_scales += i * numbers;
   if (weight.offsets) weight.offsets += i * numbers;
   if (weight.zeros) weight.zeros += i * numbers;
+  if (weight.exponents) weight.exponents += i * numbers;
   return weight;
 }
 

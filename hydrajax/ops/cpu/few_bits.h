@@ -22,7 +22,8 @@ constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by lin
 // Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
 // numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
 //
-// A number w stands for w * scale + offset, or (w - zero) * scale. Scales and the like serve 1, 2 or 4 tiles of a column each.
+// A number w stands for w * scale + offset, or (w - zero) * scale; with exponents, a code of 4 bits for the E2M1 number that it
+// is, times 2^(exponent - 127) (MXFP4). Scales and the like serve 1, 2 or 4 tiles of a column each.
 struct Weight {
   const uint8_t* tiles;
   int64_t groups, width;
@@ -34,7 +35,11 @@ struct Weight {
   const float* wide_scales;
   const uint16_t* offsets;
   const uint8_t* zeros;
+  const uint8_t* exponents;
 };
+
+// Twice the E2M1 number of each code.
+alignas(16) constexpr int8_t kTwiceOfCode[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 int64_t TileBytes(const Weight& weight) { return kDepth * kColumns / (weight.four_bits ? 2 : 1); }
 

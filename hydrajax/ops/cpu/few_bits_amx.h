@@ -27,13 +27,18 @@ struct alignas(64) Products {
 };
 
 // Writes the numbers of a tile of 4 bits in bytes, in the order of a tile of 8 bits.
+template <bool Codes>
 void Unpack(const uint8_t* tile, uint8_t* to) {
   const __m512i nibble = _mm512_set1_epi8(15);
   constexpr int kHalf = kDepth * kColumns / 2;
+  const auto number = [&](__m512i shifted) ALWAYS_INLINE {
+    const __m512i w = _mm512_and_si512(shifted, nibble);
+    return Codes ? reinterpret_cast<__m512i>(Avx512Vnni::OfCodes(reinterpret_cast<Avx512Vnni::Ints>(w))) : w;
+  };
   for (int i = 0; i < kHalf; i += 64) {
     const __m512i both = _mm512_loadu_si512(tile + i);
-    _mm512_store_si512(to + i, _mm512_and_si512(both, nibble));
-    _mm512_store_si512(to + kHalf + i, _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble));
+    _mm512_store_si512(to + i, number(both));
+    _mm512_store_si512(to + kHalf + i, number(_mm512_srli_epi16(both, 4)));
   }
 }
 
@@ -70,12 +75,12 @@ inline ALWAYS_INLINE void MultiplyGroups(const int8_t* x, int64_t next_x, const 
 }
 
 // Scales products of up to R rows from `row` on, which are rows `of` and following of the tiles, and adds them to sums.
-template <int R, bool FourBits, bool HasOffsets>
+template <int R, bool FourBits, bool HasOffsets, bool Codes>
 void AddScaled(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, int64_t until,
                int64_t of, const Products& products, float* sums) {
   if constexpr (R > 1) {
     if (until - row < R) {
-      return AddScaled<R - 1, FourBits, HasOffsets>(weight, t, begin, end, x, row, until, of, products, sums);
+      return AddScaled<R - 1, FourBits, HasOffsets, Codes>(weight, t, begin, end, x, row, until, of, products, sums);
     }
   }
   for (int part = 0; part < kParts; ++part) {
@@ -90,7 +95,7 @@ void AddScaled(const Weight& weight, int64_t t, int64_t begin, int64_t end, cons
         for (int64_t b = 0; b < kBytes / kParts; b += 64) __builtin_prefetch(ahead + b, 0, kL2);
       }
       Avx512Vnni::Floats scale, offset;
-      ReadScales<Avx512Vnni, HasOffsets>(weight, ScalesAt(weight, t, g) + part * 16, scale, offset);
+      ReadScales<Avx512Vnni, HasOffsets, Codes>(weight, ScalesAt(weight, t, g) + part * 16, scale, offset);
       for (int r = 0; r < R; ++r) {
         const __m512i sum = _mm512_load_si512(products.of[g - begin][part][of + r]);
         __m512 wide = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
@@ -102,7 +107,7 @@ void AddScaled(const Weight& weight, int64_t t, int64_t begin, int64_t end, cons
   }
 }
 
-template <bool FourBits, bool HasOffsets>
+template <bool FourBits, bool HasOffsets, bool Codes>
 void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums) {
   constexpr int kBytes = kDepth * kColumns / (FourBits ? 2 : 1);
   alignas(64) uint8_t unpacked[FourBits ? kGroupsAtOnce : 1][kDepth * kColumns];
@@ -112,17 +117,17 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
     const int64_t end = std::min<int64_t>(weight.groups, g + kGroupsAtOnce);
     const uint8_t* packed = TileAt(weight, t, g);
     if constexpr (FourBits) {
-      for (int64_t i = 0; i < end - g; ++i) Unpack(packed + i * kBytes, unpacked[i]);
+      for (int64_t i = 0; i < end - g; ++i) Unpack<Codes>(packed + i * kBytes, unpacked[i]);
     }
     for (int64_t row = 0; row < x.rows; row += kRows) {
       // The last tile reaches back to rows that are done: all tiles have the same shape.
       const int64_t first = std::max<int64_t>(0, std::min<int64_t>(row, x.rows - kRows));
       const int8_t* numbers = x.values + (g * x.rows + first) * kDepth;
-      MultiplyGroups<FourBits>(numbers, x.rows * kDepth, FourBits ? unpacked[0] : packed, kDepth * kColumns, end - g,
-                               products.of);
+      MultiplyGroups<FourBits && !Codes>(numbers, x.rows * kDepth, FourBits ? unpacked[0] : packed, kDepth * kColumns,
+                                         end - g, products.of);
       const int64_t until = std::min<int64_t>(x.rows, row + kRows);
       for (int64_t r = row; r < until; r += 8) {
-        AddScaled<8, FourBits, HasOffsets>(weight, t, g, end, x, r, until, r - first, products, sums);
+        AddScaled<8, FourBits, HasOffsets, Codes>(weight, t, g, end, x, r, until, r - first, products, sums);
       }
     }
   }
@@ -131,8 +136,8 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
 void Multiply(const Weight& weight, int64_t t, const Rows& x, float* sums) {
   const int64_t least_rows = weight.four_bits ? 12 : 6;  // for fewer, vectors are faster
   if (x.rows < least_rows) return ::Multiply<Avx512Vnni>(weight, t, x, sums);
-  WithKind(weight, [&](auto four_bits, auto has_offsets) {
-    MultiplyColumns<four_bits, has_offsets>(weight, t, x, sums);
+  WithKind(weight, [&](auto four_bits, auto has_offsets, auto codes) {
+    MultiplyColumns<four_bits, has_offsets, codes>(weight, t, x, sums);
   });
 }
 

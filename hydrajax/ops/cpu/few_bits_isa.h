@@ -9,6 +9,7 @@
 //   Zero        sums of no products, given the sum of a group's x
 //   Prepared    a vector of weights as Add takes it, made once for all rows
 //   Add         adds the products of a vector of weights and four numbers of x
+//   OfCodes     twice the numbers of E2M1 codes, of 8 bits from then on
 //   Total       a group's sums in 32 bits
 //   FromHalves  a vector of float16 numbers, none of which is infinite or NaN
 //   MultiplyAdd sum += a * b, rounded once: of two products in a sum, compilers differ in which one they fuse
@@ -19,7 +20,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu_kernels.h"
+#include "few_bits.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define HYDRAJAX_AVX2 1
@@ -42,11 +43,19 @@ struct Vectors {
   typedef int32_t Ints __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef uint32_t Bits __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef uint16_t Halves __attribute__((vector_size(Lanes * 2), aligned(2), may_alias));
+  typedef uint8_t Bytes __attribute__((vector_size(Lanes * 1), aligned(1), may_alias));
 
   static ALWAYS_INLINE Floats Load(const float* from) { return *reinterpret_cast<const Floats*>(from); }
   static ALWAYS_INLINE Ints Load(const uint8_t* from) { return *reinterpret_cast<const Ints*>(from); }
   static ALWAYS_INLINE void Store(float* to, Floats from) { *reinterpret_cast<Floats*>(to) = from; }
 
+  static ALWAYS_INLINE Ints OfCodes(Ints codes) {
+    int8_t bytes[Lanes * 4];
+    std::memcpy(bytes, &codes, sizeof(codes));
+    for (int i = 0; i < Lanes * 4; ++i) bytes[i] = kTwiceOfCode[bytes[i]];
+    std::memcpy(&codes, bytes, sizeof(codes));
+    return codes;
+  }
   template <bool FourBits>
   static ALWAYS_INLINE Ints Zero(float) {
     return Ints{};
@@ -102,6 +111,10 @@ struct Avx : Vectors<8> {
 
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static ALWAYS_INLINE Ints OfCodes(Ints codes) {
+    const __m256i table = _mm256_broadcastsi128_si256(*reinterpret_cast<const __m128i*>(kTwiceOfCode));
+    return reinterpret_cast<Ints>(_mm256_shuffle_epi8(table, reinterpret_cast<__m256i>(codes)));
   }
   static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) {
     sum = _mm256_fmadd_ps(_mm256_set1_ps(a), b, sum);
@@ -182,6 +195,10 @@ struct Avx512 : Vectors<16> {
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
+  static ALWAYS_INLINE Ints OfCodes(Ints codes) {
+    const __m512i table = _mm512_broadcast_i32x4(*reinterpret_cast<const __m128i*>(kTwiceOfCode));
+    return reinterpret_cast<Ints>(_mm512_shuffle_epi8(table, reinterpret_cast<__m512i>(codes)));
+  }
   static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) {
     sum = _mm512_fmadd_ps(_mm512_set1_ps(a), b, sum);
   }
@@ -212,6 +229,9 @@ struct NeonDot : Vectors<4> {
   static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
     const int32x4_t numbers = vdupq_n_s32(FourNumbers(x));
     sums = vdotq_s32(sums, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(numbers));
+  }
+  static ALWAYS_INLINE Ints OfCodes(Ints codes) {
+    return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(kTwiceOfCode), vreinterpretq_u8_s32(codes)));
   }
   static ALWAYS_INLINE Floats FromHalves(const uint16_t* from) {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
