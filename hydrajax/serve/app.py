@@ -153,7 +153,8 @@ class Api:
         plain, tools = _plain(body.messages), _plain(body.callable_tools())
 
         def encoded() -> tuple[np.ndarray, Structure]:
-            return self._encoder.conversation(plain, tools), structure_of(body, self._encoder.call_format)
+            ids = self._encoder.conversation(plain, tools)
+            return ids, structure_of(body, self._encoder.call_format, self._encoder.harmony)
 
         ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
         try:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from hydrajax.serve.harmony import Harmony, MarkedText
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
 from hydrajax.text.continuation import INCOMPLETE, Continuation
@@ -24,6 +25,7 @@ class Delta(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
+    reasoning: str = ""
 
 
 class ReplyChoice:
@@ -54,6 +56,8 @@ class ReplyChoice:
         self._echo = echo.rstrip(INCOMPLETE) if self._marked.begun else echo
         self._sent, self._tokens = 0, 0  # characters and tokens sent
         self._calls = None if calls is None else CallDeltas(calls)
+        special = calls.special if isinstance(calls, Harmony) else {}
+        self._with_special = MarkedText(special, after(handle.request.ids)) if special else None
         self.ended = False  # its end has been sent
 
     @property
@@ -69,13 +73,15 @@ class ReplyChoice:
             return Delta("", [], [], [], [])
         text = self._echo + text_of(result)
         if self._calls is not None:
+            text = text if self._with_special is None else self._with_special.of(result, text)
             new, calls = self._calls.new(text, ended)
         else:
             new, self._sent, calls = text[self._sent :], len(text), []
         first, self._tokens = self._tokens, result.new_tokens
         ids, top = result.output_ids[first:], (result.top_logprobs or [])[first:]
         top = [tokens[: self._top] for tokens in top] or [[]] * len(ids)
-        return Delta(new, calls, ids, (result.logprobs or [])[first:], top)
+        reasoning = "" if self._calls is None else self._calls.reasoning
+        return Delta(new, calls, ids, (result.logprobs or [])[first:], top, reasoning)
 
     def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
         """Mark which of the last tokens were drafted: all tokens of a step except the first one, its root."""
@@ -133,6 +139,8 @@ class ReplyFormat:
         for choice in choices:
             delta = choice.delta(ended=True)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
+            if delta.reasoning:
+                message["reasoning_content"] = delta.reasoning
             if delta.calls:
                 calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.calls]
                 message |= {"content": delta.text or None, "tool_calls": calls}
@@ -175,9 +183,8 @@ class ReplyFormat:
 
 
 def _chat_delta(delta: Delta) -> dict[str, Any]:
-    if not delta.calls:
-        return {"content": delta.text}
-    return ({"content": delta.text} if delta.text else {}) | {"tool_calls": delta.calls}
+    found = {"reasoning_content": delta.reasoning, "content": delta.text, "tool_calls": delta.calls}
+    return {name: value for name, value in found.items() if value} or {"content": ""}
 
 
 def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.tool_calls import CallFormat, call_format
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import Prompt
@@ -78,7 +80,12 @@ class RequestEncoder:
         """Return the format of tool calls that the chat template describes."""
         chat = self._chat_encoder()
         # To name the template for tools; which ones does not matter.
-        return call_format(chat.source_for([{}]), self._tokenizer)
+        return self.harmony or call_format(chat.source_for([{}]), self._tokenizer)
+
+    @cached_property
+    def harmony(self) -> Harmony | None:
+        """The format of all answers to conversations; None if they are free text."""
+        return Harmony.of(self._chat_encoder().source, self._tokenizer)
 
     def _chat_encoder(self) -> PromptEncoder:
         if self._chat is None:

@@ -10,6 +10,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.matcher import can_begin
 from hydrajax.grammar.schema_faults import JsonCheck
+from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
 from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer, Schema
 
@@ -36,17 +37,18 @@ class Structure:
 FREE = Structure()
 
 
-def structure_of(body: ChatBody, call_format: Callable[[], CallFormat]) -> Structure:
+def structure_of(body: ChatBody, call_format: Callable[[], CallFormat], harmony: Harmony | None = None) -> Structure:
     """Return the form of the answers to a request.
 
     Args:
         body: the request.
         call_format: returns the format of calls, or raises `HydrajaxError`; called only for requests with tools.
+        harmony: the format of all answers, None for free text.
 
     Raises:
         HydrajaxError: for a tool's schema that llguidance refuses, and for fields that contradict each other.
     """
-    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body)
+    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body, harmony)
     if found.grammar is not None:
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(body, name):
@@ -55,11 +57,12 @@ def structure_of(body: ChatBody, call_format: Callable[[], CallFormat]) -> Struc
     return found
 
 
-def _of_format(body: ChatBody) -> Structure:
+def _of_format(body: ChatBody, harmony: Harmony | None) -> Structure:
     schema, field = _answer(body)
     if schema is None:
-        return FREE
-    return Structure(_of_schema(schema, field), field)
+        return Structure(calls=harmony)
+    grammar = _of_schema(schema, field)
+    return Structure(grammar if harmony is None else harmony.grammar({}, answer=schema), field, harmony)
 
 
 def _answer(body: ChatBody) -> tuple[Schema | None, str]:
@@ -90,16 +93,21 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
                 f"{field}: allows JSON that begins as a call of {name} does; set additionalProperties to false, or "
                 "tool_choice to none or required"
             )
-    reader = CallsOrAnswer(calls, heads.values())
+    reader = CallsOrAnswer(calls, heads.values()) if heads else calls
     grammar = calls.grammar(schemas, several=several, answer=answer)
     return Structure(_checked(grammar, reader, schemas, answer), "tools", reader)
 
 
 def _checked(grammar: Grammar, reader: CallReader, schemas: dict[str, Schema], answer: Schema | None = None) -> Grammar:
-    """Return the grammar with a check of complete answers: of the arguments of calls, or of the answer without any."""
+    """Return the grammar with a check of complete answers: of the arguments of calls, or of the answer without any.
+
+    Harmony's has none, as an answer's text lacks the special tokens.
+    """
+    if isinstance(reader, Harmony):
+        return grammar
 
     def is_valid(text: str) -> bool:
-        content, calls = reader.read(text, True)
+        content, calls, _ = reader.read(text, True)
         checked = [(schemas[call.name], call.arguments) for call in calls]
         if not calls and answer is not None:
             checked = [(answer, content)]

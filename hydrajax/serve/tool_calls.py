@@ -25,10 +25,11 @@ class Call(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """An answer's text before its calls, and the calls. While the answer grows, both are prefixes of later ones."""
+    """An answer's text before its calls, the calls, and its reasoning. As it grows, all are prefixes of later ones."""
 
     content: str
     calls: list[Call]
+    reasoning: str = ""
 
 
 class CallReader(Protocol):
@@ -77,17 +78,17 @@ class TaggedCalls:
         rules = [f'call: "\\n" body "\\n" {self._end}', *_bodies(tools, "arguments")]
         calls = "call" + (f' ("\\n" {self._tag} call)*' if several else "")
         if answer is not None:
-            return _lark(f"{self._tag} {calls} | {_json(answer)}", rules)
+            return lark(f"{self._tag} {calls} | {json_rule(answer)}", rules)
         if not text:
-            return _lark(f"{self._tag} {calls}", rules)
+            return lark(f"{self._tag} {calls}", rules)
         rules.append(f"text: {_with_tokens('TEXT?', '(', self._others, ' TEXT?)*')}")
         if self._is_token:  # no text may spell it with other tokens
             rules.append(f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{self.TAG}(.|\\n)*/")
-            return _lark(f"text | text {self._tag} {calls}", rules)
+            return lark(f"text | text {self._tag} {calls}", rules)
         # The first tag in a text begins a call.
         rules.append("TEXT: /(.|\\n)+/")
         rules += [f"begun[lazy]: /(.|\\n)*{self.TAG}/", f"before: {_with_tokens('', '(TEXT? ', self._others, ')*')}"]
-        return _lark(f"text | before begun {calls}", rules)
+        return lark(f"text | before begun {calls}", rules)
 
     def heads(self, tools):
         return dict.fromkeys(tools, self.TAG)
@@ -98,7 +99,7 @@ class TaggedCalls:
             return Reading(text if ended else _before_any(self.TAG, text), [])
         content = text[:at].rstrip()
         while at >= 0 and (head := HEAD.match(text, at + len(self.TAG))):
-            call, end = _call(text, head)
+            call, end = call_in(head[1], text, head.end())
             if ended and not call.complete:
                 call = call._replace(arguments=call.arguments.partition(self.END)[0])
             calls.append(call)
@@ -120,12 +121,12 @@ class PlainCalls:
     def grammar(self, tools, *, text=False, several=False, answer=None):
         start, rules = f"{self._mark}body", _bodies(tools, "parameters")
         if answer is not None:
-            start += f" | {_json(answer)}"
+            start += f" | {json_rule(answer)}"
         elif text:  # it cannot begin as a call does
             start += " | text"
             rules += ["FIRST: /\\s*[^{\\s](.|\\n)*/", "TEXT: /(.|\\n)+/"]
             rules += [f"text: {_with_tokens('FIRST?', '(', self._others, ' TEXT?)*')}"]
-        return _lark(start, rules)
+        return lark(start, rules)
 
     def heads(self, tools):
         return {name: "".join(_head(name, "parameters")) for name in tools}
@@ -134,7 +135,7 @@ class PlainCalls:
         if not text.startswith("{"):
             return Reading(text, [])
         if head := HEAD.match(text):
-            return Reading("", [_call(text, head)[0]])
+            return Reading("", [call_in(head[1], text, head.end())[0]])
         return Reading(text if ended else "", [])
 
 
@@ -186,13 +187,15 @@ class CallDeltas:
 
     def __init__(self, form: CallReader):
         self._form, self._ids = form, []
-        self._content, self._arguments = 0, []  # characters sent
+        self._content, self._reasoning, self._arguments = 0, 0, []  # characters sent
         self.complete = False  # all calls are
+        self.reasoning = ""  # what is new of it
 
     def new(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """Return the new content, and OpenAI's deltas of the calls. The arguments are those of `CallFormat.read`."""
-        content, calls = self._form.read(text, ended)
+        content, calls, reasoning = self._form.read(text, ended)
         content, self._content = content[self._content :], max(len(content), self._content)
+        self.reasoning, self._reasoning = reasoning[self._reasoning :], len(reasoning)
         deltas = []
         for index, call in enumerate(calls):
             if index == len(self._ids):
@@ -209,13 +212,13 @@ class CallDeltas:
         return content, deltas
 
 
-def _call(text: str, head: re.Match) -> tuple[Call, int]:
-    """Return the call that begins with ``head``, and the end of its arguments."""
+def call_in(name: str, text: str, at: int) -> tuple[Call, int]:
+    """Return the call whose arguments begin at this place, and their end."""
     try:
-        _, end = json.JSONDecoder().raw_decode(text, head.end())
+        _, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError):
-        return Call(head[1], text[head.end() :], False), len(text)
-    return Call(head[1], text[head.end() : end], True), end
+        return Call(name, text[at:], False), len(text)
+    return Call(name, text[at:end], True), end
 
 
 def _before_any(tag: str, text: str) -> str:
@@ -224,13 +227,15 @@ def _before_any(tag: str, text: str) -> str:
     return text[: len(text) - begun].rstrip()
 
 
-def _lark(start: str, rules: Sequence[str]) -> Grammar:
+def lark(start: str, rules: Sequence[str]) -> Grammar:
     return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
 def _bodies(tools: Mapping[str, Schema], key: str) -> list[str]:
     """Return the rule of a call's JSON object. Each schema is one of its own, as it may refer to its root."""
-    bodies = [" ".join([*map(json.dumps, _head(name, key)), _json(schema), '"}"']) for name, schema in tools.items()]
+    bodies = [
+        " ".join([*map(json.dumps, _head(name, key)), json_rule(schema), '"}"']) for name, schema in tools.items()
+    ]
     return [f"body: {' | '.join(bodies)}"]
 
 
@@ -241,7 +246,7 @@ def _head(name: str, key: str) -> tuple[str, ...]:
     return "{", '"name"', ": ", json.dumps(name), ", ", json.dumps(key), ": "
 
 
-def _json(schema: Schema) -> str:
+def json_rule(schema: Schema) -> str:
     return f"%json {json.dumps(schema | {'x-guidance': FIXED_WHITESPACE})}"
 
 

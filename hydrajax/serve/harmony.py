@@ -1,0 +1,92 @@
+"""OpenAI's harmony format, in which gpt-oss answers: messages in channels, between special tokens.
+
+    <|channel|>analysis<|message|>THOUGHTS<|end|><|start|>assistant<|channel|>final<|message|>ANSWER<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"a": 1}<|call|>
+
+The text of an answer has no special tokens; `MarkedText` has them (github.com/openai/harmony, docs/format.md).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hydrajax.serve.tool_calls import Reading, call_in, json_rule, lark
+from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import Continuation
+
+START, CHANNEL, MESSAGE, CONSTRAIN, END = (
+    f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end")
+)
+ENDS = re.compile(r"<\|(?:end|call|return)\|>")
+FUNCTION = re.compile(r"\bto=functions\.([a-zA-Z0-9_-]+)")
+
+
+class Harmony:
+    """The format with the special tokens of one tokenizer, a `hydrajax.serve.tool_calls.CallFormat`."""
+
+    def __init__(self, tokenizer: Any):
+        self.special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+    @staticmethod
+    def of(template: str, tokenizer: Any) -> Harmony | None:
+        """Return the format if a chat template has it."""
+        found = Harmony(tokenizer)
+        return found if CHANNEL in template and {CHANNEL, MESSAGE} <= set(found.special.values()) else None
+
+    def grammar(self, tools, *, text=False, several=False, answer=None):
+        """Return the grammar of thoughts and commentaries, then a call or a final message. An answer has one call."""
+        ids = {name: f"<[{i}]>" for i, name in self.special.items()}
+
+        def message(header: str, body: str) -> str:
+            return f"{ids[CHANNEL]} {header} {ids[MESSAGE]} {body}"
+
+        last = [
+            message(f'"commentary to=functions.{name} " {ids[CONSTRAIN]} "json"', json_rule(schema))
+            for name, schema in tools.items()
+        ]
+        if text or answer is not None:
+            last.append(message('"final"', "TEXT?" if answer is None else json_rule(answer)))
+        earlier = message('("analysis" | "commentary")', f'TEXT? {ids[END]} {ids[START]} "assistant"')
+        return lark("earlier* last", [f"earlier: {earlier}", f"last: {' | '.join(last)}", "TEXT: /(.|\\n)+/"])
+
+    def heads(self, tools):
+        """Return nothing: the headers of calls and answers differ."""
+        return {}
+
+    def read(self, text, ended):
+        """Return content, calls and thoughts. Commentaries for the user are content, those for other tools thoughts."""
+        if MESSAGE not in text:  # not begun, or not in this format
+            return Reading(ENDS.sub("", text) if ended and CHANNEL not in text else "", [])
+        content, thoughts, calls = [], [], []
+        for message in text.split(START):
+            header, begun, body = ENDS.split(message, maxsplit=1)[0].partition(MESSAGE)
+            if begun and (function := FUNCTION.search(header)):
+                calls.append(call_in(function[1], body, len(body) - len(body.lstrip()))[0])
+            elif begun:
+                to_user = "to=" not in header and not header.partition(CHANNEL)[2].startswith("analysis")
+                (content if to_user else thoughts).append(body)
+        return Reading("\n".join(content), calls, "\n".join(thoughts))
+
+
+class MarkedText:
+    """The text of an answer with its special tokens, while it grows."""
+
+    def __init__(self, special: dict[int, str], after: Continuation):
+        """``special``: the names of special tokens; ``after``: the continuation of the prompt."""
+        self._special, self._after, self._read = special, after, 0
+        self._marks: list[tuple[int, str]] = []  # special tokens, and the characters before them
+
+    def of(self, result: Generation, text: str) -> str:
+        """Return the answer's ``text``, which may end before its last tokens, with special tokens."""
+        for token in result.output_ids[self._read :]:
+            if name := self._special.get(token):
+                self._marks.append((self._after.offset, name))
+            else:
+                self._after.read(token)
+        self._read, found, at = len(result.output_ids), [], 0
+        for offset, name in self._marks:
+            if offset <= len(text):
+                found += [text[at:offset], name]
+                at = offset
+        return "".join([*found, text[at:]])

@@ -1,0 +1,140 @@
+"""The harmony format of gpt-oss: content, reasoning and calls of an answer, whole and in pieces, and its grammars."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from helpers.json_letters import SCHEMAS
+from hydrajax import assets
+from hydrajax.decoding.constraints import WORD, allowed_next
+from hydrajax.serve.harmony import Harmony
+from hydrajax.serve.protocol import ChatBody
+from hydrajax.serve.replies import ReplyChoice, ReplyFormat
+from hydrajax.serve.structured import structure_of
+from hydrajax.serve.tool_calls import Call
+from hydrajax.text.answers import Generation
+from hydrajax.text.continuation import Continuation
+from hydrajax.text.tokenizer import decode_text, load_tokenizer
+
+TEMPLATE = "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}"
+ANALYSIS = "<|channel|>analysis<|message|>so <b>é"
+NEXT = "<|end|><|start|>assistant"
+FINAL = f"{NEXT}<|channel|>final<|message|>a {{}}<|return|>"
+JSON = '{"a": "ba"}'
+CALL = f"<|channel|>commentary to=functions.ab <|constrain|>json<|message|>{JSON}<|call|>"
+CASES = [  # an answer; its content, reasoning and calls
+    (ANALYSIS + FINAL, "a {}", "so <b>é", []),
+    (ANALYSIS + NEXT + CALL, "", "so <b>é", [Call("ab", JSON, True)]),
+    (f" to=functions.ab<|channel|>commentary json<|message|>{JSON}<|call|>", "", "", [Call("ab", JSON, True)]),
+    (f"<|channel|>commentary<|message|>I look{NEXT}{CALL}", "I look", "", [Call("ab", JSON, True)]),
+    (f"{ANALYSIS}{NEXT}<|channel|>analysis to=python<|message|>1+1<|call|>", "", "so <b>é\n1+1", []),
+    (CALL[:-13], "", "", [Call("ab", '{"a": ', False)]),
+    (ANALYSIS, "", "so <b>é", []),
+    ("a {}<|return|>", "a {}", "", []),  # in no channel
+    ("", "", "", []),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import AddedToken
+
+    found = load_tokenizer(assets.base())
+    names = ("start", "channel", "message", "constrain", "end", "call", "return")
+    found.add_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in names])
+    return found
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), CASES)
+def test_parts_of_an_answer(tokenizer, text, content, reasoning, calls):
+    form = Harmony.of(TEMPLATE, tokenizer)
+    assert form.read(text, True) == (content, calls, reasoning)
+
+
+def reply(form, tokenizer) -> ReplyChoice:
+    handle = SimpleNamespace(result=None, done=False, request=SimpleNamespace(ids=[5], wanted=None))
+    return ReplyChoice(0, handle, lambda ids: Continuation(tokenizer, ids), False, calls=form)
+
+
+def result_of(tokenizer, ids: list[int], stop: str = "") -> Generation:
+    """Return the answer of these tokens, whose text ends before a stop string."""
+    text = decode_text(tokenizer, ids).rstrip("\ufffd")
+    return Generation([5], ids, text.partition(stop)[0] if stop else text, 1, [1], len(ids), 0.0, "eos")
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), CASES)
+def test_an_answer_that_grows_token_by_token(tokenizer, text, content, reasoning, calls):
+    """The pieces of a stream join to the parts of the whole answer, and no piece has a special token."""
+    form = Harmony.of(TEMPLATE, tokenizer)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    choice, parts, found = reply(form, tokenizer), {"content": "", "reasoning_content": ""}, []
+    for length in range(1, len(ids) + 2):
+        choice.handle.result = result_of(tokenizer, ids[:length])
+        choice.handle.done = length > len(ids)
+        for event in ReplyFormat("m", True).events(choice):
+            delta = event["choices"][0]["delta"]
+            for name in parts:
+                parts[name] += delta.get(name, "")
+            found += delta.get("tool_calls", ())
+    assert parts == {"content": content, "reasoning_content": reasoning}
+    arguments = "".join(piece["function"]["arguments"] for piece in found)
+    assert ([found[0]["function"]["name"], arguments] if found else []) == [x for call in calls for x in call[:2]]
+    expected = "tool_calls" if calls and calls[0].complete else "stop"
+    assert choice.finish_reason == expected
+
+    whole = reply(form, tokenizer)
+    whole.handle.result = result_of(tokenizer, ids)
+    whole.handle.request.wanted = SimpleNamespace(seed=None)
+    message = ReplyFormat("m", True).whole([whole], {})["choices"][0]["message"]
+    assert (message["content"] or "", message.get("reasoning_content", "")) == (content, reasoning)
+    assert [call["function"]["arguments"] for call in message.get("tool_calls", [])] == [call[1] for call in calls]
+
+
+def test_stop_strings_end_the_content(tokenizer):
+    choice = reply(Harmony.of(TEMPLATE, tokenizer), tokenizer)
+    ids = tokenizer(ANALYSIS + FINAL, add_special_tokens=False)["input_ids"]
+    choice.handle.result = dataclasses.replace(result_of(tokenizer, ids, " {"), finish_reason="stop")
+    assert choice.delta(True)[::5] == ("a", "so <b>é")
+
+
+def accepts(tokenizer, grammar, text: str) -> bool:
+    ids, ends = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.convert_tokens_to_ids
+    eos = ends("<|call|>"), ends("<|return|>")
+    matcher = grammar.start(tokenizer, len(tokenizer), eos)
+    matcher.follow(ids)
+    return matcher.error is None and bool(allowed_next(matcher, len(tokenizer))[0, eos[0] // WORD] >> eos[0] % WORD & 1)
+
+
+def test_grammars(tokenizer):
+    form = Harmony.of(TEMPLATE, tokenizer)
+    thought, call, final = ANALYSIS + NEXT, CALL[:-8], "<|channel|>final<|message|>"
+    for kind, text, accepted in [
+        ({}, call, True),
+        ({}, thought + call, True),
+        ({}, thought + call.replace("ba", "x"), False),  # against the schema
+        ({}, thought + call.replace("ab", "c"), False),
+        ({}, f"{thought}{final}a", False),
+        ({"text": True}, f"{thought}{final}a", True),
+        ({"text": True}, f"<|channel|>commentary<|message|>I look{NEXT}{call}", True),
+        ({"text": True}, "a", False),
+        ({"answer": SCHEMAS["a"]}, f'{thought}{final}{{"b": 3}}', True),
+        ({"answer": SCHEMAS["a"]}, f"{thought}{final}a", False),
+    ]:
+        assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted, (kind, text)
+
+
+def test_every_chat_with_such_a_template_is_read(tokenizer):
+    form, body = Harmony.of(TEMPLATE, tokenizer), {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+    assert Harmony.of("<tool_call>", tokenizer) is None
+    tools = [{"type": "function", "function": {"name": "ab", "parameters": SCHEMAS["ab"]}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["a"]}}
+    for more in ({}, {"tools": tools}, {"response_format": schema}, {"tools": tools, "response_format": schema}):
+        found = structure_of(ChatBody(**body, **more), lambda: form, form)
+        assert found.calls is form
+        assert (found.grammar is None) == (not more)
+    past = {"role": "assistant", "content": "a", "reasoning_content": "so"}
+    (message,) = (m.plain() for m in ChatBody(model="m", messages=[past]).messages)
+    assert message == past
