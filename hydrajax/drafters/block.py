@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import flax.linen as nn
@@ -132,6 +132,8 @@ class BlockDrafter(SeesAcceptedOnly):
         causal: A slot attends to the slots before it only; so it does in layers with a sliding window.
         windows: The number of tokens that a slot attends to in each layer, itself included; 0 for all. Empty for no
             windows.
+        both_ways: In layers with a window a slot sees as many later slots as earlier ones (Muse Glimmer's assistant).
+        plain_logits: Guesses are from the lm head's matmul, without the base's divisor and cap of logits.
     """
 
     first_slot: int
@@ -141,6 +143,8 @@ class BlockDrafter(SeesAcceptedOnly):
     dtype: DType
     vocabulary: Vocabulary | None
     windows: tuple[int, ...]
+    both_ways: bool = False
+    plain_logits: bool = False
     markov: MarkovHead | None = None
     confidence_head: str | None = None
     confidence: float = 0.0
@@ -205,8 +209,7 @@ class BlockDrafter(SeesAcceptedOnly):
         """
         n_levels = len(guesses_of(tree))
         hidden = self.slots(params, state, root, n_levels, base) if n_levels else None
-        base_logits = self.lm_head.base_logits(params, base)
-        logits = self._apply(params, hidden, base_logits, method="logits") if n_levels else None
+        logits = self._apply(params, hidden, self._base_logits(params, base), method="logits") if n_levels else None
         if isinstance(tree, BestFirstTree) and draw is None and self.markov is None:
             proposal = best_first(tree, root, logits, self.lm_head)
         else:
@@ -220,7 +223,7 @@ class BlockDrafter(SeesAcceptedOnly):
         causal = all(self._is_causal(layer) for layer in range(self.config.n_layers))
         size = n_levels + self.first_slot if causal else self.block_size
         tokens = jnp.concatenate([root[:, None], jnp.full((len(root), size - 1), self.mask_token)], axis=1)
-        x = base.embed(tokens).astype(self.dtype)
+        x = base.embed(tokens, normed=False).astype(self.dtype)
         positions = cache.lengths[:, None] + jnp.arange(size)
         past = [
             cache.segments(layer, positions - window + 1 if window else None)
@@ -235,13 +238,17 @@ class BlockDrafter(SeesAcceptedOnly):
         return self.windows or (0,) * self.config.n_layers
 
     def _is_causal(self, layer: int) -> bool:
-        return self.causal or bool(self._windows[layer])
+        return self.causal or (bool(self._windows[layer]) and not self.both_ways)
 
     def _block_mask(self, layer: int, size: int) -> Bool[np.ndarray, "n n"]:
-        if not self._is_causal(layer):
-            return np.ones((size, size), bool)
         distance = np.subtract.outer(np.arange(size), np.arange(size))
-        return (distance >= 0) & (distance < (self._windows[layer] or size))
+        near = np.abs(distance) < (self._windows[layer] or size)
+        return near & (distance >= 0) if self._is_causal(layer) else near
+
+    def _base_logits(self, params, base) -> Callable:
+        if self.plain_logits:
+            return partial(base.logits, plain=True)
+        return self.lm_head.base_logits(params, base)
 
     def _filled(self, params, root, tree: CandidateTree, hidden, logits, draw: Draw | None) -> Proposal:
         """Fill the tree level by level, with the Markov head if there is one."""
@@ -339,7 +346,8 @@ class BlockDrafter(SeesAcceptedOnly):
         rows = n_blocks * size
         known = jnp.take_along_axis(text.tokens, anchors, axis=1)[:, :, None]
         fill = jnp.full((batch, n_blocks, size - 1), self.mask_token)
-        x = base.embed(jnp.concatenate([known, fill], axis=2).reshape(batch, rows)).astype(self.dtype)
+        tokens = jnp.concatenate([known, fill], axis=2).reshape(batch, rows)
+        x = base.embed(tokens, normed=False).astype(self.dtype)
         before, places = text.seen_by(jnp.repeat(anchors, size, axis=1), np.tile(np.arange(size), n_blocks))
         distance, masks, past = places[:, :, None] - text.positions[:, None, :], [], []
         for layer, window in enumerate(self._windows):
@@ -353,7 +361,7 @@ class BlockDrafter(SeesAcceptedOnly):
         self, params, hidden: Float[Array, "*rows K D"], before: Int[Array, "*rows K"], base
     ) -> Float[Array, "*rows K V_"]:
         """Return the float32 logits of whole blocks, given the tokens before each position."""
-        logits = self._apply(params, hidden, self.lm_head.base_logits(params, base), method="logits")
+        logits = self._apply(params, hidden, self._base_logits(params, base), method="logits")
         return logits if self.markov is None else logits + self._apply(params, before, hidden, method="corrections")
 
     def confidence_logits(self, params, hidden, before) -> Float[Array, "*rows K"]:

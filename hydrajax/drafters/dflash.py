@@ -30,7 +30,7 @@ class DFlash(BlockDrafter):
         block_size: Slots of a block; the anchor's predicts nothing.
         vocabulary: The tokens that it can propose; None for all.
         num_anchors: Blocks per row of training text.
-        windows: See `hydrajax.drafters.block.BlockDrafter`.
+        windows, both_ways, plain_logits: See `hydrajax.drafters.block.BlockDrafter`.
     """
 
     config: LlamaConfig
@@ -41,6 +41,8 @@ class DFlash(BlockDrafter):
     dtype: DType = jnp.float32
     num_anchors: int = 64
     windows: tuple[int, ...] = ()
+    both_ways: bool = False
+    plain_logits: bool = False
     first_slot: ClassVar[int] = 1
     ends_at_gaps: ClassVar[bool] = False
     causal: ClassVar[bool] = False

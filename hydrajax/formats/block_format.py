@@ -17,6 +17,10 @@ whose *input* is read.
 In layers with a sliding window a slot sees only earlier slots of its block, and the window ends at its own position, as
 in SpecForge and vLLM.
 
+Muse Glimmer's assistant (transformers' ``muse_glimmer_assistant``) has DFlash's layers under other names and all fields
+at the top level. A window of W reaches W tokens back and W slots ahead. Slots are embedded without the base's norm of
+embeddings, and guesses are the lm head's matmul, without the base's multiplier and cap.
+
 Layer i of ``target_layer_ids`` is the base's layer whose *output* is read. The last layer's is after the final norm in
 transformers, which DeepSpec therefore refuses; -1 is the embedding.
 """
@@ -33,6 +37,7 @@ from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.config_fields import rope_parameters
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.formats.eagle_format import ONE_PASS
@@ -57,8 +62,27 @@ from hydrajax.models.layout import MODEL, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+FUSION = "fc.weight", "hidden_norm.weight"
 NESTED = "dflash_config"
 LARGEST_BLOCK = 1024
+ASSISTANT = "muse_glimmer_assistant"
+ASSISTANT_DEFAULTS = {  # transformers'
+    "hidden_size": 6656,
+    "intermediate_size": 19_968,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 2048,
+    "block_size": 16,
+    "mask_token_id": 201_818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
+}
+LISTS = ("layer_types", "target_layer_ids")  # whose null is the default
 SLIDING = "sliding_attention"
 VARIANTS = {  # of DFlash, which are not implemented
     "projector_type": (None, "dflash"),
@@ -79,6 +103,7 @@ class BlockFormat(HeadFormat):
         drafter_class: The class of its drafters.
         first_layer: The smallest allowed number in ``target_layer_ids``.
         last_is_normed: The last layer of the base is allowed.
+        fusion: Names of the tensors that fuse the base's hidden states.
     """
 
     stem = MODEL
@@ -87,12 +112,13 @@ class BlockFormat(HeadFormat):
     drafter_class: type[BlockDrafter]
     first_layer = 0
     last_is_normed = True
+    fusion = FUSION
 
     def layout(self, drafter, config):
-        return block_layout(drafter)
+        return block_layout(drafter, *self.fusion)
 
     def settled(self, drafter, files, dtype):
-        return dataclasses.replace(drafter, dtype=jnp.dtype(files.dtype("fc.weight") if dtype is None else dtype))
+        return dataclasses.replace(drafter, dtype=jnp.dtype(files.dtype(self.fusion[0]) if dtype is None else dtype))
 
     def reads(self, numbers: Any, base: LlamaConfig, where: str) -> tuple[int, ...]:
         """Return ``aux_hidden_layers`` of ``target_layer_ids``."""
@@ -161,6 +187,8 @@ class DFlashFormat(BlockFormat):
         return self.drafter_class(layers, aux_hidden_layers, mask_of(own, base, where), size, windows=windows)
 
     def config(self, drafter, made_for):
+        if drafter.both_ways or drafter.plain_logits:
+            raise cannot_write("both_ways or plain_logits", True, False)
         fields, layers = self.common_fields(drafter, made_for)
         own = {"mask_token_id": drafter.mask_token, "target_layer_ids": layers}
         own |= {"causal_head": True} if self.causal else {}
@@ -175,6 +203,51 @@ class JetSpecFormat(DFlashFormat):
     read_by = "`hydrajax generate --base BASE --draft THIS --tree fanout-64-7`, and the official code of JetSpec."
     drafter_class = JetSpec
     causal = True
+
+
+class MuseAssistantFormat(BlockFormat):
+    """Muse Glimmer's assistant, a DFlash draft (transformers' ``muse_glimmer_assistant``)."""
+
+    name = "muse-assistant"
+    known_by = "Muse Glimmer's assistant (model_type 'muse_glimmer_assistant')"
+    read_by = '`hydrajax generate --base BASE --draft THIS`, and transformers (`speculation_type="dflash"`).'
+    drafter_class = DFlash
+    first_layer = -1
+    fusion = "encoder.fc.weight", "encoder.output_norm_enc.weight"
+
+    def recognises(self, config, names):
+        return config.get("model_type") == ASSISTANT
+
+    def drafter(self, config, files, base):
+        given = {name: value for name, value in config.items() if value is not None or name not in LISTS}
+        fields = ASSISTANT_DEFAULTS | given | {"vocab_size": base.vocab_size}
+        n_layers = min(integer(fields, "num_hidden_layers", 1), MOST + 1)
+        layers, windows = read_layers({"layer_types": [SLIDING] * n_layers} | fields, base)
+        return DFlash(
+            layers,
+            self.reads(fields["target_layer_ids"], base, "target_layer_ids"),
+            mask_of(fields, base, CONFIG),
+            block_size_of(fields, 2),
+            windows=tuple(window + 1 if window else 0 for window in windows),
+            both_ways=True,
+            plain_logits=True,
+        )
+
+    def config(self, drafter, made_for):
+        for name in ("both_ways", "plain_logits"):
+            if not getattr(drafter, name):
+                raise cannot_write(name, False, True)
+        fields, layers = self.common_fields(drafter, made_for)
+        own = {name: fields[name] for name in fields.keys() & ASSISTANT_DEFAULTS.keys() - {"rope_theta"}}
+        return own | {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "model_type": ASSISTANT,
+            "rope_parameters": rope_parameters(drafter.config.rope_theta, drafter.config.rope_scaling),
+            "layer_types": fields.get("layer_types", ["full_attention"] * drafter.config.n_layers),
+            "sliding_window": max(drafter.windows) - 1 if any(drafter.windows) else 2048,
+            "mask_token_id": drafter.mask_token,
+            "target_layer_ids": layers,
+        }
 
 
 class DeepSpecFormat(BlockFormat):
@@ -277,12 +350,12 @@ def read_heads(config: dict[str, Any]) -> dict[str, Any]:
     return {"markov": markov, "confidence_head": confidence}
 
 
-def block_layout(drafter: BlockDrafter) -> Layout:
-    """Return the key map of a draft of one pass, the same in all formats."""
+def block_layout(drafter: BlockDrafter, fc: str = FUSION[0], hidden_norm: str = FUSION[1]) -> Layout:
+    """Return the key map of a draft of one pass, the same in all formats except for the names of these two tensors."""
     c, width = drafter.config, drafter.config.width
     layout = [
-        transposed(("fc",), "fc.weight", width, len(drafter.aux_hidden_layers) * width),
-        same(("hidden_norm", "scale"), "hidden_norm.weight", width),
+        transposed(("fc",), fc, width, len(drafter.aux_hidden_layers) * width),
+        same(("hidden_norm", "scale"), hidden_norm, width),
         same(("norm", "scale"), "norm.weight", width),
     ]
     for i in range(c.n_layers):
@@ -401,6 +474,6 @@ def about(heads: BlockDrafter) -> About:
     return About(f"{name} draft", name.lower(), rows)
 
 
-DFLASH_FILES = Files((DFlashFormat(), SpeculatorsBlocks()), check, about)
+DFLASH_FILES = Files((DFlashFormat(), MuseAssistantFormat(), SpeculatorsBlocks()), check, about)
 JETSPEC_FILES = Files((JetSpecFormat(),), check, about)
 DSPARK_FILES = Files((DeepSpecFormat(),), check, about)

@@ -69,13 +69,14 @@ class BaseModel(Protocol):
         """Return the input embeddings E(x) as the first layer reads them, or before their norm if they have one."""
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits from hidden states after the final norm.
 
         Args:
             hidden: The hidden states.
             tokens: Ids of the tokens whose logits to return, in this order; constants of the program. None for all.
+            plain: Return the lm head's matmul, without the base's divisor and cap of logits.
         """
 
     def head_kernel(self) -> Float[Array, "D V"]:
@@ -120,10 +121,10 @@ class BoundBase:
         return self._apply(tokens, normed, method="embed")
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
     ) -> Float[Array, "*rows V_"]:
-        """Return the base's next-token logits, float32, of all tokens or of these."""
-        return self._apply(hidden, tokens, method="logits")
+        """Return the base's next-token logits, float32; see `BaseModel.logits`."""
+        return self._apply(hidden, tokens, plain, method="logits")
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the base's lm head, from which draft lm heads start (medusa 2.1.1)."""

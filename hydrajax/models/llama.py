@@ -108,10 +108,12 @@ class Llama(nn.Module):
         return scaled(rows, self.config.embedding_scale)
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None
+        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
         logits = self._products(hidden, tokens)
+        if plain:
+            return logits
         if self.config.logits_divisor != 1.0:
             logits = logits / self.config.logits_divisor
         return capped(logits, self.config.logits_softcap)
