@@ -108,7 +108,11 @@ def _one_draft(ref: DraftRef, m: LoadedBase, base_directory, confidence: float |
         if given:
             also = " or DSpark with a confidence head" if name == "draft_confidence" else ""
             raise HydrajaxError(f"{name}: requires a draft model{also}, got {title_of(drafter)}")
-    return LoadedDraft(drafter, quantized_draft(params, model.quantize), directory)
+    params = quantized_draft(params, model.quantize)
+    if model.quantize is not None and trace.has_few_bits() and drafter.spec.shared_lm_head:
+        # A program that selects the tokens from the base's lm head does so in every call.
+        params = {**params, **in_int8(drafter, {}, BoundBase(model, m.params.base))}
+    return LoadedDraft(drafter, params, directory)
 
 
 def _draft_model(draft: Checkpoint, m: LoadedBase, confidence: float | None) -> LoadedDraft:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import hydrajax
 from hydrajax import assets
+from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.tiles import Int8Tiles
+from hydrajax.models.base_model import BoundBase
 from hydrajax.ops import trace
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Reader:\n    def", "for i in"]
@@ -32,6 +37,17 @@ def test_a_batch_with_a_draft_gives_the_text_without_one(quantize, kind):
     alone = m.generate(PROMPTS, draft="none", tree="root", max_new_tokens=24, batch_size=1)
     assert [list(one.output_ids) for one in drafted] == [list(one.output_ids) for one in alone]
     assert sum(one.steps for one in drafted) < 0.7 * sum(len(one.output_ids) for one in drafted)
+
+
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+def test_a_part_of_the_bases_lm_head_is_copied_in_its_own_bits(tmp_path):
+    m = hydrajax.load("shipped", quantize="int4")
+    config, some = m.model.config, Vocabulary(range(0, 128, 2))
+    heads = MedusaHeads(1, config.width, config.vocab_size, small_lm_head=LmHead(shared=True, vocabulary=some))
+    export_heads(tmp_path, heads, heads.init(jax.random.key(0), BoundBase(m.model, m.params.base)), format="native")
+    copy, wanted = m.with_draft(tmp_path).params.draft[COPIED_LM_HEAD], m.params.base["embedding"].dequantized()
+    assert isinstance(copy, Int8Tiles)
+    np.testing.assert_array_equal(copy.dequantized(), wanted[:, some.tokens])
 
 
 @pytest.fixture
