@@ -13,11 +13,15 @@ AVX2 = "-mavx2", "-mfma", "-mf16c", "-mbmi2"
 AVX512 = *AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"
 # One library for each set of instructions; hydrajax/ops/cpu/library.py loads the best that the CPU has. They are
 # built one after the other, as their object files have the same names. Compilers for Apple's ARM use its dot products.
+# -Xarch_arm64 keeps the flag after it from the other half of a universal binary.
+I8MM = "-march=armv8.2-a+dotprod+i8mm"
 LIBRARIES = {"_cpu": ()}
 if platform.machine() in ("x86_64", "AMD64"):
     LIBRARIES = {"_cpu_avx512": AVX512, "_cpu_avx2": AVX2}
 elif platform.machine() == "aarch64":
-    LIBRARIES = {"_cpu_dotprod": ("-march=armv8.2-a+dotprod",), "_cpu": ()}
+    LIBRARIES = {"_cpu_i8mm": (I8MM,), "_cpu_dotprod": ("-march=armv8.2-a+dotprod",), "_cpu": ()}
+elif platform.machine() == "arm64":  # macOS
+    LIBRARIES = {"_cpu_i8mm": ("-Xarch_arm64", I8MM), "_cpu": ()}
 
 # jaxlib brings the headers of XLA's foreign function interface. It is found and not imported, which would be slow.
 jaxlib = importlib.util.find_spec("jaxlib")

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kMost = 20;  // rows
-constexpr int64_t kNumbers[] = {1, 2, 3, 4, 6, 8, 9, kMost};
+constexpr int64_t kNumbers[] = {kMost, 1, 2, 3, 4, 6, 7, 8, 9};
 
 uint32_t Random() {
   static uint32_t state = 1;
@@ -22,7 +22,10 @@ std::vector<float> RandomFloats(int64_t n) {
   return numbers;
 }
 
-void Print(const char* name, int64_t rows, const std::vector<float>& out, int64_t n) {
+// The product of `rows` rows, which are the first of those of `all`. The most rows come first.
+void Print(const char* name, int64_t rows, const std::vector<float>& out, int64_t n, std::vector<float>& all) {
+  if (rows == kMost) all = out;
+  if (std::memcmp(out.data(), all.data(), sizeof(float) * n)) std::printf("A row's bits depend on others.\n");
   uint64_t sum = 14695981039346656037u;  // FNV-1a
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits;
@@ -37,7 +40,7 @@ void Print(const char* name, int64_t rows, const std::vector<float>& out, int64_
 void PrintProducts() {
   constexpr int64_t kIn = 100, kOut = 200, kGroups = 4, kUnits = 4;
   const std::vector<float> x = RandomFloats(kMost * kIn);
-  std::vector<float> out(kMost * kOut);
+  std::vector<float> out(kMost * kOut), all;
   std::vector<uint8_t> tiles(kUnits * kGroups * kDepth * kColumns), zeros(kUnits * kGroups * kColumns);
   std::vector<uint8_t> exponents(zeros.size());
   std::vector<uint16_t> scales(zeros.size()), offsets(zeros.size());
@@ -53,7 +56,7 @@ void PrintProducts() {
     if (kind == 6) weight.exponents = exponents.data();
     for (int64_t rows : kNumbers) {
       ProductOfTiles(BestCode(), x.data(), kIn, weight, out.data(), rows, 0, kUnits);
-      Print(kind == 6 ? "mxfp4" : weight.four_bits ? "int4" : "int8", rows, out, rows * kOut);
+      Print(kind == 6 ? "mxfp4" : weight.four_bits ? "int4" : "int8", rows, out, rows * kOut, all);
     }
   }
 }
@@ -64,16 +67,16 @@ template <typename W>
 void PrintProductsOf(const char* name) {
   constexpr int64_t kIn = 100, kOut = 10 * kColumns;
   const std::vector<float> x = RandomFloats(kMost * kOut), numbers = RandomFloats((kIn + 2 * kDepth) * kOut);
-  std::vector<float> out(kMost * kOut);
+  std::vector<float> out(kMost * kOut), all, all_transposed;
   std::vector<W> weight(numbers.size());
   for (size_t i = 0; i < weight.size(); ++i) Set(weight[i], numbers[i]);
   for (int64_t rows : kNumbers) {
     ProductOfColumns(x.data(), weight.data(), rows, kIn, kOut, 0, kOut, 0, kIn, out.data());
     std::vector<float> in_order(rows * kOut);
     StoreColumns(out.data(), kColumns, rows, in_order.data(), rows, kOut, 0, kOut);
-    Print(name, rows, in_order, rows * kOut);
+    Print(name, rows, in_order, rows * kOut, all);
     ProductWithRows(x.data(), weight.data(), out.data(), rows, kOut, kIn, 0, kIn);
-    Print(name, rows, out, rows * kIn);
+    Print(name, rows, out, rows * kIn, all_transposed);
   }
 }
 

@@ -6,8 +6,8 @@ CPU has them. A row's result does not depend on the number of rows or on these i
 
 Weights lie in tiles, so that a kernel reads memory in order (`hydrajax.lowbit.kernels.tile_layout`).
 
-HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the code: ``avx512vnni``, ``avxvnni``, ``avx2``, ``neondot``, or
-``1`` for that of CPUs without these instructions. With any value AMX is not used.
+HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the code: ``avx512vnni``, ``avxvnni``, ``avx2``, ``neoni8mm``,
+``neondot``, or ``1`` for that of CPUs without these instructions. With any value AMX is not used.
 
 AMX multiplies 6 rows or more (int8) and 12 or more (int4). Sums of a tile are stored while the next ones are
 multiplied: stored at once they take twice as long. docs/design.md and docs/low_bits.md have measurements.

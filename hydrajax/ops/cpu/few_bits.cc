@@ -23,34 +23,39 @@ using Matrix = ffi::Buffer<ffi::F32, 2>;
 
 // ---- out[rows, width] = x[rows, depth] @ weight ----------------------------------------------------------------------------
 
-// Adds the products of rows and the tiles `t` of columns to sums [rows, 64].
-using Code = void (*)(const Weight& weight, int64_t t, const Rows& x, float* sums);
+struct Code {
+  // Adds the products of rows and the tiles `t` of columns to sums [rows, 64].
+  void (*multiply)(const Weight& weight, int64_t t, const Rows& x, float* sums);
+  bool pairs;  // of rows: PairRows
+};
 
 // Code for the first instruction set that this CPU has. HYDRAJAX_PLAIN_CPU_KERNELS in the environment chooses the one that it
 // names, or plain code.
 template <typename Isa, typename... Others>
 Code FirstOf() {
   if constexpr (sizeof...(Others) == 0) {
-    return Multiply<Isa>;
+    return {Multiply<Isa>, Isa::kPairs};
   } else {
     const char* name = std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS");
     const bool chosen = name == nullptr || std::strcmp(name, Isa::kName) == 0;
-    return chosen && Isa::Available() ? Multiply<Isa> : FirstOf<Others...>();
+    return chosen && Isa::Available() ? FirstOf<Isa>() : FirstOf<Others...>();
   }
 }
 
 Code BestCode() {
 #ifdef HYDRAJAX_AMX
-  if (Avx512Vnni::Available() && amx::Available(amx::kInt8)) return matrix_unit::Multiply;
+  if (Avx512Vnni::Available() && amx::Available(amx::kInt8)) return {matrix_unit::Multiply, false};
 #endif
 #if defined(HYDRAJAX_AVX512)
   static const Code best = FirstOf<Avx512Vnni, AvxVnni, Avx2, Plain>();
 #elif defined(HYDRAJAX_AVX2)
   static const Code best = FirstOf<AvxVnni, Avx2, Plain>();
+#elif defined(HYDRAJAX_NEON_I8MM)
+  static const Code best = FirstOf<NeonI8mm, NeonDot, Plain>();
 #elif defined(HYDRAJAX_NEON_DOT)
   static const Code best = FirstOf<NeonDot, Plain>();
 #else
-  static const Code best = Multiply<Plain>;
+  static const Code best = FirstOf<Plain>();
 #endif
   return best;
 }
@@ -66,9 +71,10 @@ void ProductOfTiles(Code code, const float* x, int64_t depth, const Weight& weig
   for (int64_t row = 0; row < rows; row += kMostRows) {
     const int64_t n = quantized.rows = std::min<int64_t>(kMostRows, rows - row);
     QuantizeRows(x + row * depth, depth, quantized);
+    if (code.pairs) PairRows(quantized, groups);
     for (int64_t t = begin; t < end; ++t) {
       std::memset(sums, 0, sizeof(float) * n * kColumns);
-      code(weight, t, quantized, sums);
+      code.multiply(weight, t, quantized, sums);
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
         const float* from = sums + r * kColumns;

@@ -95,6 +95,17 @@ void QuantizeRows(const float* x, int64_t depth, const Rows& to) {
   }
 }
 
+// Puts every two rows of a group side by side, 8 numbers of one and then of the other. A last row without another stays.
+void PairRows(const Rows& x, int64_t groups) {
+  for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t row = 0; row + 1 < x.rows; row += 2) {
+      int8_t *to = x.values + (g * x.rows + row) * kDepth, pair[2 * kDepth];
+      std::memcpy(pair, to, sizeof(pair));
+      for (int i = 0; i < 8; ++i) std::memcpy(to + 8 * i, pair + i % 2 * kDepth + i / 2 * 8, 8);
+    }
+  }
+}
+
 }  // namespace
 
 #endif  // HYDRAJAX_FEW_BITS_H_

@@ -6,10 +6,15 @@
 //
 //   kLanes      columns of a vector
 //   kSums       vectors of sums at once: with as many totals in float32 they take most of the registers
+//   kTogether   vectors of weights, one below the other, that AddRows takes: more than one if a vector of x serves them all
+//   kPairs      whether x is in pairs of rows (PairRows)
+//   High        the upper 4 bits of each byte
 //   Zero        sums of no products, given the sum of a group's x
 //   Prepared    a vector of weights as Add takes it, made once for all rows
 //   Add         adds the products of a vector of weights and four numbers of x
 //   OfCodes     twice the numbers of E2M1 codes, of 8 bits from then on
+//   AddRows     the same for all rows and columns
+//   Sorted      moves the sums of AddRows to their rows and columns
 //   Total       a group's sums in 32 bits
 //   FromHalves  a vector of float16 numbers, none of which is infinite or NaN
 //   MultiplyAdd sum += a * b, rounded once: of two products in a sum, compilers differ in which one they fuse
@@ -31,6 +36,9 @@
 #include <immintrin.h>
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define HYDRAJAX_NEON_DOT 1
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define HYDRAJAX_NEON_I8MM 1
+#endif
 #include <arm_neon.h>
 #endif
 
@@ -38,7 +46,8 @@ namespace {
 
 template <int Lanes>
 struct Vectors {
-  static constexpr int kLanes = Lanes;
+  static constexpr int kLanes = Lanes, kTogether = 1;
+  static constexpr bool kPairs = false;
   typedef float Floats __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef int32_t Ints __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef uint32_t Bits __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
@@ -56,6 +65,7 @@ struct Vectors {
     std::memcpy(&codes, bytes, sizeof(codes));
     return codes;
   }
+  static ALWAYS_INLINE Ints High(Ints bytes) { return bytes >> 4 & 0x0f0f0f0f; }
   template <bool FourBits>
   static ALWAYS_INLINE Ints Zero(float) {
     return Ints{};
@@ -64,6 +74,15 @@ struct Vectors {
   static ALWAYS_INLINE Ints Prepared(Ints w) {
     return w;
   }
+  template <typename Isa, bool FourBits, int R, int V>
+  static ALWAYS_INLINE void AddRows(Ints (&sums)[R][V], const Ints (&w)[V], const int8_t* x, int step) {
+    UNROLLED for (int r = 0; r < R; ++r) {
+      const int8_t* four = x + r * kDepth + 4 * step;
+      UNROLLED for (int v = 0; v < V; ++v) Isa::template Add<FourBits>(sums[r][v], w[v], four);
+    }
+  }
+  template <int R, int V>
+  static ALWAYS_INLINE void Sorted(Ints (&)[R][V]) {}
   template <bool FourBits>
   static ALWAYS_INLINE Ints Total(Ints sums) {
     return sums;
@@ -222,13 +241,25 @@ struct Avx512Vnni : Vnni<Avx512> {
 
 struct NeonDot : Vectors<4> {
   static constexpr const char* kName = "neondot";
-  static constexpr int kSums = 8;
+  static constexpr int kSums = 8, kTogether = 4;
   static bool Available() { return true; }
 
-  template <bool FourBits>
-  static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
-    const int32x4_t numbers = vdupq_n_s32(FourNumbers(x));
-    sums = vdotq_s32(sums, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(numbers));
+  static ALWAYS_INLINE Ints High(Ints bytes) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(bytes), 4)); }
+  template <int k, int V>
+  static ALWAYS_INLINE void AddStep(Ints (&sums)[V], const Ints* w, int8x16_t x) {
+    UNROLLED for (int v = 0; v < V; ++v) sums[v] = vdotq_laneq_s32(sums[v], vreinterpretq_s8_s32(w[k * V + v]), x, k);
+  }
+  template <int V>
+  static ALWAYS_INLINE void AddRow(Ints (&sums)[V], const Ints* w, const int8_t* x) {
+    const int8x16_t numbers = vld1q_s8(x);
+    AddStep<0>(sums, w, numbers);
+    AddStep<1>(sums, w, numbers);
+    AddStep<2>(sums, w, numbers);
+    AddStep<3>(sums, w, numbers);
+  }
+  template <typename, bool, int R, int V>
+  static ALWAYS_INLINE void AddRows(Ints (&sums)[R][V], const Ints (&w)[4 * V], const int8_t* x, int step) {
+    UNROLLED for (int r = 0; r < R; ++r) AddRow(sums[r], w, x + r * kDepth + 4 * step);
   }
   static ALWAYS_INLINE Ints OfCodes(Ints codes) {
     return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(kTwiceOfCode), vreinterpretq_u8_s32(codes)));
@@ -237,6 +268,42 @@ struct NeonDot : Vectors<4> {
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
   }
   static ALWAYS_INLINE void MultiplyAdd(Floats& sum, float a, Floats b) { sum = vfmaq_n_f32(sum, b, a); }
+};
+
+#endif
+
+#ifdef HYDRAJAX_NEON_I8MM
+
+// Multiplies two rows by two columns, eight numbers of each, so sums are in squares of two rows and two columns until they are
+// sorted. A row without another has dot products.
+struct NeonI8mm : NeonDot {
+  static constexpr const char* kName = "neoni8mm";
+  static constexpr bool kPairs = true;
+
+  template <typename, bool, int R, int V>
+  static ALWAYS_INLINE void AddRows(Ints (&sums)[R][V], const Ints (&w)[4 * V], const int8_t* x, int step) {
+    UNROLLED for (int r = 0; r + 1 < R; r += 2) {
+      UNROLLED for (int k = 0; k < 4; k += 2) {
+        const int8x16_t pair = vld1q_s8(x + r * kDepth + 8 * (step + k));
+        UNROLLED for (int v = 0; v < V; ++v) {
+          const int32x4_t upper = w[k * V + v], lower = w[(k + 1) * V + v];
+          sums[r][v] = vmmlaq_s32(sums[r][v], pair, vreinterpretq_s8_s32(vzip1q_s32(upper, lower)));
+          sums[r + 1][v] = vmmlaq_s32(sums[r + 1][v], pair, vreinterpretq_s8_s32(vzip2q_s32(upper, lower)));
+        }
+      }
+    }
+    if constexpr (R % 2) AddRow(sums[R - 1], w, x + (R - 1) * kDepth + 4 * step);
+  }
+  template <int R, int V>
+  static ALWAYS_INLINE void Sorted(Ints (&sums)[R][V]) {
+    UNROLLED for (int r = 0; r + 1 < R; r += 2) {
+      UNROLLED for (int v = 0; v < V; ++v) {
+        const int64x2_t left = vreinterpretq_s64_s32(sums[r][v]), right = vreinterpretq_s64_s32(sums[r + 1][v]);
+        sums[r][v] = vreinterpretq_s32_s64(vzip1q_s64(left, right));
+        sums[r + 1][v] = vreinterpretq_s32_s64(vzip2q_s64(left, right));
+      }
+    }
+  }
 };
 
 #endif

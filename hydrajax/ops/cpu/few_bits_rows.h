@@ -64,7 +64,7 @@ NEVER_INLINE void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, i
                                float* sums) {
   using Floats = typename Isa::Floats;
   using Ints = typename Isa::Ints;
-  constexpr int kLanes = Isa::kLanes;
+  constexpr int kLanes = Isa::kLanes, K = Isa::kTogether;
   constexpr int V = R > Isa::kSums / 2 ? 1 : R > Isa::kSums / 4 ? 2 : 4;
   constexpr int32_t kNibbles = 0x0f0f0f0f;
   constexpr bool kUnsigned = FourBits && !Codes;
@@ -87,24 +87,20 @@ NEVER_INLINE void MultiplyRows(const Weight& weight, int64_t t, int64_t begin, i
       UNROLLED for (int r = 0; r < R; ++r) {
         UNROLLED for (int v = 0; v < V; ++v) products[r][v] = Isa::template Zero<kUnsigned>(x.sums[first + r]);
       }
-      auto add = [&](int step, const Ints* w) ALWAYS_INLINE {
-        UNROLLED for (int r = 0; r < R; ++r) {
-          const int8_t* four = numbers + r * kDepth + 4 * step;
-          UNROLLED for (int v = 0; v < V; ++v) Isa::template Add<kUnsigned>(products[r][v], w[v], four);
-        }
-      };
-      for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); ++s) {
-        Ints w[V], high[V];
-        UNROLLED for (int v = 0; v < V; ++v) {
-          const uint8_t* from = tile + (s * kColumns + v * kLanes) * 4;
-          if (row == 0) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
+      for (int s = 0; s < (FourBits ? kSteps / 2 : kSteps); s += K) {
+        Ints w[K * V], high[K * V];
+        UNROLLED for (int i = 0; i < K * V; ++i) {
+          const uint8_t* from = tile + ((s + i / V) * kColumns + i % V * kLanes) * 4;
+          const bool begins_line = i % V * kLanes % 16 == 0;
+          if (row == 0 && begins_line) __builtin_prefetch(from + kTilesAhead * kBytes, 0, V * kLanes == kColumns ? kL1 : kL2);
           const Ints packed = Isa::Load(from);
-          if constexpr (FourBits) high[v] = prepared(packed >> 4 & kNibbles);
-          w[v] = prepared(FourBits ? packed & kNibbles : packed);
+          if constexpr (FourBits) high[i] = prepared(Isa::High(packed));
+          w[i] = prepared(FourBits ? packed & kNibbles : packed);
         }
-        add(s, w);
-        if constexpr (FourBits) add(s + kSteps / 2, high);
+        Isa::template AddRows<Isa, kUnsigned>(products, w, numbers, s);
+        if constexpr (FourBits) Isa::template AddRows<Isa, kUnsigned>(products, high, numbers, s + kSteps / 2);
       }
+      Isa::Sorted(products);
       UNROLLED for (int v = 0; v < V; ++v) {
         Floats scale, offset;
         const int64_t at = ScalesAt(weight, t, g) + column + v * kLanes;

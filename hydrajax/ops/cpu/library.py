@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 # By preference; setup.py builds those that a kind of CPU may have.
-LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu_dotprod", "_cpu"
+LIBRARIES = "_cpu_avx512", "_cpu_avx2", "_cpu_i8mm", "_cpu_dotprod", "_cpu"
 TARGETS = (
     "hydrajax_matmul",
     "hydrajax_matmul_transposed",

@@ -3,6 +3,11 @@
 #if defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_I8MM  // headers before Linux 5.7
+#define HWCAP2_I8MM (1 << 13)
+#endif
+#elif defined(__ARM_FEATURE_MATMUL_INT8) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 extern "C" int hydrajax_runs_here() {
@@ -12,7 +17,14 @@ extern "C" int hydrajax_runs_here() {
 #elif defined(__AVX2__)
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
 #elif defined(__ARM_FEATURE_DOTPROD) && defined(__linux__)
+#ifdef __ARM_FEATURE_MATMUL_INT8
+  if (!(getauxval(AT_HWCAP2) & HWCAP2_I8MM)) return 0;
+#endif
   return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#elif defined(__ARM_FEATURE_MATMUL_INT8) && defined(__APPLE__)
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found;
 #else
   return 1;
 #endif
