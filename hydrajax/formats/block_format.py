@@ -187,9 +187,9 @@ class DFlashFormat(BlockFormat):
         return self.drafter_class(layers, aux_hidden_layers, mask_of(own, base, where), size, windows=windows)
 
     def config(self, drafter, made_for):
+        fields, layers = self.common_fields(drafter, made_for)
         if drafter.both_ways or drafter.plain_logits:
             raise cannot_write("both_ways or plain_logits", True, False)
-        fields, layers = self.common_fields(drafter, made_for)
         own = {"mask_token_id": drafter.mask_token, "target_layer_ids": layers}
         own |= {"causal_head": True} if self.causal else {}
         return fields | {"architectures": [self.architecture], NESTED: own}
@@ -234,10 +234,10 @@ class MuseAssistantFormat(BlockFormat):
         )
 
     def config(self, drafter, made_for):
+        fields, layers = self.common_fields(drafter, made_for)
         for name in ("both_ways", "plain_logits"):
             if not getattr(drafter, name):
                 raise cannot_write(name, False, True)
-        fields, layers = self.common_fields(drafter, made_for)
         own = {name: fields[name] for name in fields.keys() & ASSISTANT_DEFAULTS.keys() - {"rope_theta"}}
         return own | {
             "architectures": ["MuseGlimmerAssistantModel"],

@@ -139,7 +139,7 @@ MEAN = {  # other values of these are valid, and mean another drafter of the sam
     *("rms_norm_eps", "norm_eps", "rope_theta", "max_positions", "depth", "ttt_length", "dropout", "layer_types"),
     *("norm_before_residual", "mask_token_id", "mask_token", "ptd_token_id", "num_speculative_tokens", "tied_lm_head"),
     *("embedding_first", "before_final_norm", "windows", "sliding_window", "causal_head", "num_anchors"),
-    *("prefix_window",),
+    *("prefix_window", "rope_parameters"),
 }
 
 

@@ -46,6 +46,7 @@ EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
 MIMO = MTP(BASE.replace(n_layers=1), embedding_first=False, before_final_norm=True)
 DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
+MUSE = dataclasses.replace(DFLASH, both_ways=True, plain_logits=True)
 JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
 DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
 PEAGLE = PEagle.for_base(BASE, np.float32, PEagleSettings(2, 3, (0,)))
@@ -70,6 +71,7 @@ HEADS = {  # drafter, format, as .pt
     "native_mtp": (MIMO, "native", False),
     "dflash": (DFLASH, "dflash", False),
     "jetspec": (JETSPEC, "jetspec", False),
+    "muse_assistant": (MUSE, "muse-assistant", False),
     "deepspec": (DSPARK, "deepspec", False),
     "peagle": (PEAGLE, "p-eagle", False),
     "native_dspark": (DSPARK, "native", False),
