@@ -76,6 +76,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "qwen3": "hydrajax.families.llama_families:QWEN3",
         "gemma2": "hydrajax.families.dense_families:GEMMA2",
         "gemma3_text": "hydrajax.families.dense_families:GEMMA3_TEXT",
+        "gemma4_text": "hydrajax.families.gemma4_families:GEMMA4_TEXT",
+        "gemma4_unified_text": "hydrajax.families.gemma4_families:GEMMA4_UNIFIED_TEXT",
         "olmo2": "hydrajax.families.dense_families:OLMO2",
         "olmo3": "hydrajax.families.dense_families:OLMO3",
         "granite": "hydrajax.families.dense_families:GRANITE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from hydrajax.families.mlp_layout import gate_up, of_parts, parts_of
-from hydrajax.families.tensor_names import FUSED_MLP, in_files
+from hydrajax.families.tensor_names import FUSED_EXPERTS, in_files
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, Stack, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -27,11 +27,13 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
     e, path = c.experts, (*path, "experts")
     if e.biases:
         return _interleaved(path, f"{prefix}{FUSED}", c)
-    fused = c.names in FUSED_MLP or in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
+    fused = c.names in FUSED_EXPERTS or in_files(f"{prefix}{FUSED}experts.gate_up_proj", c) in files
     block = f"{prefix}{FUSED if fused else f'{e.block}.'}"
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
     if e.choice_bias:
         layout.append(same((*path, "choice_bias"), f"{block}gate.{BIAS}", e.count))
+    if e.beside_mlp:
+        layout.append(same((*path, "scale"), f"{prefix}router.per_expert_scale", e.count))
     layout += _fused(path, block, c) if fused else _of_each(path, block, c)
     if e.shared_width:
         shared = f"{block}{'shared_expert' if e.shared_gate else 'shared_experts'}."

@@ -23,6 +23,13 @@ NORMS = {
     "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
 }
 HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+# Of a layer that has an MLP and experts: `hydrajax.models.expert_settings.Experts.beside_mlp`.
+BESIDE_MLP = {
+    "mlp_alone_out_norm": "post_feedforward_layernorm_1.weight",
+    "experts_out_norm": "post_feedforward_layernorm_2.weight",
+    "experts_norm": "pre_feedforward_layernorm_2.weight",
+    "router_norm": "router.scale",
+}
 
 
 def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout:
@@ -39,6 +46,13 @@ def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout
     layout = [same(("embedding",), f"{model}embed_tokens.weight", c.vocab_size, c.width)]
     for i in range(c.n_layers):
         layout += decoder_layer((f"layers_{i}",), f"{model}layers.{i}.", c.of_layer(i), files=files)
+    if c.per_layer_width:
+        features = c.n_layers * c.per_layer_width
+        layout += [
+            same(("per_layer", "embedding"), f"{model}embed_tokens_per_layer.weight", c.per_layer_vocab, features),
+            transposed(("per_layer", "projection"), f"{model}per_layer_model_projection.weight", features, c.width),
+            same(("per_layer", "norm", "scale"), f"{model}per_layer_projection_norm.weight", c.per_layer_width),
+        ]
     if c.norm_scales != "none":
         layout.append(same(("norm", "scale"), f"{model}norm.weight", c.width))
     if not c.tied_lm_head:
@@ -72,14 +86,23 @@ def decoder_layer(
         and (attention_width is None or ours != "attention_norm")
         and (c.mlp or ours != "mlp_norm")
     ]
-    if not c.mlp:
-        mlp = []
-    elif c.experts is None:
-        mlp = dense_mlp(path, prefix, c)
-    else:
+    mlp = []
+    if c.mlp and (c.experts is None or c.experts.beside_mlp):
+        mlp += dense_mlp(path, prefix, c)
+    if c.mlp and c.experts is not None:
         from hydrajax.families.expert_layout import expert_mlp
 
-        mlp = expert_mlp(path, prefix, c, files)
+        mlp += expert_mlp(path, prefix, c, files)
+        if c.experts.beside_mlp:
+            norms += [same((*path, ours, "scale"), prefix + theirs, c.width) for ours, theirs in BESIDE_MLP.items()]
+    if c.layer_scale:
+        mlp.append(same((*path, "layer_scale"), f"{prefix}layer_scalar", 1))
+    if p := c.per_layer_width:
+        mlp += [
+            transposed((*path, "per_layer_gate"), f"{prefix}per_layer_input_gate.weight", p, c.width),
+            transposed((*path, "per_layer_out"), f"{prefix}per_layer_projection.weight", c.width, p),
+            same((*path, "per_layer_norm", "scale"), f"{prefix}post_per_layer_input_norm.weight", c.width),
+        ]
     if c.recurrent is not None:
         from hydrajax.families.recurrent_layout import recurrent
 
@@ -90,7 +113,7 @@ def decoder_layer(
     head_norms = [
         same((*path, ours, "scale"), f"{attention}{theirs}.weight", size * c.head_dim)
         for (ours, theirs), size in zip(HEAD_NORMS.items(), sizes, strict=True)
-        if c.norm_scales == "all" and (c.qk_norm or c.qk_norm_all_heads)
+        if c.norm_scales == "all" and (c.qk_norm or c.qk_norm_all_heads) and not (c.shared_kv and ours == "key_norm")
     ]
     if c.out_bias:
         biases.append(same((*path, "out_bias"), f"{attention}o_proj.bias", c.width))
@@ -117,8 +140,9 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
     """
     apart = c.attention_gate and c.names in SEPARATE_GATES
     queries, keys = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    own = () if c.shared_kv else ("k",) if c.values_are_keys else ("k", "v")
     rows = {"q": queries, "gate": queries} if apart else {"q": (1 + c.attention_gate) * queries}
-    rows |= {"k": keys, "v": keys}
+    rows |= dict.fromkeys(own, keys)
 
     def join(*parts):
         if c.fused_projections:
@@ -131,11 +155,12 @@ def _qkv(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> E
 
     def split(fused):
         fused = np.moveaxis(fused, 0, -1) if inputs else fused
-        queries = [fused[:, :-2]]
+        first, *others = np.split(fused, [fused.shape[1] - i for i in range(len(own), 0, -1)], axis=1)
+        queries = [first]
         if c.attention_gate:
-            queries = np.split(queries[0], 2, axis=1)
+            queries = np.split(first, 2, axis=1)
             queries = queries if apart else [np.stack(queries, axis=2)]
-        parts = tuple(part.reshape(-1, *inputs) for part in (*queries, fused[:, -2], fused[:, -1]))
+        parts = tuple(part.reshape(-1, *inputs) for part in (*queries, *others))
         return (np.concatenate(parts),) if c.fused_projections else parts
 
     sizes = {"qkv": sum(rows.values())} if c.fused_projections else rows

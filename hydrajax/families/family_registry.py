@@ -28,6 +28,8 @@ from hydrajax.models.llama_config import LlamaConfig
 FAMILIES = plugins.Group("families")
 # Multimodal models that are used without their vision tower, and the families of their text parts.
 TEXT_PARTS = {
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "lfm2_vl": "lfm2",

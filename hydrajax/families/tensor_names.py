@@ -46,9 +46,15 @@ NAMES = {
     },
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "muse_glimmer": {},
+    "gemma4": {
+        "mlp.gate": "router.proj",
+        "mlp.experts.gate_up_proj": "experts.gate_up_proj",
+        "mlp.experts.down_proj": "experts.down_proj",
+    },
     "nemotron_h": {"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"},
 }
-FUSED_MLP = ("granitemoehybrid",)  # gate and up are one tensor, and so are the experts of a layer
+FUSED_MLP = ("granitemoehybrid",)  # gate and up are one tensor
+FUSED_EXPERTS = (*FUSED_MLP, "gemma4")  # the experts of a layer are one tensor
 NO_FILES: Mapping[str, Shape] = {}
 # Names of norms in OLMo hybrid's released files, which transformers renames.
 RELEASED = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}

@@ -26,7 +26,7 @@ WHAT = "base"
 # Rotary buffers of old transformers versions, a Medusa-2 model's heads (`hydrajax.formats.medusa_format`), MTP
 # modules (`hydrajax.formats.mtp_format`, see also `Checkpoint.ignored`), and the vision tower of a multimodal model.
 IGNORED = r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)|medusa_head\..*|model\.mtp_layers\..*|mtp\..*"
-IGNORED += r"|model\.(visual|vision_tower|vision_adapter|vision_projection|multi_modal_projector)\..*"
+IGNORED += r"|model\.(visual|vision_\w+|audio_\w+|multi_modal_projector|embed_vision|embed_audio)\..*"
 MERGED = "hydrajax_adapter"  # in config.json: the sha256 of the adapter that was merged into the weights
 MODULES, MOST_MODULES = "num_nextn_predict_layers", 64
 
@@ -141,6 +141,11 @@ class Checkpoint:
         wanted = shapes(self.layout)
         ignored = [IGNORED, *map(re.escape, self.files.zero_biases(wanted))]
         ignored += [r"lm_head\.weight"] * config.tied_lm_head  # some files of tied models have a copy
+        # Layers that attend to another's keys and values may have unused weights of their own.
+        shared = "|".join(str(i) for i, kind in enumerate(config.kinds) if kind.shared_kv)
+        ignored += [rf"model\.(language_model\.)?layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.weight"] * bool(
+            shared
+        )
         # MTP modules that are stored as layers after the last.
         ignored += [rf"model\.layers\.{config.n_layers + i}\..*" for i in range(number)]
         expect_tensors(self.files, wanted, where, "|".join(ignored))

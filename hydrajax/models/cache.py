@@ -17,22 +17,23 @@ from jaxtyping import Bool, Int, Num
 from hydrajax import ops
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import Filled, KVSegment
-from hydrajax.models.kv_vectors import KeyValue, Vectors, empty
+from hydrajax.models.kv_vectors import KeyValue, empty
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.ops.sharded import DATA, MODEL, shard
 
-# What each layer keeps of the tokens fed now: keys and values, or what its state takes in.
-Block = tuple[KeyValue | RecurrentCache | PathNodes, ...]
+# What each layer keeps of the tokens fed now: keys and values, or what its state takes in; None for a layer that
+# attends to another's.
+Block = tuple[KeyValue | RecurrentCache | PathNodes | None, ...]
 States = tuple[RecurrentCache, ...]  # of the recurrent layers, in order; none without such layers
 
 
 class KVCache(NamedTuple):
-    """A KV cache: ``layers[l]`` holds keys and values of layer l, or its state; ``lengths`` int32 ``[B]`` the filled
-    slots.
+    """A KV cache: ``layers[l]`` holds keys and values of layer l, its state, or None if it attends to another layer's;
+    ``lengths`` int32 ``[B]`` the filled slots.
     """
 
-    layers: tuple[KeyValue | RecurrentCache, ...]
+    layers: tuple[KeyValue | RecurrentCache | None, ...]
     lengths: Int[Array, " B"]
 
     def segments(self, layer: int, first_seen: Int[Array, "B T"] | None = None) -> tuple[KVSegment, ...]:
@@ -76,17 +77,17 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
     On a mesh its sequences and key-value heads are sharded, as in attention. ``kv_cache`` names a type of
     fewer bits (`hydrajax.models.kv_vectors.KV_CACHES`).
     """
-    shape = (batch, config.n_kv_heads, ops.here().padded_slots(slots), config.head_dim)
 
-    def slots_of_layer() -> Vectors:
-        return jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache))
+    def of_layer(layer: LlamaConfig) -> KeyValue | RecurrentCache | None:
+        if layer.recurrent is not None:
+            return RecurrentCache.empty(layer.recurrent, batch, dtype)
+        if layer.shared_kv:
+            return None
+        shape = (batch, layer.n_kv_heads, ops.here().padded_slots(slots), layer.head_dim)
+        keys, values = (jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache)) for _ in range(2))
+        return keys, values
 
-    layers = tuple(
-        (slots_of_layer(), slots_of_layer())
-        if kind.recurrent is None
-        else RecurrentCache.empty(kind.recurrent, batch, dtype)
-        for kind in config.kinds
-    )
+    layers = tuple(of_layer(config.of_layer(i)) for i in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))
 
 
@@ -120,15 +121,19 @@ def append(
             program does not read it.
     """
     starts = cache.lengths if after is None else after_reads(cache.lengths, after)
-    pairs = list(zip(cache.layers, block, strict=True))
-    attention = [pair for pair in pairs if not isinstance(pair[0], RecurrentCache)]
-    slots, treedef = jax.tree.flatten([layer for layer, _ in attention])
-    written = ops.append_rows(slots, jax.tree.leaves([part for _, part in attention]), index, starts) if slots else []
-    written = iter(jax.tree.unflatten(treedef, written))
-    layers = (
-        layer.after(part, counts, index) if isinstance(layer, RecurrentCache) else next(written)
-        for layer, part in pairs
-    )
+    layers: list[Any] = list(cache.layers)
+    alike: dict[Any, list[int]] = {}
+    for i, layer in enumerate(layers):
+        if isinstance(layer, RecurrentCache):
+            layers[i] = layer.after(block[i], counts, index)
+        elif layer is not None:
+            alike.setdefault(tuple(x.shape for x in jax.tree.leaves(layer)), []).append(i)
+    for places in alike.values():  # a kernel writes arrays of one shape
+        slots, treedef = jax.tree.flatten([layers[i] for i in places])
+        parts = jax.tree.leaves([block[i] for i in places])
+        written = jax.tree.unflatten(treedef, ops.append_rows(slots, parts, index, starts))
+        for i, layer in zip(places, written, strict=True):
+            layers[i] = layer
     return KVCache(tuple(layers), cache.lengths + counts)
 
 

@@ -27,6 +27,8 @@ class Experts:
         groups: Number of groups of consecutive experts.
         chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
         scale: Multiplies the weights.
+        beside_mlp: The layer has its MLP too, and the sum of both. The router reads the residual stream through a norm
+            of its own, its logits are multiplied by ``width ** -0.5`` and each expert's weight by a number (Gemma 4).
         tiny: Added to the sum of the weights before they are divided by it.
         biases: Router and experts have biases (gpt-oss); the router's takes part in its scores.
         swiglu: Alpha and limit of ``gate * sigmoid(alpha * gate) * (up + 1)``, where the gate is at most the limit and
@@ -49,6 +51,7 @@ class Experts:
     tiny: float = 1e-20
     biases: bool = False
     swiglu: tuple[float, float] | None = None
+    beside_mlp: bool = False
 
     def __post_init__(self):
         for name in ("count", "per_token", "width", "groups", "chosen_groups"):

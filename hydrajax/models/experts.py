@@ -50,11 +50,15 @@ class ExpertMLP(nn.Module):
     adapter = None  # not a field: `declare_kernel` reads it
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Return the layer's MLP of x."""
+    def __call__(
+        self, x: Float[Array, "B T D"], routed_by: Float[Array, "B T D"] | None = None
+    ) -> Float[Array, "B T D"]:
+        """Return the layer's MLP of x; ``routed_by`` is what the router reads in place of x."""
         e, width, normal = self.experts, x.shape[-1], nn.initializers.normal(0.02)
         router = declare(self, "router", (width, e.count), (None, None), normal)
-        scores = ops.matmul_float32(x, router)
+        scores = ops.matmul_float32(x if routed_by is None else routed_by, router)
+        if e.beside_mlp:
+            scores = scores * width**-0.5
         if e.biases:
             scores = scores + declare(self, "router_bias", (e.count,), (None,), nn.initializers.zeros)
         bias = None
@@ -71,6 +75,8 @@ class ExpertMLP(nn.Module):
                 for name, size in sizes.items()
             )
         ids, weights = route(scores, e, bias)
+        if e.beside_mlp:
+            weights = weights * declare(self, "scale", (e.count,), (None,), nn.initializers.ones)[ids]
         activation = self.activation if e.swiglu is None else partial(clamped_swiglu, *e.swiglu)
         out = expert_sum(x, ids, weights, gate_up, down, e.count, activation, biases)
         if not e.shared_width:

@@ -31,14 +31,16 @@ def abstract_base(model: BaseModel) -> dict:
     All layers of the same `LayerKind.parameters` are alike, so only one of them is traced, once per model and platform.
     """
     c, found, layers = model.config, {}, {}
+    if c.per_layer_width or any(kind.shared_kv for kind in c.kinds):  # a layer alone has other shapes, or no keys
+        return dict(_abstract(model, trace.platform(), trace.has_few_bits()))
     for kind in {kind.parameters: kind for kind in reversed(c.kinds)}.values():  # of each the first one
         one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)
-        found = dict(_abstract_first(model.clone(config=one), trace.platform(), trace.has_few_bits()))
+        found = dict(_abstract(model.clone(config=one), trace.platform(), trace.has_few_bits()))
         layers[kind.parameters] = found.pop("layers_0")
     return found | {f"layers_{i}": layers[kind.parameters] for i, kind in enumerate(c.kinds)}
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract_first(model: BaseModel, traced_for: trace.Platform, in_tiles: bool) -> dict:
-    """Return the shapes of a model of one layer. The platform decides how quantised weights are stored."""
+def _abstract(model: BaseModel, traced_for: trace.Platform, in_tiles: bool) -> dict:
+    """Return the shapes of a model, by tracing it. The platform decides how quantised weights are stored."""
     return jax.eval_shape(lambda rng: init_boxed(model, rng), jax.random.key(0))

@@ -93,8 +93,13 @@ class DecoderLayer(nn.Module):
         past: Sequence[KVSegment] | RecurrentCache = (),
         attends_from: Float[Array, "B T E"] | None = None,
         only_keys_values: bool = False,
-    ) -> tuple[Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue | RecurrentCache | PathNodes]:
-        """Return two arrays whose sum is the output, and the T tokens' keys and values, or what a state takes in.
+        shared: KeyValue | None = None,
+        per_layer: Float[Array, "B T p"] | None = None,
+    ) -> tuple[
+        Float[Array, "B T D"] | None, Float[Array, "B T D"] | None, KeyValue | RecurrentCache | PathNodes | None
+    ]:
+        """Return two arrays whose sum is the output, the second perhaps None, and the T tokens' keys and values (None
+        with ``shared_kv``), or what a state takes in.
 
         Args:
             x: The residual stream.
@@ -106,10 +111,14 @@ class DecoderLayer(nn.Module):
             attends_from: The input of the queries, keys and values in place of the norm of the layer's input, which
                 then has no norm of its own (EAGLE's layers).
             only_keys_values: Compute nothing but keys and values, from ``attends_from``; the parameters must exist.
+            shared: With ``shared_kv``, the tokens' keys and values in the layer that has them; None where ``past`` is
+                all that the tokens attend to.
+            per_layer: The tokens' embeddings of this layer (`hydrajax.models.per_layer`).
         """
         c = self.config
         width, parts = x.shape[-1], 1 if c.activation == "relu2" else 2
-        if c.mlp and c.experts is None:
+        has_mlp = c.mlp and (c.experts is None or c.experts.beside_mlp)
+        if has_mlp:
             gate_up_kernel = declare_kernel(self, "gate_up", (width, parts, c.mlp_width), ("width", None, "mlp"))
             down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
 
@@ -129,7 +138,7 @@ class DecoderLayer(nn.Module):
             )
             mixed = summed_by_token(mixed)
         else:
-            mixed, kept = self._attention(attends_from, width, rope, block_mask, past, only_keys_values)
+            mixed, kept = self._attention(attends_from, width, rope, block_mask, past, only_keys_values, shared)
             if only_keys_values:
                 return None, None, kept
         if c.norms != "before":
@@ -143,25 +152,46 @@ class DecoderLayer(nn.Module):
         else:
             x, normed = norm(name="mlp_norm").of_sum(x, mixed)
         activation = ACTIVATIONS[c.activation]
-        normed = all_tokens(normed)
-        if c.experts is None:
-            out = project(activation(*project_parts(normed, gate_up_kernel)), down_kernel)
-        else:
+        normed, out = all_tokens(normed), None
+        if has_mlp:
+            out = summed_by_token(project(activation(*project_parts(normed, gate_up_kernel)), down_kernel))
+        if c.experts is not None:
             from hydrajax.models.experts import ExpertMLP
 
-            out = ExpertMLP(c.experts, activation, parts, self.dtype, self.quantize, name="experts")(normed)
-        out = summed_by_token(out)
+            experts = ExpertMLP(c.experts, activation, parts, self.dtype, self.quantize, name="experts")
+            if has_mlp:  # both read the residual stream, through norms of their own
+                read, routed_by = (all_tokens(norm(name=name)(x)) for name in ("experts_norm", "router_norm"))
+                routed = norm(name="experts_out_norm")(summed_by_token(experts(read, routed_by)))
+                out = norm(name="mlp_alone_out_norm")(out) + routed
+            else:
+                out = summed_by_token(experts(normed))
         if c.norms != "before":
             out = out_norm(name="mlp_out_norm")(out)
-        return x, scaled(out, c.residual_scale), kept
+        out = scaled(out, c.residual_scale)
+        if per_layer is not None:
+            x, out = x + out, self._of_per_layer(x + out, per_layer, activation)
+        if c.layer_scale:
+            scale = declare(self, "layer_scale", (1,), (None,), nn.initializers.ones)
+            x, out = (x + out) * scale, None
+        return x, out, kept
 
     @nn.nowrap
-    def _attention(self, x, width: int, rope, block_mask, past, only_keys_values: bool):
+    def _of_per_layer(self, x, per_layer: Float[Array, "B T p"], activation: Callable) -> Float[Array, "B T D"]:
+        """Return what the tokens' embeddings of this layer add, gated by its output."""
+        c, width = self.config, x.shape[-1]
+        gate = declare_kernel(self, "per_layer_gate", (width, c.per_layer_width), ("width", None))
+        out = declare_kernel(self, "per_layer_out", (c.per_layer_width, width), (None, "width"))
+        added = project(activation(project(x, gate), per_layer), out)
+        return RMSNorm(c.norm_eps, self.dtype, c.norm_offset, name="per_layer_norm")(added)
+
+    @nn.nowrap
+    def _attention(self, x, width: int, rope, block_mask, past, only_keys_values: bool, shared: KeyValue | None):
         """Return what attention adds, before its norm, and the tokens' keys and values."""
         c, (batch, n_tokens, read_width) = self.config, x.shape
         # Of a key-value head: its queries, perhaps a gate for each of them, its key and its value.
         gates = c.queries_per_kv if c.attention_gate else 0
-        per_head, head_axes = (c.n_kv_heads, c.queries_per_kv + gates + 2, c.head_dim), ("kv_heads", None, None)
+        own = () if c.shared_kv else (1,) if c.values_are_keys else (1, 1)
+        per_head, head_axes = (c.n_kv_heads, c.queries_per_kv + gates + len(own), c.head_dim), ("kv_heads", None, None)
         qkv_kernel = declare_kernel(self, "qkv", (read_width, *per_head), ("width", *head_axes))
         out_kernel = declare_kernel(self, "out", (c.n_heads * c.head_dim, width), ("heads", "width"))
         norm = partial(RMSNorm, c.norm_eps, self.dtype, c.norm_offset, c.norm_scales == "all")
@@ -169,30 +199,39 @@ class DecoderLayer(nn.Module):
         qkv = project_parts(x, qkv_kernel)  # [kv, queries + key + value, B, T, H]
         if c.qkv_bias:
             qkv = qkv + declare(self, "qkv_bias", per_head, head_axes, nn.initializers.zeros)[:, :, None, None]
-        queries, *gate, keys, values = ops.split_heads(qkv, (c.queries_per_kv, *([gates] if gates else ()), 1, 1))
+        queries, *parts = ops.split_heads(qkv, (c.queries_per_kv, *([gates] if gates else ()), *own))
         queries = queries.reshape(batch, c.n_heads, n_tokens, c.head_dim)
-        keys, values = keys[:, :, 0], values[:, :, 0]
-        if c.qk_norm:
-            queries, keys = norm(name="query_norm")(queries), norm(name="key_norm")(keys)
-        elif c.qk_norm_all_heads:
-            queries, keys = (
-                _norm_all_heads(norm(name=name), x) for name, x in (("query_norm", queries), ("key_norm", keys))
-            )
-        if rope is not None:
-            queries, keys = rotate(queries, rope), rotate(keys, rope)
-        if self.kv_cache is not None:
-            keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
+        gate = parts.pop(0) if gates else None
+
+        def placed(x: Array, name: str) -> Array:
+            if c.qk_norm:
+                x = norm(name=name)(x)
+            elif c.qk_norm_all_heads:
+                x = _norm_all_heads(norm(name=name), x)
+            return x if rope is None else rotate(x, rope)
+
+        queries = placed(queries, "query_norm")
+        if c.shared_kv:
+            kept, block = None, shared
+        else:
+            keys, values = placed(parts[0][:, :, 0], "key_norm"), parts[-1][:, :, 0]
+            if c.value_norm:
+                values = norm(scaled=False)(values)
+            if self.kv_cache is not None:
+                keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
+            kept = block = (keys, values)
         if only_keys_values:
-            return None, (keys, values)
+            return None, kept
         if c.attention_scale is not None:  # attention multiplies by head_dim ** -0.5
             queries = scaled(queries, c.attention_scale * c.head_dim**0.5)
         sinks = None
         if c.attention_sinks:
             sinks = declare(self, "sinks", (c.n_heads,), ("heads",), nn.initializers.zeros)
-        attended = attend(queries, [KVSegment(keys, values, block_mask), *past], c.attention_softcap, sinks)
-        if gate:
+        segments = past if block is None else [KVSegment(*block, block_mask), *past]
+        attended = attend(queries, segments, c.attention_softcap, sinks)
+        if gate is not None:
             attended = attended * jax.nn.sigmoid(
-                gate[0].reshape(batch, c.n_heads, n_tokens, c.head_dim).swapaxes(1, 2).reshape(attended.shape)
+                gate.reshape(batch, c.n_heads, n_tokens, c.head_dim).swapaxes(1, 2).reshape(attended.shape)
             )
         if c.head_gate:
             kernel = declare(
@@ -203,7 +242,7 @@ class DecoderLayer(nn.Module):
         out = summed_by_token(project(attended, out_kernel))
         if c.out_bias:
             out = out + declare(self, "out_bias", (width,), ("width",), nn.initializers.zeros)
-        return out, (keys, values)
+        return out, kept
 
 
 def recurrent_layer(settings: Recurrent) -> type[nn.Module]:

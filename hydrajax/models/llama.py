@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -20,9 +19,10 @@ from hydrajax.models.base_model import BEFORE_FINAL_NORM, Forward
 from hydrajax.models.cache import KVCache, PendingKVCache, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm, scaled
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.per_layer import PerLayerEmbedding
 from hydrajax.models.recurrence import order_of
 from hydrajax.models.recurrent_cache import RecurrentCache
-from hydrajax.models.weights import Quantized, declare, declare_kernel, project, quantized_type
+from hydrajax.models.weights import Quantized, declare_embedding, declare_kernel, embedded, project
 from hydrajax.ops.sharded import by_token
 
 
@@ -50,13 +50,9 @@ class Llama(nn.Module):
 
     def setup(self):
         c = self.config
-        stored = self.get_variable("params", "embedding")
-        kind = quantized_type(self.quantize, "embedding") if stored is None else type(stored)
-        if c.tied_lm_head and kind is not None and issubclass(kind, Quantized):
-            self.embedding = declare_kernel(self, "embedding", (c.width, c.vocab_size), ("width", "vocab"))
-        else:
-            normal = nn.initializers.normal(0.02)
-            self.embedding = declare(self, "embedding", (c.vocab_size, c.width), ("vocab", "width"), normal)
+        self.embedding = declare_embedding(self, c.vocab_size, c.width, quantize=c.tied_lm_head)
+        if c.per_layer_width:
+            self.per_layer = PerLayerEmbedding(c, self.dtype, self.quantize)
         self.layers = [self._layer(kind) for kind in c.kinds]
         offset = c.norm_offset and c.final_norm_offset
         self.norm = RMSNorm(c.norm_eps, self.dtype, offset, c.norm_scales != "none")
@@ -67,11 +63,8 @@ class Llama(nn.Module):
     @nn.nowrap
     def _layer(self, kind: LayerKind, **settings) -> DecoderLayer:
         layer, config = nn.remat(DecoderLayer) if self.remat else DecoderLayer, self.config
-        own = {name: getattr(kind, name) for name in ("experts", "recurrent", "mlp")}
-        own["norms"] = kind.norms or config.norms
-        return layer(
-            dataclasses.replace(config, **own), self.dtype, self.quantize, self.adapter, self.kv_cache, **settings
-        )
+        of_kind = config.of_kind(kind.parameters)
+        return layer(of_kind, self.dtype, self.quantize, self.adapter, self.kv_cache, **settings)
 
     @nn.nowrap
     def _calls(self, x: Array) -> list[Callable]:
@@ -86,8 +79,8 @@ class Llama(nn.Module):
             layer = self._layer(kind, parent=None)
 
             @jax.jit
-            def decoder_layer(params, *inputs):
-                return layer.apply({"params": params}, *inputs)
+            def decoder_layer(params, *inputs, **more):
+                return layer.apply({"params": params}, *inputs, **more)
 
             return decoder_layer
 
@@ -99,10 +92,7 @@ class Llama(nn.Module):
         """Return the input embeddings E(x), which Hydra heads read (hydra section 3), as the layers read them;
         without ``normed`` before their norm.
         """
-        if isinstance(self.embedding, Quantized):
-            rows = self.embedding.columns(jnp.clip(tokens, 0, self.config.vocab_size - 1)).astype(self.dtype)
-        else:
-            rows = ops.take_rows(self.embedding, tokens)
+        rows = embedded(self.embedding, tokens, self.dtype)
         if normed and self.config.embedding_norm:
             rows = self.embedding_norm(rows)
         return scaled(rows, self.config.embedding_scale)
@@ -170,7 +160,9 @@ class Llama(nn.Module):
 
     @nn.nowrap
     def _run(self, tokens, positions, block_mask, cache, aux_hidden_layers) -> Forward:
-        x = by_token(self.embed(tokens))
+        embeddings = self.embed(tokens)
+        per_layer = self.per_layer(tokens, embeddings) if self.config.per_layer_width else None
+        x = by_token(embeddings)
         kinds = {
             kind: (
                 rope_table(self.config.of_kind(kind), positions),
@@ -184,13 +176,18 @@ class Llama(nn.Module):
         for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
             rope, mask, first_seen = kinds[kind.attention]
             inputs.append(x if added is None else x + added)
+            source, own = self.config.kv_layers[i], {}
+            if kind.shared_kv:
+                own["shared"] = block[source]
+            if per_layer is not None:
+                own["per_layer"] = per_layer[:, :, i]
             if kind.recurrent is None:
-                past = () if cache is None else cache.segments(i, first_seen)
+                past = () if cache is None else cache.segments(source, first_seen)
             elif cache is None:
                 past = RecurrentCache.empty(kind.recurrent, len(tokens), self.dtype)
             else:
                 past = cache.layers[i]
-            x, added, key_value = layer(x, added, rope, mask, past)
+            x, added, key_value = layer(x, added, rope, mask, past, **own)
             block.append(key_value)
         last, hidden = self.norm.of_sum(x, added)
         named = {0: hidden, BEFORE_FINAL_NORM: last}

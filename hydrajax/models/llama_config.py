@@ -15,6 +15,12 @@ NORMS = ("before", "both", "after")
 SEPARATE_GATES = ("muse_glimmer",)  # names: files have attention's gate as a tensor of its own
 NORM_SCALES = ("all", "layers", "none")
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
+OF_CONFIG = (
+    "norms",
+    "n_kv_heads",
+    "head_dim",
+    "mlp_width",
+)  # settings of a `LayerKind` that may be the configuration's
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,9 @@ class LayerKind:
         norms: As in `LlamaConfig`; None for those of the configuration.
         recurrent: The layer keeps a state in place of keys and values; None for attention.
         mlp: As in `LlamaConfig`.
+        n_kv_heads, head_dim, mlp_width: As in `LlamaConfig`; None for those of the configuration.
+        shared_kv: As in `LlamaConfig`.
+        values_are_keys: As in `LlamaConfig`.
     """
 
     sliding_window: int | None = None
@@ -38,16 +47,23 @@ class LayerKind:
     norms: str | None = None
     recurrent: Recurrent | None = None
     mlp: bool = True
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_width: int | None = None
+    shared_kv: bool = False
+    values_are_keys: bool = False
 
     @property
     def parameters(self) -> LayerKind:
         """The settings by which the parameters and the operations of layers differ."""
-        return LayerKind(experts=self.experts, norms=self.norms, recurrent=self.recurrent, mlp=self.mlp)
+        return dataclasses.replace(self, sliding_window=None, rope_theta=None, rope_scaling=None)
 
     @property
     def attention(self) -> LayerKind:
-        """The settings of its attention alone."""
-        return dataclasses.replace(self, experts=None, norms=None, mlp=True)
+        """The settings by which what its attention sees, and its rotary embedding, differ."""
+        return LayerKind(
+            self.sliding_window, self.rope_theta, self.rope_scaling, recurrent=self.recurrent, head_dim=self.head_dim
+        )
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,14 @@ class LlamaConfig:
         attention_gate: Attention is multiplied by the sigmoid of a product with its input, by head and feature
             (Qwen3-Next).
         head_gate: The same by head alone (LFM3).
+        value_norm: Each head's values are divided by their root mean square (Gemma 4).
+        values_are_keys: Values are the keys before their norm and rotation (Gemma 4).
+        shared_kv: The layer has no keys and values of its own: it attends to those of the last layer before it that has
+            some and whose window is the same (Gemma 4, Gemma 3n).
+        layer_scale: The residual stream is multiplied by a number after each layer (Gemma 4).
+        per_layer_width: Width of the embedding that a token has for each layer (`hydrajax.models.per_layer`, Gemma 4);
+            0 for none.
+        per_layer_vocab: Number of tokens with such an embedding.
         recurrent: The layers keep a state in place of keys and values (`hydrajax.models.recurrent_settings`); None for
             attention.
         mlp: Layers have an MLP or experts; without, they end with attention or its like (Nemotron-H).
@@ -131,18 +155,26 @@ class LlamaConfig:
     names: str = "llama"
     out_bias: bool = False
     attention_sinks: bool = False
+    value_norm: bool = False
+    values_are_keys: bool = False
+    shared_kv: bool = False
+    layer_scale: bool = False
+    per_layer_width: int = 0
+    per_layer_vocab: int = 0
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise HydrajaxError(f"{name}: got {getattr(self, name)}, expected at least 1")
-        if self.n_heads % self.n_kv_heads:
-            raise HydrajaxError(f"n_kv_heads: got {self.n_kv_heads} for {self.n_heads} heads, expected a divisor")
+        for heads in {self.n_kv_heads, *(kind.n_kv_heads for kind in self.layer_kinds)} - {None}:
+            if heads < 1 or self.n_heads % heads:
+                raise HydrajaxError(f"n_kv_heads: got {heads} for {self.n_heads} heads, expected a divisor")
         for window in (self.sliding_window, *(kind.sliding_window for kind in self.layer_kinds)):
             if window is not None and window < 1:
                 raise HydrajaxError(f"sliding_window: got {window}, expected at least 1")
-        if self.head_dim % 2:
-            raise HydrajaxError(f"head_dim: got {self.head_dim}, expected an even number for rotary embeddings")
+        for size in {self.head_dim, *(kind.head_dim for kind in self.layer_kinds)} - {None}:
+            if size % 2 or size < 1:
+                raise HydrajaxError(f"head_dim: got {size}, expected an even number for rotary embeddings")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim):
             raise HydrajaxError(
                 f"rotary_dim: got {self.rotary_dim}, expected an even number up to head_dim, {self.head_dim}"
@@ -168,15 +200,32 @@ class LlamaConfig:
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every layer."""
-        own = LayerKind(
-            self.sliding_window, self.rope_theta, self.rope_scaling, self.experts, None, self.recurrent, self.mlp
-        )
-        return self.layer_kinds or (own,) * self.n_layers
+        if self.layer_kinds:
+            return self.layer_kinds
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerKind)}
+        return (LayerKind(**own | dict.fromkeys(OF_CONFIG)),) * self.n_layers
 
     @property
-    def attention_layers(self) -> int:
-        """Number of layers that have keys and values."""
-        return sum(kind.recurrent is None for kind in self.kinds)
+    def kv_layers(self) -> tuple[int | None, ...]:
+        """The layer whose keys and values each layer attends to, itself or an earlier one; None for a recurrent layer,
+        and where no earlier layer has some (`hydrajax.drafters.shared_kv`).
+        """
+        found: list[int | None] = []
+        last: dict[int | None, int] = {}
+        for i, kind in enumerate(self.kinds):
+            if kind.recurrent is None and not kind.shared_kv:
+                last[kind.sliding_window] = i
+            found.append(last.get(kind.sliding_window) if kind.recurrent is None else None)
+        return tuple(found)
+
+    @property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Key-value heads and their features of each layer that has keys and values of its own."""
+        return tuple(
+            (kind.n_kv_heads or self.n_kv_heads, kind.head_dim or self.head_dim)
+            for i, kind in enumerate(self.kinds)
+            if self.kv_layers[i] == i
+        )
 
     @property
     def any_recurrent(self) -> bool:
@@ -190,7 +239,8 @@ class LlamaConfig:
 
     def of_kind(self, kind: LayerKind) -> LlamaConfig:
         """Return the configuration with the settings of one kind of layer for all layers."""
-        return dataclasses.replace(self, layer_kinds=(), **(vars(kind) | {"norms": kind.norms or self.norms}))
+        own = {name: value for name, value in vars(kind).items() if value is not None or name not in OF_CONFIG}
+        return dataclasses.replace(self, layer_kinds=(), **own)
 
     def of_layer(self, layer: int) -> LlamaConfig:
         """Return the configuration with the settings of this layer for all layers."""

@@ -50,7 +50,7 @@ class Quantized(abc.ABC):
     def stores(cls, name: str) -> type[Quantized] | None:
         """Return the class that stores a base's kernel of this name on this device; None leaves it in floats.
 
-        An "embedding" is asked for if it is also the lm head. It is then stored as a kernel ``[D, V]``.
+        An "embedding" is asked for if it is also the lm head, or per layer. It is then stored as a kernel ``[D, V]``.
 
         Raises:
             HydrajaxError: The device has no such numbers.
@@ -174,3 +174,21 @@ def declare_kernel(module: nn.Module, name: str, shape: tuple[int, ...], axes: A
     kernel = declare(module, name, shape, axes, nn.initializers.normal(0.02), module.quantize)
     adapter = module.adapter
     return adapter.declare(module, name, kernel, axes) if adapter is not None and adapter.of(name) else kernel
+
+
+def declare_embedding(module: nn.Module, vocab_size: int, width: int, quantize: bool) -> Array | Quantized:
+    """Declare the parameter "embedding": an array ``[V, D]``; or a quantised kernel ``[D, V]``, if ``module.quantize``
+    stores one and ``quantize`` allows it.
+    """
+    stored = module.get_variable("params", "embedding")
+    kind = quantized_type(module.quantize, "embedding") if stored is None else type(stored)
+    if quantize and kind is not None and issubclass(kind, Quantized):
+        return declare_kernel(module, "embedding", (width, vocab_size), ("width", "vocab"))
+    return declare(module, "embedding", (vocab_size, width), ("vocab", "width"), nn.initializers.normal(0.02))
+
+
+def embedded(embedding: Array | Quantized, tokens: Int[Array, "*rows"], dtype: DType) -> Float[Array, "*rows D"]:
+    """Return the rows of tokens; ids outside the vocabulary are clipped."""
+    if isinstance(embedding, Quantized):
+        return embedding.columns(jnp.clip(tokens, 0, embedding.shape[1] - 1)).astype(dtype)
+    return ops.take_rows(embedding, tokens)

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from helpers import family_settings
+from helpers import family_settings, gemma4_settings
 from helpers.family_settings import SHARED, VOCAB
 from helpers.lab import quick_jit
 from hydrajax.formats.huggingface import load_llama
@@ -34,8 +34,9 @@ from hydrajax.models.packed_forward import run_base
 
 HYBRIDS = family_settings.HYBRID_EXAMPLES
 FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
+FAMILIES |= gemma4_settings.FAMILIES
 EXPERTS = family_settings.EXPERT_EXAMPLES
-EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS
+EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS | gemma4_settings.EXAMPLES
 BIAS = ("e_score_correction_bias", "expert_bias")
 MUSE_VISION = {
     "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 2,
@@ -85,6 +86,8 @@ def random_pair(
     for name, buffer in model.named_buffers():
         if name.endswith(BIAS):  # float32 in every file
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
+        elif name.endswith("layer_scalar"):
+            buffer.data = (1 + 0.2 * torch.randn(buffer.shape, generator=generator)).to(dtype)
     model.save_pretrained(folder, save_original_format=not fused and model_type != "olmo_hybrid")
     if whole is not config:  # transformers has no class for its text part with an lm head
         _save_text_part(folder, config)

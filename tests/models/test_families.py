@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import hydrajax
+from helpers import gemma4_settings
 from helpers.family_pairs import (
     BIAS,
     EXAMPLES,
@@ -73,6 +74,7 @@ OTHERS = {
     "nemotron_h, dense": {
         "hybrid_override_pattern": "M-MM*-", "mamba_num_heads": 4, "mamba_head_dim": 12, "n_groups": 2, "head_dim": 8,
     },
+    **gemma4_settings.OTHERS,
 }  # fmt: skip
 NEW = 12
 
