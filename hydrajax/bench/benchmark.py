@@ -85,7 +85,7 @@ def first_nodes(tree: CandidateTree, sizes: Sequence[int]) -> dict[str, TreeTopo
 
 
 def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, nodes: int = 1) -> int:
-    """Return the bytes that an autoregressive step must move: all weights except the embedding table, the keys and
+    """Return the bytes that an autoregressive step must move: all weights except embedding tables, the keys and
     values, and the states of recurrent layers in and out.
 
     Of experts, those that the tokens are expected to choose (`woken`): one of each sequence, or ``nodes``.
@@ -94,8 +94,10 @@ def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, 
     weights = nbytes(params) - asleep(params, config, batch * nodes)
     if not config.tied_lm_head:
         weights -= nbytes(params["embedding"])
-    vectors = 2 * config.attention_layers * batch * config.n_kv_heads * slots
-    return weights + vectors * config.head_dim * jnp.dtype(model.dtype).itemsize + 2 * state_bytes(model, batch)
+    if config.per_layer_width:
+        weights -= nbytes(params["per_layer"]["embedding"])
+    numbers = 2 * batch * slots * sum(heads * features for heads, features in config.kv_shapes)
+    return weights + numbers * jnp.dtype(model.dtype).itemsize + 2 * state_bytes(model, batch)
 
 
 def room_for(depths: Iterable[int]) -> int:

@@ -82,7 +82,7 @@ def calibrate(
     @jax.jit
     def rank(params, tokens):
         forward = run_base(model, params.base, tokens, drafter.spec.aux_hidden_layers)
-        base = BoundBase(model, params.base)
+        base = BoundBase(model, params.base, block=forward.block)
         ranks = drafter.ranks(
             params.draft, forward.aux_hidden_states, {"tokens": tokens}, base, CHUNK_TOKENS, drafter.spec.depth
         )

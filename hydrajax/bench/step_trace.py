@@ -143,7 +143,8 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
     def run(params, rows, known):
         with true_float32(model.dtype):
             # All rows are equal up to the root, and no guess reads the base's hidden states after it.
-            aux_hidden_states = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers).aux_hidden_states
-            return jax.lax.map(partial(of_row, params, BoundBase(model, params.base), aux_hidden_states, known), rows)
+            forward = run_base(model, params.base, rows[:1], drafter.spec.aux_hidden_layers)
+            base = BoundBase(model, params.base, block=forward.block)
+            return jax.lax.map(partial(of_row, params, base, forward.aux_hidden_states, known), rows)
 
     return run

@@ -61,8 +61,8 @@ class Step:
         """The hidden states of the base that the drafter reads."""
         return self.program.drafter.spec.aux_hidden_layers
 
-    def bind(self, params: Params) -> BoundBase:
-        return BoundBase(self.model, params.base)
+    def bind(self, params: Params, cache: KVCache | None = None) -> BoundBase:
+        return BoundBase(self.model, params.base, cache=cache)
 
     # --- the five verbs ---------------------------------------------------------------------------------------
 
@@ -76,7 +76,8 @@ class Step:
             allowed: The tokens that may follow a path; None for all.
         """
         draw = state.output.rule.draw(self._keys_below(state))
-        given = params.draft, state.draft, state.target.root, self.program.tree, self.bind(params), draw
+        base = self.bind(params, state.target.cache)
+        given = params.draft, state.draft, state.target.root, self.program.tree, base, draw
         with tracing(allowed=allowed):
             return self.program.drafter.propose(*given)
 

@@ -143,6 +143,8 @@ class DrafterSpec:
         prefix_layer: Its heads read a prefix layer (`hydrajax.drafters.prefix`).
         fills_levels: It fills a tree level by level from logits (`hydrajax.drafters.filling.fill`) and leaves no node
             out, so under a grammar the nodes hold allowed tokens, those that must follow among them.
+        reads_cache: It reads the base's keys and values: `BoundBase.cache` in `Drafter.propose`, `BoundBase.block` in
+            training.
         remembers: It drafts from past outputs (`hydrajax.drafters.corpus`), so it gets better with use.
         chooses_nodes: The nodes of a static tree are replaced by likelier ones, so its shape changes with the text
             (`hydrajax.drafters.several`).
@@ -163,6 +165,7 @@ class DrafterSpec:
     shared_lm_head: bool = False
     prefix_layer: bool = False
     fills_levels: bool = False
+    reads_cache: bool = False
     remembers: bool = False
     chooses_nodes: bool = False
 

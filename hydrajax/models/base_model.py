@@ -100,11 +100,15 @@ class BoundBase:
         model: The module.
         params: Its parameters.
         rng: Enables the dropout of the base's adapter, in training.
+        cache: The committed text, for drafters that read it (`hydrajax.drafters.drafter.DrafterSpec.reads_cache`).
+        block: In training, what these read instead: `Forward.block` of the rows.
     """
 
     model: BaseModel
     params: Any
     rng: Array | None = None
+    cache: KVCache | None = None
+    block: Block | None = None
 
     @property
     def config(self) -> LlamaConfig:

@@ -31,7 +31,7 @@ def abstract_base(model: BaseModel) -> dict:
     All layers of the same `LayerKind.parameters` are alike, so only one of them is traced, once per model and platform.
     """
     c, found, layers = model.config, {}, {}
-    if c.per_layer_width or any(kind.shared_kv for kind in c.kinds):  # a layer alone has other shapes, or no keys
+    if not c.separable:
         return dict(_abstract(model, trace.platform(), trace.has_few_bits()))
     for kind in {kind.parameters: kind for kind in reversed(c.kinds)}.values():  # of each the first one
         one = c.replace(n_layers=1) if kind == c.kinds[0] else c.of_kind(kind).replace(n_layers=1)

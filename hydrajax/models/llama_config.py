@@ -233,6 +233,11 @@ class LlamaConfig:
         return any(kind.recurrent for kind in self.layer_kinds or (self,))
 
     @property
+    def separable(self) -> bool:
+        """A layer alone has the parameters and the operations that it has among the others."""
+        return not (self.per_layer_width or any(kind.shared_kv for kind in self.layer_kinds or (self,)))
+
+    @property
     def any_experts(self) -> Experts | None:
         """The experts of the layers that have some; None if no layer does."""
         return next((kind.experts for kind in self.kinds if kind.experts), None)

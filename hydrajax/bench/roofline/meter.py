@@ -44,7 +44,8 @@ class Meter:
         width, mlp_width = config.width, config.mlp_width
         heads, slot_shape = config.n_kv_heads, (1, config.n_kv_heads, slots, config.head_dim)
         weights = _pairs((width, mlp_width), (mlp_width, width), dtype, weight_bytes)
-        cache_bytes = 2 * max(1, config.attention_layers) * math.prod(slot_shape) * self.dtype.itemsize
+        numbers = max(math.prod(slot_shape), slots * sum(heads * features for heads, features in config.kv_shapes))
+        cache_bytes = 2 * numbers * self.dtype.itemsize
         caches = _pairs(slot_shape, slot_shape, dtype, cache_bytes)
         self._loops = {}
         for rows in CPU_ROWS if on_cpu else ACCELERATOR_ROWS:

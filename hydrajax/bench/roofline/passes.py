@@ -159,6 +159,8 @@ def with_layers(model: Llama, layers: int) -> Llama:
 
 def of_all_kinds(model: Llama, operators_of: Callable[[Llama], Iterable[Operator]]) -> list[Operator]:
     """Extrapolate the operators of a model from those of one and of two layers of each kind (`at_depth`)."""
+    if not model.config.separable:
+        return list(operators_of(model))
     total: Counter[Operator] = Counter()
     for i, (kind, n_layers) in enumerate(Counter(model.config.kinds).items()):
         alike = model.clone(config=model.config.of_kind(kind))
@@ -221,7 +223,7 @@ def _drafting(drafter: Drafter, base: Llama, batch: int, slots: int):
 
     The parameters are boxed with their logical axes.
     """
-    model = with_layers(base, 1)
+    model = base if drafter.spec.reads_cache else with_layers(base, 1)
     params = boxed_draft(drafter, model), boxed_base(model)
     return model, params, _abstract(lambda: drafter.init_state(batch, slots))
 
@@ -233,10 +235,12 @@ def _proposed(
     """Return the operators of `Drafter.propose` and the abstract proposal."""
     model, boxed, state = _drafting(drafter, base, batch, slots)
 
-    def run(params, state, root):
-        return drafter.propose(params[0], state, root, tree, BoundBase(model, params[1]))
+    def run(params, state, root, cache):
+        return drafter.propose(params[0], state, root, tree, BoundBase(model, params[1], cache=cache))
 
-    operators, proposal = trace(run, nn.unbox(boxed), state, _integers(batch), boxed=boxed, division=division)
+    cache = _abstract(lambda: model.init_cache(batch, slots)) if drafter.spec.reads_cache else None
+    inputs = state, _integers(batch), cache
+    operators, proposal = trace(run, nn.unbox(boxed), *inputs, boxed=boxed, division=division)
     return tuple(operators), proposal
 
 

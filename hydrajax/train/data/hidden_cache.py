@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from hydrajax import ops
+from hydrajax.drafters.drafter import DrafterSpec
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
 from hydrajax.locking import in_use
@@ -36,7 +37,7 @@ HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
 
 def hidden_states(
     config: TrainConfig,
-    aux_hidden_layers: tuple[int, ...],
+    spec: DrafterSpec,
     model: BaseModel,
     base_params: Any,
     rows: Rows,
@@ -53,17 +54,19 @@ def hidden_states(
 
     Raises:
         HydrajaxError: the cache exceeds ``data.hidden_cache_gb`` or the free disk, the drafter reads other
-            ``aux_hidden_layers``, or the run has several processes.
+            hidden states or the base's keys and values, or the run has several processes.
     """
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
     if jax.process_count() > 1:
         raise HydrajaxError(f"data.hidden_cache_gb: got {limit}, expected 0 with several processes")
-    if aux_hidden_layers != (0,):
+    reads = spec.aux_hidden_layers
+    if reads != (0,) or spec.reads_cache:
+        what = "the base's keys and values" if spec.reads_cache else f"aux_hidden_layers {list(reads)}"
         raise HydrajaxError(
-            f"data.hidden_cache_gb: got {limit}, expected 0 for heads that read aux_hidden_layers "
-            f"{list(aux_hidden_layers)}: the cache holds the last layer's hidden states"
+            f"data.hidden_cache_gb: got {limit}, expected 0 for heads that read {what}: the cache holds the last "
+            "layer's hidden states"
         )
     shape = (*rows.tokens.shape, model.config.width)
     dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(jnp.bfloat16)

@@ -41,8 +41,8 @@ def make_task(config: TrainConfig, mesh: Mesh, console: Console) -> BaseTask | H
     _check_fit(config, data, model.config)
     if config.task == "joint":
         return JointTask(config, data, model, base_params, mesh)
-    aux_hidden_layers = make_drafter(config.draft, model.config, config.dtype).spec.aux_hidden_layers
-    extras = hidden_states(config, aux_hidden_layers, model, base_params, data.train, mesh, console)
+    spec = make_drafter(config.draft, model.config, config.dtype).spec
+    extras = hidden_states(config, spec, model, base_params, data.train, mesh, console)
     return HeadsTask(config, data, model, base_params, mesh, extras)
 
 

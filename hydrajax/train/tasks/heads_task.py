@@ -72,8 +72,7 @@ class HeadsLoss(Loss):
         return head_counts(batch["labels"], batch.get("segments"), self.drafter.spec.num_draft_heads)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
-        base = BoundBase(self.model, frozen)
-        aux_hidden_states, hidden = self.aux_hidden_states(frozen, batch)
+        base, aux_hidden_states, hidden = self.run_base(frozen, batch)
         params = optax.tree.cast(params, self.model.dtype)
         loss, parts = draft_loss(
             self.objective, self.drafter, params, aux_hidden_states, hidden, batch, base, rng, totals
@@ -82,19 +81,20 @@ class HeadsLoss(Loss):
 
     def ranks(self, params, frozen, batch: Batch, depth: int):
         """Return the ranks for `hydrajax.train.simulate.Tally`, for guesses up to ``depth`` tokens ahead."""
-        aux_hidden_states, _ = self.aux_hidden_states(frozen, batch)
-        params, base = optax.tree.cast(params, self.model.dtype), BoundBase(self.model, frozen)
+        base, aux_hidden_states, _ = self.run_base(frozen, batch)
+        params = optax.tree.cast(params, self.model.dtype)
         return self.drafter.ranks(params, aux_hidden_states, batch, base, self.objective.chunk_tokens, depth)
 
-    def aux_hidden_states(self, frozen, batch: Batch):
-        """Return ``(aux_hidden_states, post-norm hidden states)`` of the base."""
+    def run_base(self, frozen, batch: Batch):
+        """Return ``(base, aux_hidden_states, post-norm hidden states)``."""
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
-            return hidden, hidden
+            return BoundBase(self.model, frozen), hidden, hidden
         forward = run_base(
             self.model, frozen, batch["tokens"], self.drafter.spec.aux_hidden_layers, batch.get("segments")
         )
-        return forward.aux_hidden_states, forward.hidden
+        base = BoundBase(self.model, frozen, block=forward.block)
+        return base, forward.aux_hidden_states, forward.hidden
 
     def reported(self, parts: HeadMetrics) -> dict[str, Any]:
         """Return the metrics that the objective computes, by name; the others are NaN."""
@@ -118,8 +118,7 @@ class BlocksLoss(HeadsLoss):
         return block_totals(targets, self.drafter.depth)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
-        base = BoundBase(self.model, frozen)
-        aux_hidden_states, hidden = self.aux_hidden_states(frozen, batch)
+        base, aux_hidden_states, hidden = self.run_base(frozen, batch)
         params = optax.tree.cast(params, self.model.dtype)
         return block_loss(
             self.objective, self.drafter, params, aux_hidden_states, hidden, batch, _anchors(batch), base, totals

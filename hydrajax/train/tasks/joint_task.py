@@ -99,7 +99,7 @@ class JointLoss(Loss):
         forward = run_base(adapted, base_params, batch["tokens"], aux_hidden_layers, segments, base_key)
         heads_loss, parts = draft_loss(
             objective, self.heads.drafter, params["draft"], forward.aux_hidden_states, forward.hidden, batch,
-            BoundBase(adapted, base_params), heads_key, head_counts,
+            BoundBase(adapted, base_params, block=forward.block), heads_key, head_counts,
         )  # fmt: skip
         # The layers' part of the adapter is in the hidden states; only the lm head's is needed here.
         lm_head = {name: leaf for name, leaf in adapter.items() if not isinstance(leaf, dict)}
