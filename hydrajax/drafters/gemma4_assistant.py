@@ -41,7 +41,7 @@ from hydrajax.models.packed_forward import row_layout
 from hydrajax.models.weights import declare, project
 from hydrajax.trees.topology import take
 
-WIDTH, N_LAYERS, MLP_WIDTHS = 256, 4, 8  # of a new draft: at most, and the MLP's width over the layers'
+WIDTH, LAYERS, MLP_WIDTHS = 256, 4, 8  # of a new draft: at most, and the MLP's width over the layers'
 
 
 class AssistantNetwork(nn.Module):
@@ -101,16 +101,16 @@ class AssistantSettings(EagleSettings):
 
     Attributes:
         width: Of its layers; None for 256, or the base's if that is smaller.
-        n_layers: Their number. Only the last one has no window, if the base's layers are of both kinds.
+        layers: Their number. Only the last one has no window, if the base's layers are of both kinds.
     """
 
     width: int | None = None
-    n_layers: int = N_LAYERS
+    layers: int = LAYERS
 
     def __post_init__(self):
         super().__post_init__()
         at_least("draft.width", self.width, 8)
-        at_least("draft.n_layers", self.n_layers, 1)
+        at_least("draft.layers", self.layers, 1)
 
 
 class AssistantState(NamedTuple):
@@ -143,7 +143,7 @@ class Gemma4Assistant(EagleDrafter):
     def for_base(cls, base, dtype, settings=None, target_counts=None):
         s = settings or AssistantSettings()
         return cls(
-            _like(base, min(s.width or WIDTH, base.width), s.n_layers), base.width, jnp.dtype(dtype),
+            _like(base, min(s.width or WIDTH, base.width), s.layers), base.width, jnp.dtype(dtype),
             ttt_length=s.ttt_length or cls.ttt_length, vocabulary=vocabulary_of(s.vocabulary, base, target_counts),
         )  # fmt: skip
 
@@ -257,22 +257,18 @@ def _like(base: LlamaConfig, width: int, n_layers: int) -> LlamaConfig:
     last = _last_with_keys(base)
     if not last:
         raise HydrajaxError("heads: got gemma4-assistant, which needs a base with layers of attention")
-    narrow = [max(last)] * (n_layers - 1)
+    read = [base.of_layer(last[has_window]) for has_window in (*[max(last)] * (n_layers - 1), min(last))]
+    of_all = {name: getattr(read[0], name) for name in ("n_kv_heads", "head_dim")}
     kinds = []
-    for has_window in (*narrow, min(last)):
-        source = base.of_layer(last[has_window])
-        kinds.append(
-            LayerKind(
-                source.sliding_window, source.rope_theta, source.rope_scaling, n_kv_heads=source.n_kv_heads,
-                head_dim=source.head_dim, shared_kv=True,
-            )
-        )  # fmt: skip
+    for layer in read:
+        own = {name: getattr(layer, name) for name, size in of_all.items() if getattr(layer, name) != size}
+        kinds.append(LayerKind(layer.sliding_window, layer.rope_theta, layer.rope_scaling, shared_kv=True, **own))
     return LlamaConfig(
-        base.vocab_size, width, MLP_WIDTHS * width, n_layers, base.n_heads, kinds[0].n_kv_heads, kinds[0].head_dim,
+        base.vocab_size, width, MLP_WIDTHS * width, n_layers, base.n_heads, **of_all,
         max_positions=base.max_positions, norm_eps=base.norm_eps, rotary_dim=base.rotary_dim, tied_lm_head=True,
         norms="both", qk_norm=True, value_norm=True, attention_scale=1.0, embedding_scale=width**0.5,
-        activation="gelu_tanh", layer_scale=True, layer_kinds=tuple(kinds), names="gemma4",
-    )  # fmt: skip
+        activation="gelu_tanh", layer_scale=True, names="gemma4",
+    ).with_kinds(kinds)  # fmt: skip
 
 
 KIND = DrafterKind("Gemma 4 assistant", Gemma4Assistant)

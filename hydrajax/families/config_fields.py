@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_of
@@ -152,12 +152,6 @@ def window_of(raw: dict, max_positions: int) -> int | None:
     return None if window is None or (window := integer(window)) >= max_positions else window
 
 
-def of_kinds(c: LlamaConfig, kinds: Iterable[LayerKind]) -> LlamaConfig:
-    """Return the configuration with these kinds of layers; where all layers are alike it is of that kind."""
-    kinds = tuple(kinds)
-    return c.of_kind(kinds[0]) if len(set(kinds)) == 1 else c.replace(layer_kinds=kinds)
-
-
 def with_windows(
     c: LlamaConfig,
     types: Sequence[str],
@@ -170,7 +164,7 @@ def with_windows(
     """
     own = (c.rope_theta, c.rope_scaling)
     by_type = {FULL: LayerKind(None, *own), SLIDING: LayerKind(window, *(rope or own))}
-    return of_kinds(c, [by_type[kind] for kind in types])
+    return c.with_kinds([by_type[kind] for kind in types])
 
 
 def types_of(c: LlamaConfig) -> list[str]:

@@ -10,7 +10,6 @@ from hydrajax.families.config_fields import (
     SLIDING,
     hidden_act,
     layer_types,
-    of_kinds,
     optional_float,
     rope_parameters,
     rope_scaling,
@@ -167,7 +166,7 @@ def _smollm3(raw: dict, c: LlamaConfig) -> LlamaConfig:
         )
         for kind, rotates in zip(types, rotated, strict=False)
     ]
-    return of_kinds(c, kinds)
+    return c.with_kinds(kinds)
 
 
 def _smollm3_fields(c: LlamaConfig) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from hydrajax.families.config_fields import (
     SLIDING,
     integer,
     layer_types,
-    of_kinds,
     rope_parameters,
     types_of,
     unsupported,
@@ -45,7 +44,7 @@ def with_experts(c: LlamaConfig, experts: Experts, dense: Iterable[int]) -> Llam
         raise unsupported("num_hidden_layers", c.n_layers, f"at most {MOST_LAYERS} layers with experts")
     dense = set(dense)
     kinds = (dataclasses.replace(kind, experts=None if i in dense else experts) for i, kind in enumerate(c.kinds))
-    return of_kinds(c, kinds)
+    return c.with_kinds(kinds)
 
 
 def dense_layers(c: LlamaConfig) -> list[int]:

@@ -12,7 +12,6 @@ from hydrajax.families.config_fields import (
     hidden_act,
     integer,
     layer_types,
-    of_kinds,
     optional_float,
     rope_parameters,
     rope_scaling,
@@ -103,7 +102,7 @@ def gemma4_text(raw: dict, c: LlamaConfig) -> LlamaConfig:
         per_layer_vocab=rows,
         names="gemma4",
     )
-    return of_kinds(c, kinds)
+    return c.with_kinds(kinds)
 
 
 def _experts(raw: dict) -> Experts | None:
@@ -133,6 +132,7 @@ def gemma4_fields(c: LlamaConfig) -> dict[str, Any]:
             FULL: rope_parameters(own.rope_theta, own.rope_scaling),
             SLIDING: ROPES[SLIDING] if local is None else rope_parameters(local.rope_theta, local.rope_scaling),
         },
+        "rope_scaling": None,  # which transformers would read instead, with a warning
         "per_layer_config": {place: found for place, found in sizes.items() if found},
         "num_kv_shared_layers": sum(kind.shared_kv for kind in kinds),
         "use_double_wide_mlp": any(kind.mlp_width for kind in kinds),

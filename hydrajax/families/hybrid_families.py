@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.config_fields import FULL, integer, layer_types, of_kinds
+from hydrajax.families.config_fields import FULL, integer, layer_types
 from hydrajax.families.expert_families import qwen_experts, qwen_fields
 from hydrajax.families.family import Family
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
@@ -19,7 +19,7 @@ def _with_recurrent(c: LlamaConfig, types: list[str], recurrent: Recurrent, norm
     """Return the configuration with these recurrent layers, which have these norms and no rotary embedding."""
     attention = LayerKind(c.sliding_window, c.rope_theta, c.rope_scaling)
     state = LayerKind(None, None, None, norms=norms, recurrent=recurrent)
-    return of_kinds(c, [attention if kind == FULL else state for kind in types])
+    return c.with_kinds([attention if kind == FULL else state for kind in types])
 
 
 def _gated_delta(raw: dict, names: str, **settings: Any) -> GatedDelta:

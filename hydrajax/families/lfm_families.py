@@ -10,7 +10,6 @@ from hydrajax.families.config_fields import (
     SLIDING,
     integer,
     layer_types,
-    of_kinds,
     rope_parameters,
     rope_scaling,
     unsupported,
@@ -35,7 +34,7 @@ def _with_convolutions(raw: dict, c: LlamaConfig, types: list[str], local: Layer
         SLIDING: local,
         CONV: LayerKind(None, None, None, recurrent=conv),
     }
-    return of_kinds(c.replace(qk_norm=True), [kinds[kind] for kind in types])
+    return c.replace(qk_norm=True).with_kinds([kinds[kind] for kind in types])
 
 
 def _conv_fields(c: LlamaConfig, *names: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hydrajax.families.config_fields import FULL, integer, layer_types, of_kinds, unsupported
+from hydrajax.families.config_fields import FULL, integer, layer_types, unsupported
 from hydrajax.families.dense_families import granite, granite_fields
 from hydrajax.families.expert_families import expert_fields, experts_of, grouped_experts, grouped_fields
 from hydrajax.families.family import Family
@@ -87,7 +87,7 @@ def _granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
     attention = LayerKind(None, c.rope_theta, c.rope_scaling, experts)
     mamba = _granite_mamba(raw, c) if LINEAR in types else None
     by_type = {FULL: attention, LINEAR: LayerKind(None, None, None, experts, recurrent=mamba)}
-    return of_kinds(c, [by_type[kind] for kind in types])
+    return c.with_kinds([by_type[kind] for kind in types])
 
 
 def _granite_fields(c: LlamaConfig) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _nemotron(raw: dict, c: LlamaConfig) -> LlamaConfig:
         else:
             kinds[-1] = dataclasses.replace(kinds[-1], mlp=True, experts=experts if block == "moe" else None)
     c = c.replace(n_layers=len(kinds), rope_theta=None, rope_scaling=None, activation="relu2", names="nemotron_h")
-    return of_kinds(c, kinds)
+    return c.with_kinds(kinds)
 
 
 def _nemotron_fields(c: LlamaConfig) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from hydrajax.families.config_fields import (
     SLIDING,
     hidden_act,
     layer_types,
-    of_kinds,
     rope_fields,
     types_of,
     unsupported,
@@ -57,8 +56,7 @@ def _muse_glimmer(raw: dict, c: LlamaConfig) -> LlamaConfig:
     )
     # As in transformers, a theta that is not 0 means the embedding of the whole model.
     rope = c.rope_theta, c.rope_scaling
-    return of_kinds(
-        c,
+    return c.with_kinds(
         [
             LayerKind(window if kind == SLIDING else None, *(rope if theta else (None, None)))
             for kind, theta in zip(types, thetas, strict=False)

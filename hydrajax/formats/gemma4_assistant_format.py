@@ -59,8 +59,8 @@ class AssistantFormat(HeadFormat):
         check_sizes((c.vocab_size, integer(config, "backbone_hidden_size", 1, 1536)), base)
         if c.any_experts or c.per_layer_width or not all(kind.shared_kv for kind in c.kinds):
             raise HydrajaxError(
-                f"{CONFIG}: text_config: got experts, embeddings per layer, or layers with keys and values, expected none"
-                " in an assistant"
+                f"{CONFIG}: text_config: got experts, embeddings per layer, or layers that have keys and values; "
+                "an assistant has none"
             )
         drafter = Gemma4Assistant(c, base.width)
         drafter.sources(base)

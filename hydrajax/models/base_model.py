@@ -108,7 +108,7 @@ class BoundBase:
     params: Any
     rng: Array | None = None
     cache: KVCache | None = None
-    block: Block | None = None
+    block: tuple[Any, ...] | None = None
 
     @property
     def config(self) -> LlamaConfig:

@@ -216,7 +216,7 @@ class DecoderLayer(nn.Module):
         else:
             keys, values = placed(parts[0][:, :, 0], "key_norm"), parts[-1][:, :, 0]
             if c.value_norm:
-                values = norm(scaled=False)(values)
+                values = RMSNorm(c.norm_eps, self.dtype, scaled=False)(values)
             if self.kv_cache is not None:
                 keys, values = rounded(keys, self.kv_cache), rounded(values, self.kv_cache)
             kept = block = (keys, values)

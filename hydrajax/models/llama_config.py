@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -270,6 +271,11 @@ class LlamaConfig:
             rope_scaling=None if scaling is not None and scaling.kind == "longrope" else scaling,
             tied_lm_head=self.tied_lm_head,
         )
+
+    def with_kinds(self, kinds: Iterable[LayerKind]) -> LlamaConfig:
+        """Return the configuration with these kinds of layers; where all layers are alike it is of that kind."""
+        kinds = tuple(kinds)
+        return self.of_kind(kinds[0]) if len(set(kinds)) == 1 else self.replace(layer_kinds=kinds)
 
     def replace(self, **changes) -> LlamaConfig:
         """Return the configuration with some fields changed. With another number of layers, their kinds repeat."""

@@ -45,6 +45,7 @@ TREES = {
     "eagle3": "skips ranks",
     "mtp": "random",
     "mtp of mimo": "grown",
+    "gemma4 assistant": "random",
     "model": "grown",
     "windowed model": "deep and late",
     "sure model": "random",

@@ -69,8 +69,8 @@ def _exported(folder: Path, model: Llama, params: dict) -> Path:
     return folder
 
 
-@pytest.mark.quick("qwen3_5", "lfm3_vl", "muse_glimmer")
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "muse_glimmer"])
+@pytest.mark.quick("qwen3_5", "lfm3_vl", "muse_glimmer", "gemma4")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "muse_glimmer", "gemma4"])
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path, kind):
     """In transformers' form, next to a vision tower and an MTP module; and the rotary embedding of pictures."""
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MIXTRAL = "block_sparse_moe"
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LFM = ("lfm2", "lfm2_moe", "lfm3")
+GEMMA4 = ("gemma4_text", "gemma4_unified_text")
 
 
 class MiMoConfig(Qwen2Config):
@@ -46,6 +47,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     hf = AutoConfig.from_pretrained(folder)
     if hf.model_type == "nemotron_h":
         return _nemotron(hf)
+    if hf.model_type in GEMMA4:
+        return _gemma4(hf)
     kind, head_dim = hf.model_type, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     ropes = hf.rope_parameters
     ropes = {
@@ -154,6 +157,31 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         experts=own.experts,
         **({"norms": "after"} if kind in ("olmo2", "olmo3", "olmo_hybrid") else settings),
     )
+
+
+def _gemma4(hf) -> LlamaConfig:
+    hf.allow_global_per_layer_attribute_access = True
+    ropes = {name: _rope(hf.rope_parameters[name], hf) for name in (FULL, SLIDING)}
+    kinds = []
+    for i, (name, shares) in enumerate(zip(hf.layer_types, hf.kv_sharing_modes, strict=True)):
+        sizes = [getattr(hf.per_layer_config[i], name) for name in ("num_key_value_heads", "head_dim")]
+        of_model = [hf.num_key_value_heads, hf.head_dim]
+        kinds.append(
+            LayerKind(
+                hf.sliding_window if name == SLIDING else None, *ropes[name], None, None, None, True,
+                *(None if size == whole else size for size, whole in zip(sizes, of_model, strict=True)),
+                shared_kv=shares == "reuse",
+            )
+        )  # fmt: skip
+    return LlamaConfig(
+        hf.vocab_size, hf.hidden_size, hf.intermediate_size, hf.num_hidden_layers, hf.num_attention_heads,
+        hf.num_key_value_heads, hf.head_dim, hf.max_position_embeddings, hf.rms_norm_eps, *ropes[FULL],
+        tied_lm_head=hf.tie_word_embeddings, qk_norm=True, value_norm=True, norms="both", layer_scale=True,
+        attention_scale=1.0, embedding_scale=hf.hidden_size**0.5, logits_softcap=hf.final_logit_softcapping,
+        activation="gelu_tanh", layer_kinds=tuple(kinds), names="gemma4",
+        per_layer_width=(p := getattr(hf, "hidden_size_per_layer_input", 0)),
+        per_layer_vocab=hf.vocab_size_per_layer_input if p else 0,
+    )  # fmt: skip
 
 
 def _nemotron(hf) -> LlamaConfig:

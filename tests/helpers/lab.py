@@ -27,6 +27,7 @@ from hydrajax.drafters.drafter import CORPUS, DrafterSpec, Proposal, SeesAccepte
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.gemma4_assistant import AssistantSettings, Gemma4Assistant
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.medusa import MedusaHeads
@@ -150,6 +151,7 @@ DRAFTERS = {
     "eagle3": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=Vocabulary(range(1, VOCAB, 2))),
     "mtp": MTP.for_base(CONFIG, jnp.float32),
     "mtp of mimo": MTP(CONFIG.replace(n_layers=1), embedding_first=False, before_final_norm=True),
+    "gemma4 assistant": Gemma4Assistant.for_base(CONFIG, jnp.float32, AssistantSettings(width=16, layers=2)),
     "model": DraftModel(Llama(SMALL), VOCAB),
     "windowed model": DraftModel(Llama(CONFIG.replace(sliding_window=5)), VOCAB),
     "sure model": DraftModel(Llama(SMALL.replace(qkv_bias=True)), VOCAB, confidence=0.2),

@@ -10,6 +10,7 @@ import numpy as np
 
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.gemma4_assistant import Gemma4Assistant
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
@@ -24,8 +25,8 @@ MIXED = {"lm_weight": 0.5, "teacher_weight": 1.5, "reconstruction_weight": 0.7}
 def drafter_of(kind: str):
     """Return a drafter of three guesses for `tiny_model`; EAGLE-3 knows every other token."""
     shape = LlamaConfig(VOCAB, WIDTH, 80, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, max_positions=64)
-    if kind in ("eagle", "eagle3", "mtp"):
-        cls = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP}[kind]
+    if kind in ("eagle", "eagle3", "mtp", "gemma4-assistant"):
+        cls = {"eagle": Eagle, "eagle3": Eagle3, "mtp": MTP, "gemma4-assistant": Gemma4Assistant}[kind]
         known = {"vocabulary": Vocabulary(range(1, VOCAB, 2))} if kind == "eagle3" else {}
         return dataclasses.replace(cls.for_base(shape, jnp.float32), depth=HEADS, ttt_length=HEADS, **known)
     if kind == "medusa":

@@ -33,6 +33,7 @@ KINDS = {
     "eagle": {"draft": {"heads": "eagle"}, "objective": EAGLE_1},
     "eagle3": {"draft": {"heads": "eagle3", "vocabulary": 120, "ttt_length": 2}, "objective": {"head_decay": 0.8}},
     "mtp": {"draft": {"heads": "mtp", "ttt_length": 2}, "objective": {"head_decay": 0.8}},
+    "gemma4-assistant": {"draft": {"heads": "gemma4-assistant", "ttt_length": 2, "width": 16, "layers": 2}},
     "dspark": {
         "draft": {"heads": "dspark", "block_size": 4, "markov_rank": 4, "num_anchors": 6, "vocabulary": 150},
         "objective": {"lm_weight": 0.1, "teacher_weight": 0.0, "distance_weight": 0.9, "confidence_weight": 1.0},

@@ -109,14 +109,15 @@ def test_of_equal_logits_the_smaller_id_ranks_first(tiny_model):
 
 def tally_of(tree, model, base, drafter, draft, batch) -> Tally:
     forward = run_base(model, base, batch["tokens"], drafter.spec.aux_hidden_layers, batch.get("segments"))
-    ranks = drafter.ranks(draft, forward.aux_hidden_states, batch, BoundBase(model, base), chunk_tokens=32, depth=3)
+    bound = BoundBase(model, base, block=forward.block)
+    ranks = drafter.ranks(draft, forward.aux_hidden_states, batch, bound, chunk_tokens=32, depth=3)
     tally = Tally(tree, 3, 5)
     tally.add(np.asarray(ranks), batch["labels"], batch.get("segments"))
     return tally
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["hydra", "hydra++", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("name", ["hydra", "hydra++", "eagle", "eagle3", "mtp", "gemma4-assistant"])
 def test_tokens_per_step_is_what_decoding_gives(tiny_model, generated, name):
     model, base = tiny_model
     drafter = drafter_of(name)

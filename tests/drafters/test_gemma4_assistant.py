@@ -1,0 +1,196 @@
+"""Gemma 4's assistant against transformers', on random small models; `test_every_drafter` tests what it decodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+import hydrajax
+from helpers.family_pairs import random_pair
+from helpers.family_settings import VOCAB, WINDOW
+from helpers.gemma4_settings import EXAMPLES
+from helpers.lab import quick_jit
+from helpers.refusals import refusal
+from hydrajax.formats.export import export_heads
+from hydrajax.models.attention import causal_mask
+from hydrajax.models.base_model import BoundBase
+from hydrajax.models.cache import append
+from hydrajax.models.packed_forward import row_layout, run_base
+from hydrajax.trees import presets
+
+BASE = EXAMPLES["gemma4_text"]
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEPTH = 4
+NEW = 16
+
+
+def assistant(folder: Path, **changes) -> Gemma4AssistantForCausalLM:
+    """Return an assistant with random weights, saved by transformers."""
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16,
+        "vocab_size_per_layer_input": 0, "hidden_size_per_layer_input": 0, "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, FULL], "rope_parameters": BASE["rope_parameters"],
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text | changes), backbone_hidden_size=32)
+    model = Gemma4AssistantForCausalLM(config).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            noise = torch.randn_like(tensor)
+            tensor.copy_(tensor + 0.2 * noise if tensor.ndim == 1 else 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(torch.tensor([1.3]))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return ``(base in both packages, assistant of transformers, its folder)``."""
+    root = tmp_path_factory.mktemp("gemma4")
+    return random_pair(root / "base", "gemma4_text", BASE), assistant(root / "draft"), root / "draft"
+
+
+@pytest.fixture(scope="module")
+def m(folders):
+    return hydrajax.load(folders[0].folder, draft=str(folders[2]))
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(1, VOCAB, length).tolist() for length in lengths]
+
+
+def proposed(m, tree, texts: list[list[int]]) -> np.ndarray:
+    """Return the tokens of a tree after each text, whose last token is the root, of a ragged batch."""
+    lengths = np.array([len(text) - 1 for text in texts], np.int32)
+    tokens = np.array([text[:-1] + [0] * (max(lengths) - length) for text, length in zip(texts, lengths, strict=True)])
+
+    @quick_jit
+    def run(params, tokens, lengths, root):
+        base = BoundBase(m.model, params.base)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        forward = base.forward(tokens, positions, causal_mask(tokens.shape[1], lengths))
+        cache = append(m.model.init_cache(len(tokens), 64), forward.block, lengths)
+        state = m.drafter.init_state(len(tokens), 64)
+        state = m.drafter.begin(params.draft, state, forward.aux_hidden_states, tokens, lengths, root, base)
+        return m.drafter.propose(params.draft, state, root, tree, BoundBase(m.model, params.base, cache=cache)).tokens
+
+    return np.asarray(run(m.params, tokens, lengths, np.array([text[-1] for text in texts], np.int32)))
+
+
+def proposed_by_transformers(theirs, draft, text: list[int]) -> list[int]:
+    """Return the chain that transformers' generator drafts after a text whose last token it has not run."""
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        outputs = theirs(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+    draft.generation_config.num_assistant_tokens = DEPTH
+    generator = SinglePositionMultiTokenCandidateGenerator(
+        draft, theirs.get_input_embeddings(), theirs.generation_config
+    )
+    generator.main_model_max_length = 1000
+    mask = {"attention_mask": torch.ones_like(ids)}
+    found = generator.get_candidates(ids, mask, outputs, is_first_iteration=False, n_last_matches=0)
+    return found[0][0, len(text) :].tolist()
+
+
+def test_chains_are_those_of_transformers(folders, m):
+    """Shorter and longer than the window, at its edges, in a batch."""
+    found = texts(2, 5, WINDOW, WINDOW + 1, WINDOW + 2, WINDOW + 3, WINDOW + 4, 30)
+    expected = [proposed_by_transformers(folders[0].theirs, folders[1], text) for text in found]
+    assert len({token for tokens in expected for token in tokens}) > 10
+    assert proposed(m, presets.chain(DEPTH), found)[:, 1:].tolist() == expected
+
+
+def test_a_tree_holds_the_chain_of_every_path(folders, m):
+    """A node's children are those of the text with its path, under the root's cache: no node sees another."""
+    tree = presets.cartesian([3, 2, 2])
+    (text,) = texts(14)
+    tokens = proposed(m, tree, [text])[0]
+    base, draft = folders[0].theirs, folders[1]
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        outputs = base(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True)
+        embed = base.get_input_embeddings()
+        for node, path in enumerate(tree.node_paths):
+            hidden = outputs.hidden_states[-1][:, -1:]
+            for token in tokens[list(dict.fromkeys(path))]:
+                inputs = torch.cat([embed(torch.tensor([[token]])), hidden], dim=-1)
+                at = torch.tensor([[len(text) - 1]])
+                out = draft(None, inputs, at, torch.ones_like(ids), outputs.shared_kv_states, use_cache=False)
+                hidden = out.last_hidden_state
+            children = [child for child, parent in enumerate(tree.parents) if child and parent == node]
+            best = out.logits[0, 0].topk(max(len(children), 1)).indices.tolist()
+            assert tokens[children].tolist() == best[: len(children)]
+
+
+def test_texts_are_the_bases_and_files_come_back(folders, m, tmp_path):
+    pair, _, folder = folders
+    prompts = texts(7, 3, 12)
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        how = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+        with torch.no_grad():
+            expected.append(pair.theirs.generate(ids, max_new_tokens=NEW, **how)[0, len(prompt) :].tolist())
+    rows = np.array([prompt + [0] * (12 - len(prompt)) for prompt in prompts], np.int32)
+    decode = hydrajax.make_decode_fn(m.model, m.drafter, presets.cartesian([3, 2]), max_new_tokens=NEW, eos_ids=())
+    out = decode(m.params, rows, np.array([len(prompt) for prompt in prompts], np.int32))
+    assert out.tokens[:, :NEW].tolist() == expected
+
+    export_heads(tmp_path / "copy", m.drafter, m.params.draft, dtype=None)
+    theirs, ours = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "copy"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+    again = hydrajax.load(pair.folder, draft=str(tmp_path / "copy"))
+    assert again.drafter == m.drafter
+    assert Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "copy").config.backbone_hidden_size == 32
+
+
+def test_a_batch_of_training_is_what_decoding_proposes(m):
+    """The best guesses at every position of a row, of packed documents too, are the first chain drafted there."""
+    (text,) = texts(24)
+    row, first = np.array([text], np.int32), 10
+    segments = np.array([[1] * first + [2] * (len(text) - first)])
+
+    @jax.jit
+    def best(params, segments):
+        forward = run_base(m.model, params.base, row, segments=segments)
+        base = BoundBase(m.model, params.base, block=forward.block)
+        read = m.drafter.teacher_hidden(
+            params.draft, forward.aux_hidden_states, row, base, None, *row_layout(row, segments)
+        )
+        return jnp.argmax(m.drafter.head_logits(params.draft, 0, read[0], base), axis=-1)[0]
+
+    for start, end, found in ((0, 24, best(m.params, None)), (first, 24, best(m.params, segments))):
+        for at in range(start, end - 1):
+            if at - start in (0, 4, WINDOW, WINDOW + 1, 12):
+                chain = proposed(m, presets.chain(1), [text[start : at + 2]])
+                assert int(found[at]) == chain[0, 1]
+
+
+def test_refusals(folders, tmp_path):
+    pair, _, folder = folders
+
+    def refused(piece: str, *pieces: str, **changes):
+        config = json.loads((folder / "config.json").read_text())
+        text = config["text_config"] | changes.pop("text", {})
+        (tmp_path / "config.json").write_text(json.dumps(config | changes | {"text_config": text}))
+        (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        refusal(lambda: hydrajax.load(pair.folder, draft=str(tmp_path)), piece, *pieces)
+
+    refused("width: got 64, expected 32; the heads were made for another base", backbone_hidden_size=64)
+    refused("key-value heads: got 2 of 8, the base has 1 of 8", text={"num_key_value_heads": 2})
+    refused("text_config", "keys and values", text={"num_kv_shared_layers": 1})
+    refused("vocabulary: got 60, expected 61", text={"vocab_size": 60})
