@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hydrajax.families.family_registry import to_llama_config
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
@@ -66,4 +68,27 @@ HYBRIDS = {
 # transformers' defaults, which are those of meta-models/Muse-Glimmer-30B.
 _MUSE = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52}
 DENSE = {"muse-glimmer-30b": to_llama_config({"model_type": "muse_glimmer_text", "num_attention_heads": 32} | _MUSE)}
-SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES | HYBRIDS | DENSE
+
+
+def _gemma4(width: int, mlp_width: int, n_layers: int, n_heads: int, n_kv_heads: int, **more: Any) -> LlamaConfig:
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
+    fields = dict(zip(names, (width, mlp_width, n_layers, n_heads, n_kv_heads), strict=True))
+    always = {"model_type": "gemma4_text", "vocab_size": 262_144, "final_logit_softcapping": 30.0}
+    return to_llama_config(always | fields | more)
+
+
+_WIDE = {"hidden_size_per_layer_input": 0, "sliding_window": 1024, "attention_k_eq_v": True}
+_EVERY_FIFTH = ["full_attention" if (i + 1) % 5 == 0 else "sliding_attention" for i in range(35)]
+GEMMA4 = {  # the text parts
+    "gemma4-e2b": _gemma4(
+        1536, 6144, 35, 8, 1, num_kv_shared_layers=20, use_double_wide_mlp=True, layer_types=_EVERY_FIFTH
+    ),
+    "gemma4-e4b": _gemma4(2560, 10_240, 42, 8, 2, num_kv_shared_layers=18),
+    "gemma4-26b-a4b": _gemma4(
+        *(2816, 2112, 30, 16, 8),
+        **_WIDE | {"num_global_key_value_heads": 2, "enable_moe_block": True},
+        **{"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    ),
+    "gemma4-31b": _gemma4(5376, 21_504, 60, 32, 16, **_WIDE | {"num_global_key_value_heads": 4}),
+}
+SHAPES: dict[str, LlamaConfig] = PRESETS | MIXTURES | HYBRIDS | DENSE | GEMMA4

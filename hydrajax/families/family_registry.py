@@ -111,6 +111,8 @@ def from_llama_config(c: LlamaConfig, what: str) -> dict:
         fields = {"architectures": [family.architecture], "model_type": name} | _shared_fields(c)
         try:
             fields |= family.write(c)
+            if "rope_parameters" in fields and fields.get("rope_scaling") is None:
+                fields.pop("rope_scaling", None)  # transformers 5 would warn
             if to_llama_config(fields) == c:
                 return fields
         except (HydrajaxError, ArithmeticError):

@@ -132,7 +132,7 @@ def gemma4_fields(c: LlamaConfig) -> dict[str, Any]:
             FULL: rope_parameters(own.rope_theta, own.rope_scaling),
             SLIDING: ROPES[SLIDING] if local is None else rope_parameters(local.rope_theta, local.rope_scaling),
         },
-        "rope_scaling": None,  # which transformers would read instead, with a warning
+        "rope_scaling": None,
         "per_layer_config": {place: found for place, found in sizes.items() if found},
         "num_kv_shared_layers": sum(kind.shared_kv for kind in kinds),
         "use_double_wide_mlp": any(kind.mlp_width for kind in kinds),

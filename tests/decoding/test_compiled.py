@@ -65,6 +65,7 @@ DRAFTERS = {
     "model": (DraftModel(Llama(CONFIG), 17), TREE, 2),
     "sure model": (DraftModel(Llama(CONFIG), 17, confidence=0.5), TREE, 2),
     "experts": (lab.DRAFTERS["hydra++"], TREE, 1),
+    "gemma4 assistant": (lab.DRAFTERS["gemma4 assistant"], TREE, 0),
     "hybrid": (lab.DRAFTERS["hydra++"], TREE, 1),
     "hybrid by kernels": (lab.DRAFTERS["hydra++"], TREE, 1),
     "hybrid alone": (NoDrafter(), presets.root(), 0),
@@ -78,6 +79,7 @@ HYBRIDS = {
 }
 BASES = {
     "experts": CONFIG.replace(layer_kinds=(LayerKind(5, experts=EXPERTS), LayerKind(experts=EXPERTS))),
+    "gemma4 assistant": CONFIG.replace(layer_kinds=(LayerKind(), LayerKind(shared_kv=True))),
     **HYBRIDS,
     "hybrid alone": HYBRIDS["hybrid"],
 }
@@ -155,12 +157,13 @@ def take_updates(makers: dict[str, int], engine: Engine, hlo: str, batch: int) -
     return written + makers.pop("dynamic-update-slice", 0) + makers.pop("scatter", 0)
 
 
-@pytest.mark.quick("experts-3-Greedy", "model-1-Greedy")  # experts: with Hydra++ heads
+@pytest.mark.quick("experts-3-Greedy", "model-1-Greedy", "gemma4 assistant-3-Greedy")  # experts: with Hydra++ heads
 @pytest.mark.parametrize(
     ("name", "batch", "rule"),
     [
         *((name, 3, Greedy()) for name in DRAFTERS if name not in ("hydra", "sure model") and name not in BASES),
         ("experts", 3, Greedy()),
+        ("gemma4 assistant", 3, Greedy()),
         *((name, 1, Greedy()) for name in ("none", "hydra++", "model")),
         ("eagle", 3, RejectionSampling()),
         ("eagle3", 1, RejectionSampling()),

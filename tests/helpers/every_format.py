@@ -20,6 +20,7 @@ from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.gemma4_assistant import AssistantSettings, Gemma4Assistant
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
@@ -45,6 +46,7 @@ MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
 EAGLE = Eagle.for_base(BASE, np.float32)
 EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
 MIMO = MTP(BASE.replace(n_layers=1), embedding_first=False, before_final_norm=True)
+ASSISTANT = Gemma4Assistant.for_base(BASE, np.float32, AssistantSettings(layers=1))
 DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
 MUSE = dataclasses.replace(DFLASH, both_ways=True, plain_logits=True)
 JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
@@ -69,6 +71,7 @@ HEADS = {  # drafter, format, as .pt
     "nextn": (MTP.for_base(BASE, np.float32), "nextn", False),
     "qwen_mtp": (MTP.for_base(BASE, np.float32), "qwen-mtp", False),
     "native_mtp": (MIMO, "native", False),
+    "gemma4_assistant": (ASSISTANT, "gemma4-assistant", False),
     "dflash": (DFLASH, "dflash", False),
     "jetspec": (JETSPEC, "jetspec", False),
     "muse_assistant": (MUSE, "muse-assistant", False),

@@ -155,6 +155,7 @@ SHAPES = [  # batch, heads, key-value heads, tokens, slots, head_dim
     (2, 5, 5, 64, 300, 64),
     (1, 4, 4, 7, 9, 48),
     (1, 1, 1, 2, 5, 256),
+    (1, 8, 1, 9, 20, 512),
 ]
 
 

@@ -25,7 +25,7 @@ constexpr int kWide = 4;  // with this many vectors of features
 constexpr int kFew = 4, kSide = 1, kRows = 3, kWide = 2;
 #endif
 constexpr int kAhead = 16;     // keys and values prefetched before they are read
-constexpr int kLongestHead = 256;
+constexpr int kLongestHead = 512;
 constexpr float kHidden = 1e30f;
 
 // exp for x <= 0, relative error below 2e-7; 0 below -87.7, beyond float32's normal range.

@@ -25,7 +25,7 @@ from hydrajax.ops.xla import FEW_ROWS, Xla, chosen_tokens, plain_norm, with_grad
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 LANES = 16  # a head must fill whole vectors of this length
-LONGEST_HEAD = 256
+LONGEST_HEAD = 512
 
 
 def matmul(x: Float[Array, "R D"], weight: Float[Array, "D F"], dtype: DType = jnp.float32) -> Float[Array, "R F"]:
