@@ -98,10 +98,10 @@ class MTP(EagleDrafter):
     @staticmethod
     def layer_of(base):
         """Return the configuration of the base's last layer of attention, attending to all tokens."""
-        last = max((i for i, kind in enumerate(base.kinds) if not kind.recurrent), default=None)
+        last = max((i for i, source in enumerate(base.kv_layers) if source == i), default=None)
         if last is None:
             raise HydrajaxError("heads: got mtp, which needs a base with layers of attention")
-        return base.of_layer(last).replace(n_layers=1, sliding_window=None)
+        return base.of_layer(last).replace(n_layers=1, sliding_window=None, per_layer_width=0, per_layer_vocab=0)
 
     @property
     def aux_hidden_layers(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from hydrajax.families.config_fields import unsupported
 from hydrajax.families.tensor_names import FUSED_MLP, in_files
 from hydrajax.files import check_directory, whole_directory
 from hydrajax.formats.tensors import TensorFiles, expect_tensors, open_tensors, read_json, save_safetensors
-from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, check_adapter, part_shapes
+from hydrajax.models.adapter import KERNELS, MLP, TARGETS, Adapter, adapts_queries, check_adapter, part_shapes
 from hydrajax.models.init import abstract_base
 from hydrajax.models.layout import ADAPTER, leaf
 from hydrajax.models.llama import Llama
@@ -84,7 +84,8 @@ def linear_layers(base: LlamaConfig) -> dict[str, LinearLayer]:
     found = {}
     for i in range(base.n_layers):
         for kernel, block in BLOCKS.items():
-            if kernel not in shapes[f"layers_{i}"] or (base.any_experts and block == "mlp"):
+            left_out = (base.any_experts and block == "mlp") or (kernel == "qkv" and not adapts_queries(base))
+            if left_out or kernel not in shapes[f"layers_{i}"]:
                 continue
             targets = KERNELS[kernel][-1:] if base.activation == "relu2" and block == "mlp" else KERNELS[kernel]
             one = base.fused_projections or (block == "mlp" and base.names in FUSED_MLP)

@@ -93,6 +93,11 @@ class Adapter:
         return low_rank(name, kernel, parameters, self)._replace(dropout=self.dropout, rng=rng)
 
 
+def adapts_queries(base: LlamaConfig) -> bool:
+    """Return whether an adapter can change queries, keys and values: every layer has all three."""
+    return not any(kind.shared_kv or kind.values_are_keys for kind in base.kinds)
+
+
 def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
     """Raise `HydrajaxError` for an adapter that a base of this shape cannot have."""
     if base.tied_lm_head and "lm_head" in adapter.targets:
@@ -105,12 +110,18 @@ def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
             f"adapter.targets: got {', '.join(found)}, expected none of an MLP for this base, whose MLPs are experts: "
             "remove them"
         )
+    found = [target for target in adapter.targets if target in KERNELS["qkv"]]
+    if found and not adapts_queries(base):
+        raise HydrajaxError(
+            f"adapter.targets: got {', '.join(found)}, expected no queries, keys or values for this base: some "
+            "of its layers lack keys or values; remove them"
+        )
     if base.names in SEPARATE_GATES and "q_proj" in adapter.targets:
         raise HydrajaxError(
             "adapter.targets: got q_proj, expected none for this base, whose queries are one matrix with their gates: "
             "remove it"
         )
-    if base.activation == "relu2" and "gate_proj" in found:
+    if base.activation == "relu2" and "gate_proj" in adapter.targets:
         raise HydrajaxError(
             "adapter.targets: got gate_proj, expected none for this base, whose MLPs have no gate: remove it"
         )
