@@ -43,6 +43,8 @@ def _glm() -> LlamaConfig:
     return shape.replace(layer_kinds=kinds)
 
 
+_GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880}
+_GPT_OSS |= {"num_attention_heads": 64}
 # The settings of their published config.json.
 MIXTURES = {
     "mixtral-8x7b": LlamaConfig(
@@ -58,6 +60,8 @@ MIXTURES = {
         50_304, 2048, 1024, 16, 16, 16, 128, 4096, 1e-5, qk_norm_all_heads=True, experts=Experts(64, 8, 1024)
     ),
     "glm-4.5-air": _glm(),
+    "gpt-oss-20b": to_llama_config(_GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss-120b": to_llama_config(_GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
 }
 HYBRIDS = {
     "qwen3.5-9b": _hybrid(

@@ -15,6 +15,15 @@ from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.models.layout import shapes
 
+GPT_OSS = {
+    "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64, "max_position_embeddings": 131072,
+    "initial_context_length": 4096, "experts_per_token": 4, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
+    "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150000, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}  # fmt: skip
 EXPERT = r"\.experts\.|block_sparse_moe\.(input|output)_linear"  # in names of tensors
 UNTIED, TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
 MISTRAL = {"model_type": "mistral", "rms_norm_eps": 1e-5, "max_position_embeddings": 32768} | UNTIED
@@ -183,6 +192,8 @@ RELEASED = {
         QWEN3_MOE | sizes(2048, 6144, 48, 32, 4, 151936) | {"moe_intermediate_size": 768, "max_window_layers": 48}
         | UNTIED, 30.53, 3.35,
     ),
+    "gpt-oss-20b": (GPT_OSS | sizes(2880, 2880, 24, 64, 8, 201088) | {"num_local_experts": 32}, 20.915, 4.187),
+    "gpt-oss-120b": (GPT_OSS | sizes(2880, 2880, 36, 64, 8, 201088) | {"num_local_experts": 128}, 116.829, 5.712),
     "OLMoE-1B-7B-0924": (
         sizes(2048, 1024, 16, 16, 16, 50304) | {
             "model_type": "olmoe", "attention_bias": False, "clip_qkv": None, "max_position_embeddings": 4096,
@@ -287,6 +298,8 @@ RELEASED = {
 NAMED = {
     "mixtral-8x7b": "Mixtral-8x7B-v0.1",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b",
     "olmoe-1b-7b": "OLMoE-1B-7B-0924",
     "glm-4.5-air": "GLM-4.5-Air",
     "muse-glimmer-30b": "Muse-Glimmer-30B, text, transformers' defaults",

@@ -13,7 +13,7 @@ import torch
 
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
-from hydrajax.bench.shapes import PRESETS
+from hydrajax.bench.shapes import PRESETS, SHAPES
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
 from hydrajax.formats.draft_registry import formats
@@ -90,6 +90,15 @@ SPECFORGE = {
 # configs/qwen3-4b-eagle3.json there: its own lm head is marked as tied
 SPECFORGE_4B = SPECFORGE | {"hidden_size": 2560, "intermediate_size": 9728, "max_window_layers": 36}
 SPECFORGE_4B |= {"num_attention_heads": 32, "tie_word_embeddings": True}
+# configs/gpt-oss-120B-eagle3.json there, for lmsys/EAGLE3-gpt-oss-120b-bf16
+SPECFORGE_GPT_OSS = SPECFORGE | {
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 17_280,
+    "vocab_size": 201_088,
+}
+SPECFORGE_GPT_OSS |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10_000}
+SPECFORGE_GPT_OSS |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32], "use_aux_hidden_state": True}}
 # AngelSlim's heads for Qwen 3, with vLLM's name of the class
 ANGELSLIM_8B = SPECFORGE | {"architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 128, "hidden_size": 4096}
 ANGELSLIM_8B |= {"intermediate_size": 12_288, "num_attention_heads": 32}
@@ -123,6 +132,7 @@ PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: h
     "EAGLE3-LLaMA3.1-Instruct-8B": (LLAMA_31_8B_3, EAGLE_3, LLAMA_8B, (32, 8, 128, 1e4, 1e-5)),
     "SpecForge's Qwen 3 32B": (SPECFORGE, EAGLE_3, QWEN3_32B, (64, 8, 80, 1e6, 1e-6)),
     "SpecForge's Qwen 3 4B": (SPECFORGE_4B, EAGLE_3, QWEN3_4B, (32, 8, 80, 1e6, 1e-6)),
+    "SpecForge's gpt-oss-120b": (SPECFORGE_GPT_OSS, EAGLE_3, SHAPES["gpt-oss-120b"], (64, 8, 64, 1e4, 1e-5)),
     "AngelSlim's Qwen 3 8B": (ANGELSLIM_8B, EAGLE_3, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
     "RedHatAI's Qwen 3 8B": (RED_HAT, SPECULATED, QWEN3_8B, (32, 8, 128, 1e6, 1e-6)),
     "speculators' Qwen 3 235B": (SPECULATORS, SPECULATED, WIDE, (64, 4, 128, 5e6, 1e-6)),
