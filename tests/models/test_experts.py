@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from helpers.refusals import refusal
 from hydrajax.models import experts
 from hydrajax.models.expert_settings import Experts
-from hydrajax.models.experts import expert_sum, route
+from hydrajax.models.experts import clamped_swiglu, expert_sum, route
 from hydrajax.models.layers import ACTIVATIONS
 from hydrajax.ops import trace
 from hydrajax.ops.cpu.backend import Cpu
@@ -31,14 +33,18 @@ def problem(n_tokens: int, dtype=np.float32):
     return x, ids.astype(np.int32), weights, gate_up, down
 
 
-def expected(x, ids, weights, gate_up, down) -> np.ndarray:
+def expected(x, ids, weights, gate_up, down, activation=None, biases=None) -> np.ndarray:
     x, gate_up, down = (a.astype(np.float32) for a in (x, gate_up, down))
     out = np.zeros_like(x)
     for place in np.ndindex(x.shape[:2]):
         for expert, weight in zip(ids[place], weights[place], strict=True):
             *gate, up = (x[place] @ gate_up[expert, :, part] for part in range(gate_up.shape[2]))
-            inner = gate[0] / (1 + np.exp(-gate[0])) * up if gate else np.maximum(up, 0) ** 2
-            out[place] += weight * (inner @ down[expert])
+            if biases is None:
+                inner = gate[0] / (1 + np.exp(-gate[0])) * up if gate else np.maximum(up, 0) ** 2
+                out[place] += weight * (inner @ down[expert])
+            else:
+                inner = activation(gate[0] + biases[0][expert, 0], up + biases[0][expert, 1])
+                out[place] += weight * (inner @ down[expert] + biases[1][expert])
     return out
 
 
@@ -62,6 +68,25 @@ def test_only_chosen_experts_are_read(way, n_tokens, dtype):
     if n_tokens == 40:  # without a gate
         args = *args[:3], args[3][:, :, 1:], args[4]
         np.testing.assert_allclose(jax.jit(summed)(*args), expected(*args), rtol=0, atol=1e-5)
+
+
+def test_biases_and_the_clamped_swiglu(way, monkeypatch):
+    """In every way to multiply, of which a GPU gathers the experts of one row."""
+    random = np.random.default_rng(0)
+    biases = random.normal(size=(COUNT, 2, MLP)).astype(np.float32), random.normal(size=(COUNT, WIDTH))
+    biases = biases[0], biases[1].astype(np.float32)
+
+    def swiglu(gate, up):
+        gate, up = np.minimum(gate, 0.5), np.clip(up, -0.5, 0.5)
+        return gate / (1 + np.exp(-1.7 * gate)) * (up + 1)
+
+    for n_tokens in (1, 20):
+        if n_tokens == 1:
+            monkeypatch.setattr(Cpu, "gathers_experts", lambda self, rows: True)
+        args = problem(n_tokens)
+        found = jax.jit(lambda *args: expert_sum(*args, COUNT, partial(clamped_swiglu, 1.7, 0.5), biases))(*args)
+        np.testing.assert_allclose(found, expected(*args, swiglu, biases), rtol=0, atol=1e-5)
+        monkeypatch.setattr(Cpu, "gathers_experts", lambda self, rows: False)
 
 
 @pytest.mark.skipif(not trace.has_cpu_kernels(), reason="XLA's products of one row sum in another order")

@@ -32,14 +32,17 @@ def test_the_mlp_of_every_pair(rows, quantized):
     if quantized:
         stored = [jax.tree.map(lambda *parts: np.stack(parts), *map(Int8.of, np.asarray(a))) for a in stored]
     wide = [np.stack([k.dequantized() for k in each(a)]) if quantized else np.float32(a) for a in stored]
-    outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, ACTIVATIONS["silu"]))(
-        x, ids, stored
-    )
+    bias = random.normal(size=(COUNT + 1, 2 * MLP)).astype(np.float32)
+
+    def inner(pairs, experts):
+        return ACTIVATIONS["silu"](*jnp.split(pairs + jnp.asarray(bias, pairs.dtype)[experts], 2, axis=-1))
+
+    outs = jax.jit(lambda x, ids, kernels: _by_kernel(INTERPRETED, x, ids, *kernels, COUNT, inner))(x, ids, stored)
     for (row, place), expert in np.ndenumerate(ids):
         if expert == COUNT:  # of another device
             assert not np.any(outs[row * PER_TOKEN + place])
             continue
-        gate, up = np.einsum("d,dpf->pf", np.float32(x[row]), wide[0][expert])
+        gate, up = np.einsum("d,dpf->pf", np.float32(x[row]), wide[0][expert]) + bias[expert].reshape(2, -1)
         expected = (gate / (1 + np.exp(-gate)) * up) @ wide[1][expert]
         np.testing.assert_allclose(outs[row * PER_TOKEN + place], expected, atol=0.02 * np.abs(expected).max())
 
