@@ -21,12 +21,15 @@ from helpers.lab import quick_jit
 from helpers.released import refusal, save
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
 from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.drafters.block import BlockSettings
+from hydrajax.drafters.dflash import DFlash
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
+from hydrajax.train.tasks.heads_task import load_heads
 from hydrajax.trees import presets
 
 SHARED = {
@@ -194,6 +197,8 @@ def test_files_are_read_and_written_again(tmp_path, fields):
     assert (drafter.config.norm_eps, drafter.config.rope_theta) == (1e-5, config.rope_parameters["rope_theta"])
     export_heads(tmp_path / "ours", drafter, params, dtype=None, base_fingerprint={"shapes": {"n_layers": 52}})
     assert load_draft(tmp_path / "ours", BASE, None)[0] == drafter
+    fresh = DFlash.for_base(BASE, jnp.float32, BlockSettings(2, 16))
+    assert load_heads(fresh, str(folder), BASE)[0] == drafter  # training starts from it
     written = load_file(tmp_path / "ours" / "model.safetensors")
     assert written.keys() == state.keys()
     assert all(torch.equal(written[name], state[name]) for name in state)
