@@ -51,12 +51,13 @@ def forward_flops(model: Llama, length: int, logits: bool = True) -> PerToken:
 
 def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> float:
     """Count the FLOPs per token of the drafter's training forward pass over sequences of ``length`` tokens."""
-    base = with_layers(model, 1)  # drafters read its embedding and lm head
+    # Drafters read its embedding and lm head, and perhaps the keys and values of its last layers.
+    base = model if drafter.spec.reads_cache else with_layers(model, 1)
     width = len(drafter.spec.aux_hidden_layers) * base.config.width
     params = nn.unbox(abstract_draft(drafter, base)), abstract_params(base)
 
-    def forward(params, aux_hidden_states, tokens):
-        bound = BoundBase(base, params[1])
+    def forward(params, aux_hidden_states, tokens, block):
+        bound = BoundBase(base, params[1], block=block)
         if isinstance(drafter, BlockDrafter):
             text = drafter.read(params[0], aux_hidden_states, tokens, None, bound)
             anchors = jnp.zeros((1, min(drafter.num_anchors, length - 1)), jnp.int32)
@@ -66,7 +67,10 @@ def drafter_forward_flops(drafter: Trainable, model: Llama, length: int) -> floa
         return [drafter.head_logits(params[0], k, hidden, bound) for k, hidden in enumerate(read)]
 
     def operators(tokens):
-        return trace(forward, params, jax.ShapeDtypeStruct((*tokens.shape, width), base.dtype), tokens)[0]
+        aux_hidden_states, block = jax.ShapeDtypeStruct((*tokens.shape, width), base.dtype), None
+        if drafter.spec.reads_cache:
+            block = jax.eval_shape(lambda params: run_base(base, params, jnp.zeros(tokens.shape, int)).block, params[1])
+        return trace(forward, params, aux_hidden_states, tokens, block)[0]
 
     if isinstance(drafter, BlockDrafter):  # the number of blocks does not grow with the text
         return flops(operators(jax.ShapeDtypeStruct((1, length), jnp.int32))) / length

@@ -36,6 +36,7 @@ from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import CORPUS, Proposal
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3
+from hydrajax.drafters.gemma4_assistant import Gemma4Assistant
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.mtp import MTP
@@ -119,6 +120,7 @@ DRAFTERS = {
     "eagle3": Eagle3.for_base(CONFIG, jnp.float32),
     "eagle3, 4 tokens": dataclasses.replace(Eagle3.for_base(CONFIG, jnp.float32), vocabulary=FOUR),
     "mtp": MTP.for_base(CONFIG, jnp.float32),
+    "gemma4 assistant": Gemma4Assistant.for_base(CONFIG, jnp.float32),
     "model": DraftModel(Llama(CONFIG), VOCAB),
     "sure model, 4 tokens": DraftModel(Llama(CONFIG.replace(vocab_size=4)), VOCAB, confidence=0.3),
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
@@ -222,7 +224,7 @@ def test_exact_sampling(temperature, cut, drafter, batch):
     assert p_value(draws(rule, drafter, TREE, batch, MANY), probabilities(rule)) > P_VALUE
 
 
-EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens", "mtp")
+EAGLES = ("eagle", "eagle3", "eagle3, 4 tokens", "mtp", "gemma4 assistant")
 
 
 @pytest.mark.slow
