@@ -1,4 +1,4 @@
-"""Gemma, OLMo, Granite, SmolLM 3 and Phi: the fields of their ``config.json`` that other families do not have."""
+"""Gemma, OLMo, EXAONE, Granite, SmolLM 3 and Phi: fields of ``config.json`` that other families do not have."""
 
 from __future__ import annotations
 
@@ -128,6 +128,28 @@ def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:
 # --- Granite, SmolLM 3, Phi -------------------------------------------------------------------------------------------
 
 
+def _exaone4(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    """Add the windows; where there are some, the other layers have no rotary embedding."""
+    windowed, every = raw.get("sliding_window") is not None, raw.get("sliding_window_pattern")
+    if raw.get("layer_types") is None and windowed and (type(every) is not int or every < 1):
+        raise unsupported("sliding_window_pattern", every, "a positive integer, or layer_types")
+    types = layer_types(raw, c.n_layers, lambda i: SLIDING if windowed and (i + 1) % every else FULL)
+    if not windowed and SLIDING in types:
+        raise unsupported("sliding_window", None, f"a number for the layers of type {SLIDING}")
+    rope = c.rope_theta, c.rope_scaling
+    full = LayerKind(None, *((None, None) if windowed else rope))
+    kinds = {FULL: full, SLIDING: LayerKind(window_of(raw, c.max_positions), *rope)}
+    return c.replace(norms="after", qk_norm=True).with_kinds(kinds[kind] for kind in types)
+
+
+def _exaone4_fields(c: LlamaConfig) -> dict[str, Any]:
+    plain = all(kind.rope_theta and not kind.sliding_window for kind in c.kinds)
+    return {
+        "sliding_window": None if plain else window_field(c) or c.max_positions,
+        "layer_types": [SLIDING if kind.rope_theta and not plain else FULL for kind in c.kinds],
+    }
+
+
 def granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
     """Add the multipliers."""
     return c.replace(
@@ -233,6 +255,13 @@ GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields
 GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, _gemma_activation)
 OLMO2 = Family("Olmo2ForCausalLM", "OLMo 2", {"rms_norm_eps": 1e-5}, _olmo2)
 OLMO3 = Family("Olmo3ForCausalLM", "OLMo 3", _OLMO3, _olmo3, _olmo3_fields)
+EXAONE4 = Family(
+    "Exaone4ForCausalLM",
+    "EXAONE 4",
+    {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    _exaone4,
+    _exaone4_fields,
+)
 GRANITE = Family("GraniteForCausalLM", "Granite 3", {}, granite, granite_fields)
 SMOLLM3 = Family("SmolLM3ForCausalLM", "SmolLM 3", _SMOLLM3, _smollm3, _smollm3_fields)
 PHI3 = Family("Phi3ForCausalLM", "Phi 3, 4", _PHI3, _phi3, _phi3_fields, _phi3_rope, partial_rotary=True)

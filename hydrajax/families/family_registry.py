@@ -48,6 +48,8 @@ NOT_IMPLEMENTED = {
     "qwen3_vl": _VISION,
     "granitemoe": "its experts' fused files",
     "phimoe": "its router",
+    "mistral3": f"{_VISION}; save its language model alone, as 'ministral3' or 'mistral'",
+    "mistral4": _LATENT,
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "glm4_moe_lite": _LATENT,

@@ -46,6 +46,8 @@ NAMES = {
     },
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "muse_glimmer": {},
+    "hunyuan_v1_dense": {"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+    "nanochat": {"up_proj": "fc1", "down_proj": "fc2"},
     "gemma4": {
         "mlp.gate": "router.proj",
         "mlp.experts.gate_up_proj": "experts.gate_up_proj",

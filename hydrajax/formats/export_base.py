@@ -59,7 +59,7 @@ def export_llama(
             tokenizer.save_pretrained(folder)
         eos = (eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)) if eos_ids else None
         config |= from_llama_config(model.config, EXPORT) | {
-            "torch_dtype": tensors[in_files("model.norm.weight", model.config)].dtype.name,
+            "torch_dtype": tensors[in_files("model.embed_tokens.weight", model.config)].dtype.name,
             "bos_token_id": getattr(tokenizer, "bos_token_id", None),
             "eos_token_id": eos,  # written even if null, as transformers' default is id 2
         }

@@ -40,6 +40,8 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
         "post_attention_layernorm" if config.kinds[last].mlp else "input_layernorm"
     ]
     paths = ("embedding",), ("layers_0", first_norm, "scale"), (f"layers_{last}", last_norm, "scale"), ("norm", "scale")
+    if config.norm_scales == "none":
+        paths = ("embedding",), ("layers_0", "out"), (f"layers_{last}", "out")
     wanted = {name: shape for path in paths for name, shape in layout[path].items()}
     expect_tensors(files, wanted, what, ignored=".*")
     for name in wanted:

@@ -166,17 +166,21 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 def rope_table(
     config: LlamaConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"]] | None:
+) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"], Float[Array, "B 1 T 1"] | None] | None:
     """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first sines are
-    negative. Return None for a config without rotary embedding.
+    negative; and the factor of the queries, if they have one. Return None for a config without rotary embedding.
     """
     if config.rope_theta is None:
         return None
     angles = positions[:, None, :, None, None].astype(jnp.float32) * rope_frequencies(config)
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    if config.rope_scaling is not None and config.rope_scaling.attention_factor != 1.0:
-        sin, cos = sin * config.rope_scaling.attention_factor, cos * config.rope_scaling.attention_factor
-    return cos, jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1)
+    sin, cos = jnp.sin(-angles if config.rope_reversed else angles), jnp.cos(angles)
+    scaling, factor = config.rope_scaling, None
+    if scaling is not None and scaling.attention_factor != 1.0:
+        sin, cos = sin * scaling.attention_factor, cos * scaling.attention_factor
+    if scaling is not None and scaling.query_beta:
+        periods = (positions // scaling.original_max_position).astype(jnp.float32)
+        factor = (1 + scaling.query_beta * jnp.log1p(periods))[:, None, :, None]
+    return cos, jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1), factor
 
 
 def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
@@ -187,7 +191,7 @@ def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:
     n_features = 2 * rope[0].shape[-1]
     if n_features < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :n_features], rope), x[..., n_features:]], axis=-1)
-    return ops.rotate_halves(x, *rope).astype(x.dtype)
+    return ops.rotate_halves(x, *rope[:2]).astype(x.dtype)
 
 
 def attend(

@@ -204,13 +204,17 @@ class DecoderLayer(nn.Module):
         gate = parts.pop(0) if gates else None
 
         def placed(x: Array, name: str) -> Array:
+            if c.norm_after_rope and rope is not None:
+                x = rotate(x, rope)
             if c.qk_norm:
                 x = norm(name=name)(x)
             elif c.qk_norm_all_heads:
                 x = _norm_all_heads(norm(name=name), x)
-            return x if rope is None else rotate(x, rope)
+            return x if c.norm_after_rope or rope is None else rotate(x, rope)
 
         queries = placed(queries, "query_norm")
+        if rope is not None and rope[2] is not None:
+            queries = queries * rope[2].astype(queries.dtype)
         if c.shared_kv:
             kept, block = None, shared
         else:

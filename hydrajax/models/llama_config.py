@@ -78,6 +78,8 @@ class LlamaConfig:
         out_bias: The output projection of attention has one too (gpt-oss).
         attention_sinks: A learned logit of each head takes part in the softmax, without a value (gpt-oss).
         qk_norm: RMSNorm over each head's query and key features, before rotation (Qwen 3, Gemma 3).
+        norm_after_rope: Norms of queries and keys come after the rotary embedding (HunYuan, nanochat).
+        rope_reversed: Rotary angles are negative (nanochat).
         qk_norm_all_heads: RMSNorm over the query and key features of all heads together (OLMo 2, OLMo 3).
         sliding_window: Number of tokens attended to, itself included (Mistral); None for all.
         layer_kinds: The window, the rotary embedding and the experts of each layer, where layers differ. Empty: all
@@ -153,6 +155,8 @@ class LlamaConfig:
     norm_scales: str = "all"
     out_norm_eps: float | None = None
     embedding_norm: bool = False
+    norm_after_rope: bool = False
+    rope_reversed: bool = False
     names: str = "llama"
     out_bias: bool = False
     attention_sinks: bool = False

@@ -29,6 +29,8 @@ class RopeScaling:
         short_factors: The divisors of longrope, one per frequency, for texts of up to ``original_max_position`` tokens.
         long_factors: Those for longer texts. They are kept for exports and not used.
         part: Share of the frequencies that turn (proportional).
+        query_beta: Queries at position p are multiplied by ``1 + query_beta * log(1 + p // original_max_position)``
+            (Ministral 3).
     """
 
     kind: str
@@ -43,6 +45,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     part: float = 1.0
+    query_beta: float = 0.0
 
     def __post_init__(self):
         if self.kind not in ROPE_KINDS:

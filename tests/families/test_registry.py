@@ -38,7 +38,7 @@ OPTIONAL += ("tie_word_embeddings", "hidden_act")
 
 
 UNWINDOWED = ("llama", "olmo2", "granite", "olmoe", "glm4_moe", "olmo_hybrid", *QWEN_HYBRIDS)
-UNWINDOWED += ("granitemoehybrid", "nemotron_h")
+UNWINDOWED += ("seed_oss", "hunyuan_v1_dense", "nanochat", "granitemoehybrid", "nemotron_h")
 WINDOWED = [kind for kind in FAMILIES if kind not in UNWINDOWED]
 QWEN = ("qwen2", "qwen3")
 
@@ -55,6 +55,8 @@ def full(kind: str) -> dict:
         fields |= {"head_dim": 16, "num_hidden_layers": 4}
     if kind == "granitemoehybrid":
         fields |= {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "rope"}
+    if kind == "nanochat":
+        fields["hidden_act"] = "relu2"
     if kind == "nemotron_h":  # which cannot share its embedding
         fields |= {"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}
     return fields
@@ -214,7 +216,7 @@ def test_other_families_are_refused_with_the_supported_ones_and_what_they_need()
     for kind, piece in (
         ("gemma3", "save its language model alone, as 'gemma3_text'"),
         ("llama4", "vision tower"),
-        *((kind, "latent attention") for kind in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
+        *((kind, "latent attention") for kind in ("mistral4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
     ):
         refused(FULL | {"model_type": kind}, "model_type", repr(kind), piece, *supported)
 

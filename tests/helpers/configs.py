@@ -75,6 +75,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
     if kind == "smollm3":
         rotated = zip(layers, hf.no_rope_layers, strict=False)
         layers = [k if rotates else LayerKind(k.sliding_window, None, None) for k, rotates in rotated]
+    if kind == "exaone4" and hf.sliding_window is not None:
+        layers = [LayerKind(None, None, None) if name == FULL else k for k, name in zip(layers, types, strict=True)]
     if kind == "muse_glimmer_text":
         rotated = zip(layers, hf.layer_rope_theta, strict=False)
         layers = [k if theta else LayerKind(k.sliding_window, None, None) for k, theta in rotated]
@@ -125,7 +127,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
             "logits_softcap": hf.final_logit_softcapping,
         }  # fmt: skip
     activation = hf.hidden_activation if kind.startswith(("gemma", "muse")) else getattr(hf, "hidden_act", "silu")
-    return LlamaConfig(
+    found = LlamaConfig(
         vocab_size=hf.vocab_size,
         width=hf.hidden_size,
         # Qwen 3.5's mixtures have no MLP: one of a token's experts together.
@@ -146,7 +148,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         qkv_bias=kind in ("qwen2", "mimo")
         or (kind == "qwen2_moe" and hf.qkv_bias)
         or (kind in ("glm4_moe", "gpt_oss") and hf.attention_bias),
-        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", "muse_glimmer_text", *QWEN_HYBRIDS, *LFM)
+        qk_norm=kind in ("qwen3", "gemma3_text", "qwen3_moe", "muse_glimmer_text", "exaone4", *QWEN_HYBRIDS, *LFM)
         or (kind == "glm4_moe" and hf.use_qk_norm),
         sliding_window=own.sliding_window,
         qk_norm_all_heads=kind in ("olmo2", "olmo3", "olmoe", "olmo_hybrid"),
@@ -155,8 +157,17 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         activation="silu" if activation == "silu" else "gelu_tanh",
         fused_projections=kind == "phi3",
         experts=own.experts,
-        **({"norms": "after"} if kind in ("olmo2", "olmo3", "olmo_hybrid") else settings),
+        **({"norms": "after"} if kind in ("olmo2", "olmo3", "olmo_hybrid", "exaone4") else settings),
     )
+    if kind == "seed_oss":
+        return found.replace(qkv_bias=hf.attention_bias, out_bias=hf.attention_out_bias)
+    normed = {"qk_norm": True, "norm_after_rope": True, "names": kind}
+    if kind == "hunyuan_v1_dense":
+        return found.replace(qkv_bias=hf.attention_bias, out_bias=hf.attention_bias, **normed)
+    if kind == "nanochat":
+        normed |= {"norm_scales": "none", "embedding_norm": True, "rope_reversed": True, "activation": hf.hidden_act}
+        return found.replace(logits_softcap=hf.final_logit_softcapping, **normed)
+    return found
 
 
 def _gemma4(hf) -> LlamaConfig:
@@ -300,6 +311,8 @@ def _rope(rope: dict, hf) -> tuple[float | None, RopeScaling | None]:
         return theta, RopeScaling("llama3", *(float(rope[name]) for name in names), context)
     if kind == "default":
         return theta, None
+    if kind == "dynamic":  # HunYuan's
+        return theta * rope["alpha"] ** (hf.head_dim / (hf.head_dim - 2)), None
     if kind == "proportional":
         return theta, RopeScaling(kind, rope.get("factor", 1.0), part=rope.get("partial_rotary_factor", 1.0))
     layer_type = None if rope is hf.rope_parameters else FULL
@@ -311,6 +324,7 @@ def _rope(rope: dict, hf) -> tuple[float | None, RopeScaling | None]:
         lists = {f"{name}_factors": tuple(rope[f"{name}_factor"]) for name in ("short", "long")}
         return theta, RopeScaling(kind, hf.max_position_embeddings / context, **settings, **lists)
     settings |= {"beta_fast": float(rope.get("beta_fast") or 32), "beta_slow": float(rope.get("beta_slow") or 1)}
+    settings |= {"query_beta": rope["llama_4_scaling_beta"]} if hf.model_type == "ministral3" else {}
     return theta, RopeScaling(kind, float(rope["factor"]), **settings, truncate=rope.get("truncate", True))
 
 

@@ -75,6 +75,11 @@ def phi3(part: float) -> st.SearchStrategy[dict]:
 
 
 LLAMA = fields(head_dim=[8, 16], rms_norm_eps=[1e-6, 1e-3], tie_word_embeddings=[False, True], rope_parameters=ROPES)
+# The texts of tests are longer than the context before the extension.
+BETAS = merged(YARNS, fields(rope_theta=[1e4], llama_4_scaling_beta=[0.1, 0.7])).map(
+    lambda rope: rope | {"original_max_position_embeddings": 16}
+)
+ALPHAS = fields(rope_type=["dynamic"], rope_theta=[1e4], factor=[1.0], alpha=[2.0, 50.0])
 FAMILIES = {
     "llama": LLAMA,
     "mistral": merged(LLAMA, fields(sliding_window=[WINDOW])),
@@ -94,6 +99,22 @@ FAMILIES = {
         rope_parameters=ROPES, tie_word_embeddings=[False, True],
     ),
     "phi3": phi3(1.0) | phi3(0.75),
+    "exaone4": merged(
+        st.just({"layer_types": ["full_attention"] * N_LAYERS, "sliding_window": None}) | TYPES,
+        fields(num_key_value_heads=[1, 2, 4], rope_parameters=ROPES, rms_norm_eps=[1e-3]),
+    ),
+    "seed_oss": merged(LLAMA, fields(attention_bias=[False, True], attention_out_bias=[False, True])),
+    "ministral3": merged(
+        LLAMA,
+        fields(sliding_window=[None, WINDOW], rope_parameters=BETAS),
+    ),
+    "hunyuan_v1_dense": merged(
+        LLAMA, fields(attention_bias=[False, True]), st.just({}) | fields(rope_parameters=ALPHAS)
+    ),
+    "nanochat": fields(
+        num_key_value_heads=[1, 2, 4], final_logit_softcapping=[None, 5.0], tie_word_embeddings=[False, True],
+        rms_norm_eps=[1e-6, 1e-2], rope_parameters=ROPES,
+    ),
     "muse_glimmer_text": merged(
         TYPES,
         fields(
@@ -139,6 +160,14 @@ EXAMPLES = {
             "short_factor": [1.0, 1.5, 3.0], "long_factor": [1.0, 4.0, 9.0],
         },
     },
+    "exaone4": {"layer_types": BOTH, "sliding_window": WINDOW, "rms_norm_eps": 1e-3, "rope_parameters": YARN},
+    "seed_oss": {"attention_out_bias": True, "head_dim": 16},
+    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 16}},
+    "hunyuan_v1_dense": {
+        "attention_bias": True, "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+    },
+    "nanochat": {"final_logit_softcapping": 5.0, "rms_norm_eps": 1e-2, "rope_parameters": YARN},
     "muse_glimmer_text": {
         "sliding_window": WINDOW, "layer_types": BOTH, "layer_rope_theta": [0, 1e4, 1e4], "head_dim": 16,
         "rms_norm_eps": 1e-3, "post_norm_eps": 1e-2, "qk_scale_factor": 1.7, "output_multiplier": 0.7,

@@ -50,6 +50,7 @@ from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 
 ALIKE = {"qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "lfm2_moe"}  # the slow tests have them too
+ALIKE |= {"exaone4", "seed_oss", "hunyuan_v1_dense"}
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
 # 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 OTHERS = {
