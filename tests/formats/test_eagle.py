@@ -15,7 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import hydrajax
 from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_params
+from helpers.family_pairs import EXAMPLES, random_pair
 from helpers.released import refusal, save
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
@@ -110,6 +112,23 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
 
 
 LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def test_heads_for_gpt_oss_draft_the_same_text(tmp_path):
+    """Such as SpecForge's: a layer of LLaMA for a base of another family, with a smaller vocabulary."""
+    base = random_pair(tmp_path / "base", "gpt_oss", EXAMPLES["gpt_oss"]).folder
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 20, "attention_bias": False}
+    fields["eagle_config"] = {LAYERS: [-1, 0, 1], "use_aux_hidden_state": True}
+    m = hydrajax.load(base, save(tmp_path / "heads", THREE, TINY | fields))
+    assert m.drafter.spec.aux_hidden_layers == (3, 2, 1)
+    prompts = np.array([[5, 6, 7, 8], [9, 0, 0, 0], [1, 2, 3, 0]], np.int32), np.array([4, 1, 3], np.int32)
+    with_tree, alone = (
+        hydrajax.make_decode_fn(m.model, one.drafter, tree, max_new_tokens=20, eos_ids=())(one.params, *prompts).tokens
+        for one, tree in ((m, "dynamic-6-2-3"), (m.with_draft("none"), "root"))
+    )
+    np.testing.assert_array_equal(with_tree, alone)
+
+
 REFUSED = [  # fields over a plain config.json of the layout, further tensors, the message
     # of speculators' EAGLE-3: variants that compute something else, each by its field
     ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual: got None, expected true or false"),
