@@ -50,14 +50,18 @@ def test_chunks_equal_plain_attention(n_tokens, window, slots, monkeypatch):
 def test_a_cap_of_scores_and_sinks_in_chunks_and_of_a_few_rows(cap, sinks):
     """``cap * tanh(score / cap)``, the mask, then the softmax with the sink as one more score, in NumPy."""
     for n_tokens in (5, 300):
-        queries, parts, with_masks = text_of(n_tokens, None)
+        queries, parts, with_masks = text_of(n_tokens, None, slots=40)
         found = jax.jit(lambda *args: attend(*args, cap, sinks))(queries, parts)
-        (part,) = with_masks
-        q, k, v = (np.asarray(x, np.float64) for x in (queries, part.keys, part.values))
+        q, k, v = (
+            np.concatenate([np.asarray(x, np.float64) for x in each], axis=2)
+            for each in ([queries], *zip(*(part[:2] for part in with_masks), strict=True))
+        )
+        masks = [np.broadcast_to(part.visible, (2, 1, 1, n_tokens, part.keys.shape[2])) for part in with_masks]
+        visible = np.concatenate(masks, axis=-1)[:, :, 0]
         k, v = (x.repeat(2, axis=1) for x in (k, v))
         scores = q @ k.swapaxes(2, 3) / np.sqrt(16)
         scores = scores if cap is None else cap * np.tanh(scores / cap)
-        weights = np.exp(scores) * np.asarray(part.visible)
+        weights = np.exp(scores) * visible
         total = weights.sum(axis=-1, keepdims=True) + (0 if sinks is None else np.exp(sinks)[:, None, None])
         expected = (weights / total) @ v
         np.testing.assert_allclose(found, expected.swapaxes(1, 2).reshape(2, n_tokens, -1), atol=2e-5)
