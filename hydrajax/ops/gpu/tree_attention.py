@@ -181,7 +181,7 @@ def _share(
 
     total, peak = jnp.zeros(lines.tile, jnp.float32), jnp.full(lines.tile, MASKED, jnp.float32)
     if with_sinks:  # the weight of the sink, once, not per share
-        total, peak = total + jnp.where(split == 0, 1.0, 0.0), sinks[lines.head(pair, line)]
+        total, peak = jnp.where(split == 0, jnp.ones_like(total), total), sinks[lines.head(pair, line)]
     sums = jnp.zeros(q.shape, jnp.float32), total, peak
     node = jnp.minimum(jnp.arange(padded), lines.n_tokens - 1)  # padding that is never visible
     visible = mask[row if per_row_mask else 0, here, :] != 0
