@@ -15,11 +15,9 @@ void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t widt
   Lanes squares = {};
   const int64_t vectors = width / kLanes * kLanes;
   for (int64_t i = 0; i < vectors; i += kLanes) {
-    Lanes sum, more = {};
-    Load(sum, x + i);
-    if (added != nullptr) Load(more, added + i);
-    Store(total + i, sum + more);
-    Load(sum, total + i);
+    const Lanes more = added == nullptr ? Lanes{} : Loaded(added + i);
+    Store(total + i, Loaded(x + i) + more);
+    const Lanes sum = Loaded(total + i);
     squares += sum * sum;
   }
   float square = SumOf(squares);
@@ -29,10 +27,7 @@ void NormRow(const T* x, const T* added, const T* scale, float eps, int64_t widt
   }
   const float factor = 1.0f / std::sqrt(square / width + eps);
   for (int64_t i = 0; i < vectors; i += kLanes) {
-    Lanes sum, by;
-    Load(sum, total + i);
-    Load(by, scale + i);
-    Store(out + i, sum * factor * by);
+    Store(out + i, Loaded(total + i) * factor * Loaded(scale + i));
   }
   for (int64_t i = vectors; i < width; ++i) Set(out[i], Wide(total[i]) * factor * Wide(scale[i]));
 }

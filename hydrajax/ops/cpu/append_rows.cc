@@ -52,9 +52,8 @@ ffi::Error AppendRows(ffi::ThreadPool pool, Index index, Starts starts, ffi::Rem
   if (rows > slots || tokens < 1 || !Has(index, {batch, rows}) || !Has(starts, {batch})) {
     return ffi::Error::InvalidArgument("append_rows: the rows do not fit");
   }
-  const int64_t shares = Shares(pool, n, batch * heads * rows * rows_bytes);
-  InParallel(pool, shares, [&](int64_t share) {
-    for (size_t i = n * share / shares; i < n * (share + 1) / shares; ++i) {
+  InShares(pool, n, batch * heads * rows * rows_bytes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
       const auto [block, cache, row_bytes] = arrays[i];
       for (int64_t b = 0; b < batch; ++b) {
         // As XLA does, move a write that does not fit, and take the nearest token for one that is not there.

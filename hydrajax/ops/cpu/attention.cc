@@ -102,9 +102,7 @@ inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
 #if defined(__AVX512F__)
   Lanes v[kKeys / 2];
   UNROLLED for (int i = 0; i < 8; ++i) {
-    Lanes a, b;
-    Load(a, vectors + i * kLanes);
-    Load(b, vectors + (i + 8) * kLanes);
+    const Lanes a = Loaded(vectors + i * kLanes), b = Loaded(vectors + (i + 8) * kLanes);
     v[i] = LANES_OF(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
            LANES_OF(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
   }
@@ -120,28 +118,18 @@ inline ALWAYS_INLINE Lanes SumsOf(const float* vectors) {
          LANES_OF(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 #else
   alignas(64) float sums[kKeys];
-  Lanes found;
-  for (int i = 0; i < kKeys; ++i) {
-    Load(found, vectors + i * kLanes);
-    sums[i] = SumOf(found);
-  }
-  Load(found, sums);
-  return found;
+  for (int i = 0; i < kKeys; ++i) sums[i] = SumOf(Loaded(vectors + i * kLanes));
+  return Loaded(sums);
 #endif
 }
 
 // The first n of 16 numbers; the other lanes are 0.
 template <typename Number>
 inline ALWAYS_INLINE Lanes FirstOf(const Number* from, int64_t n) {
-  Lanes found;
-  if (n == kKeys) {
-    Load(found, from);
-  } else {
-    Number numbers[kKeys] = {};
-    std::memcpy(numbers, from, sizeof(Number) * n);
-    Load(found, numbers);
-  }
-  return found;
+  if (n == kKeys) return Loaded(from);
+  Number numbers[kKeys] = {};
+  std::memcpy(numbers, from, sizeof(Number) * n);
+  return Loaded(numbers);
 }
 
 // Scores of R queries, a row of `scores` for each. Lanes are features: a key's products are added at the end.
@@ -161,13 +149,8 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
         Prefetch<kL2>(all_values + (s + k) * head_dim, head_dim);
         Lanes sums[R] = {};
         for (int64_t h = 0; h < head_dim; h += kLanes) {
-          Lanes features;
-          Load(features, key + h);
-          UNROLLED for (int r = 0; r < R; ++r) {
-            Lanes query;
-            Load(query, queries + r * head_dim + h);
-            MultiplyAdd(sums[r], query, features);
-          }
+          const Lanes features = Loaded(key + h);
+          UNROLLED for (int r = 0; r < R; ++r) MultiplyAdd(sums[r], Loaded(queries + r * head_dim + h), features);
         }
         UNROLLED for (int r = 0; r < R; ++r) Store(products + (r * kKeys + k) * kLanes, sums[r]);
       }
@@ -182,34 +165,25 @@ inline ALWAYS_INLINE void ScoresOfFew(const float* queries, const int64_t* token
     }
   }
   // `ExpOfRow` reads whole vectors: without these, also lanes that no key has written.
-  Lanes hidden;
-  Fill(hidden, -kHidden);
-  for (int r = 0; r < R; ++r) Store(scores + r * stride, hidden);
+  for (int r = 0; r < R; ++r) Store(scores + r * stride, Lanes{} - kHidden);
 }
 
 // exp(score - peak) in place of the scores of one query, which hidden ones must follow. Returns their sum, in the order of
 // the keys, after the sink's.
 inline ALWAYS_INLINE float ExpOfRow(float* scores, int64_t n_keys, float sink) {
-  Lanes peaks;
-  Fill(peaks, -kHidden);
+  Lanes peaks = Lanes{} - kHidden;
   for (int64_t i = 0; i < n_keys; i += kLanes) {
-    Lanes x;
-    Load(x, scores + i);
-    peaks = Max(x, peaks);
+    peaks = Max(Loaded(scores + i), peaks);
   }
   alignas(64) float peak[kLanes];
   Store(peak, peaks);
-  Fill(peaks, std::max(sink, *std::max_element(peak, peak + kLanes)));
-  Lanes of_sink;
-  Fill(of_sink, sink);
-  of_sink -= peaks;
+  peaks = Lanes{} + std::max(sink, *std::max_element(peak, peak + kLanes));
+  Lanes of_sink = Lanes{} + sink - peaks;
   Exp(of_sink);
   Store(peak, of_sink);
   float total = peak[0];
   for (int64_t i = 0; i < n_keys; i += kLanes) {
-    Lanes x;
-    Load(x, scores + i);
-    x -= peaks;
+    Lanes x = Loaded(scores + i) - peaks;
     Exp(x);
     Store(scores + i, x);
     const int64_t count = std::min<int64_t>(kLanes, n_keys - i);
@@ -224,9 +198,7 @@ inline ALWAYS_INLINE Lanes ExpOfColumns(float* scores, int64_t n_keys, const Lan
   Lanes total = sinks - peaks;
   Exp(total);
   for (int64_t k = 0; k < n_keys; ++k, scores += kGroup) {
-    Lanes x;
-    Load(x, scores);
-    x -= peaks;
+    Lanes x = Loaded(scores) - peaks;
     Exp(x);
     total += x;
     Store(scores, x);
@@ -238,11 +210,7 @@ inline ALWAYS_INLINE Lanes ExpOfColumns(float* scores, int64_t n_keys, const Lan
 inline ALWAYS_INLINE const float* WideRows(const float* from, int64_t, float*) { return from; }
 template <typename K>
 inline ALWAYS_INLINE const float* WideRows(const K* from, int64_t n, float* room) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes numbers;
-    Load(numbers, from + i);
-    Store(room + i, numbers);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) Store(room + i, Loaded(from + i));
   return room;
 }
 
@@ -256,8 +224,7 @@ inline ALWAYS_INLINE void ScoresOfKeys(const float* queries, const float* keys, 
     Lanes apart[4][kSide] = {};  // features i, i + 4, i + 8 and i + 12 of each 16
     for (int64_t h = i; h < head_dim; h += kLanes) {
       UNROLLED for (int j = 0; j < 4; ++j) {
-        Lanes query;
-        Load(query, queries + (h + 4 * j) * kGroup);
+        const Lanes query = Loaded(queries + (h + 4 * j) * kGroup);
         UNROLLED for (int k = 0; k < kSide; ++k) MultiplyAdd(apart[j][k], key[k][h + 4 * j], query);
       }
     }
@@ -271,8 +238,7 @@ template <typename K>
 inline ALWAYS_INLINE Lanes ScoresOfMany(const float* queries, const int64_t* tokens, int64_t n, const Seen<K>& seen,
                                         int64_t head_dim, float* scores) {
   alignas(64) float room[kSide * kLongestHead];
-  Lanes peaks;
-  Fill(peaks, -kHidden);
+  Lanes peaks = Lanes{} - kHidden;
   for (int64_t p = 0; p < seen.n_parts; ++p) {
     const Part<K>& part = seen.parts[p];
     const K* all_keys = part.keys + seen.head_row * part.slots * head_dim;
@@ -285,7 +251,7 @@ inline ALWAYS_INLINE Lanes ScoresOfMany(const float* queries, const int64_t* tok
         if constexpr (kHasFactors<K>) sums[k] *= part.key_factors[seen.head_row * part.slots + s + k];
         const bool* visible = part.visible + seen.b * part.batch_stride + s + k;
         if (part.token_stride == 0) {
-          if (!*visible) Fill(sums[k], -kHidden);
+          if (!*visible) sums[k] = Lanes{} - kHidden;
         } else {
           int8_t shown[kGroup] = {};
           for (int64_t i = 0; i < n; ++i) shown[i] = visible[tokens[i] * part.token_stride];
@@ -334,9 +300,7 @@ inline ALWAYS_INLINE void StoreSums(const Seen<K>& seen, int64_t head_dim, int64
     });
     for (int64_t r = 0; r < rows; ++r) {
       for (int c = 0; c < V; ++c) {
-        Lanes sum;
-        Load(sum, sums + (r * V + c) * kLanes);
-        Store(out + (first + r) * head_dim + h + c * kLanes, sum / totals[first + r]);
+        Store(out + (first + r) * head_dim + h + c * kLanes, Loaded(sums + (r * V + c) * kLanes) / totals[first + r]);
       }
     }
   }
@@ -359,9 +323,7 @@ void AttendGroup(const float* queries, const int64_t* tokens, const float* sinks
     for (int64_t i = 0; i < n; ++i) totals[i] = ExpOfRow(scores + i * query_step, n_keys, sinks[i]);
   } else {
     const Lanes peaks = ScoresOfMany(queries, tokens, n, seen, head_dim, scores);
-    Lanes of_sinks;
-    Load(of_sinks, sinks);
-    Store(totals, ExpOfColumns(scores, n_keys, of_sinks, peaks));
+    Store(totals, ExpOfColumns(scores, n_keys, Loaded(sinks), peaks));
   }
   for (int64_t i = 0; i < n; ++i) totals[i] = totals[i] > 0.0f ? totals[i] : 1.0f;  // nothing visible gives 0, not NaN
   if constexpr (kHasFactors<K>) {

@@ -27,6 +27,8 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by line, in the order of memory
+
 // No kernel reads a buffer whose dtype and sizes it has not checked: JAX passes whatever parameters a user has.
 template <typename Buffer>
 bool Has(const Buffer& x, std::initializer_list<int64_t> sizes) {
@@ -66,6 +68,13 @@ void InParallel(ffi::ThreadPool& pool, int64_t n, const Work& work) {
 // Shares of whole units of work for the pool's threads, each at least 64 kB, below which waking a thread costs more.
 inline int64_t Shares(const ffi::ThreadPool& pool, int64_t units, int64_t bytes) {
   return std::max<int64_t>(1, std::min({units, pool.num_threads(), bytes / (64 << 10)}));
+}
+
+// Calls work(begin, end) for shares of the units, in parallel.
+template <typename Work>
+void InShares(ffi::ThreadPool& pool, int64_t units, int64_t bytes, const Work& work) {
+  const int64_t shares = Shares(pool, units, bytes);
+  InParallel(pool, shares, [&](int64_t i) { work(units * i / shares, units * (i + 1) / shares); });
 }
 
 enum Room { kOfWork, kOfX, kOfTiles, kOfHalves, kOfExperts };

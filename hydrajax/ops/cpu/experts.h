@@ -65,11 +65,19 @@ void ClearOthers(const RowsByExpert& rows, int64_t n, int64_t width, T* out) {
   }
 }
 
-// Parts of each expert's columns that threads take. An expert's whole matrix is one stretch of memory, so it is divided only
-// where the experts alone would leave threads without work.
-inline int64_t SharesOfExpert(const ffi::ThreadPool& pool, int64_t n_experts, int64_t units, int64_t bytes) {
-  const int64_t threads = pool.num_threads();
-  return n_experts % threads == 0 || n_experts >= 4 * threads ? 1 : Shares(pool, units, bytes);
+// The row of a result that row r of an expert is; without places, r.
+inline int64_t PlaceOf(int64_t r, const int64_t* places) { return places ? places[r] : r; }
+
+// Calls work(rows of an expert, begin, end) for shares of the units of its columns, in parallel. An expert's whole matrix is one
+// stretch of memory, so it is divided only where the experts alone would leave threads without work.
+template <typename Work>
+void ForExperts(ffi::ThreadPool& pool, const RowsByExpert& rows, int64_t units, int64_t bytes, const Work& work) {
+  const int64_t n = rows.groups.size(), threads = pool.num_threads();
+  const int64_t shares = n % threads == 0 || n >= 4 * threads ? 1 : Shares(pool, units, bytes);
+  InParallel(pool, n * shares, [&](int64_t i) {
+    const int64_t part = i % shares;
+    work(rows.groups[i / shares], units * part / shares, units * (part + 1) / shares);
+  });
 }
 
 }  // namespace

@@ -33,13 +33,11 @@ struct Code {
 // names, or plain code.
 template <typename Isa, typename... Others>
 Code FirstOf() {
-  if constexpr (sizeof...(Others) == 0) {
-    return {Multiply<Isa>, Isa::kPairs};
-  } else {
+  if constexpr (sizeof...(Others) > 0) {
     const char* name = std::getenv("HYDRAJAX_PLAIN_CPU_KERNELS");
-    const bool chosen = name == nullptr || std::strcmp(name, Isa::kName) == 0;
-    return chosen && Isa::Available() ? FirstOf<Isa>() : FirstOf<Others...>();
+    if ((name != nullptr && std::strcmp(name, Isa::kName) != 0) || !Isa::Available()) return FirstOf<Others...>();
   }
+  return {Multiply<Isa>, Isa::kPairs};
 }
 
 Code BestCode() {
@@ -77,9 +75,8 @@ void ProductOfTiles(Code code, const float* x, int64_t depth, const Weight& weig
       code.multiply(weight, t, quantized, sums);
       const int64_t columns = std::min<int64_t>(kColumns, weight.width - t * kColumns);
       for (int64_t r = 0; r < n; ++r) {
-        const float* from = sums + r * kColumns;
-        float* to = out + (places ? places[row + r] : row + r) * weight.width + t * kColumns;
-        std::memcpy(to, from, sizeof(float) * columns);
+        float* to = out + PlaceOf(row + r, places) * weight.width + t * kColumns;
+        std::memcpy(to, sums + r * kColumns, sizeof(float) * columns);
       }
     }
   }
@@ -89,7 +86,7 @@ void ProductOfTiles(Code code, const float* x, int64_t depth, const Weight& weig
 // by float16 offsets or by zeros of 8 bits; or they are exponents of 8 bits.
 ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const ffi::AnyBuffer& tiles,
                               const ffi::RemainingArgs& scales) {
-  const int64_t groups = (depth + kDepth - 1) / kDepth, units = (width + kColumns - 1) / kColumns;
+  const int64_t groups = (depth + kDepth - 1) / kDepth, units = UnitsOf(width);
   const bool four_bits = tiles.element_type() == ffi::U8;
   const int64_t bytes = count * units * groups * kColumns * kDepth / (four_bits ? 2 : 1);
   const auto scale = scales.get<ffi::AnyBuffer>(0), offset = scales.get<ffi::AnyBuffer>(1);
@@ -125,7 +122,7 @@ ffi::ErrorOr<Weight> WeightOf(int64_t depth, int64_t width, int64_t count, const
 }
 
 int64_t BytesOf(const Weight& weight) {
-  return (weight.width + kColumns - 1) / kColumns * weight.groups * kColumns * kDepth / (weight.four_bits ? 2 : 1);
+  return UnitsOf(weight.width) * weight.groups * TileBytes(weight);
 }
 
 ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, ffi::RemainingArgs scales,
@@ -136,12 +133,8 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
   if (!found) return found.error();
   const Weight& weight = *found;
   const Code code = BestCode();
-  const int64_t units = (width + kColumns - 1) / kColumns;
-  // A share is at least 64 kB of weights for a row, below which waking a thread costs more.
-  const int64_t shares = Shares(pool, units, rows * BytesOf(weight));
-  InParallel(pool, shares, [&](int64_t i) {
-    ProductOfTiles(code, x.typed_data(), depth, weight, out->typed_data(), rows, units * i / shares,
-                   units * (i + 1) / shares);
+  InShares(pool, UnitsOf(width), rows * BytesOf(weight), [&](int64_t begin, int64_t end) {
+    ProductOfTiles(code, x.typed_data(), depth, weight, out->typed_data(), rows, begin, end);
   });
   return ffi::Error::Success();
 }
@@ -149,7 +142,7 @@ ffi::Error MatmulFewBits(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer tiles, f
 // The weight at place `i` of those that `first` is the first of.
 Weight WeightAt(const Weight& first, int64_t i) {
   Weight weight = first;
-  const int64_t numbers = (weight.width + kColumns - 1) / kColumns * weight.scale_groups * kColumns;
+  const int64_t numbers = UnitsOf(weight.width) * weight.scale_groups * kColumns;
   weight.tiles += i * BytesOf(weight);
   if (weight.scales) weight.scales += i * numbers;
   if (weight.wide_scales) weight.wide_scales += i * numbers;
@@ -175,28 +168,21 @@ ffi::Error MatmulFewBitsExperts(ffi::ThreadPool pool, Matrix x, ExpertIds expert
   ClearOthers(rows, n, width, out->typed_data());
   float* xs = Scratch<kOfExperts>(static_cast<int64_t>(rows.pairs.size()) * depth);
   CopyRows(static_cast<const float*>(x.typed_data()), rows.pairs, n / x.dimensions()[0], depth, xs);
-  const int64_t units = (width + kColumns - 1) / kColumns, n_groups = rows.groups.size();
-  const int64_t shares = SharesOfExpert(pool, n_groups, units, BytesOf(*found));
-  InParallel(pool, n_groups * shares, [&](int64_t i) {
-    const ExpertRows& of = rows.groups[i / shares];
-    const int64_t part = i % shares;
-    ProductOfTiles(code, xs + of.begin * depth, depth, WeightAt(*found, of.expert), out->typed_data(), of.count(),
-                   units * part / shares, units * (part + 1) / shares, rows.pairs.data() + of.begin);
+  ForExperts(pool, rows, UnitsOf(width), BytesOf(*found), [&](const ExpertRows& of, int64_t begin, int64_t end) {
+    ProductOfTiles(code, xs + of.begin * depth, depth, WeightAt(*found, of.expert), out->typed_data(), of.count(), begin,
+                   end, rows.pairs.data() + of.begin);
   });
   return ffi::Error::Success();
 }
 
 }  // namespace
 
+using Any = ffi::AnyBuffer;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     hydrajax_matmul_few_bits, MatmulFewBits,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<Matrix>());
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Any>().RemainingArgs().Ret<Matrix>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(hydrajax_matmul_few_bits_experts, MatmulFewBitsExperts,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Matrix>()
-                                  .Arg<ExpertIds>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .RemainingArgs()
-                                  .Ret<Matrix>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    hydrajax_matmul_few_bits_experts, MatmulFewBitsExperts,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<ExpertIds>().Arg<Any>().RemainingArgs().Ret<Matrix>());

@@ -17,7 +17,6 @@ constexpr int kSteps = kDepth / 4;
 constexpr int kMostLogTilesPerScale = 2;
 constexpr int kMostRows = 64;   // whose sums stay in the L1 cache
 constexpr int kTilesAhead = 8;  // prefetched: the hardware stops at the end of a page
-constexpr int kL1 = 3, kL2 = 2;  // caches to prefetch into: L1 only line by line, in the order of memory
 
 // Tiles [columns / 64, depth / 32], each of [8 steps][64 columns][4 numbers]: int8; or in 4 bits [4][64][4] bytes, with the
 // numbers of step s in the low bits of part s and those of step s + 4 in the high bits.
@@ -40,6 +39,8 @@ struct Weight {
 
 // Twice the E2M1 number of each code.
 alignas(16) constexpr int8_t kTwiceOfCode[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+int64_t UnitsOf(int64_t width) { return (width + kColumns - 1) / kColumns; }  // tiles side by side
 
 int64_t TileBytes(const Weight& weight) { return kDepth * kColumns / (weight.four_bits ? 2 : 1); }
 

@@ -74,15 +74,10 @@ inline ALWAYS_INLINE void MultiplyGroups(const int8_t* x, int64_t next_x, const 
   _tile_stored(3, to[-1][3], 64);
 }
 
-// Scales products of up to R rows from `row` on, which are rows `of` and following of the tiles, and adds them to sums.
+// Scales products of R rows from `row` on, which are rows `of` and following of the tiles, and adds them to sums.
 template <int R, bool FourBits, bool HasOffsets, bool Codes>
-void AddScaled(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, int64_t until,
-               int64_t of, const Products& products, float* sums) {
-  if constexpr (R > 1) {
-    if (until - row < R) {
-      return AddScaled<R - 1, FourBits, HasOffsets, Codes>(weight, t, begin, end, x, row, until, of, products, sums);
-    }
-  }
+void AddScaled(const Weight& weight, int64_t t, int64_t begin, int64_t end, const Rows& x, int64_t row, int64_t of,
+               const Products& products, float* sums) {
   for (int part = 0; part < kParts; ++part) {
     float* to = sums + row * kColumns + part * 16;
     __m512 totals[R];
@@ -127,7 +122,9 @@ void MultiplyColumns(const Weight& weight, int64_t t, const Rows& x, float* sums
                                          end - g, products.of);
       const int64_t until = std::min<int64_t>(x.rows, row + kRows);
       for (int64_t r = row; r < until; r += 8) {
-        AddScaled<8, FourBits, HasOffsets, Codes>(weight, t, g, end, x, r, until, r - first, products, sums);
+        WithRows<8>(until - r, [&](auto n) {
+          AddScaled<n, FourBits, HasOffsets, Codes>(weight, t, g, end, x, r, r - first, products, sums);
+        });
       }
     }
   }

@@ -48,6 +48,7 @@ template <int Lanes>
 struct Vectors {
   static constexpr int kLanes = Lanes, kTogether = 1;
   static constexpr bool kPairs = false;
+  static bool Available() { return true; }
   typedef float Floats __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef int32_t Ints __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
   typedef uint32_t Bits __attribute__((vector_size(Lanes * 4), aligned(4), may_alias));
@@ -96,9 +97,7 @@ inline ALWAYS_INLINE int32_t FourNumbers(const int8_t* from) {
 }
 
 struct Plain : Vectors<4> {
-  static constexpr const char* kName = "1";
   static constexpr int kSums = 4;
-  static bool Available() { return true; }
 
   template <bool FourBits>
   static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
@@ -146,7 +145,6 @@ struct Avx : Vectors<8> {
 //           2 * 128 * 127 = 32512. They are widened to 32 bits before the next ones are added.
 struct Avx2 : Avx {
   static constexpr const char* kName = "avx2";
-  static bool Available() { return true; }
 
   template <bool FourBits>
   static ALWAYS_INLINE void Add(Ints& sums, Ints w, const int8_t* x) {
@@ -242,7 +240,6 @@ struct Avx512Vnni : Vnni<Avx512> {
 struct NeonDot : Vectors<4> {
   static constexpr const char* kName = "neondot";
   static constexpr int kSums = 8, kTogether = 4;
-  static bool Available() { return true; }
 
   static ALWAYS_INLINE Ints High(Ints bytes) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(bytes), 4)); }
   template <int k, int V>

@@ -45,6 +45,8 @@ constexpr int kMostDotRows = kNative == kLanes ? kMostRows<W> : kDotRows;
 
 enum Pass { kOnly, kFirst, kLater };  // over a weight, of a few rows of x each
 
+int64_t UnitsOf(int64_t width) { return std::max<int64_t>(1, width / kColumns); }
+
 // sums[R, C] += x[R, n] @ weight[n, C], C = kColumns, rows of x `depth` apart and rows of weight `stride`. The first pass writes
 // the weights, in float32, to `copy`. In it each weight row prefetches the one `ahead` numbers after it: in between the products,
 // since a burst of prefetches would hold them up.
@@ -94,12 +96,12 @@ NEVER_INLINE void AddProductOfMany(const float* x, int64_t rows, int64_t depth, 
 // The columns from `begin` to `end`, which whole vectors do not reach, one by one in the same order.
 template <typename W, typename Out>
 void ProductOfLastColumns(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width,
-                          int64_t begin, int64_t end) {
+                          int64_t begin, int64_t end, const int64_t* places = nullptr) {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = begin; c < end; ++c) {
       float sum = 0;
       for (int64_t d = 0; d < depth; ++d) MultiplyAdd(sum, x[r * depth + d], Wide(weight[d * width + c]));
-      Set(out[r * width + c], sum);
+      Set(out[PlaceOf(r, places) * width + c], sum);
     }
   }
 }
@@ -138,27 +140,34 @@ void ProductOfColumns(const float* x, const W* weight, int64_t rows, int64_t dep
 // sums += more, n a multiple of 16.
 void AddTo(float* sums, const float* more, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b;
-    Load(a, sums + i);
-    Load(b, more + i);
-    Store(sums + i, a + b);
+    Store(sums + i, Loaded(sums + i) + Loaded(more + i));
   }
 }
 
 // Copies sums to rows of out. They hold `side` columns of a row side by side, then those of the next of `room` rows.
 template <typename Out>
 void StoreColumns(const float* sums, int64_t side, int64_t room, Out* out, int64_t rows, int64_t width, int64_t begin,
-                  int64_t end) {
+                  int64_t end, const int64_t* places = nullptr) {
   for (int64_t column = begin; column < end; column += side, sums += room * side) {
     const int64_t n = std::min(side, end - column);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t c = 0; c < n; c += kLanes) {
-        Lanes numbers;
-        Load(numbers, sums + row * side + c);
-        Store(out + row * width + column + c, numbers);
+        Store(out + PlaceOf(row, places) * width + column + c, Loaded(sums + row * side + c));
       }
     }
   }
+}
+
+// Units `begin` to `end` of the columns of a product, and the columns after the last unit.
+template <typename W, typename Out>
+void ProductOfUnits(const float* x, const W* weight, Out* out, int64_t rows, int64_t depth, int64_t width, int64_t begin,
+                    int64_t end, const int64_t* places = nullptr) {
+  const int64_t first = begin * kColumns, last = end == UnitsOf(width) ? width : end * kColumns;
+  const int64_t vectors = last - (last - first) % kColumns;
+  float* sums = Scratch(rows * (last - first));
+  ProductOfColumns(x, weight, rows, depth, width, first, last, 0, depth, sums);
+  StoreColumns(sums, kColumns, rows, out, rows, width, first, vectors, places);
+  ProductOfLastColumns(x, weight, out, rows, depth, width, vectors, last, places);
 }
 
 // The product of a narrow weight, as the sum of two: of its upper and its lower rows. Two threads then read one stretch of
@@ -194,17 +203,17 @@ int64_t RoomInTiles(int64_t rows) { return rows < amx::kRows ? rows : (rows + am
 void MatmulInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, ffi::AnyBuffer& out) {
   constexpr int64_t kTile = 16;
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[1];
-  const int64_t room = RoomInTiles(rows), units = width / kTile, shares = Shares(pool, units, weight.size_bytes());
+  const int64_t room = RoomInTiles(rows), units = width / kTile;
   uint16_t* xs = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(room * depth / 2));
   amx::PackRows(x.reinterpret_data<uint16_t>(), rows, room, depth, xs);
   const BFloat16* w = weight.reinterpret_data<BFloat16>();
-  InParallel(pool, shares, [&](int64_t i) {
-    const int64_t begin = units * i / shares * kTile, end = units * (i + 1) / shares * kTile;
+  InShares(pool, units, weight.size_bytes(), [&](int64_t first, int64_t last) {
+    const int64_t begin = first * kTile, end = last * kTile;
     float* sums = Scratch(room * (end - begin + amx::kColumns));
     amx::ProductOfColumns(xs, &w->bits, room, depth, width, begin, end, sums);
     WithNumbers(out, [&](auto* to) {
       StoreColumns(sums, amx::kColumns, room, to, rows, width, begin, end);
-      if (i + 1 == shares && end < width) ProductOfLastColumns(Widened(x), w, to, rows, depth, width, end, width);
+      if (last == units && end < width) ProductOfLastColumns(Widened(x), w, to, rows, depth, width, end, width);
     });
   });
 }
@@ -230,15 +239,8 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
         ProductOfHalves(pool, xs, w, to, rows, depth, width);
         return;
       }
-      const int64_t units = std::max<int64_t>(1, width / kColumns), shares = Shares(pool, units, weight.size_bytes());
-      InParallel(pool, shares, [&](int64_t i) {
-        const int64_t begin = units * i / shares * kColumns;
-        const int64_t end = i + 1 == shares ? width : units * (i + 1) / shares * kColumns;
-        float* sums = Scratch(rows * (end - begin));
-        ProductOfColumns(xs, w, rows, depth, width, begin, end, 0, depth, sums);
-        const int64_t vectors = end - (end - begin) % kColumns;
-        StoreColumns(sums, kColumns, rows, to, rows, width, begin, vectors);
-        ProductOfLastColumns(xs, w, to, rows, depth, width, vectors, end);
+      InShares(pool, UnitsOf(width), weight.size_bytes(), [&](int64_t begin, int64_t end) {
+        ProductOfUnits(xs, w, to, rows, depth, width, begin, end);
       });
     });
   });
@@ -247,36 +249,13 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight,
 
 // ---- out[pair, F] = x[row of pair, D] @ weight[expert of pair, D, F] ---------------------------------------------------
 
-template <typename W, typename Out>
-void ProductsOfExperts(ffi::ThreadPool& pool, const RowsByExpert& rows, const float* xs, const W* weights, int64_t depth,
-                       int64_t width, Out* out) {
-  const int64_t units = std::max<int64_t>(1, width / kColumns), n = rows.groups.size();
-  const int64_t shares = SharesOfExpert(pool, n, units, depth * width * sizeof(W));
-  InParallel(pool, n * shares, [&](int64_t i) {
-    const ExpertRows& of = rows.groups[i / shares];
-    const int64_t part = i % shares, begin = units * part / shares * kColumns;
-    const int64_t end = part + 1 == shares ? width : units * (part + 1) / shares * kColumns;
-    const int64_t vectors = end - (end - begin) % kColumns;
-    const float* x = xs + of.begin * depth;
-    const W* weight = weights + of.expert * depth * width;
-    float* sums = Scratch(of.count() * (end - begin));
-    ProductOfColumns(x, weight, of.count(), depth, width, begin, end, 0, depth, sums);
-    for (int64_t r = 0; r < of.count(); ++r) {
-      Out* to = out + rows.pairs[of.begin + r] * width;
-      StoreColumns(sums + r * kColumns, kColumns, of.count(), to, 1, width, begin, vectors);
-      ProductOfLastColumns(x + r * depth, weight, to, 1, depth, width, vectors, end);
-    }
-  });
-}
-
 #ifdef HYDRAJAX_AMX
 
 template <typename Out>
 void ProductsOfExpertsInTiles(ffi::ThreadPool& pool, const RowsByExpert& rows, const uint16_t* xs, const uint16_t* weights,
                               int64_t depth, int64_t width, Out* out) {
   constexpr int64_t kTile = 16;
-  const int64_t units = width / kTile, n = rows.groups.size();
-  const int64_t shares = SharesOfExpert(pool, n, units, depth * width * sizeof(uint16_t));
+  const int64_t n = rows.groups.size();
   std::vector<int64_t> starts(n + 1, 0);
   for (int64_t g = 0; g < n; ++g) starts[g + 1] = starts[g] + RoomInTiles(rows.groups[g].count()) * depth;
   uint16_t* packed = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(starts[n] / 2));
@@ -284,17 +263,13 @@ void ProductsOfExpertsInTiles(ffi::ThreadPool& pool, const RowsByExpert& rows, c
     const ExpertRows& of = rows.groups[g];
     amx::PackRows(xs + of.begin * depth, of.count(), RoomInTiles(of.count()), depth, packed + starts[g]);
   }
-  InParallel(pool, n * shares, [&](int64_t i) {
-    const ExpertRows& of = rows.groups[i / shares];
-    const int64_t part = i % shares, room = RoomInTiles(of.count());
-    const int64_t begin = units * part / shares * kTile, end = units * (part + 1) / shares * kTile;
+  const int64_t bytes = depth * width * sizeof(uint16_t);
+  ForExperts(pool, rows, width / kTile, bytes, [&](const ExpertRows& of, int64_t first, int64_t last) {
+    const int64_t begin = first * kTile, end = last * kTile, room = RoomInTiles(of.count());
+    const uint16_t* x = packed + starts[&of - rows.groups.data()];
     float* sums = Scratch(room * (end - begin + amx::kColumns));
-    amx::ProductOfColumns(packed + starts[i / shares], weights + of.expert * depth * width, room, depth, width, begin, end,
-                          sums);
-    for (int64_t r = 0; r < of.count(); ++r) {
-      StoreColumns(sums + r * amx::kColumns, amx::kColumns, room, out + rows.pairs[of.begin + r] * width, 1, width, begin,
-                   end);
-    }
+    amx::ProductOfColumns(x, weights + of.expert * depth * width, room, depth, width, begin, end, sums);
+    StoreColumns(sums, amx::kColumns, room, out, of.count(), width, begin, end, rows.pairs.data() + of.begin);
   });
 }
 
@@ -323,7 +298,13 @@ ffi::Error MatmulExperts(ffi::ThreadPool pool, ffi::AnyBuffer x, ExpertIds exper
 #endif
     float* xs = Scratch<kOfExperts>(size);
     CopyRows(Widened(x), rows.pairs, per_row, depth, xs);
-    WithNumbers(weight, [&](const auto* w) { ProductsOfExperts(pool, rows, xs, w, depth, width, to); });
+    WithNumbers(weight, [&](const auto* w) {
+      const int64_t bytes = depth * width * sizeof(*w);
+      ForExperts(pool, rows, UnitsOf(width), bytes, [&](const ExpertRows& of, int64_t begin, int64_t end) {
+        ProductOfUnits(xs + of.begin * depth, w + of.expert * depth * width, to, of.count(), depth, width, begin, end,
+                       rows.pairs.data() + of.begin);
+      });
+    });
   });
   return ffi::Error::Success();
 }
@@ -410,18 +391,17 @@ void ProductWithRows(const float* x, const W* weight, float* out, int64_t rows, 
 
 #ifdef HYDRAJAX_AMX
 
-void MatmulTransposedInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
-                             int64_t shares, float* out) {
+void MatmulTransposedInTiles(ffi::ThreadPool& pool, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight, float* out) {
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
   const int64_t room = RoomInTiles(rows), step = std::min<int64_t>(room, amx::kRows), groups = room / step;
   const int64_t units = width / amx::kRows;
   const uint16_t* w = weight.reinterpret_data<uint16_t>();
   uint16_t* packed = reinterpret_cast<uint16_t*>(Scratch<kOfTiles>(depth / amx::kDepth * groups * amx::kTile / 2));
   amx::PackTransposed(x.reinterpret_data<uint16_t>(), rows, room, depth, step, packed);
-  InParallel(pool, shares, [&](int64_t i) {
-    const int64_t begin = units * i / shares * amx::kRows, end = units * (i + 1) / shares * amx::kRows;
-    amx::ProductWithRows(packed, w, rows, groups, step, depth, width, begin, end, out);
-    if (i + 1 == shares && end < width) {
+  InShares(pool, units, weight.size_bytes(), [&](int64_t first, int64_t last) {
+    const int64_t end = last * amx::kRows;
+    amx::ProductWithRows(packed, w, rows, groups, step, depth, width, first * amx::kRows, end, out);
+    if (last == units && end < width) {
       ProductWithRows(Widened(x), weight.reinterpret_data<BFloat16>(), out, rows, depth, width, end, width);
     }
   });
@@ -436,16 +416,14 @@ ffi::Error MatmulTransposed(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuff
     return ffi::Error::InvalidArgument("few_rows: x and weight do not fit");
   }
   const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], width = weight.dimensions()[0];
-  const int64_t shares = Shares(pool, width, weight.size_bytes());
 #ifdef HYDRAJAX_AMX
   if (InTiles(x, weight)) {
-    MatmulTransposedInTiles(pool, x, weight, shares, out->typed_data());
+    MatmulTransposedInTiles(pool, x, weight, out->typed_data());
     return ffi::Error::Success();
   }
 #endif
   const float* xs = Widened(x);
-  InParallel(pool, shares, [&](int64_t i) {
-    const int64_t begin = width * i / shares, end = width * (i + 1) / shares;
+  InShares(pool, width, weight.size_bytes(), [&](int64_t begin, int64_t end) {
     WithNumbers(weight, [&](const auto* w) {
       ProductWithRows(xs, w, out->typed_data(), rows, depth, width, begin, end);
     });

@@ -84,13 +84,6 @@ inline ALWAYS_INLINE void MultiplyAdd(Pair<V>& sum, const Pair<V>& a, const Pair
   MultiplyAdd(sum.high, a.high, b.high);
 }
 
-inline ALWAYS_INLINE void Fill(Native& to, float x) { to = Native{} + x; }
-template <typename V>
-inline ALWAYS_INLINE void Fill(Pair<V>& to, float x) {
-  Fill(to.low, x);
-  Fill(to.high, x);
-}
-
 // Keeps a vector in its register. GCC would read it from memory again for each use, and wait for memory.
 inline ALWAYS_INLINE void InRegister(Native& x) {
 #if defined(__x86_64__)
@@ -135,6 +128,13 @@ template <typename V, typename T>
 inline ALWAYS_INLINE void Load(Pair<V>& to, const T* from) {
   Load(to.low, from);
   Load(to.high, from + kSize<V>);
+}
+
+template <typename T>
+inline ALWAYS_INLINE Lanes Loaded(const T* from) {
+  Lanes to;
+  Load(to, from);
+  return to;
 }
 
 inline ALWAYS_INLINE void Store(float* to, const Native& from) { *reinterpret_cast<Native*>(to) = from; }
@@ -185,15 +185,10 @@ inline ALWAYS_INLINE float SumOf(const Pair<V>& x) {
 }
 
 // Prefetches n numbers, into the L1 cache or, those that are read much later, into the L2 cache.
-constexpr int kL1 = 3, kL2 = 2;
 template <int kCache = kL1, typename T>
 inline ALWAYS_INLINE void Prefetch(const T* from, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(from + i, 0, kCache);
-}
-
-void Widen(const BFloat16* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) to[i] = Wide(from[i]);
 }
 
 // A buffer's numbers as float32; a copy of bfloat16 lies in this thread's scratch space for x.
@@ -201,7 +196,8 @@ inline const float* Widened(const ffi::AnyBuffer& x) {
   if (x.element_type() == ffi::F32) return x.typed_data<float>();
   const int64_t n = static_cast<int64_t>(x.element_count());
   float* wide = Scratch<kOfX>(n);
-  Widen(x.reinterpret_data<BFloat16>(), wide, n);
+  const BFloat16* numbers = x.reinterpret_data<BFloat16>();
+  for (int64_t i = 0; i < n; ++i) wide[i] = Wide(numbers[i]);
   return wide;
 }
 

@@ -21,17 +21,13 @@ NEVER_INLINE float Take(const float* from, float* to, const float* key, int64_t 
   if (beta != nullptr) {
     Lanes sums = {};
     for (int64_t i = 0; i < width; i += kLanes) {
-      Lanes row, k;
-      Load(row, from + i), Load(k, key + i);
-      MultiplyAdd(sums, row * alpha, k);
+      MultiplyAdd(sums, Loaded(from + i) * alpha, Loaded(key + i));
     }
     value = *beta * (value - SumOf(sums));
   }
   for (int64_t i = 0; i < width; i += kLanes) {
-    Lanes row, k;
-    Load(row, from + i), Load(k, key + i);
-    row = row * alpha;
-    MultiplyAdd(row, value, k);
+    Lanes row = Loaded(from + i) * alpha;
+    MultiplyAdd(row, value, Loaded(key + i));
     Store(to + i, row);
   }
   return value;
@@ -41,9 +37,8 @@ NEVER_INLINE float Take(const float* from, float* to, const float* key, int64_t 
 template <typename Work>
 void ForRows(ffi::ThreadPool& pool, const Floats4& state, int64_t nodes, const Work& work) {
   const int64_t values = state.dimensions()[2], rows = state.dimensions()[0] * state.dimensions()[1] * values;
-  const int64_t shares = Shares(pool, rows, rows * state.dimensions()[3] * 4 * nodes);
-  InParallel(pool, shares, [&](int64_t share) {
-    for (int64_t i = rows * share / shares; i < rows * (share + 1) / shares; ++i) work(i / values, i % values);
+  InShares(pool, rows, rows * state.dimensions()[3] * 4 * nodes, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) work(i / values, i % values);
   });
 }
 
@@ -78,9 +73,7 @@ ffi::Error Walk(ffi::ThreadPool pool, Floats4 state, Floats4 keys, Floats4 queri
                values.typed_data()[out], delta ? beta.typed_data() + at : nullptr);
       Lanes sums = {};
       for (int64_t i = 0; i < width; i += kLanes) {
-        Lanes row, query;
-        Load(row, rows + t * width + i), Load(query, queries.typed_data() + shared + t * width + i);
-        MultiplyAdd(sums, row, query);
+        MultiplyAdd(sums, Loaded(rows + t * width + i), Loaded(queries.typed_data() + shared + t * width + i));
       }
       outputs->typed_data()[out] = SumOf(sums);
     }
