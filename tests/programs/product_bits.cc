@@ -80,7 +80,31 @@ void PrintProductsOf(const char* name) {
   }
 }
 
+void CheckConversions() {
+  for (int i = 0; i < 1 << 16; i += kLanes) {
+    BFloat16 halves[kLanes], rounded[kLanes], one;
+    int8_t bytes[kLanes];
+    float wide[kLanes], of_bytes[kLanes];
+    for (int k = 0; k < kLanes; ++k) halves[k].bits = i + k, bytes[k] = i / kLanes + k;
+    Store(wide, Loaded(halves)), Store(of_bytes, Loaded(bytes));
+    bool same = true;
+    for (int k = 0; k < kLanes; ++k) {
+      const float expected = Wide(halves[k]);
+      same = same && std::memcmp(&wide[k], &expected, sizeof(expected)) == 0 && of_bytes[k] == bytes[k];
+      const uint32_t bits = static_cast<uint32_t>(i + k) << 16 | Random() >> 16;
+      std::memcpy(&wide[k], &bits, sizeof(bits));
+    }
+    Store(rounded, Loaded(wide));
+    for (int k = 0; k < kLanes; ++k) {
+      Set(one, wide[k]);
+      same = same && one.bits == rounded[k].bits;
+    }
+    if (!same) std::printf("Vectors from %d on are converted wrongly.\n", i);
+  }
+}
+
 void PrintProducts() {
+  CheckConversions();
   PrintProductsOf<float>("float32");
   PrintProductsOf<BFloat16>("bfloat16");
 }

@@ -9,6 +9,11 @@
 
 #include "cpu_kernels.h"
 
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#define HYDRAJAX_NEON 1  // GCC 12 converts vectors of 8 bytes number by number
+#include <arm_neon.h>
+#endif
+
 namespace {
 
 constexpr int kLanes = 16;
@@ -113,16 +118,26 @@ inline ALWAYS_INLINE void Round(Bits& bits) {
 // Not by memcpy: GCC 12 then keeps two copies of each sum, and more than 8 rows do not fit in registers.
 inline ALWAYS_INLINE void Load(Native& to, const float* from) { to = *reinterpret_cast<const Native*>(from); }
 inline ALWAYS_INLINE void Load(Native& to, const BFloat16* from) {
+#ifdef HYDRAJAX_NEON
+  to = vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16));
+#else
   NativeHalves halves;
   std::memcpy(&halves, from, sizeof(halves));
   const NativeBits bits = __builtin_convertvector(halves, NativeBits) << 16;
   std::memcpy(&to, &bits, sizeof(to));
+#endif
 }
 inline ALWAYS_INLINE void Load(Native& to, const int8_t* from) {
+#ifdef HYDRAJAX_NEON
+  uint32_t four;
+  std::memcpy(&four, from, sizeof(four));
+  to = vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+#else
   NativeBytes bytes;
   std::memcpy(&bytes, from, sizeof(bytes));
   const NativeShorts shorts = __builtin_convertvector(bytes, NativeShorts);  // GCC 12 would take bytes to int32 one by one
   to = __builtin_convertvector(__builtin_convertvector(shorts, NativeInts), Native);
+#endif
 }
 template <typename V, typename T>
 inline ALWAYS_INLINE void Load(Pair<V>& to, const T* from) {
@@ -142,8 +157,12 @@ inline ALWAYS_INLINE void Store(BFloat16* to, const Native& from) {
   NativeBits bits;
   std::memcpy(&bits, &from, sizeof(bits));
   Round(bits);
+#ifdef HYDRAJAX_NEON
+  vst1_u16(&to->bits, vmovn_u32(bits));
+#else
   const NativeHalves halves = __builtin_convertvector(bits, NativeHalves);
   std::memcpy(to, &halves, sizeof(halves));
+#endif
 }
 template <typename V, typename T>
 inline ALWAYS_INLINE void Store(T* to, const Pair<V>& from) {
