@@ -270,6 +270,19 @@ def test_what_nemotron_h_has_besides_is_refused_by_name(fields, pieces):
     refused(full("nemotron_h") | fields, *pieces)
 
 
+@pytest.mark.parametrize(
+    ("fields", "pieces"),
+    [
+        ({"swiglu_limit": 0}, ("swiglu_limit", "0", "a positive number")),
+        ({"swiglu_alpha": None}, ("wrong type",)),
+        ({"num_experts_per_tok": 129}, ("per_token", "129", "at most 128")),
+        ({"layer_types": ["chunked_attention"] * 3}, ("layer_types", "'chunked_attention'", "sliding_attention")),
+    ],
+)
+def test_impossible_settings_of_gpt_oss(fields, pieces):
+    refused(full("gpt_oss") | fields, *pieces)
+
+
 # Two refusals say the same for all families; the others are tried on a few.
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_what_the_model_lacks_is_refused_by_name(kind):

@@ -109,6 +109,8 @@ def test_long_prompts_use_cudnn_on_a_gpu(monkeypatch):
     with trace.tracing(platform=trace.Platform("gpu", 1, 9.0)):
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300, 50))]), shape, shape, shape)
         jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, np.ones((300, 300), bool))]), shape, shape, shape)
+        sinks = np.zeros(4)  # which cuDNN does not have
+        jax.eval_shape(lambda q, k, v: attend(q, [KVSegment(k, v, Causal(300))], sinks=sinks), shape, shape, shape)
     assert called == [50]
 
 
