@@ -115,6 +115,7 @@ def load(
     force: bool = False,
     draft_confidence: float | None = None,
     corpus: int | None = None,
+    draft_lm_head: str | None = None,
     on_progress: Progress = lambda done, total: None,
 ) -> LanguageModel:
     """Load a base and, optionally, a draft.
@@ -166,6 +167,9 @@ def load(
         corpus: add a suffix corpus of this many tokens to the draft (``"corpus+DRAFT"``): the model's past outputs,
             from which it drafts later ones. It is off by default because the time of an answer then shows whether its
             text was seen before (docs/trees.md#several-drafts).
+        draft_lm_head: of a draft that uses the base's lm head. ``"clustered"`` multiplies only the tokens in a row's
+            best clusters, ``"clustered-24"`` in its best 24 (`hydrajax.drafters.clusters`); ``"shared"`` all tokens.
+            None is the draft's own setting.
         on_progress: called with the number of loaded parameters and their total.
 
     Returns:
@@ -227,7 +231,10 @@ def load(
         adapter_directory=adapter,
         base_directory=files.directory,
     )
-    return m.with_draft(ref, base_directory=None if force else files, draft_confidence=draft_confidence, corpus=corpus)
+    return m.with_draft(
+        ref, base_directory=None if force else files, draft_confidence=draft_confidence, corpus=corpus,
+        draft_lm_head=draft_lm_head,
+    )  # fmt: skip
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -20,7 +20,7 @@ from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD
+from hydrajax.drafters.draft_lm_head import CLUSTERED_LM_HEAD, COPIED_LM_HEAD
 from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.errors import HydrajaxError
@@ -154,6 +154,7 @@ class LoadedModel:
         base_directory: Checkpoint | str | Path | None = None,
         draft_confidence: float | None = None,
         corpus: int | None = None,
+        draft_lm_head: str | None = None,
     ) -> Self:
         """Return a model with the same base, sharing its parameters, and another draft.
 
@@ -161,13 +162,15 @@ class LoadedModel:
             draft: as in `hydrajax.load`.
             base_directory: the base's directory, to reject heads that record another base; None accepts them.
             draft_confidence: as in `hydrajax.load`.
-            corpus: as in `hydrajax.load`.
+            corpus, draft_lm_head: as in `hydrajax.load`.
 
         Raises:
             HydrajaxError: as in `hydrajax.load`.
         """
         ref = DraftRef.parse(draft, corpus=corpus is not None)
-        found = find_draft(ref, self, base_directory=base_directory, confidence=draft_confidence, corpus=corpus)
+        found = find_draft(
+            ref, self, base_directory=base_directory, confidence=draft_confidence, corpus=corpus, lm_head=draft_lm_head
+        )
         params = Params(self.params.base, found.params)
         return replace(self, drafter=found.drafter, params=params, draft_directory=found.directory)
 
@@ -237,7 +240,9 @@ def make_executor(m: LoadedModel, program: Program, request: Request | None = No
 def _count(params: Any) -> int:
     """Return the number of parameters, without scales of quantised ones and copies."""
     if isinstance(params, Mapping):
-        return sum(_count(value) for name, value in params.items() if name not in (COPIED_LM_HEAD, CORPUS))
+        return sum(
+            _count(value) for name, value in params.items() if name not in (COPIED_LM_HEAD, CLUSTERED_LM_HEAD, CORPUS)
+        )
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Quantized))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 

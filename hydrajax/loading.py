@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.quantized import quantized_draft
-from hydrajax.errors import HydrajaxError
+from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats import native
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.draft_ref import DraftRef
@@ -19,6 +19,8 @@ from hydrajax.formats.load import is_model, load_draft, load_own_heads
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.ops import trace
 from hydrajax.sharding import Placement
+
+SHARED, CLUSTERED = "shared", "clustered"  # ``draft_lm_head``
 
 
 class LoadedBase(Protocol):
@@ -47,6 +49,7 @@ def find_draft(
     base_directory: Checkpoint | str | Path | None = None,
     confidence: float | None = None,
     corpus: int | None = None,
+    lm_head: str | None = None,
 ) -> LoadedDraft:
     """Load a draft for a base.
 
@@ -57,6 +60,7 @@ def find_draft(
         confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
             (`hydrajax.drafters.dspark.DSpark`).
         corpus: tokens of a suffix corpus; None for the default size.
+        lm_head: `hydrajax.load`'s ``draft_lm_head``.
 
     Raises:
         HydrajaxError: for a draft that is missing, damaged or made for another base, and for settings that need a draft
@@ -65,6 +69,7 @@ def find_draft(
     inner = LoadedDraft(NoDrafter(), {})
     if draft.name is not None or not draft.sources:
         inner = _one_draft(draft, m, base_directory, confidence)
+    inner = _with_lm_head(inner, m, lm_head)
     drafter, params = draft.wrap(inner.drafter), inner.params
     if drafter.spec.remembers:
         from hydrajax.drafters.corpus import TOKENS, Corpus
@@ -108,10 +113,27 @@ def _one_draft(ref: DraftRef, m: LoadedBase, base_directory, confidence: float |
         if given:
             also = " or DSpark with a confidence head" if name == "draft_confidence" else ""
             raise HydrajaxError(f"{name}: requires a draft model{also}, got {title_of(drafter)}")
-    params = quantized_draft(params, model.quantize)
-    if model.quantize is not None and trace.has_few_bits() and drafter.spec.shared_lm_head:
+    return LoadedDraft(drafter, quantized_draft(params, model.quantize), directory)
+
+
+def _with_lm_head(draft: LoadedDraft, m: LoadedBase, wanted: str | None) -> LoadedDraft:
+    """Return a draft that reads the base's lm head with its copy, or its clusters, if it has one."""
+    drafter, params, directory = draft
+    kind, dash, number = (wanted or "").partition("-")
+    if wanted is not None and (kind not in (SHARED, CLUSTERED) or (dash and not number.isdecimal())):
+        raise not_allowed("draft_lm_head", wanted, (SHARED, CLUSTERED, f"{CLUSTERED}-N"))
+    if not drafter.spec.shared_lm_head:
+        if wanted is not None:
+            raise HydrajaxError(f"draft_lm_head: requires a draft with the base's lm head, got {title_of(drafter)}")
+        return draft
+    base = BoundBase(m.model, m.params.base)
+    if kind == CLUSTERED or (not kind and drafter.lm_head.clustered):
+        if m.placement.base is not None:
+            raise HydrajaxError(f"draft_lm_head: got {CLUSTERED}, expected {SHARED} on several devices")
+        params = drafter.lm_head.with_clusters(params, base, int(number) if number else None)
+    elif m.model.quantize is not None and trace.has_few_bits():
         # A program that selects the tokens from the base's lm head does so in every call.
-        params = {**params, **in_int8(drafter, {}, BoundBase(model, m.params.base))}
+        params = {**params, **in_int8(drafter, {}, base)}
     return LoadedDraft(drafter, params, directory)
 
 

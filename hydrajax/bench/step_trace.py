@@ -17,6 +17,7 @@ from hydrajax.decoding.prompt_batch import TokenIds, bucket
 from hydrajax.decoding.request import sampling_params
 from hydrajax.decoding.step import true_float32
 from hydrajax.drafters.block import BlockDrafter
+from hydrajax.drafters.clusters import over_all
 from hydrajax.drafters.trainable import Trainable
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -136,7 +137,7 @@ def _log_probabilities(model, drafter: Trainable, depth: int):
         found = []
         for k, logits in enumerate(logits_after(params, base, aux_hidden_states, known, row)):
             index = indices[known + 1 + k]
-            found.append(jnp.where(index < 0, -jnp.inf, jax.nn.log_softmax(logits)[index]))
+            found.append(jnp.where(index < 0, -jnp.inf, jax.nn.log_softmax(over_all(logits))[index]))
         return jnp.stack(found)
 
     @jax.jit

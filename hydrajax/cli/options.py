@@ -208,6 +208,11 @@ def add_model_arguments(
             help="stop a draft model below tokens whose draft probability is less than P, and do not "
             "accept DSpark's tokens where its confidence head predicts less than P (default 0)",
         )  # fmt: skip
+    group.add_argument(
+        "--draft-lm-head", metavar="KIND",
+        help="of a draft with the base's lm head: clustered multiplies the tokens in a row's best clusters alone, "
+        "clustered-N in its best N; shared all tokens (default: the draft's own)",
+    )  # fmt: skip
     if corpus:
         group.add_argument(
             "--corpus", metavar="TOKENS", type=positive,
@@ -379,6 +384,7 @@ def load_from(
             merge=args.merge_adapter,
             force=args.force,
             draft_confidence=getattr(args, "draft_confidence", None),
+            draft_lm_head=getattr(args, "draft_lm_head", None),
             corpus=getattr(args, "corpus", None),
             on_progress=lambda done, total: update(f"loading {done / total:.0%}"),
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
@@ -36,7 +37,7 @@ class Nodes(NamedTuple):
 
 
 def best_first(
-    tree: BestFirstTree, root: Int[Array, " B"], logits: Float[Array, "B D V_"], lm_head: LmHead
+    tree: BestFirstTree, root: Int[Array, " B"], logits: Float[Array, "B D V_"] | ChosenLogits, lm_head: LmHead
 ) -> Proposal:
     """Fill a tree with the most likely paths under independent positions.
 

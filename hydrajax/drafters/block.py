@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.block_network import BlockNetwork, BlockState, Text
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly
 from hydrajax.drafters.filling import fill
@@ -359,7 +360,7 @@ class BlockDrafter(SeesAcceptedOnly):
 
     def block_logits(
         self, params, hidden: Float[Array, "*rows K D"], before: Int[Array, "*rows K"], base
-    ) -> Float[Array, "*rows K V_"]:
+    ) -> Float[Array, "*rows K V_"] | ChosenLogits:
         """Return the float32 logits of whole blocks, given the tokens before each position."""
         logits = self._apply(params, hidden, self._base_logits(params, base), method="logits")
         return logits if self.markov is None else logits + self._apply(params, before, hidden, method="corrections")

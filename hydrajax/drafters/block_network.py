@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.markov import MarkovHead, MarkovNetwork
 from hydrajax.models.arrays import Array, DType
@@ -106,7 +107,7 @@ class BlockNetwork(nn.Module):
             x, added, _ = layer(x, added, rope, block_mask, segments)
         return self.norm.of_sum(x, added)[1]
 
-    def logits(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"]:
+    def logits(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"] | ChosenLogits:
         """Return float32 logits over the draft's vocabulary, without the Markov head's correction."""
         return self.lm_head.logits(self.lm_params, hidden, base_logits)
 

@@ -1,14 +1,17 @@
 """Draft lm heads: from a head's last hidden state to logits over the base's tokens, or over some of them.
 
 Four full lm heads are 1 GB of a 7B base's draft (docs/design.md 7). Smaller kinds are the base's own lm head, a
-product of two narrow matrices, and a vocabulary of the most frequent tokens. Indices into a reduced vocabulary stay
-inside this module: its results are token ids, or logits over all tokens.
+product of two narrow matrices, and a vocabulary of the most frequent tokens. Of the base's own, decoding may multiply
+clusters of tokens alone (`hydrajax.drafters.clusters`). Indices into a reduced vocabulary stay inside this module: its
+results are token ids, or logits over all tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -16,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
+from hydrajax import plugins
+from hydrajax.drafters.clusters import ChosenLogits, Clusters, clusters_of, numbers, over_all
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
@@ -23,7 +28,8 @@ from hydrajax.models.weights import Quantized, declare, project
 from hydrajax.ops import log_probabilities, sampled_tokens, top_tokens, trace
 
 WORD = 32  # tokens per word of a mask
-COPIED_LM_HEAD = "copied_lm_head"  # a parameter that decoding may add (`LmHead.with_copy`); no file holds it
+# Parameters that decoding may add (`LmHead.with_copy`, `LmHead.with_clusters`); no file holds them.
+COPIED_LM_HEAD, CLUSTERED_LM_HEAD = "copied_lm_head", "clustered_lm_head"
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class LmHead:
         rank: r of a low-rank product in place of one matrix.
         vocabulary: The V' tokens; None for all V.
         bias: Add a bias.
+        clustered: Decoding multiplies clusters of tokens of a shared lm head alone; training, all tokens.
 
     Raises:
         HydrajaxError: For settings that exclude each other.
@@ -47,8 +54,11 @@ class LmHead:
     shared: bool = False
     rank: int | None = None
     vocabulary: Vocabulary | None = None
+    clustered: bool = False
 
     def __post_init__(self):
+        if self.clustered and not self.shared:
+            raise HydrajaxError("lm_head.clustered: got true, expected false: the lm head is not the base's")
         if self.shared and self.rank is not None:
             raise HydrajaxError(f"lm_head: got shared and a rank of {self.rank}, expected one of them")
         if self.rank is not None and self.rank < 1:
@@ -88,7 +98,7 @@ class LmHead:
 
     def logits(
         self, params: Mapping[str, Array | Quantized], hidden: Float[Array, "*rows D"], base_logits
-    ) -> Float[Array, "*rows V_"]:
+    ) -> Float[Array, "*rows V_"] | ChosenLogits:
         """Return float32 logits over the V' tokens; ``base_logits`` is the base's `BoundBase.logits`."""
         if self.shared:
             out = self.of_base(hidden, base_logits)
@@ -98,7 +108,7 @@ class LmHead:
             out = project(hidden, params["lm_kernel"], jnp.float32)
         return out + params["lm_bias"].astype(jnp.float32) if self.bias else out
 
-    def of_base(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"]:
+    def of_base(self, hidden: Float[Array, "*rows D"], base_logits) -> Float[Array, "*rows V_"] | ChosenLogits:
         """Return the base's logits over the V' tokens."""
         return base_logits(hidden) if self.vocabulary is None else base_logits(hidden, self.vocabulary.tokens)
 
@@ -109,14 +119,36 @@ class LmHead:
         """
         if not self.shared or self.vocabulary is None:
             return params
-        return {**params, COPIED_LM_HEAD: np.asarray(base.head_kernel()[:, self.vocabulary.tokens])}
+        return {**params, COPIED_LM_HEAD: self._part(base)}
 
-    @staticmethod
-    def base_logits(params, base) -> Callable:
-        """Return `BoundBase.logits`, or what computes it from the copy of `with_copy` among a draft's parameters."""
+    def with_clusters(self, params, base, n_chosen: int | None = None):
+        """Return a draft's parameters with `Clusters` of the base's lm head.
+
+        They hold a copy of it, in 8 bits, where our CPU kernels multiply a row's clusters as a token's experts.
+        """
+        kernel, kernels = self._part(base), None
+        centroids, tokens, n_chosen = clusters_of(kernel.T, n_chosen)
+        if trace.has_few_bits():
+            kind = plugins.find("weights", "int8").stores(CLUSTERED_LM_HEAD)
+            kernels = kind.of(kernel[:, np.maximum(tokens, 0).reshape(-1)]).split(len(tokens))
+            centroids = kind.of(centroids)
+        found = Clusters(centroids, tokens, kernels, n_chosen, self.size(base.config.vocab_size))
+        return {**params, CLUSTERED_LM_HEAD: jax.device_put(found)}
+
+    def base_logits(self, params, base) -> Callable:
+        """Return `BoundBase.logits`, or what computes it from the copy or the clusters among a draft's parameters."""
+        if CLUSTERED_LM_HEAD in params:
+            return lambda hidden, *_: params[CLUSTERED_LM_HEAD].logits(hidden, partial(self._of_rows, base))
         if COPIED_LM_HEAD not in params:
             return base.logits
         return lambda hidden, tokens: project(hidden, params[COPIED_LM_HEAD], jnp.float32)
+
+    def _part(self, base) -> Float[np.ndarray, "D V_"]:
+        kernel = base.head_kernel()
+        return np.asarray(kernel if self.vocabulary is None else kernel[:, self.vocabulary.tokens])
+
+    def _of_rows(self, base, hidden: Float[Array, "*rows D"], index: Int[Array, "*rows m"]) -> Float[Array, "*rows m"]:
+        return base.logits(hidden, index if self.vocabulary is None else jnp.asarray(self.vocabulary.tokens)[index])
 
     # --- token ids from here on -----------------------------------------------------------------------------------
 
@@ -126,22 +158,22 @@ class LmHead:
             return logits
         return jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf).at[..., self.vocabulary.tokens].set(logits)
 
-    def top(self, logits: Float[Array, "*rows V_"], k: int) -> Int[Array, "*rows k"]:
+    def top(self, logits: Float[Array, "*rows V_"] | ChosenLogits, k: int) -> Int[Array, "*rows k"]:
         """Return the ids of the k best tokens; -1 if the vocabulary has fewer."""
-        return self._ids(top_tokens(logits, min(k, logits.shape[-1])), k)
+        return self._ids(logits, top_tokens(numbers(logits), min(k, logits.shape[-1])), k)
 
     def likeliest(
-        self, logits: Float[Array, "*rows V_"], k: int
+        self, logits: Float[Array, "*rows V_"] | ChosenLogits, k: int
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         """Return `top` and the natural log-probabilities of its tokens, float32; -inf if the vocabulary has fewer."""
-        return self._with_likelihood(logits, top_tokens(logits, min(k, logits.shape[-1])), k)
+        return self._with_likelihood(logits, top_tokens(numbers(logits), min(k, logits.shape[-1])), k)
 
-    def sampled(self, keys: Array, logits: Float[Array, "B *n V_"], k: int) -> Int[Array, "B *n k"]:
+    def sampled(self, keys: Array, logits: Float[Array, "B *n V_"] | ChosenLogits, k: int) -> Int[Array, "B *n k"]:
         """Return the ids of k tokens drawn without replacement, in order; -1 if the vocabulary has fewer."""
-        return self._ids(sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
+        return self._ids(logits, sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
 
     def drawn(
-        self, keys: Array, logits: Float[Array, "B *n V_"], k: int
+        self, keys: Array, logits: Float[Array, "B *n V_"] | ChosenLogits, k: int
     ) -> tuple[Int[Array, "B *n k"], Float[Array, "B *n k"]]:
         """Return `sampled` and the natural log-probabilities of its tokens before any draw, float32; -inf if there are
         fewer.
@@ -149,15 +181,18 @@ class LmHead:
         return self._with_likelihood(logits, sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
 
     def _with_likelihood(
-        self, logits: Float[Array, "*rows V_"], index: Int[Array, "*rows k_"], k: int
+        self, logits: Float[Array, "*rows V_"] | ChosenLogits, index: Int[Array, "*rows k_"], k: int
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         missing = [(0, 0)] * (index.ndim - 1) + [(0, k - index.shape[-1])]
-        log_p = jnp.pad(log_probabilities(logits, index), missing, constant_values=-jnp.inf)
-        return self._ids(index, k), log_p
+        log_p = jnp.pad(log_probabilities(numbers(logits), index), missing, constant_values=-jnp.inf)
+        return self._ids(logits, index, k), log_p
 
-    def _ids(self, index: Int[Array, "*rows k_"], k: int) -> Int[Array, "*rows k"]:
+    def _ids(self, logits: Any, index: Int[Array, "*rows k_"], k: int) -> Int[Array, "*rows k"]:
+        if isinstance(logits, ChosenLogits):
+            index = logits.tokens_at(index)
         if self.vocabulary is not None:
-            index = jnp.asarray(self.vocabulary.tokens)[index]
+            ids = jnp.asarray(self.vocabulary.tokens)[index]
+            index = jnp.where(index < 0, -1, ids) if isinstance(logits, ChosenLogits) else ids
         missing = k - index.shape[-1]
         return (
             jax.lax.pad(index, jnp.int32(-1), [(0, 0, 0)] * (index.ndim - 1) + [(0, missing, 0)]) if missing else index
@@ -188,17 +223,20 @@ class Mask:
         allowed = trace.current().allowed
         return cls(lm_head, None if allowed is None else allowed(paths))
 
-    def over(self, logits: Float[Array, "B n_ V_"]) -> Float[Array, "B n V_"]:
+    def over(self, logits: Float[Array, "B n_ V_"] | ChosenLogits) -> Float[Array, "B n V_"] | ChosenLogits:
         """Return the logits, -inf for forbidden tokens. They are unchanged after a node that no token of the draft
         follows, so that its likelihoods are numbers.
         """
         if self.words is None:
             return logits
+        chosen = isinstance(logits, ChosenLogits)
+        logits = over_all(logits)
         if self.lm_head.vocabulary is None:
             allowed = is_allowed(self.words, logits.shape[-1])
         else:
             tokens = self.lm_head.vocabulary.tokens
             allowed = (self.words[..., tokens // WORD] >> (tokens % WORD).astype(np.uint32)) & 1 > 0
+        allowed = allowed & (logits > -jnp.inf) if chosen else allowed
         return jnp.where(allowed | ~jnp.any(allowed, axis=-1, keepdims=True), logits, -jnp.inf)
 
     def keep(self, tokens: Int[Array, "B n k"]) -> Int[Array, "B n k"]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import cut_caches
@@ -84,7 +85,7 @@ class Beam(NamedTuple):
 
 # guess(carry, beam) -> carry, float32 logits [B, n, V'] after each node of the beam, or [B, 1, V'] if one prediction
 # serves them all. carry: anything the drafter needs at the next level.
-Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"]]]
+Guess = Callable[[Any, Beam], tuple[Any, Float[Array, "B n V_"] | ChosenLogits]]
 
 
 class Outcome(NamedTuple):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Beam, DrafterSpec, following_tokens, last_observed
 from hydrajax.drafters.filling import fill
@@ -228,7 +229,7 @@ class EagleDrafter(Trained):
     def _embed(self, base, tokens: Int[Array, "*rows"]) -> Float[Array, "*rows D"]:
         return base.embed(tokens).astype(self.dtype)
 
-    def _logits(self, params, hidden: Float[Array, "*rows D"], base) -> Float[Array, "*rows V_"]:
+    def _logits(self, params, hidden: Float[Array, "*rows D"], base) -> Float[Array, "*rows V_"] | ChosenLogits:
         return self._apply(params, hidden, self.lm_head.base_logits(params, base), method="logits")
 
     def _apply(self, params, *inputs, method: str = "__call__"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from hydrajax.drafters.clusters import over_all
 from hydrajax.drafters.draft_lm_head import LmHead, Mask
 from hydrajax.drafters.drafter import Beam, Draw, Guess, Proposal
 from hydrajax.models.arrays import Array
@@ -61,6 +62,7 @@ def fill(
             guesses = mask.keep(lm_head.top(logits, level.width))
         else:
             # Every parent draws its own children, also if all share one distribution.
+            logits = over_all(logits)
             logits = logits / over_rows(draw.temperature, logits)
             logits = jnp.broadcast_to(logits, (len(root), len(level.parents), logits.shape[-1]))
             guesses = mask.keep(lm_head.sampled(draw.keys[:, k], logits, level.width))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.clusters import over_all
 from hydrajax.drafters.draft_lm_head import LmHead, Mask
 from hydrajax.drafters.drafter import Beam, Draw, Guess, Proposal
 from hydrajax.models.arrays import Array
@@ -78,6 +79,7 @@ def grow(
             children, log_p = mask.keep_likely(*lm_head.likeliest(logits, k))
             scored = worth = likelihood[:, :, None] + log_p
         else:
+            logits = over_all(logits)
             logits = logits / over_rows(draw.temperature, logits)
             logits = jnp.broadcast_to(logits, (*likelihood.shape, logits.shape[-1]))
             children, log_p = mask.keep_likely(*lm_head.drawn(_keys_of_level(draw, depth), logits, k))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import DrafterSpec, last_observed
 from hydrajax.drafters.prefix import Prefix
@@ -137,7 +138,7 @@ class Head(nn.Module):
 
     def logits(
         self, hidden: Float[Array, "*rows D"], base_logits: Callable, rng: Array | None = None
-    ) -> Float[Array, "*rows V_"]:
+    ) -> Float[Array, "*rows V_"] | ChosenLogits:
         """Return float32 logits over the lm head's tokens (`LmHead.logits`)."""
         return self.lm_head.logits(
             self.lm_params, replicate_features(drop(hidden, self.dropout, rng, by_feature)), base_logits
@@ -148,7 +149,7 @@ class Head(nn.Module):
         x: Float[Array, "*rows D_or_2D"],
         path: Float[Array, "*paths kD"] | None = None,
         base_logits: Callable | None = None,
-    ) -> Float[Array, "*paths V_"]:
+    ) -> Float[Array, "*paths V_"] | ChosenLogits:
         return self.logits(self.hidden(x, path), base_logits)
 
 
@@ -222,5 +223,5 @@ class HeadStack(TrainedStack):
         heads = params if self.prefix is None else params["heads"]
         return self.head(k).apply({"params": heads[f"head_{k}"]}, *inputs, method=method, **settings)
 
-    def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"]:
+    def head_logits(self, params, k, hidden, base, rng=None) -> Float[Array, "*rows V_"] | ChosenLogits:
         return self.apply_head(params, k, hidden, self.lm_head.base_logits(params, base), rng, method="logits")

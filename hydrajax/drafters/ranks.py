@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits, over_all
 from hydrajax.drafters.trainable import TeacherForced
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import Array
@@ -72,9 +73,13 @@ def token_ranks(
 
 
 def ranks_among(
-    logits: Float[Array, "*rows V_"], wanted: Int[Array, "*rows"], vocabulary: Vocabulary | None, vocab_size: int
+    logits: Float[Array, "*rows V_"] | ChosenLogits,
+    wanted: Int[Array, "*rows"],
+    vocabulary: Vocabulary | None,
+    vocab_size: int,
 ) -> Int[Array, "*rows"]:
     """Return the rank of each wanted token in its row of logits over the ``vocabulary``, int32; see `head_ranks`."""
+    logits = over_all(logits)
     if vocabulary is not None:
         wanted = vocabulary.places_of(wanted, vocab_size)
     chosen = jnp.take_along_axis(logits, jnp.maximum(wanted, 0)[..., None], axis=-1)

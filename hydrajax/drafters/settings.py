@@ -50,8 +50,9 @@ class HeadSettings(Settings):
     """``num_draft_heads`` heads of ``n_layers`` blocks each.
 
     Attributes:
-        lm_head: ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``). Heads with one
-            of the last two, or with a vocabulary, are saved in hydrajax's own format.
+        lm_head: ``full``, a product of rank ``lm_rank`` (``low_rank``), or the base's own (``shared``), of which
+            decoding multiplies clusters of tokens alone with ``clustered`` (`hydrajax.drafters.clusters`). Heads with
+            any but the first, or with a vocabulary, are saved in hydrajax's own format.
         vocabulary: The number of tokens that the draft can propose: the most frequent targets of the training text, or
             those of the heads to start from. None for all. With ``shared``, each step multiplies with the base's lm
             head for these tokens alone.
@@ -64,7 +65,7 @@ class HeadSettings(Settings):
     vocabulary: int | None = None
 
     def __post_init__(self):
-        one_of("draft.lm_head", self.lm_head, ("full", "shared", "low_rank"))
+        one_of("draft.lm_head", self.lm_head, ("full", "shared", "clustered", "low_rank"))
         if (self.lm_head == "low_rank") != (self.lm_rank is not None):
             raise HydrajaxError("draft.lm_rank: expected with draft.lm_head low_rank and with no other")
         at_least("draft.lm_rank", self.lm_rank, 1)
@@ -77,7 +78,9 @@ class HeadSettings(Settings):
         vocabulary = vocabulary_of(self.vocabulary, base, target_counts)
         if self.lm_head == "full" and vocabulary is None:
             return None
-        return LmHead(shared=self.lm_head == "shared", rank=self.lm_rank, vocabulary=vocabulary)
+        clustered = self.lm_head == "clustered"
+        shared = clustered or self.lm_head == "shared"
+        return LmHead(shared=shared, rank=self.lm_rank, vocabulary=vocabulary, clustered=clustered)
 
 
 def vocabulary_of(

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.drafter import Drafter, DraftParams
 from hydrajax.drafters.settings import Settings
 from hydrajax.drafters.vocabulary import Vocabulary
@@ -100,7 +101,7 @@ class TeacherForced(Trainable, Protocol):
 
     def head_logits(
         self, params: DraftParams, k: int, hidden: Float[Array, "*rows D"], base: BoundBase, rng: Array | None = None
-    ) -> Float[Array, "*rows V_"]:
+    ) -> Float[Array, "*rows V_"] | ChosenLogits:
         """Return float32 logits of head k over its vocabulary, from any rows of ``teacher_hidden(...)[k]``: the second
         half.
 

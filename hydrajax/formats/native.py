@@ -200,7 +200,8 @@ def _value(value: Any, kind: Any, name: str) -> Any:
         return Vocabulary(value) if kind is Vocabulary else tuple(value)
     if dataclasses.is_dataclass(kind):
         found = dict(value)
-        if kind is LmHead:  # no field may be missing; in a `LlamaConfig` of an older version some are
+        if kind is LmHead:  # no field may be missing but a later one; in a `LlamaConfig` of an older version some are
+            found = {"clustered": False} | found
             found = {field.name: found.pop(field.name) for field in dataclasses.fields(kind)} | found
         return _from_json(kind, found, name)
     if kind is float and type(value) in (int, float) and math.isfinite(value):

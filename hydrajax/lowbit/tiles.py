@@ -113,6 +113,11 @@ class Int8Tiles(Tiles):
         scale = tile_layout.for_tiles(scale.astype(jnp.float32), values.shape[1], axis=1)[:, :, None, :, None]
         return tile_layout.from_tiles(values.astype(jnp.float32) * scale, depth, width)
 
+    def split(self, count: int):
+        """Return kernels of ``count`` equal parts of the features, side by side as experts'; parts are whole tiles."""
+        parts = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in self.arrays().items()}
+        return dataclasses.replace(self, **parts, shape_=(self.shape_[0], self.shape_[1] // count))
+
     def columns(self, at):
         tile, place = at // tile_layout.COLUMNS, at % tile_layout.COLUMNS
         scale = self.scale[tile, :, place].astype(jnp.float32)  # [*rows, scales]

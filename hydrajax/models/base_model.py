@@ -69,13 +69,17 @@ class BaseModel(Protocol):
         """Return the input embeddings E(x) as the first layer reads them, or before their norm if they have one."""
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
+        self,
+        hidden: Float[Array, "*rows D"],
+        tokens: Int[np.ndarray, " V_"] | Int[Array, "*rows V_"] | None = None,
+        plain: bool = False,
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits from hidden states after the final norm.
 
         Args:
             hidden: The hidden states.
             tokens: Ids of the tokens whose logits to return, in this order; constants of the program. None for all.
+                Or int32 ``[*rows, n]``, tokens of each row.
             plain: Return the lm head's matmul, without the base's divisor and cap of logits.
         """
 
@@ -125,7 +129,10 @@ class BoundBase:
         return self._apply(tokens, normed, method="embed")
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
+        self,
+        hidden: Float[Array, "*rows D"],
+        tokens: Int[np.ndarray, " V_"] | Int[Array, "*rows V_"] | None = None,
+        plain: bool = False,
     ) -> Float[Array, "*rows V_"]:
         """Return the base's next-token logits, float32; see `BaseModel.logits`."""
         return self._apply(hidden, tokens, plain, method="logits")

@@ -239,9 +239,9 @@ def _sum_of_rows(x, ids, weights, kernels: tuple, count: int, activation: Callab
         def inner(pairs, experts):
             return activation(*jnp.split(of_first(pairs, experts), parts, axis=-1))
 
-        pairs = _of_pairs(x, ids, gate_up, x.dtype)
+        pairs = of_pairs(x, ids, gate_up, x.dtype)
         if pairs is not None:
-            outs = of_second(_of_pairs(inner(pairs, experts), ids, down, jnp.float32), experts)
+            outs = of_second(of_pairs(inner(pairs, experts), ids, down, jnp.float32), experts)
         elif kernel := ops.here().expert_kernel(x.dtype, *map(_stored, (gate_up, down))):
             outs = of_second(_by_kernel(kernel, x, ids, gate_up, down, count, inner), experts)
         elif not isinstance(gate_up, Quantized) and ops.here().gathers_experts(len(x)):
@@ -265,7 +265,7 @@ def _with_bias(bias: Array | None, count: int, outs: Float[Array, "pairs F"], ex
     return outs + flat[jnp.clip(experts, 0, count - 1)].astype(outs.dtype)
 
 
-def _of_pairs(
+def of_pairs(
     x: Float[Array, "R_or_pairs D"], ids: Int[Array, "R k"], kernels: Kernels, dtype: DType
 ) -> Float[Array, "pairs F"] | None:
     """Return the product of every pair of a token and an expert by our CPU kernels; None without a kernel for it."""

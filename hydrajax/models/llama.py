@@ -98,7 +98,10 @@ class Llama(nn.Module):
         return scaled(rows, self.config.embedding_scale)
 
     def logits(
-        self, hidden: Float[Array, "*rows D"], tokens: Int[np.ndarray, " V_"] | None = None, plain: bool = False
+        self,
+        hidden: Float[Array, "*rows D"],
+        tokens: Int[np.ndarray, " V_"] | Int[Array, "*rows V_"] | None = None,
+        plain: bool = False,
     ) -> Float[Array, "*rows V_"]:
         """Return float32 next-token logits of all tokens, or of these; see `hydrajax.models.base_model.BaseModel`."""
         logits = self._products(hidden, tokens)
@@ -109,9 +112,12 @@ class Llama(nn.Module):
         return capped(logits, self.config.logits_softcap)
 
     @nn.nowrap
-    def _products(self, hidden: Array, tokens: np.ndarray | None) -> Array:
+    def _products(self, hidden: Array, tokens: np.ndarray | Array | None) -> Array:
         """Return the matmul with the lm head, float32."""
         head = self.embedding if self.config.tied_lm_head else self.lm_head
+        if tokens is not None and tokens.ndim > 1:  # of each row its own
+            rows = self._head_rows(head, tokens).astype(self.dtype)
+            return ops.contract("...d,...md->...m", hidden, rows, jnp.float32)
         if isinstance(head, Quantized):
             return project(hidden, head if tokens is None else head.select(tokens, self.dtype), jnp.float32)
         if self.config.tied_lm_head:
@@ -119,6 +125,14 @@ class Llama(nn.Module):
             return ops.matmul_transposed(hidden, rows, jnp.float32)
         kernel = head if tokens is None else self._head_kernel()[:, tokens]
         return project(hidden, kernel, jnp.float32)
+
+    @nn.nowrap
+    def _head_rows(self, head: Array | Quantized | LowRank, tokens: Array) -> Float[Array, "*rows D"]:
+        if isinstance(head, Quantized):
+            return head.columns(tokens)
+        if self.config.tied_lm_head:
+            return ops.take_rows(head, tokens)
+        return jnp.moveaxis(jnp.take(self._head_kernel(), tokens, axis=1), 0, -1)
 
     def head_kernel(self) -> Float[Array, "D V"]:
         """Return the lm head as one float array, divided as logits are; without their cap."""

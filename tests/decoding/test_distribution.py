@@ -30,8 +30,9 @@ from hydrajax.decoding.sampling import ExactSampling, sample
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters import growing
+from hydrajax.drafters.clusters import Clusters, clusters_of
 from hydrajax.drafters.corpus import Corpus
-from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.draft_lm_head import CLUSTERED_LM_HEAD, LmHead
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import CORPUS, Proposal
 from hydrajax.drafters.eagle import Eagle
@@ -124,6 +125,7 @@ DRAFTERS = {
     "model": DraftModel(Llama(CONFIG), VOCAB),
     "sure model, 4 tokens": DraftModel(Llama(CONFIG.replace(vocab_size=4)), VOCAB, confidence=0.3),
     "padded model": DraftModel(Llama(CONFIG.replace(vocab_size=8, width=8)), VOCAB),
+    "hydra, clusters": HydraHeads(2, WIDTH, VOCAB, small_lm_head=LmHead(shared=True)),
     "near": Bigram(0.0),
     "far": Bigram(4.0),
     "lookup with near": with_lookup(Bigram(0.0), 2),
@@ -140,7 +142,11 @@ def draft_params(name: str):
     if name == "none" or name.endswith(("near", "far")):
         return {}
     drafter = DRAFTERS[name]
-    return random_leaves(jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(MODEL, BASE))), 1, 0.3)
+    found = random_leaves(jax.eval_shape(lambda: drafter.init(jax.random.key(0), BoundBase(MODEL, BASE))), 1, 0.3)
+    if name == "hydra, clusters":  # three of the five tokens, or four
+        centroids, tokens, _ = clusters_of(np.asarray(BASE["lm_head"]).T, size=2)
+        found |= {CLUSTERED_LM_HEAD: Clusters(jnp.asarray(centroids), jnp.asarray(tokens), None, 2, VOCAB)}
+    return found
 
 
 def probabilities(rule, processors=()) -> np.ndarray:
@@ -276,6 +282,7 @@ REJECTION = [
     *((1.0, "cut", "amphista, 4 tokens, rank 3", tree) for tree in ("tree", "grown")),
     *((1.5, "whole", f"lookup with {draft}", tree) for draft in ("near", "far") for tree in TREES),
     *((0.7, "whole", "corpus with far", tree) for tree in TREES),
+    *((1.0, "cut", "hydra, clusters", tree) for tree in ("tree", "grown")),
     (1.0, "cut", "lookup with far", "root"),
     (1.0, "cut", "model", "grown"),
     (1.0, "cut", "sure model, 4 tokens", "tree"),

@@ -41,6 +41,7 @@ OTHERS = {  # the kind, or amphista; settings
         {"num_draft_heads": 3, "adaptation_layers": 1, "reads_token": False, "position_encoding": False},
     ),
     "shared lm head": ("medusa", {"small_lm_head": LmHead(shared=True)}),
+    "clustered lm head": ("medusa", {"small_lm_head": LmHead(shared=True, clustered=True)}),
     "lm head of low rank": ("hydra++", {"small_lm_head": LmHead(bias=True, rank=5)}),
     "lm head of some tokens": ("medusa", {"small_lm_head": LmHead(vocabulary=Vocabulary([60, 3, 7]))}),
     "lm head of both": ("hydra++", {"small_lm_head": LmHead(bias=True, rank=2, vocabulary=Vocabulary(range(9)))}),

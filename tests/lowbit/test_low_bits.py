@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import hydrajax
+from helpers.refusals import refusal
 from hydrajax import assets
-from hydrajax.drafters.draft_lm_head import COPIED_LM_HEAD, LmHead
+from hydrajax.drafters.draft_lm_head import CLUSTERED_LM_HEAD, COPIED_LM_HEAD, LmHead
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
@@ -48,6 +49,25 @@ def test_a_part_of_the_bases_lm_head_is_copied_in_its_own_bits(tmp_path):
     copy, wanted = m.with_draft(tmp_path).params.draft[COPIED_LM_HEAD], m.params.base["embedding"].dequantized()
     assert isinstance(copy, Int8Tiles)
     np.testing.assert_array_equal(copy.dequantized(), wanted[:, some.tokens])
+
+
+@pytest.mark.skipif(not trace.has_few_bits(), reason="the CPU kernels were not built, or several devices")
+@pytest.mark.parametrize("quantize", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_clusters_of_the_lm_head_give_the_text_without_a_draft(tmp_path, quantize):
+    m = hydrajax.load("shipped", quantize=quantize)
+    config, base = m.model.config, BoundBase(m.model, m.params.base)
+    heads = MedusaHeads(2, config.width, config.vocab_size, small_lm_head=LmHead(shared=True, clustered=True))
+    export_heads(tmp_path, heads, heads.init(jax.random.key(0), base), format="native")
+    clustered, shared = m.with_draft(tmp_path), m.with_draft(tmp_path, draft_lm_head="shared")
+    found = clustered.params.draft[CLUSTERED_LM_HEAD]
+    assert (found.tokens.shape, found.n_chosen) == ((64, 64), 24)
+    assert CLUSTERED_LM_HEAD not in shared.params.draft
+    drafted = clustered.generate(PROMPTS[0], tree="chain-2", max_new_tokens=12).output_ids
+    assert list(drafted) == list(m.generate(PROMPTS[0], max_new_tokens=12).output_ids)
+    for wrong, message in {"some": "got 'some', expected", "clustered-": "got 'clustered-', expected"}.items():
+        refusal(lambda wrong=wrong: m.with_draft(tmp_path, draft_lm_head=wrong), f"draft_lm_head: {message}")
+    needs = "draft_lm_head: requires a draft with the base's lm head, got"
+    refusal(lambda: m.with_draft("lookup", draft_lm_head="clustered"), needs)
 
 
 @pytest.fixture
