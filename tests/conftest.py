@@ -25,7 +25,7 @@ from helpers import programs, recordings, type_checks
 # must precede the first import of hydrajax.
 CHECKED = (
     *("models", "ops"),
-    *(f"lowbit.{room}" for room in ("quantized", "int4", "int4_tiles", "tiles", "products", "kernels")),
+    *(f"lowbit.{room}" for room in ("quantized", "int4", "int4_tiles", "mxfp4", "tiles", "products", "kernels")),
     *("drafters", "amphista.heads", "lookahead.drafter", "trees.topology", "bench.trees.simulation"),
     *("decoding", "train.losses", "train.chunks"),
 )

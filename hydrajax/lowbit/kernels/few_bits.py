@@ -33,9 +33,10 @@ def matmul(
     Args:
         x: float32.
         width: F.
-        tiles: int8, or uint8 with two numbers of 0 to 15 in a byte.
+        tiles: int8, or uint8 with two numbers of 0 to 15, or codes, in a byte.
         scales: Float16 or float32, a scale of each group and column (`tile_layout.scale_shape`). Perhaps followed by
-            float16 numbers that are added to the scaled ones, or by uint8 zeros that are subtracted before.
+            float16 numbers that are added to the scaled ones, or by uint8 zeros that are subtracted before. Or
+            uint8 exponents alone, for codes (`hydrajax.lowbit.mxfp4`).
     """
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32)
     return jax.ffi.ffi_call("hydrajax_matmul_few_bits", out, vmap_method="sequential")(x, tiles, *scales)
