@@ -66,7 +66,7 @@ class Harmony:
             elif begun:
                 to_user = "to=" not in header and not header.partition(CHANNEL)[2].startswith("analysis")
                 (content if to_user else thoughts).append(body)
-        return Reading("\n".join(content), calls, "\n".join(thoughts))
+        return Reading("\n".join(filter(None, content)), calls, "\n".join(filter(None, thoughts)))
 
 
 class MarkedText:

@@ -31,6 +31,12 @@ CASES = [  # an answer; its content, reasoning and calls
     (f" to=functions.ab<|channel|>commentary json<|message|>{JSON}<|call|>", "", "", [Call("ab", JSON, True)]),
     (f"<|channel|>commentary<|message|>I look{NEXT}{CALL}", "I look", "", [Call("ab", JSON, True)]),
     (f"{ANALYSIS}{NEXT}<|channel|>analysis to=python<|message|>1+1<|call|>", "", "so <b>é\n1+1", []),
+    (
+        f"<|channel|>commentary<|message|>{NEXT}<|channel|>commentary<|message|>{NEXT}{CALL}",
+        "",
+        "",
+        [Call("ab", JSON, True)],
+    ),
     (CALL[:-13], "", "", [Call("ab", '{"a": ', False)]),
     (ANALYSIS, "", "so <b>é", []),
     ("a {}<|return|>", "a {}", "", []),  # in no channel
