@@ -35,7 +35,8 @@ def _muse_glimmer(raw: dict, c: LlamaConfig) -> LlamaConfig:
     thetas = raw.get("layer_rope_theta")
     if thetas is None:
         thetas = [0 if every_fourth(i) else c.rope_theta for i in range(c.n_layers)]
-    if not isinstance(thetas, list) or len(thetas) < c.n_layers:
+    numbers = isinstance(thetas, list) and all(isinstance(theta, int | float) for theta in thetas)
+    if not numbers or len(thetas) < c.n_layers:
         raise unsupported("layer_rope_theta", thetas, f"a number for each of {c.n_layers} layers")
     multiplier, window = float(raw["output_multiplier"]), window_of(raw, c.max_positions)
     if not multiplier > 0:

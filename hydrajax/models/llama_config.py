@@ -260,9 +260,12 @@ class LlamaConfig:
     def plain_layer(self) -> LlamaConfig:
         """One LLaMA layer of this shape without a family's extras, such as a prefix layer (hydra 3.1).
 
-        It has the base's rotary embedding, except for longrope's, whose divisors belong to the base's features.
+        It has the base's rotary embedding, except for longrope's, whose divisors belong to the base's features, and
+        without a factor of queries.
         """
         scaling = self.rope_scaling
+        if scaling is not None:
+            scaling = None if scaling.kind == "longrope" else dataclasses.replace(scaling, query_beta=0.0)
         return LlamaConfig(
             *(getattr(self, name) for name in ("vocab_size", "width", "mlp_width")),
             n_layers=1,
@@ -272,7 +275,7 @@ class LlamaConfig:
             max_positions=self.max_positions,
             norm_eps=self.norm_eps,
             rope_theta=self.rope_theta or LlamaConfig.rope_theta,
-            rope_scaling=None if scaling is not None and scaling.kind == "longrope" else scaling,
+            rope_scaling=scaling,
             tied_lm_head=self.tied_lm_head,
         )
 

@@ -283,6 +283,30 @@ def test_impossible_settings_of_gpt_oss(fields, pieces):
     refused(full("gpt_oss") | fields, *pieces)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "pieces"),
+    [
+        ("muse_glimmer_text", {"layer_rope_theta": [0, 1e4]}, ("layer_rope_theta", "for each of 3 layers")),
+        ("muse_glimmer_text", {"layer_rope_theta": ["0"] * 3}, ("layer_rope_theta", "a number for each")),
+        ("muse_glimmer_text", {"output_multiplier": 0}, ("output_multiplier", "a positive number")),
+        ("muse_glimmer_text", {"attention_bias": True}, ("attention_bias", "True", "false")),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, ("sliding_window_pattern", "'LLLG'", "or layer_types")),
+        ("exaone4", {"sliding_window": None, "layer_types": [SLIDING] * 3}, ("sliding_window", "None", "a number")),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ("llama_4_scaling_beta", "without YaRN")),
+        ("nanochat", {"hidden_act": "silu"}, ("hidden_act", "'silu'", "'relu2'")),
+        ("mistral3", {}, ("vision tower", "'ministral3'")),
+    ],
+)
+def test_what_recent_dense_families_lack_is_refused_by_name(kind, fields, pieces):
+    refused({"model_type": kind} | FULL | fields, *pieces)
+
+
+def test_a_draft_of_ministral_has_no_factor_of_queries():
+    base = to_llama_config({"model_type": "ministral3"} | FULL)
+    assert base.rope_scaling.query_beta == 0.1
+    assert from_llama_config(base.plain_layer.replace(qk_norm=True), "draft")["model_type"] == "qwen3"
+
+
 # Two refusals say the same for all families; the others are tried on a few.
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_what_the_model_lacks_is_refused_by_name(kind):

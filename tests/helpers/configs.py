@@ -217,8 +217,8 @@ def _nemotron(hf) -> LlamaConfig:
     return LlamaConfig(
         hf.vocab_size, hf.hidden_size, hf.intermediate_size, len(layers), hf.num_attention_heads,
         hf.num_key_value_heads, hf.head_dim, hf.max_position_embeddings, hf.layer_norm_epsilon, None,
-        layer_kinds=tuple(layers), activation="relu2", names="nemotron_h",
-    )  # fmt: skip
+        activation="relu2", names="nemotron_h",
+    ).with_kinds(layers)  # fmt: skip
 
 
 def _experts(hf) -> list[Experts | None]:
