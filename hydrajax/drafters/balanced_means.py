@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 CUTS, ROUNDS = 6, 3  # of two means for each cut, of k-means after the cuts
 CANDIDATES = 16  # clusters that a row may ask for in a round
 AT_ONCE = 8192  # rows that are compared with all means
+SAMPLE = 4096  # rows whose means decide a cut
 LONG = 10**8  # numbers, whose clustering takes more than seconds and is reported
 
 
@@ -61,22 +62,24 @@ def _cut(unit: Float[np.ndarray, "n D"], size: int) -> tuple[Int[np.ndarray, " n
             continue
         first = -(-(end - begin) // size) // 2 * size
         piece = unit[begin:end]
-        cut = np.argsort(_along_means(piece, first), kind="stable")
+        between = _between_means(piece[:: -(-len(piece) // SAMPLE)], first / len(piece))
+        cut = np.argsort(piece @ between, kind="stable")
         unit[begin:end], order[begin:end] = piece[cut], order[begin:end][cut]
         pieces += [(begin, begin + first), (begin + first, end)]
     return order, unit
 
 
-def _along_means(x: Float[np.ndarray, "n D"], first: int) -> Float[np.ndarray, " n"]:
-    """Return the rows' places along the difference of two means, of which the first has ``first`` rows."""
-    total = x.sum(axis=0)
-    along = x @ (x[np.argmin(x @ total)] - total / len(x))  # from the mean to the row that differs most
+def _between_means(x: Float[np.ndarray, "n D"], part: float) -> Float[np.ndarray, " D"]:
+    """Return the difference of two means of rows, of which the first has this part of them."""
+    total, first = x.sum(axis=0), min(max(round(part * len(x)), 1), len(x) - 1)
+    between = x[np.argmin(x @ total)] - total / len(x)  # from the mean to the row that differs most
     for _ in range(CUTS):
+        along = x @ between
         second = (along > np.partition(along, first - 1)[first - 1]).astype(np.float32)
         count = max(float(second.sum()), 1.0)
         of_second = second @ x
-        along = x @ (of_second / count - (total - of_second) / max(len(x) - count, 1.0))
-    return along
+        between = of_second / count - (total - of_second) / max(len(x) - count, 1.0)
+    return between
 
 
 def _assigned(unit: Float[np.ndarray, "n D"], means: Float[np.ndarray, "C D"], size: int) -> Int[np.ndarray, " n"]:
