@@ -20,7 +20,9 @@ from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.vocabulary import Vocabulary
+from hydrajax.lowbit.quantized import Int8
 from hydrajax.models.base_model import BoundBase
+from hydrajax.models.llama import Llama
 from hydrajax.ops import trace
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import BestFirstTree, DynamicTree
@@ -90,6 +92,19 @@ def test_all_clusters_propose_what_the_whole_lm_head_does(lab, kind, tree):
     tokens = proposed(params, state)
     found = {n: proposed(params | {CLUSTERED_LM_HEAD: clusters(rows, n)}, state) for n in (ALL, 1)}
     assert found[ALL].tolist() == tokens.tolist() != found[1].tolist()
+
+
+@pytest.mark.parametrize("stored", ["own", "tied", "tied int8"])
+def test_a_row_reads_its_own_tokens_of_the_bases_lm_head(lab, stored):
+    params = dict(lab.base(0))
+    if stored != "own":
+        kernel = np.asarray(params.pop("lm_head"))
+        params["embedding"] = kernel.T if stored == "tied" else jax.device_put(Int8.of(kernel))
+    base = BoundBase(Llama(lab.model.config.replace(tied_lm_head=stored != "own", logits_divisor=3.0)), params)
+    hidden = RANDOM.standard_normal((2, 3, WIDTH)).astype(np.float32)
+    tokens = RANDOM.integers(0, VOCAB, (2, 3, 5)).astype(np.int32)
+    some, whole = quick_jit(base.logits)(hidden, tokens), np.asarray(quick_jit(base.logits)(hidden))
+    np.testing.assert_allclose(some, np.take_along_axis(whole, tokens, -1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
