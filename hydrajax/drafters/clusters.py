@@ -87,7 +87,7 @@ class Clusters:
         centroids: The weight ``[D, C]`` of the clusters' scores.
         tokens: int32 ``[C, n]`` their tokens, as indices among the V'; -1 fills clusters up.
         kernels: The tokens' part of the lm head by cluster, ``[C, D, n]``, as experts have it; None to read the lm
-            head's own rows.
+            head's own rows. Quantised ones need our CPU kernels.
         n_chosen: Number of clusters that a row multiplies.
         size: V'.
     """
@@ -113,7 +113,10 @@ class Clusters:
             from hydrajax.models.experts import of_pairs  # few drafts have clusters
 
             rows, chosen = hidden.reshape(-1, hidden.shape[-1]), best.reshape(-1, best.shape[-1])
-            logits = of_pairs(rows, chosen, self.kernels, jnp.float32).reshape(tokens.shape)
+            found = of_pairs(rows, chosen, self.kernels, jnp.float32)
+            if found is None:
+                found = jnp.einsum("rd,rkdn->rkn", rows, self.kernels[chosen], preferred_element_type=jnp.float32)
+            logits = found.reshape(tokens.shape)
         return ChosenLogits(jnp.where(tokens < 0, -jnp.inf, logits), tokens, self.size)
 
 

@@ -9,6 +9,9 @@ values of the base's last layer of its own kind, with a window or without. Only 
 drafted token is at the position of x_n, attends to the same cache and to no other drafted token: a level of a tree is
 rows of one pass.
 
+Smaller models' assistants have an ordered embedding: a row multiplies the tokens of its best clusters alone
+(`hydrajax.drafters.clusters`).
+
 transformers drafts chains so (its ``SinglePositionMultiTokenCandidateGenerator``), except that after a rejection the
 rejected tokens' keys and values stay visible there until the next pass. Here they are gone.
 """
@@ -25,6 +28,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from hydrajax.drafters.clusters import Clusters
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import last_observed
 from hydrajax.drafters.eagle import DEPTH, EagleDrafter, EagleSettings
@@ -44,6 +48,21 @@ from hydrajax.trees.topology import take
 WIDTH, LAYERS, MLP_WIDTHS = 256, 4, 8  # of a new draft: at most, and the MLP's width over the layers'
 
 
+@dataclass(frozen=True)
+class OrderedEmbedding:
+    """An lm head whose tokens stand by clusters of equal size.
+
+    Attributes:
+        clusters: Their number.
+        chosen: Number of clusters that a row multiplies.
+        tokens: All tokens in this order.
+    """
+
+    clusters: int
+    chosen: int
+    tokens: Vocabulary
+
+
 class AssistantNetwork(nn.Module):
     """P, the layers, their norm, Q, and the lm head."""
 
@@ -51,6 +70,7 @@ class AssistantNetwork(nn.Module):
     dtype: DType
     base_width: int
     lm_head: LmHead
+    ordered: OrderedEmbedding | None
 
     def setup(self):
         c, normal = self.config, nn.initializers.normal(0.02)
@@ -58,7 +78,12 @@ class AssistantNetwork(nn.Module):
         self.layers = [DecoderLayer(c.of_layer(i), self.dtype) for i in range(c.n_layers)]
         self.norm = RMSNorm(c.norm_eps, self.dtype)
         self.restore = declare(self, "restore", (c.width, self.base_width), (None, "width"), normal)
-        self.head = self.lm_head.declare(self, c.width, c.vocab_size)
+        if self.ordered is None:
+            self.head = self.lm_head.declare(self, c.width, c.vocab_size)
+        else:
+            shape = (self.ordered.clusters, c.width, c.vocab_size // self.ordered.clusters)
+            self.head = declare(self, "lm_clusters", shape, ("vocab", None, None), normal)
+            self.centroids = declare(self, "centroids", (c.width, shape[0]), ("width", None), normal)
 
     def __call__(
         self,
@@ -87,7 +112,12 @@ class AssistantNetwork(nn.Module):
 
     def logits(self, outputs, base_logits):
         """Return float32 logits over the draft's vocabulary."""
-        return self.lm_head.logits(self.head, outputs, base_logits)
+        if self.ordered is None:
+            return self.lm_head.logits(self.head, outputs, base_logits)
+        tokens = self.ordered.tokens.tokens.reshape(self.ordered.clusters, -1)
+        return Clusters(
+            self.centroids, jnp.asarray(tokens), self.head, self.ordered.chosen, self.config.vocab_size
+        ).logits(outputs)
 
     def everything(self, vector, positions, segments, base_logits):
         """Touch every parameter, for `init`."""
@@ -128,6 +158,7 @@ class Gemma4Assistant(EagleDrafter):
         base_width: D.
         ttt_length: Number of successive predictions in training; see `hydrajax.drafters.eagle.EagleDrafter`.
         vocabulary: The tokens that it can propose; None for all, as released.
+        ordered: An ordered embedding, of files alone.
     """
 
     config: LlamaConfig
@@ -136,6 +167,7 @@ class Gemma4Assistant(EagleDrafter):
     depth: int = DEPTH
     ttt_length: int = 4
     vocabulary: Vocabulary | None = None
+    ordered: OrderedEmbedding | None = None
     aux_hidden_layers = (0,)
     Settings = AssistantSettings
 
@@ -153,7 +185,7 @@ class Gemma4Assistant(EagleDrafter):
 
     @property
     def network(self) -> AssistantNetwork:
-        return AssistantNetwork(self.config, self.dtype, self.base_width, self.lm_head)
+        return AssistantNetwork(self.config, self.dtype, self.base_width, self.lm_head, self.ordered)
 
     @cached_property
     def spec(self):
@@ -216,11 +248,18 @@ class Gemma4Assistant(EagleDrafter):
         fresh = dict(self.network.init(rng, vector, position, segments, base.logits, method="everything")["params"])
         reduced = LmHead(rank=self.config.width, vocabulary=self.vocabulary)
         start = reduced.like_base(base.head_kernel(), self.dtype)["lm_up"]
-        fresh["lm_kernel"] = fresh["lm_kernel"].replace_boxed(start)
+        if self.ordered is None:
+            fresh["lm_kernel"] = fresh["lm_kernel"].replace_boxed(start)
         for i, keys in enumerate(none):
             scale = fresh[f"layers_{i}"]["query_norm"]["scale"]
             fresh[f"layers_{i}"]["query_norm"]["scale"] = scale.replace_boxed(scale.unbox() * keys.shape[-1] ** -0.5)
         return fresh
+
+    def trained_on(self, found):
+        """Return the drafter that was read; training needs the logits of all tokens."""
+        if getattr(found, "ordered", None) is not None:
+            raise HydrajaxError("draft.init: got an assistant with an ordered embedding, expected one without")
+        return super().trained_on(found)
 
     def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
         """Return what the lm head reads for each of the ``ttt_length`` predictions at every position t, given the text

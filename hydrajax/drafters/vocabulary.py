@@ -39,6 +39,15 @@ class Vocabulary:
         return jnp.asarray(places)[tokens]
 
     @classmethod
+    def ordered(cls, tokens: Int[np.ndarray, " V"]) -> Vocabulary:
+        """Return all token ids in this order, such as that of clusters; not ascending."""
+        found = cls(range(len(tokens)))
+        if not np.array_equal(np.sort(tokens), found.tokens):
+            raise HydrajaxError(f"order of tokens: expected each id from 0 to {len(tokens) - 1} once")
+        found.tokens = tokens.astype(np.int32)
+        return found
+
+    @classmethod
     def most_frequent(cls, counts: Int[np.ndarray, " V"], size: int) -> Vocabulary:
         """Return the ``size`` ids with the highest counts; ties by the smaller id."""
         return cls(np.argsort(-counts, kind="stable")[:size].tolist())

@@ -16,25 +16,27 @@ from transformers.generation.candidate_generator import SinglePositionMultiToken
 
 import hydrajax
 from helpers.family_pairs import random_pair
-from helpers.family_settings import VOCAB, WINDOW
+from helpers.family_settings import WINDOW
 from helpers.gemma4_settings import EXAMPLES
 from helpers.lab import quick_jit
 from helpers.refusals import refusal
 from hydrajax.formats.export import export_heads
+from hydrajax.formats.load import load_draft
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import append
 from hydrajax.models.packed_forward import row_layout, run_base
 from hydrajax.trees import presets
 
-BASE = EXAMPLES["gemma4_text"]
+VOCAB = 60
+BASE = EXAMPLES["gemma4_text"] | {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEPTH = 4
 NEW = 16
 
 
-def assistant(folder: Path, **changes) -> Gemma4AssistantForCausalLM:
-    """Return an assistant with random weights, saved by transformers."""
+def assistant(folder: Path, ordered: bool = False) -> Gemma4AssistantForCausalLM:
+    """Return an assistant with random weights, saved by transformers; ``ordered`` with an ordered embedding."""
     text = {
         "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8, "global_head_dim": 16,
@@ -42,7 +44,8 @@ def assistant(folder: Path, **changes) -> Gemma4AssistantForCausalLM:
         "layer_types": [SLIDING, SLIDING, FULL], "rope_parameters": BASE["rope_parameters"],
     }  # fmt: skip
     torch.manual_seed(0)
-    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text | changes), backbone_hidden_size=32)
+    clusters = {"use_ordered_embeddings": ordered, "num_centroids": 12, "centroid_intermediate_top_k": 3}
+    config = Gemma4AssistantConfig(text_config=Gemma4TextConfig(**text), backbone_hidden_size=32, **clusters)
     model = Gemma4AssistantForCausalLM(config).eval()
     with torch.no_grad():
         for tensor in model.parameters():
@@ -51,6 +54,8 @@ def assistant(folder: Path, **changes) -> Gemma4AssistantForCausalLM:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(torch.tensor([1.3]))
+            elif name.endswith("token_ordering"):
+                buffer.copy_(torch.randperm(VOCAB))
     model.save_pretrained(folder)
     return model
 
@@ -113,6 +118,26 @@ def test_chains_are_those_of_transformers(folders, m):
     assert proposed(m, presets.chain(DEPTH), found)[:, 1:].tolist() == expected
 
 
+def test_an_ordered_embedding(folders, tmp_path):
+    """Chains are those of transformers, also where a cluster that is not chosen has a better token; files come back."""
+    draft, (base, whole, _) = assistant(tmp_path / "draft", ordered=True), folders
+    m = hydrajax.load(base.folder, draft=str(tmp_path / "draft"))
+    found = texts(2, 5, 8, 11, 17, 21, 25, 30)
+    expected = [proposed_by_transformers(base.theirs, draft, text) for text in found]
+    assert expected != [proposed_by_transformers(base.theirs, whole, text) for text in found]
+    assert proposed(m, presets.chain(DEPTH), found)[:, 1:].tolist() == expected
+    comes_back(m, tmp_path / "draft", tmp_path / "copy")
+
+
+def comes_back(m, folder: Path, copy: Path) -> None:
+    export_heads(copy, m.drafter, m.params.draft, dtype=None)
+    theirs, ours = (load_file(path / "model.safetensors") for path in (folder, copy))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
+    assert load_draft(copy, m.model.config, None)[0] == m.drafter
+    assert Gemma4AssistantForCausalLM.from_pretrained(copy).config.backbone_hidden_size == 32
+
+
 def test_a_tree_holds_the_chain_of_every_path(folders, m):
     """A node's children are those of the text with its path, under the root's cache: no node sees another."""
     tree = presets.cartesian([3, 2, 2])
@@ -149,13 +174,7 @@ def test_texts_are_the_bases_and_files_come_back(folders, m, tmp_path):
     out = decode(m.params, rows, np.array([len(prompt) for prompt in prompts], np.int32))
     assert out.tokens[:, :NEW].tolist() == expected
 
-    export_heads(tmp_path / "copy", m.drafter, m.params.draft, dtype=None)
-    theirs, ours = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "copy"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(tensor, ours[name]) for name, tensor in theirs.items())
-    again = hydrajax.load(pair.folder, draft=str(tmp_path / "copy"))
-    assert again.drafter == m.drafter
-    assert Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "copy").config.backbone_hidden_size == 32
+    comes_back(m, folder, tmp_path / "copy")
 
 
 def test_a_batch_of_training_is_what_decoding_proposes(m):
@@ -193,4 +212,6 @@ def test_refusals(folders, tmp_path):
     refused("width: got 64, expected 32; the heads were made for another base", backbone_hidden_size=64)
     refused("key-value heads: got 2 of 8, the base has 1 of 8", text={"num_key_value_heads": 2})
     refused("text_config", "keys and values", text={"num_kv_shared_layers": 1})
-    refused("vocabulary: got 60, expected 61", text={"vocab_size": 60})
+    refused("vocabulary: got 61, expected 60", text={"vocab_size": 61})
+    refused("num_centroids: got 7, expected", "divisor of 60", use_ordered_embeddings=True, num_centroids=7)
+    refused("token_ordering: expected int64 [60]", use_ordered_embeddings=True, num_centroids=12)
