@@ -38,6 +38,7 @@ CORE = (
     "ops",
     "models.rope_scaling",
     "models.expert_settings",
+    "models.latent_settings",
     "models.recurrent_settings",
     "models.llama_config",
     "models",

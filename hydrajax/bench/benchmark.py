@@ -96,8 +96,8 @@ def autoregressive_bytes(model: BaseModel, params: Any, batch: int, slots: int, 
         weights -= nbytes(params["embedding"])
     if config.per_layer_width:
         weights -= nbytes(params["per_layer"]["embedding"])
-    numbers = 2 * batch * slots * sum(heads * features for heads, features in config.kv_shapes)
-    return weights + numbers * jnp.dtype(model.dtype).itemsize + 2 * state_bytes(model, batch)
+    of_slot = sum(heads * features for heads, features in config.kv_shapes) * (1 if config.latent else 2)
+    return weights + batch * slots * of_slot * jnp.dtype(model.dtype).itemsize + 2 * state_bytes(model, batch)
 
 
 def room_for(depths: Iterable[int]) -> int:

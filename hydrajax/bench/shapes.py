@@ -45,6 +45,13 @@ def _glm() -> LlamaConfig:
 
 _GPT_OSS = {"model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880}
 _GPT_OSS |= {"num_attention_heads": 64}
+_YARN = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+_DEEPSEEK = {"model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432}
+_DEEPSEEK |= {"num_hidden_layers": 61, "num_attention_heads": 128, "max_position_embeddings": 163_840}
+_DEEPSEEK |= {"rope_scaling": _YARN}
+# transformers' defaults, which are those of zai-org/GLM-4.7-Flash.
+_GLM_FLASH = {"model_type": "glm4_moe_lite", "vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240}
+_GLM_FLASH |= {"num_hidden_layers": 47, "num_attention_heads": 20}
 # The settings of their published config.json.
 MIXTURES = {
     "mixtral-8x7b": LlamaConfig(
@@ -62,6 +69,8 @@ MIXTURES = {
     "glm-4.5-air": _glm(),
     "gpt-oss-20b": to_llama_config(_GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32}),
     "gpt-oss-120b": to_llama_config(_GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128}),
+    "deepseek-v3": to_llama_config(_DEEPSEEK),
+    "glm-4.7-flash": to_llama_config(_GLM_FLASH),
 }
 HYBRIDS = {
     "qwen3.5-9b": _hybrid(

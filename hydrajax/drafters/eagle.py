@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -30,6 +31,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
+from hydrajax.models.kv_vectors import KeyValue
 from hydrajax.models.layers import DecoderLayer
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import row_layout
@@ -57,15 +59,14 @@ class Branches(NamedTuple):
 
     Attributes:
         hidden: ``[B, n, D]`` outputs at the n nodes that were run last.
-        keys, values: ``[B, n_kv_heads, M, head_dim]`` of all M nodes. The root is not among them: it is the token at
-            the last position of the cache.
+        kept: Keys and values of all M nodes. The root is not among them: it is the token at the last position of the
+            cache.
         sees: bool ``[n, M]`` or ``[B, n, M]``: which of the M a child of each of the n nodes attends to, which are the
             node and its ancestors.
     """
 
     hidden: Float[Array, "B n D"]
-    keys: Float[Array, "B kv M H"]
-    values: Float[Array, "B kv M H"]
+    kept: KeyValue
     sees: Bool[Array, "*B n M"]
 
 
@@ -194,8 +195,8 @@ class EagleDrafter(Trained):
 
     def _at_root(self, state: EagleState) -> Branches:
         """Return the state before any node was run: the root's children are predicted from the last cached position."""
-        nothing = jnp.zeros((len(state.hidden), self.config.n_kv_heads, 0, self.config.head_dim), self.dtype)
-        return Branches(state.hidden[:, None], nothing, nothing, np.zeros((1, 0), bool))
+        nothing = jax.tree.map(lambda x: x[:, :, :0], state.cache.layers[0])
+        return Branches(state.hidden[:, None], nothing, np.zeros((1, 0), bool))
 
     def _run(self, params, cache: KVCache, so_far: Branches, beam: Beam, base) -> Branches:
         """Run the nodes of a beam, which attend to the cache, their ancestors and themselves."""
@@ -204,9 +205,9 @@ class EagleDrafter(Trained):
             sees = so_far.sees[slot]
         else:
             sees = take(so_far.sees, slot) if so_far.sees.ndim == 3 else jnp.asarray(so_far.sees)[slot]
-        above = KVSegment(so_far.keys, so_far.values, sees if sees.ndim == 2 else sees[:, None, None])
+        above = KVSegment.of(so_far.kept, sees if sees.ndim == 2 else sees[:, None, None])
         itself = np.eye(n_nodes, dtype=bool)
-        hidden, (keys, values) = self._apply(
+        hidden, kept = self._apply(
             params,
             self._embed(base, beam.tokens),
             self._fed_back(params, take(so_far.hidden, slot)),
@@ -217,8 +218,7 @@ class EagleDrafter(Trained):
         xp = np if sees.ndim == 2 else jnp
         return Branches(
             hidden,
-            jnp.concatenate([so_far.keys, keys], axis=2),
-            jnp.concatenate([so_far.values, values], axis=2),
+            jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), so_far.kept, kept),
             xp.concatenate([sees, xp.broadcast_to(itself, (*sees.shape[:-1], n_nodes))], axis=-1),
         )
 

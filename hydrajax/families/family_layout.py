@@ -107,6 +107,10 @@ def decoder_layer(
         from hydrajax.families.recurrent_layout import recurrent
 
         return [*norms, *recurrent(path, prefix, c.recurrent, c.width, files), *mlp]
+    if c.latent is not None:
+        from hydrajax.families.latent_layout import latent_attention
+
+        return [*norms, *latent_attention(path, prefix, c), *mlp]
     attention = f"{prefix}self_attn."
     biases = [_qkv((*path, "qkv_bias"), attention, "bias", c, ())] if c.qkv_bias else []
     sizes = (c.n_heads, c.n_kv_heads) if c.qk_norm_all_heads else (1, 1)

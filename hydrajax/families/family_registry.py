@@ -37,7 +37,7 @@ TEXT_PARTS = {
     "muse_glimmer": "muse_glimmer_text",
 }
 # Parts of other families that are not implemented.
-_VISION, _LATENT = "its vision tower", "its latent attention (MLA)"
+_VISION = "its vision tower"
 NOT_IMPLEMENTED = {
     "gemma3": f"{_VISION}; save its language model alone, as 'gemma3_text'",
     "gemma3n": _VISION,
@@ -49,10 +49,9 @@ NOT_IMPLEMENTED = {
     "granitemoe": "its experts' fused files",
     "phimoe": "its router",
     "mistral3": f"{_VISION}; save its language model alone, as 'ministral3' or 'mistral'",
-    "mistral4": _LATENT,
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "glm4_moe_lite": _LATENT,
+    "mistral4": "its router",
+    "deepseek_v32": "its sparse attention",
+    "glm_moe_dsa": "its sparse attention",
 }
 
 

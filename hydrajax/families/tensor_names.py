@@ -46,6 +46,7 @@ NAMES = {
     },
     "gpt_oss": {"mlp.gate": "mlp.router"},
     "muse_glimmer": {},
+    "glm4_moe_lite": {},
     "hunyuan_v1_dense": {"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
     "nanochat": {"up_proj": "fc1", "down_proj": "fc2"},
     "gemma4": {

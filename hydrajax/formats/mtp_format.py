@@ -40,7 +40,7 @@ from hydrajax.formats.interface import (
 from hydrajax.models.layout import MODEL, Layout, same, shapes, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
-LATENT, EXPERTS = "self_attn.kv_a_proj_with_mqa.weight", "mlp.experts.0.gate_proj.weight"
+EXPERTS = "mlp.experts.0.gate_proj.weight"
 
 
 class MTPFormat(HeadFormat):
@@ -79,8 +79,6 @@ class MTPFormat(HeadFormat):
     def drafter(self, config, files, base):
         prefix, found = self.prefix(config), set(files)
         layer = f"{prefix}{self.layer}"
-        if f"{layer}{LATENT}" in found:
-            raise HydrajaxError(f"the MTP module has latent attention ({LATENT}), which is not implemented")
         check_copies(files, base, *(f"{prefix}{name}" for name in self.copies))
         if "vocab_size" in config:
             check_sizes((config["vocab_size"],), base)

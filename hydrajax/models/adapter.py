@@ -95,7 +95,7 @@ class Adapter:
 
 def adapts_queries(base: LlamaConfig) -> bool:
     """Return whether an adapter can change queries, keys and values: every layer has all three."""
-    return not any(kind.shared_kv or kind.values_are_keys for kind in base.kinds)
+    return base.latent is None and not any(kind.shared_kv or kind.values_are_keys for kind in base.kinds)
 
 
 def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
@@ -110,7 +110,13 @@ def check_adapter(adapter: Adapter, base: LlamaConfig) -> None:
             f"adapter.targets: got {', '.join(found)}, expected none of an MLP for this base, whose MLPs are experts: "
             "remove them"
         )
-    found = [target for target in adapter.targets if target in KERNELS["qkv"]]
+    found = [target for target in adapter.targets if target in (*KERNELS["qkv"], *KERNELS["out"])]
+    if found and base.latent is not None:
+        raise HydrajaxError(
+            f"adapter.targets: got {', '.join(found)}, expected none of attention for this base, whose attention is "
+            "latent: remove them"
+        )
+    found = [target for target in found if target in KERNELS["qkv"]]
     if found and not adapts_queries(base):
         raise HydrajaxError(
             f"adapter.targets: got {', '.join(found)}, expected no queries, keys or values for this base: some "

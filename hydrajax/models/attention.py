@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from hydrajax import ops
 from hydrajax.models.arrays import Array
-from hydrajax.models.kv_vectors import Vectors, in_parts, widened
+from hydrajax.models.kv_vectors import KeyValue, Vectors, in_parts, widened
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.sharded import DATA, MODEL, axis_over, on_each_device
 
@@ -134,6 +134,11 @@ class KVSegment(NamedTuple):
     keys: Vectors
     values: Vectors
     visible: Mask | Filled | SamePosition
+
+    @classmethod
+    def of(cls, layer: KeyValue, visible: Mask | Filled | SamePosition) -> KVSegment:
+        """Return the segment of what a layer keeps."""
+        return cls(layer[0], layer[-1], visible)
 
     def with_mask(self) -> KVSegment:
         """Return the segment with ``visible`` as an array."""

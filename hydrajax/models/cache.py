@@ -43,7 +43,7 @@ class KVCache(NamedTuple):
             layer: The layer.
             first_seen: The first slot that each query attends to under a sliding window; None for all.
         """
-        return (KVSegment(*self.layers[layer], Filled(self.lengths, first_seen)),)
+        return (KVSegment.of(self.layers[layer], Filled(self.lengths, first_seen)),)
 
 
 class PendingKVCache(NamedTuple):
@@ -68,7 +68,7 @@ class PendingKVCache(NamedTuple):
         sees = self.sees
         if first_seen is not None:
             sees = sees & (self.positions[:, None, :] >= first_seen[:, :, None])
-        return (KVSegment(*self.block[layer], sees[:, None, None]), *self.cache.segments(layer, first_seen))
+        return (KVSegment.of(self.block[layer], sees[:, None, None]), *self.cache.segments(layer, first_seen))
 
 
 def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str | None = None) -> KVCache:
@@ -84,8 +84,8 @@ def init_cache(config: LlamaConfig, batch: int, slots: int, dtype, kv_cache: str
         if layer.shared_kv:
             return None
         shape = (batch, layer.n_kv_heads, ops.here().padded_slots(slots), layer.head_dim)
-        keys, values = (jax.tree.map(lambda x: shard(x, DATA, MODEL), empty(shape, dtype, kv_cache)) for _ in range(2))
-        return keys, values
+        kept = (empty(shape, dtype, kv_cache) for _ in range(1 if layer.latent else 2))
+        return tuple(jax.tree.map(lambda x: shard(x, DATA, MODEL), x) for x in kept)
 
     layers = tuple(of_layer(config.of_layer(i)) for i in range(config.n_layers))
     return KVCache(layers, jnp.zeros(batch, jnp.int32))

@@ -25,7 +25,8 @@ class Experts:
         normalized: The weights of a token's experts are divided by their sum.
         choice_bias: A bias per expert is added to the scores that choose, not to the weights (DeepSeek-V3, GLM-4).
         groups: Number of groups of consecutive experts.
-        chosen_groups: Experts are chosen from this number of groups, those whose two best scores have the largest sum.
+        chosen_groups: Experts are chosen from this number of groups, those whose best scores have the largest sum.
+        best_of_group: Number of these scores (1 in DeepSeek-V2).
         scale: Multiplies the weights.
         beside_mlp: The layer has its MLP too, and the sum of both. The router reads the residual stream through a norm
             of its own, its logits are multiplied by ``width ** -0.5`` and each expert's weight by a number (Gemma 4).
@@ -52,6 +53,7 @@ class Experts:
     biases: bool = False
     swiglu: tuple[float, float] | None = None
     beside_mlp: bool = False
+    best_of_group: int = 2
 
     def __post_init__(self):
         for name in ("count", "per_token", "width", "groups", "chosen_groups"):
@@ -61,7 +63,7 @@ class Experts:
             raise HydrajaxError(f"experts: shared_width: got {self.shared_width}, expected 0 or more")
         if self.chosen_groups > self.groups:
             raise HydrajaxError(f"experts: chosen_groups: got {self.chosen_groups}, expected at most {self.groups}")
-        if self.count % self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+        if self.count % self.groups or (self.groups > 1 and self.count < self.best_of_group * self.groups):
             raise HydrajaxError(f"experts: groups: got {self.groups}, expected equal parts of {self.count} experts")
         if self.per_token > (allowed := self.count // self.groups * self.chosen_groups):
             raise HydrajaxError(f"experts: per_token: got {self.per_token}, expected at most {allowed}")

@@ -149,7 +149,7 @@ def route(
 def _of_best_groups(choice: Float[Array, "*rows E"], e: Experts) -> Float[Array, "*rows E"]:
     """Replace the scores of experts outside the best groups by minus infinity (DeepSeek-V3 2.1.2)."""
     groups = choice.reshape(*choice.shape[:-1], e.groups, -1)
-    sums = _sum(jax.lax.top_k(groups, 2)[0])[..., 0]
+    sums = _sum(jax.lax.top_k(groups, e.best_of_group)[0])[..., 0]
     best = jax.lax.top_k(sums, e.chosen_groups)[1]
     chosen = jnp.any(best[..., None] == jnp.arange(e.groups), axis=-2)
     return jnp.where(chosen[..., None], groups, -jnp.inf).reshape(choice.shape)

@@ -46,7 +46,8 @@ class Int8Vectors(NamedTuple):
 
 
 Vectors = Float[Array, "B kv S H"] | Int8Vectors
-KeyValue = tuple[Vectors, Vectors]  # keys and values of one layer, each [B, n_kv_heads, slots, head_dim]
+# Keys and values of one layer, each [B, n_kv_heads, slots, head_dim]; of latent attention one array for both.
+KeyValue = tuple[Vectors, Vectors] | tuple[Vectors]
 
 
 def rounded(vectors: Float[Array, "B kv S H"], kv_cache: str) -> Vectors:

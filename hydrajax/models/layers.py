@@ -19,6 +19,7 @@ from hydrajax.models.adapter import Adapter
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, attend, rotate
 from hydrajax.models.kv_vectors import KeyValue, rounded
+from hydrajax.models.latent_settings import LATENT_NORM_EPS
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.recurrent_cache import PathNodes, RecurrentCache
 from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, Recurrent, ShortConv
@@ -136,6 +137,13 @@ class DecoderLayer(nn.Module):
             mixed, kept = mixer(c.recurrent, self.dtype, self.quantize, name="recurrent")(
                 all_tokens(attends_from), block_mask, past
             )
+            mixed = summed_by_token(mixed)
+        elif c.latent is not None:
+            from hydrajax.models.latent_attention import LatentAttention
+
+            latent_norm = partial(RMSNorm, LATENT_NORM_EPS, self.dtype)
+            attention = LatentAttention(c, latent_norm, self.dtype, self.quantize, self.kv_cache, name="latent")
+            mixed, kept = attention(all_tokens(attends_from), rope, block_mask, past)
             mixed = summed_by_token(mixed)
         else:
             mixed, kept = self._attention(attends_from, width, rope, block_mask, past, only_keys_values, shared)

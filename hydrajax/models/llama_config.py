@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.models.expert_settings import Experts
+from hydrajax.models.latent_settings import Latent
 from hydrajax.models.recurrent_settings import Recurrent
 from hydrajax.models.rope_scaling import RopeScaling
 
 NORMS = ("before", "both", "after")
 SEPARATE_GATES = ("muse_glimmer",)  # names: files have attention's gate as a tensor of its own
 NORM_SCALES = ("all", "layers", "none")
+KV_HEADS = 8  # of a plain layer for a base with latent attention
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 OF_CONFIG = (
     "norms",
@@ -108,6 +111,8 @@ class LlamaConfig:
         values_are_keys: Values are the keys before their norm and rotation (Gemma 4).
         shared_kv: The layer has no keys and values of its own: it attends to those of the last layer before it that has
             some and whose window is the same (Gemma 4, Gemma 3n).
+        latent: Latent attention (DeepSeek-V3): the cache has one key-value head, a token's latent and rotated key, for
+            keys and values. `n_kv_heads`, `head_dim` and `rotary_dim` are those of this head.
         layer_scale: The residual stream is multiplied by a number after each layer (Gemma 4).
         per_layer_width: Width of the embedding that a token has for each layer (`hydrajax.models.per_layer`, Gemma 4);
             0 for none.
@@ -166,6 +171,7 @@ class LlamaConfig:
     layer_scale: bool = False
     per_layer_width: int = 0
     per_layer_vocab: int = 0
+    latent: Latent | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
@@ -263,15 +269,17 @@ class LlamaConfig:
         It has the base's rotary embedding, except for longrope's, whose divisors belong to the base's features, and
         without a factor of queries.
         """
-        scaling = self.rope_scaling
+        scaling, heads, size = self.rope_scaling, self.n_kv_heads, self.head_dim
         if scaling is not None:
             scaling = None if scaling.kind == "longrope" else dataclasses.replace(scaling, query_beta=0.0)
+        if self.latent is not None:  # heads of ordinary size, and as many keys as in other models
+            heads, size = math.gcd(self.n_heads, KV_HEADS), self.latent.value_dim + self.latent.value_dim % 2
         return LlamaConfig(
             *(getattr(self, name) for name in ("vocab_size", "width", "mlp_width")),
             n_layers=1,
             n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self.head_dim,
+            n_kv_heads=heads,
+            head_dim=size,
             max_positions=self.max_positions,
             norm_eps=self.norm_eps,
             rope_theta=self.rope_theta or LlamaConfig.rope_theta,

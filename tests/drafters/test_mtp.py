@@ -316,7 +316,7 @@ def test_a_base_without_a_module(layout, tmp_path):
 def test_modules_that_are_not_implemented(tmp_path):
     for number, (name, message) in enumerate(
         (
-            ("self_attn.kv_a_proj_with_mqa.weight", "the MTP module has latent attention"),
+            ("self_attn.kv_a_proj_with_mqa.weight", "unexpected tensor 'model.layers.2.self_attn.kv_a_proj_with_mqa"),
             ("mlp.experts.0.gate_proj.weight", "the MTP module is a mixture of experts"),
             ("self_attn.sinks", "unexpected tensor 'model.layers.2.self_attn.sinks' of the MTP module"),
             ("eh_proj.bias", "unexpected tensor 'model.layers.2.eh_proj.bias'"),

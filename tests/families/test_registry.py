@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from helpers import family_settings
-from helpers.configs import LFM, QWEN_HYBRIDS, as_transformers_reads, sizes, written
+from helpers import family_settings, latent_settings
+from helpers.configs import LATENT, LFM, QWEN_HYBRIDS, as_transformers_reads, sizes, written
 from helpers.released import refusal
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES, from_llama_config, to_llama_config
@@ -38,7 +38,7 @@ OPTIONAL += ("tie_word_embeddings", "hidden_act")
 
 
 UNWINDOWED = ("llama", "olmo2", "granite", "olmoe", "glm4_moe", "olmo_hybrid", *QWEN_HYBRIDS)
-UNWINDOWED += ("seed_oss", "hunyuan_v1_dense", "nanochat", "granitemoehybrid", "nemotron_h")
+UNWINDOWED += ("seed_oss", "hunyuan_v1_dense", "nanochat", "granitemoehybrid", "nemotron_h", *LATENT)
 WINDOWED = [kind for kind in FAMILIES if kind not in UNWINDOWED]
 QWEN = ("qwen2", "qwen3")
 
@@ -57,6 +57,10 @@ def full(kind: str) -> dict:
         fields |= {"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "rope"}
     if kind == "nanochat":
         fields["hidden_act"] = "relu2"
+    if kind == "deepseek_v2":  # without a default
+        fields["num_experts_per_tok"] = 3
+    if kind == "glm4_moe_lite":  # where transformers has one attribute for both
+        fields["qk_rope_head_dim"] = fields["head_dim"]
     if kind == "nemotron_h":  # which cannot share its embedding
         fields |= {"layer_norm_epsilon": 1e-3, "tie_word_embeddings": False}
     return fields
@@ -216,7 +220,7 @@ def test_other_families_are_refused_with_the_supported_ones_and_what_they_need()
     for kind, piece in (
         ("gemma3", "save its language model alone, as 'gemma3_text'"),
         ("llama4", "vision tower"),
-        *((kind, "latent attention") for kind in ("mistral4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
+        ("deepseek_v32", "sparse attention"),
     ):
         refused(FULL | {"model_type": kind}, "model_type", repr(kind), piece, *supported)
 
@@ -323,7 +327,7 @@ def test_impossible_windows():
 
 
 DRAWN = family_settings.FAMILIES | family_settings.HYBRID_FAMILIES
-DRAWN |= {"gpt_oss": family_settings.EXPERT_FAMILIES["gpt_oss"]}
+DRAWN |= {"gpt_oss": family_settings.EXPERT_FAMILIES["gpt_oss"]} | latent_settings.FAMILIES
 
 
 @settings(max_examples=50, deadline=None)

@@ -62,6 +62,16 @@ GLM = {
     "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 1000000,
     "topk_group": 1,
 } | UNTIED  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "attention_bias": False, "ep_size": 1, "kv_lora_rank": 512, "moe_layer_freq": 1,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1, "rope_theta": 10000, "n_shared_experts": 1, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "q_lora_rank": 1536, "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8, "max_position_embeddings": 163840, "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+} | UNTIED  # fmt: skip
 LFM2 = {
     "conv_L_cache": 3, "conv_bias": False, "max_position_embeddings": 128000, "norm_eps": 1e-5, "rope_theta": 1000000.0,
 }  # fmt: skip
@@ -213,6 +223,25 @@ RELEASED = {
         | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "routed_scaling_factor": 1.0}
         | {"first_k_dense_replace": 1, "use_qk_norm": False}, 106.85, 13.42,
     ),
+    "DeepSeek-V3": (
+        DEEPSEEK | sizes(7168, 18432, 61, 128, 128, 129280) | {
+            "first_k_dense_replace": 3, "n_group": 8, "n_routed_experts": 256, "routed_scaling_factor": 2.5,
+            "topk_group": 4,
+        }, 671.026, 37.55,
+    ),
+    "GLM-4.7-Flash, transformers' defaults": (
+        sizes(2048, 10240, 47, 20, 20, 154880) | {"model_type": "glm4_moe_lite"} | UNTIED, 29.943, 3.9,
+    ),
+    "DeepSeek-V2-Lite": (
+        DEEPSEEK | sizes(2048, 10944, 27, 16, 16, 102400) | {
+            "model_type": "deepseek_v2", "first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_group": 1,
+            "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6,
+            "q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_group": 1,
+            "topk_method": "greedy", "rope_scaling": DEEPSEEK["rope_scaling"] | {
+                "mscale": 0.707, "mscale_all_dim": 0.707
+            },
+        }, 15.706, 2.66,
+    ),
     "Qwen3-Next-80B-A3B-Instruct": (
         QWEN_DELTA | QWEN_512 | sizes(2048, 5120, 48, 16, 2, 151936) | {
             "model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
@@ -314,6 +343,8 @@ RELEASED = {
     ),
 }  # fmt: skip
 NAMED = {
+    "deepseek-v3": "DeepSeek-V3",
+    "glm-4.7-flash": "GLM-4.7-Flash, transformers' defaults",
     "mixtral-8x7b": "Mixtral-8x7B-v0.1",
     "qwen3-30b-a3b": "Qwen3-30B-A3B",
     "gpt-oss-20b": "gpt-oss-20b",

@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, Qwen2Config
+from transformers import AutoConfig, DeepseekV3Config, Qwen2Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from hydrajax.models.expert_settings import Experts
+from hydrajax.models.latent_settings import Latent
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.models.recurrent_settings import GatedDelta, Mamba2, Recurrent, ShortConv
 from hydrajax.models.rope_scaling import RopeScaling
@@ -22,6 +24,7 @@ MIXTRAL = "block_sparse_moe"
 QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LFM = ("lfm2", "lfm2_moe", "lfm3")
 GEMMA4 = ("gemma4_text", "gemma4_unified_text")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2")
 
 
 class MiMoConfig(Qwen2Config):
@@ -30,7 +33,14 @@ class MiMoConfig(Qwen2Config):
     model_type = "mimo"
 
 
+class KimiK2Config(DeepseekV3Config):
+    """Kimi K2's class is in its repositories: DeepSeek V3's with another name."""
+
+    model_type = "kimi_k2"
+
+
 AutoConfig.register("mimo", MiMoConfig)
+AutoConfig.register("kimi_k2", KimiK2Config)
 
 
 def written(folder: Path, raw: dict) -> Path:
@@ -49,6 +59,8 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
         return _nemotron(hf)
     if hf.model_type in GEMMA4:
         return _gemma4(hf)
+    if hf.model_type in LATENT:
+        return _latent(hf)
     kind, head_dim = hf.model_type, getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     ropes = hf.rope_parameters
     ropes = {
@@ -192,6 +204,36 @@ def _gemma4(hf) -> LlamaConfig:
         activation="gelu_tanh", layer_kinds=tuple(kinds), names="gemma4",
         per_layer_width=(p := getattr(hf, "hidden_size_per_layer_input", 0)),
         per_layer_vocab=hf.vocab_size_per_layer_input if p else 0,
+    )  # fmt: skip
+
+
+def _latent(hf) -> LlamaConfig:
+    rope, scores = _rope(hf.rope_parameters, hf), hf.qk_nope_head_dim + hf.qk_rope_head_dim
+    mscale = 0.0 if rope[1] is None else float(hf.rope_parameters.get("mscale_all_dim") or 0)
+    router = {"scores": "sigmoid", "choice_bias": True, "normalized": getattr(hf, "norm_topk_prob", False)}
+    grouped = hf.model_type != "deepseek_v2" or hf.topk_method == "group_limited_greedy"
+    experts = Experts(
+        hf.n_routed_experts, hf.num_experts_per_tok, hf.moe_intermediate_size,
+        hf.n_shared_experts * hf.moe_intermediate_size, groups=hf.n_group if grouped else 1,
+        chosen_groups=hf.topk_group if grouped else 1, scale=hf.routed_scaling_factor,
+        **({"best_of_group": 1} if hf.model_type == "deepseek_v2" else router),
+    )  # fmt: skip
+    is_glm = hf.model_type == "glm4_moe_lite"
+    types = hf.mlp_layer_types if is_glm else ["dense"] * hf.first_k_dense_replace + ["sparse"] * hf.num_hidden_layers
+    latent = Latent(
+        hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim, hf.q_lora_rank,
+        getattr(hf, "rope_interleave", True), mscale,
+    )  # fmt: skip
+    return LlamaConfig(
+        hf.vocab_size, hf.hidden_size, hf.intermediate_size, hf.num_hidden_layers, hf.num_attention_heads, 1,
+        hf.kv_lora_rank + hf.qk_rope_head_dim, hf.max_position_embeddings, hf.rms_norm_eps, *rope,
+        tied_lm_head=hf.tie_word_embeddings, rotary_dim=hf.qk_rope_head_dim, latent=latent,
+        activation="silu" if hf.hidden_act == "silu" else "gelu_tanh", qkv_bias=hf.attention_bias,
+        out_bias=hf.attention_bias, attention_scale=yarn_apply_mscale(hf.rope_parameters, scores**-0.5),
+        names="glm4_moe_lite" if is_glm else "llama",
+    ).with_kinds(
+        LayerKind(None, *rope, experts if kind == "sparse" else None)
+        for kind, _ in zip(types, range(hf.num_hidden_layers), strict=False)
     )  # fmt: skip
 
 

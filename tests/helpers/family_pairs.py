@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from helpers import family_settings, gemma4_settings
+from helpers import family_settings, gemma4_settings, latent_settings
 from helpers.family_settings import SHARED, VOCAB
 from helpers.lab import quick_jit
 from hydrajax.formats.huggingface import load_llama
@@ -34,8 +34,8 @@ from hydrajax.models.packed_forward import run_base
 
 HYBRIDS = family_settings.HYBRID_EXAMPLES
 FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
-FAMILIES |= gemma4_settings.FAMILIES
-EXPERTS = family_settings.EXPERT_EXAMPLES
+FAMILIES |= gemma4_settings.FAMILIES | latent_settings.FAMILIES
+EXPERTS = family_settings.EXPERT_EXAMPLES | latent_settings.EXAMPLES
 EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS | gemma4_settings.EXAMPLES
 BIAS = ("e_score_correction_bias", "expert_bias")
 MUSE_VISION = {
