@@ -25,7 +25,8 @@ def balanced_clusters(rows: Float[np.ndarray, "n D"], size: int) -> Int[np.ndarr
         print(f"grouping the lm head's {n} rows of {width} numbers into clusters ...", file=sys.stderr, flush=True)
     order, unit = _cut(_normed(rows), size)
     clusters = np.arange(n) // size  # of the rows in this order
-    for _ in range(ROUNDS if count > 1 else 0):
+    rounds = 1 if n * width > LONG else ROUNDS  # of minutes each
+    for _ in range(rounds if count > 1 else 0):
         sums = np.add.reduceat(unit[np.argsort(clusters, kind="stable")], _begins(clusters, count))
         means = sums / np.bincount(clusters)[:, None].astype(np.float32)
         clusters = _assigned(unit, means, size)
