@@ -260,7 +260,7 @@ class EagleDrafter(Trained):
             embeddings = self._embed(base, jnp.roll(tokens, -(k + 1), axis=1))
             visible = SamePosition() if k else mask
             hidden, block = self._apply(params, embeddings, hidden, positions + k, visible, tuple(past))
-            past.append(KVSegment(*block, visible))
+            past.append(KVSegment.of(block, visible))
             outputs.append(hidden)
             hidden = self._fed_back(params, hidden)
         return tuple(outputs)

@@ -269,7 +269,7 @@ class Gemma4Assistant(EagleDrafter):
         if positions is None:
             positions, mask = row_layout(tokens)
         segments = [
-            KVSegment(*base.block[source], _visible(mask, positions, kind))
+            KVSegment.of(base.block[source], _visible(mask, positions, kind))
             for source, kind in zip(self.sources(base.config), self.config.kinds, strict=True)
         ]
         hidden, found = aux_hidden_states, []

@@ -50,7 +50,7 @@ from hydrajax.models.attention import rope_frequencies, rope_table
 from hydrajax.models.packed_forward import run_base
 
 ALIKE = {"qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "lfm2_moe"}  # the slow tests have them too
-ALIKE |= {"exaone4", "seed_oss", "hunyuan_v1_dense"}
+ALIKE |= {"exaone4", "seed_oss", "hunyuan_v1_dense", "deepseek_v2"}
 # 16 features per head and theta 1e4 put one wavelength in each of llama3's three zones for an original context of 32:
 # 6.3 (unchanged), 19.9 (interpolated) and 62.8 and up (scaled).
 OTHERS = {
@@ -199,7 +199,9 @@ def test_the_rope_scaling_matters_here(pairs, name):
     assert np.abs(scaled - without).max() > 100 * TOLERANCE
 
 
-@pytest.mark.quick("gemma3_text-hydra++", "mistral-none", "qwen3_next-hydra++", "nemotron_h-lookup")
+@pytest.mark.quick(
+    "gemma3_text-hydra++", "mistral-none", "qwen3_next-hydra++", "nemotron_h-lookup", "deepseek_v3-hydra++"
+)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -209,6 +211,9 @@ def test_the_rope_scaling_matters_here(pairs, name):
         ("olmo_hybrid", "lookup"),
         ("lfm3", "hydra++"),
         ("nemotron_h", "lookup"),
+        ("deepseek_v3", "hydra++"),
+        ("glm4_moe_lite", "lookup"),
+        ("glm4_moe_lite", "mtp"),
     ],
 )
 def test_decoding_gives_transformers_greedy_ids(pairs, name, kind):
@@ -300,5 +305,8 @@ def test_an_adapter_of_attention_alone(pairs):
     refusal(lambda: check_adapter(Adapter(), config), "adapter.targets", "gate_proj, up_proj, down_proj", "experts")
     muse = pairs("muse_glimmer_text").model.config
     refusal(lambda: check_adapter(Adapter(), muse), "adapter.targets: got q_proj", "gates: remove it")
+    latent = pairs("deepseek_v3").model.config
+    refusal(lambda: check_adapter(Adapter(targets=("q_proj", "o_proj")), latent), "got q_proj, o_proj", "is latent")
+    assert list(linear_layers(latent)) == ["lm_head"]
     layers = {name.rpartition(".")[2] for name in linear_layers(config)}
     assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
