@@ -265,7 +265,8 @@ def _adapted(raw: dict, files: TensorFiles, known: dict[str, LinearLayer]) -> li
             if not found:
                 tied = " (this base has a tied lm head)" if target == "lm_head" else ""
                 tied = " (this base's MLPs are experts)" if target in MLP else tied
-                raise unsupported("target_modules", target, f"linear layers of this base{tied}: {', '.join(TARGETS)}")
+                own = dict.fromkeys(part for layer in known.values() for part in layer.features)
+                raise unsupported("target_modules", target, f"linear layers of this base{tied}: {', '.join(own)}")
             names |= {name for name in found if layers is None or _layer_number(name) in layers}
     else:
         raise unsupported("target_modules", wanted, "names of linear layers")

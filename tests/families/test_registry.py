@@ -311,6 +311,27 @@ def test_a_draft_of_ministral_has_no_factor_of_queries():
     assert from_llama_config(base.plain_layer.replace(qk_norm=True), "draft")["model_type"] == "qwen3"
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "pieces"),
+    [
+        ("deepseek_v3", {"topk_method": "greedy"}, ("topk_method", "'greedy'", "'noaux_tc'")),
+        ("kimi_k2", {"scoring_func": "softmax"}, ("scoring_func", "'softmax'", "'sigmoid'")),
+        ("deepseek_v2", {"norm_topk_prob": True}, ("norm_topk_prob", "True", "False")),
+        ("deepseek_v3", {"moe_layer_freq": 2}, ("moe_layer_freq", "2", "1")),
+        ("glm4_moe_lite", {"kv_lora_rank": 0}, ("latent attention: rank", "0", "at least 1")),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, ("head_dim", "7", "an even number")),
+        ("deepseek_v3", {"q_lora_rank": "wide"}, ("wrong type", "wide")),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["dense", "wide", "sparse"]},
+            ("layer_types", "'wide'", "dense or sparse"),
+        ),
+    ],
+)
+def test_what_latent_attention_cannot_have(kind, fields, pieces):
+    refused(full(kind) | fields, *pieces)
+
+
 # Two refusals say the same for all families; the others are tried on a few.
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
 def test_what_the_model_lacks_is_refused_by_name(kind):
