@@ -107,6 +107,7 @@ def test_an_edited_conversation_is_penalised_for_what_it_holds_now(loaded):
     assert (chat.turn.reused > 0, fresh.turn.reused) == (True, 0)
 
 
+@pytest.mark.slow
 def test_a_chat_on_recurrent_layers_returns_to_snapshots():
     m = letters.model("hydra++", hybrid_lab())
     request = Request(processors=(LogitBias({letters.END: -1e9}),), max_new_tokens=9)  # each answer has nine letters

@@ -110,6 +110,7 @@ def test_a_wrong_rule_is_found_out(program, arguments, monkeypatch, tmp_path):
     assert [(row["equal"], row["different"]) for row in drafted.values()] == [(False, 1), (False, 1)]
 
 
+@pytest.mark.slow
 def test_interrupted_grown_and_refused(program, refused, arguments, monkeypatch, tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
     program(*arguments, "--output", whole)

@@ -55,6 +55,7 @@ def fails(found, *lines: str, code: int = 2) -> None:
     assert printed == [f"hydrajax: {line}\n" for line in lines]
 
 
+@pytest.mark.slow
 def test_two_processes_generate_what_one_generates(program, arguments, prompts, tmp_path):
     arguments = [*arguments, "--prompts", prompts, "--batch-size", 2, "--output"]
     main = both(*[[*arguments, tmp_path / "two.jsonl", *BOTH]] * 2)

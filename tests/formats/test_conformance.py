@@ -25,6 +25,8 @@ from hydrajax.formats.load import load_draft
 
 FOREIGN = [*(name for name, (_, format, _) in HEADS.items() if format != NATIVE), "medusa_2"]
 
+SOME = ("prefix", "speculators", "qwen_mtp", "gemma4_assistant", "deepspec", "medusa_2")  # the others are slow tests
+
 
 def test_every_format_that_is_written_is_here():
     """Except EAGLE-3 as released, which needs a deeper base: tests/formats/test_eagle.py."""
@@ -93,6 +95,7 @@ def tensors(request, formats, tmp_path):
 SHOW_THE_FORMAT = ("input_proj", "eh_proj", "mtp.fc", "midlayer.hidden_norm", "mask_hidden")
 
 
+@pytest.mark.quick(*SOME)
 @pytest.mark.parametrize("tensors", FOREIGN, indirect=True)
 def test_every_tensor_is_needed_with_its_name_shape_and_dtype(tensors):
     folder, state, save = tensors
@@ -118,6 +121,7 @@ def test_every_tensor_is_needed_with_its_name_shape_and_dtype(tensors):
     load_draft(folder, BASE, None)
 
 
+@pytest.mark.quick(*SOME, "hydra_pt")
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_truncated_or_missing_file(formats, tmp_path, name):
     folder = shutil.copytree(formats / name, tmp_path / name)
@@ -150,6 +154,7 @@ def drafter_or_message(folder: Path, base: Path):
         return str(error)
 
 
+@pytest.mark.quick(*SOME, "native_dspark")
 @pytest.mark.parametrize("name", [*(name for name in HEADS if not name.endswith("_pt")), "medusa_2"])
 def test_a_changed_field_is_refused_or_changes_nothing(formats, tmp_path, monkeypatch, name):
     """Or it is one of those that may have other values. The arrays are not read, which takes a tenth of a second."""

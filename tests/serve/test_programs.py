@@ -59,6 +59,7 @@ def answer(served, limit: int, grammar=None) -> tuple[int, ...]:
     return next(generate(executor, [PROMPT])).output_ids
 
 
+@pytest.mark.slow
 def test_requests_overtake_one_that_waits_for_the_programs_of_its_grammar(served, batcher_with):
     grammar = Table(3, VOCAB)
     wanted, constrained = answer(served, 30), answer(served, 9, grammar)
@@ -146,6 +147,7 @@ def test_pools_take_turns_and_the_end_is_reported():
     assert not warm_up.wait(SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library returns no freed memory")
 def test_memory_that_a_compilation_frees_is_returned(monkeypatch):
     """A block that stays in use keeps glibc from returning those before it by itself."""

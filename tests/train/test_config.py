@@ -108,7 +108,7 @@ REFUSED = [
     ("data.dataset=name", "data: got both, expected either files or dataset"),
     ("data.files=[]", "data: got neither, expected either files or dataset"),
     ("data.format=standard_library", "data: got files, but format standard_library reads neither"),
-    ("draft.lm_head=tiny", "draft.lm_head: got 'tiny', expected full, shared, low_rank"),
+    ("draft.lm_head=tiny", "draft.lm_head: got 'tiny', expected full, shared, clustered, low_rank"),
     ("draft.lm_head=low_rank", "draft.lm_rank: expected with draft.lm_head low_rank"),
     ("draft={heads: amphista, prefix: true}", "draft.prefix: has no effect with draft.heads amphista, remove it"),
     ("draft.prefix_window=64", "draft.prefix_window: got a value, expected none without draft.prefix=true"),
