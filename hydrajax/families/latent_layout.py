@@ -26,11 +26,8 @@ def latent_attention(path: Path, prefix: str, c: LlamaConfig) -> Layout:
         Entry(
             ((*path, "key_up"), (*path, "value_up")),
             {f"{prefix}kv_b_proj.weight": (c.n_heads * by_head[1], s.rank)},
-            lambda x: (
-                Parameter((x.reshape(by_head)[:, : s.nope_dim],)),
-                Parameter((x.reshape(by_head)[:, s.nope_dim :],), order=(0, 2, 1)),
-            ),
-            lambda keys, values: (np.concatenate([keys, values.swapaxes(1, 2)], axis=1).reshape(-1, s.rank),),
+            lambda x: tuple(Parameter((part,)) for part in np.split(x.reshape(by_head), [s.nope_dim], axis=1)),
+            lambda *ours: (np.concatenate(ours, axis=1).reshape(-1, s.rank),),
         ),
         transposed((*path, "out"), f"{prefix}o_proj.weight", c.width, c.n_heads * s.value_dim),
     ]

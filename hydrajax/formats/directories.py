@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.families.expert_layout import BIAS
 from hydrajax.files import whole_directory
 from hydrajax.locking import is_lock
 from hydrajax.text.records import OBJECT, TEXT, checked, list_of, read_record
 
 WHAT = "export"
+EXACT = (BIAS, "expert_bias")  # ends of names: biases that choose experts, float32 in every file
 MARK = "hydrajax_export"  # in config.json: the directory's files, by which a later export recognises its own
 
 
@@ -55,5 +57,10 @@ def _check_replaceable(target: Path, overwrite: bool, what: str) -> None:
 
 
 def cast(tensors: dict[str, np.ndarray], dtype) -> dict[str, np.ndarray]:
-    """Convert tensors to a dtype; None keeps each one's own."""
-    return {name: np.asarray(x, dtype) for name, x in tensors.items()}
+    """Convert tensors to a dtype, except for those in `EXACT`; None keeps each one's own."""
+    return {name: np.asarray(x, None if name.endswith(EXACT) else dtype) for name, x in tensors.items()}
+
+
+def parameter_dtype(path: Sequence, dtype):
+    """Return the dtype of a draft's parameter at this path (strings or JAX's keys), where others have ``dtype``."""
+    return np.dtype(np.float32) if getattr(path[-1], "key", path[-1]) == "choice_bias" else dtype

@@ -13,7 +13,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats import native
-from hydrajax.formats.directories import WHAT, cast, exported
+from hydrajax.formats.directories import WHAT, cast, exported, parameter_dtype
 from hydrajax.formats.draft_registry import FILES, formats, heads, kind_of
 from hydrajax.formats.hub import REPOSITORY
 from hydrajax.formats.interface import About, HeadFormat, MadeFor, cannot_write
@@ -85,7 +85,7 @@ def export_heads(
     with exported(directory, overwrite) as (folder, config):
         if chosen is None:
             own = jnp.dtype(jnp.float32) if int8 else drafter.dtype if dtype is None else jnp.dtype(dtype)
-            params = jax.tree.map(lambda x: np.asarray(x, own), params)
+            params = jax.tree.map_with_path(lambda path, x: np.asarray(x, parameter_dtype(path, own)), params)
             fields |= native.save_native(folder, replace(drafter, dtype=own), params, int8=int8)
         else:
             tensors = cast(write(chosen.layout(drafter, fields), params), dtype)

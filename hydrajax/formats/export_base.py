@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.families.expert_layout import BIAS
 from hydrajax.families.family_layout import base_layout
 from hydrajax.families.family_registry import from_llama_config
 from hydrajax.families.tensor_names import in_files
@@ -50,10 +49,7 @@ def export_llama(
     if model.adapter:
         raise HydrajaxError(f"{EXPORT}: adapter: got a base with an adapter; merge it first")
     with exported(directory, overwrite) as (folder, config):
-        tensors = write(base_layout(model.config), params)
-        bias = in_files(f"gate.{BIAS}", model.config)
-        exact = {key: x for key, x in tensors.items() if key.endswith(bias)}
-        tensors = cast(tensors, dtype) | exact
+        tensors = cast(write(base_layout(model.config), params), dtype)
         save_safetensors(folder / f"{MODEL}.safetensors", tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -21,6 +21,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_registry import FAMILIES
 from hydrajax.formats import native
 from hydrajax.formats.checkpoint import Checkpoint
+from hydrajax.formats.directories import parameter_dtype
 from hydrajax.formats.draft_ref import OWN
 from hydrajax.formats.draft_registry import FILES, formats
 from hydrajax.formats.fingerprint import check_fingerprint
@@ -158,7 +159,7 @@ def load_released(
     except HydrajaxError as error:
         raise HydrajaxError(f"{where}: {error}") from None
     layout, put = format.layout_in(drafter, config, files.shapes), _head_placer(drafter, base, mesh)
-    return drafter, read(layout, files, lambda path, parameter: put(path, parameter.astype(dtype)))
+    return drafter, read(layout, files, lambda path, x: put(path, x.astype(parameter_dtype(path, dtype))))
 
 
 def _head_placer(

@@ -25,6 +25,7 @@ from hydrajax.drafters.trainable import abstract_draft
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums
+from hydrajax.formats.directories import parameter_dtype
 from hydrajax.formats.draft_registry import FILES, heads, kind_of
 from hydrajax.formats.interface import integer
 from hydrajax.formats.tensors import FLOATS
@@ -112,7 +113,8 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
         params = jax.tree.map(_dequantized, params, is_leaf=_is_int8)
     dtype = jnp.dtype(saved if dtype is None else dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in other formats
-        return dataclasses.replace(drafter, dtype=dtype), jax.tree.map(lambda x: np.asarray(x, dtype), params)
+        params = jax.tree.map_with_path(lambda path, x: np.asarray(x, parameter_dtype(path, dtype)), params)
+        return dataclasses.replace(drafter, dtype=dtype), params
 
 
 def _is_matrix(x: Any) -> bool:

@@ -57,18 +57,22 @@ class LatentAttention(nn.Module):
         if self.kv_cache is not None:
             kept = rounded(kept, self.kv_cache)
         key_up = declare(self, "key_up", (c.n_heads, s.nope_dim, s.rank), ("heads", None, None), normal)
-        value_up = declare(self, "value_up", (c.n_heads, s.rank, s.value_dim), ("heads", None, None), normal)
+        value_up = declare(self, "value_up", (c.n_heads, s.value_dim, s.rank), ("heads", None, None), normal)
 
         if past:
-            plain = ops.contract("bhtn,hnr->bhtr", plain, key_up, self.dtype)
+            plain = _by_head("hxn,hnr->hxr", plain.swapaxes(1, 2), key_up).swapaxes(1, 2)
             segments = [KVSegment.of((kept,), block_mask), *past]
             found = self._attend(jnp.concatenate([plain, rotated], axis=-1), segments)[..., : s.rank]
-            found = ops.contract("bthr,hrv->bthv", found, value_up, self.dtype)
+            found = _by_head("hxr,hvr->hxv", found, value_up)
         else:
             latents, key = jnp.split(widened(kept, self.dtype), [s.rank], axis=-1)
-            keys = ops.contract("btr,hnr->bhtn", latents[:, 0], key_up, self.dtype)
+            keys, values = (
+                ops.matmul_transposed(latents[:, 0], kernel.reshape(-1, s.rank), self.dtype)
+                .reshape(batch, n_tokens, c.n_heads, -1)
+                .swapaxes(1, 2)
+                for kernel in (key_up, value_up)
+            )
             keys = jnp.concatenate([keys, jnp.broadcast_to(key, (*keys.shape[:3], s.rope_dim))], axis=-1)
-            values = ops.contract("btr,hrv->bhtv", latents[:, 0], value_up, self.dtype)
             size = max(s.key_dim, s.value_dim)
             queries = jnp.concatenate([plain, rotated], axis=-1)
             queries, keys, values = (
@@ -85,3 +89,12 @@ class LatentAttention(nn.Module):
         batch, n_heads, n_tokens, size = queries.shape
         scale = self.config.attention_scale * size**0.5  # `attend` multiplies by size ** -0.5
         return attend(queries * jnp.asarray(scale, queries.dtype), segments).reshape(batch, n_tokens, n_heads, size)
+
+
+def _by_head(spec: str, x: Float[Array, "B T h n"], kernels: Float[Array, "h _ _"]) -> Float[Array, "B T h r"]:
+    """Return the product of each head with its kernel, as a matmul with one leading batch axis: a CPU runs no other
+    form in bfloat16.
+    """
+    rows = jnp.moveaxis(x, 2, 0)
+    out = ops.contract(spec, rows.reshape(len(rows), -1, x.shape[-1]), kernels, x.dtype)
+    return jnp.moveaxis(out.reshape(*rows.shape[:-1], -1), 0, 2)

@@ -361,3 +361,15 @@ def test_a_fresh_module_is_like_the_bases_last_layer(model):
     drafter = MTP.for_base(model.config.replace(sliding_window=8, qk_norm=True), jnp.bfloat16)
     assert (drafter.config.n_layers, drafter.config.sliding_window, drafter.config.qk_norm) == (1, None, True)
     assert (drafter.embedding_first, drafter.before_final_norm) == (True, False)
+
+
+@pytest.mark.slow
+def test_a_latent_module_in_bfloat16(tmp_path):
+    """The bias that chooses experts stays float32, also in exports. XLA compiles matmuls that a CPU cannot run."""
+    m = load(Module("latent").save(tmp_path / "base"), "mtp", dtype="bfloat16")
+    decode = make_decode_fn(m.model, m.drafter, "dynamic-6-2-3", max_new_tokens=6, eos_ids=())
+    assert decode(m.params, np.array([TEXT], np.int32), np.array([len(TEXT)], np.int32)).tokens.shape[0] == 1
+    for format in ("nextn", "native"):
+        export_heads(tmp_path / format, m.drafter, m.params.draft, format=format)
+        found = load_draft(tmp_path / format, m.config, "bfloat16")[1]
+        jax.tree.map(np.testing.assert_array_equal, found, m.params.draft)
