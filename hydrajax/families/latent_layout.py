@@ -14,14 +14,15 @@ def latent_attention(path: Path, prefix: str, c: LlamaConfig) -> Layout:
     by_head = (c.n_heads, s.nope_dim + s.value_dim, s.rank)
     inputs, name = (c.width, "q_proj") if s.query_rank is None else (s.query_rank, "q_b_proj")
     heads = (c.n_heads, s.key_dim, inputs)
+    parts, back = _order(s.nope_dim, c)
     layout = [
         _latents((*path, "latents"), prefix, "weight", c, (c.width,)),
         same((*path, "latent_norm", "scale"), f"{prefix}kv_a_layernorm.weight", s.rank),
         Entry(
             ((*path, "queries"),),
             {f"{prefix}{name}.weight": (c.n_heads * s.key_dim, inputs)},
-            lambda x: (Parameter(_parts(x.reshape(heads), s.nope_dim, c), axis=1, order=(2, 0, 1)),),
-            lambda ours: (_in_files(ours.transpose(1, 2, 0), s.nope_dim, c).reshape(-1, inputs),),
+            lambda x: (Parameter(tuple(x.reshape(heads)[:, part] for part in parts), axis=1, order=(2, 0, 1)),),
+            lambda ours: (ours.transpose(1, 2, 0)[:, back].reshape(-1, inputs),),
         ),
         Entry(
             ((*path, "key_up"), (*path, "value_up")),
@@ -42,33 +43,24 @@ def latent_attention(path: Path, prefix: str, c: LlamaConfig) -> Layout:
 
 def _latents(path: Path, prefix: str, kind: str, c: LlamaConfig, inputs: Shape) -> Entry:
     """Fuse the projections to latents: ours are ``[*inputs, (queries' latent, latent, rotated key)]``."""
-    s, rows = c.latent, {}
-    if s.query_rank is not None:
-        rows["q_a_proj"] = s.query_rank
-    rows["kv_a_proj_with_mqa"] = s.kept_dim
+    rank, (parts, back) = c.latent.query_rank, _order(c.latent.rank, c)
+    rows = ({"q_a_proj": rank} if rank else {}) | {"kv_a_proj_with_mqa": c.latent.kept_dim}
 
-    def join(*parts):
-        *of_queries, latents = (x[None] for x in parts)
-        joined = tuple(x[0] for x in (*of_queries, *_parts(latents, s.rank, c)))
+    def join(*theirs):
+        joined = (*theirs[:-1], *(theirs[-1][part] for part in parts))
         return (Parameter(joined, order=(1, 0) if inputs else None),)
 
     def split(fused):
-        *of_queries, latents = np.split(fused.T, [s.query_rank] if s.query_rank else [])
-        return (*of_queries, _in_files(latents[None], s.rank, c)[0])
+        *of_queries, latents = np.split(fused.T, [rank] if rank else [])
+        return (*of_queries, latents[back])
 
     return Entry((path,), {f"{prefix}{name}.{kind}": (size, *inputs) for name, size in rows.items()}, join, split)
 
 
-def _parts(x: np.ndarray, first: int, c: LlamaConfig) -> tuple[np.ndarray, ...]:
-    """Return the features of heads ``[h, features, ...]``, of which those from ``first`` on are rotated, in the order
-    of ours.
+def _order(first: int, c: LlamaConfig) -> tuple[tuple[slice, ...], np.ndarray]:
+    """Return the parts of files' features that are ours, where those from ``first`` on are rotated; and the order in
+    which ours are theirs.
     """
-    return (x[:, :first], x[:, first::2], x[:, first + 1 :: 2]) if c.latent.interleaved else (x,)
-
-
-def _in_files(x: np.ndarray, first: int, c: LlamaConfig) -> np.ndarray:
-    """Return the features of `_parts` in the order of files."""
-    x, middle = np.array(x), first + c.latent.rope_dim // 2
-    if c.latent.interleaved:
-        x[:, first::2], x[:, first + 1 :: 2] = x[:, first:middle].copy(), x[:, middle:].copy()
-    return x
+    parts = (slice(first), slice(first, None, 2), slice(first + 1, None, 2)) if c.latent.interleaved else (slice(None),)
+    features = np.arange(first + c.latent.rope_dim)
+    return parts, np.argsort(np.concatenate([features[part] for part in parts]))
