@@ -187,10 +187,11 @@ class Llama(nn.Module):
             for kind in dict.fromkeys(kind.attention for kind in self.config.kinds)
         }
         inputs, block, added = [], [], None
-        for i, (layer, kind) in enumerate(zip(self._calls(x), self.config.kinds, strict=True)):
+        layers = zip(self._calls(x), self.config.kinds, self.config.kv_layers, strict=True)
+        for i, (layer, kind, source) in enumerate(layers):
             rope, mask, first_seen = kinds[kind.attention]
             inputs.append(x if added is None else x + added)
-            source, own = self.config.kv_layers[i], {}
+            own = {}
             if kind.shared_kv:
                 own["shared"] = block[source]
             if per_layer is not None:

@@ -19,12 +19,8 @@ SEPARATE_GATES = ("muse_glimmer",)  # names: files have attention's gate as a te
 NORM_SCALES = ("all", "layers", "none")
 KV_HEADS = 8  # of a plain layer for a base with latent attention
 ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
-OF_CONFIG = (
-    "norms",
-    "n_kv_heads",
-    "head_dim",
-    "mlp_width",
-)  # settings of a `LayerKind` that may be the configuration's
+# Settings of a `LayerKind` that may be the configuration's.
+OF_CONFIG = ("norms", "n_kv_heads", "head_dim", "mlp_width")
 
 
 @dataclass(frozen=True)
@@ -219,7 +215,7 @@ class LlamaConfig:
     @property
     def kv_layers(self) -> tuple[int | None, ...]:
         """The layer whose keys and values each layer attends to, itself or an earlier one; None for a recurrent layer,
-        and where no earlier layer has some (`hydrajax.drafters.shared_kv`).
+        and where no earlier layer has some (`hydrajax.drafters.gemma4_assistant`).
         """
         found: list[int | None] = []
         last: dict[int | None, int] = {}
@@ -234,8 +230,8 @@ class LlamaConfig:
         """Key-value heads and their features of each layer that has keys and values of its own."""
         return tuple(
             (kind.n_kv_heads or self.n_kv_heads, kind.head_dim or self.head_dim)
-            for i, kind in enumerate(self.kinds)
-            if self.kv_layers[i] == i
+            for i, (kind, source) in enumerate(zip(self.kinds, self.kv_layers, strict=True))
+            if source == i
         )
 
     @property
