@@ -297,6 +297,7 @@ def fast(monkeypatch):
     monkeypatch.setattr("hydrajax.bench.questions.summary.RESAMPLES", 9)
 
 
+@pytest.mark.slow
 def test_some_fields_may_be_wrong(tmp_path):
     for name in ("searched tree", "answers of evaluate", "metrics of a resumed run"):
         check_fields(name, tmp_path / name, few=True)

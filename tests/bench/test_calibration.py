@@ -29,6 +29,7 @@ from hydrajax.trees import presets
 PROMPTS = [np.arange(3, 3 + n, dtype=np.int32) for n in (4, 6, 5)]
 
 
+@pytest.mark.slow
 def test_a_calibration_predicts_the_tokens_per_step_of_a_contest(tiny_model):
     """On the same prompts, in batches of which the last is not full."""
     model, base = tiny_model

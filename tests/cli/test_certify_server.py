@@ -95,6 +95,7 @@ def faults_of(report) -> set[tuple[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_found(certify_fake):
     for fault, (name, kind) in FAULTS.items():
         found = certify_fake(fault, code=1)

@@ -100,6 +100,7 @@ def test_right_guesses_of_an_oracle_are_accepted(lab, case, base_seed, three, sa
         assert out.accept_lengths[row, : out.steps[row]].tolist() == expected
 
 
+@pytest.mark.slow
 def test_right_guesses_of_an_oracle_on_a_base_with_recurrent_layers():
     """EOS and limits end sequences within drafts; a prompt has as many tokens as the tree and as it is padded to."""
     lab, tree, random = hybrid_lab(), TREES["skips ranks"], np.random.default_rng(0)

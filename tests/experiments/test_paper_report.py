@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from paper_figures import draw, front
 from paper_report import TABLES, write_paper_report
 
@@ -71,6 +72,7 @@ def test_the_front_is_pareto_optimal():
         assert front([tuple(point) for point in numbers], less_is_better) == sorted(set(expected))
 
 
+@pytest.mark.slow
 def test_a_report_has_all_in_the_order_of_the_papers(tmp_path):
     sources = ["", "amphista figure 1", "medusa figure 5", "hydra table 1", "hydra figures 7 to 9"]
     sources += ["amphista table 3", "hydra figure 3", "", "", "medusa table 3", "hydra figure 2", "", ""]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import real_model_dialogues as script
 
 from hydrajax.bench.shapes import PRESETS
@@ -27,6 +28,7 @@ def test_draws_follow_the_distribution():
     np.testing.assert_allclose(found[[3, 255, 256, 299]] / 4000, [0.1, 0.2, 0.3, 0.4], atol=0.03)
 
 
+@pytest.mark.slow
 def test_the_template_follows_every_message_and_greedy_rows_repeat():
     """A model with random weights ends messages by chance, so its EOS is made likely."""
     config = PRESETS["tiny"]
@@ -65,6 +67,7 @@ def test_the_template_follows_every_message_and_greedy_rows_repeat():
     assert row[answer : end + 1] == best[answer + offset - 1 : end + offset].tolist()
 
 
+@pytest.mark.slow
 def test_a_repeated_command_writes_the_last_batch_anew(tmp_path, monkeypatch):
     """And the earlier ones stay as they are."""
     model, tokenizer = Llama(PRESETS["tiny"]), SimpleNamespace(chat_template="some", eos_token_id=EOS)

@@ -114,6 +114,7 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
+@pytest.mark.slow
 def test_heads_for_gpt_oss_draft_the_same_text(tmp_path):
     """Such as SpecForge's: a layer of LLaMA for a base of another family, with a smaller vocabulary."""
     base = random_pair(tmp_path / "base", "gpt_oss", EXAMPLES["gpt_oss"]).folder

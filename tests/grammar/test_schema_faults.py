@@ -101,6 +101,7 @@ def refused(grammar: Grammar) -> str:
 DOUBLING = "start: A0\n" + "\n".join(f"A{n}: A{n + 1} A{n + 1}" for n in range(60)) + '\nA60: "x"'
 
 
+@pytest.mark.slow
 def test_large_grammars_are_refused_before_the_first_token():
     properties = {f"p{n}": {} for n in range(2000)}
     for grammar, message in (

@@ -151,6 +151,7 @@ def test_a_batch_mixes_their_parameters(served, of_rule, of_processor):
             served.generate([PROMPT], **given)
 
 
+@pytest.mark.slow
 def test_a_server_has_their_parameters_as_fields(served, of_rule, of_processor):
     avoided, *expected = of_rule
     bodies = [sampling(avoided=avoided), sampling(avoided=avoided, reluctance=50)]

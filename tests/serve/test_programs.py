@@ -75,6 +75,7 @@ def test_requests_overtake_one_that_waits_for_the_programs_of_its_grammar(served
     assert {thread for _, thread in compiled} == {"hydrajax compiler_0"}
 
 
+@pytest.mark.slow
 def test_a_sequence_that_outgrows_its_cache_waits_aside_and_goes_on_with_the_same_tokens(served, batcher_with):
     wanted = answer(served, 70)
     batcher, go_on = batcher_with(Kind, [64])
@@ -224,6 +225,7 @@ def found(served) -> ExecutorPool:
     return pool(served, PoolSizes(slots=2, chunk=16, cache_len=128), drops_draft=True)
 
 
+@pytest.mark.slow
 def test_requests_during_the_warm_up_are_answered_and_compile_nothing_twice(served, found, start):
     """A request that comes first, while each program compiles, needs no program that is compiled again."""
     prompts = [np.array([at, 3], np.int32) for at in range(2)]

@@ -72,6 +72,7 @@ def ids(answer) -> list[list[int]]:
     return [[token for token in row if token >= 0] for row in answer["tokens"]]
 
 
+@pytest.mark.slow
 def test_the_tokens_equal_transformers_and_little_is_transferred(run, models):
     """With hits and misses, and sequences that end at a limit and at EOS; on the first and the last device."""
     found = run(case := "greedy/3/chain-2/24-24-24")

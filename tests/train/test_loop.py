@@ -187,6 +187,7 @@ def test_one_step_runs_ahead(config, train, monkeypatch, tmp_path):
     assert max(ahead) <= 1
 
 
+@pytest.mark.slow
 def test_finished_run_is_exported_again_and_other_settings_are_refused(
     config, settings, uninterrupted, program, train, monkeypatch, tmp_path
 ):

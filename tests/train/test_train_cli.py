@@ -87,6 +87,7 @@ def evaluations(run) -> list[dict]:
     return [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "eval"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_learns_from_the_model_that_it_drafts_for(train, config_of_base, base, tmp_path):
     optimizer = {"name": "muon", "lr": 0.03, "warmup_steps": 0}
     train(config_of_base(teacher=str(base), steps=12, optimizer=optimizer))

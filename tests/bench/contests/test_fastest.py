@@ -184,6 +184,7 @@ def test_autotune_stores_what_generate_uses(loaded, speeds, capsys):
     assert len(speeds.names) == 2
 
 
+@pytest.mark.slow
 def test_generate_without_a_tree_measures_nothing(loaded, speeds, capsys):
     """In a fresh home directory nothing is compiled that a given tree does not need."""
     m = loaded.with_draft("lookup")

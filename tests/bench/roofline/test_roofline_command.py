@@ -93,6 +93,7 @@ def test_command_predicts_the_best_chain_length(program, tmp_path):
     assert line == "--acceptance: got 1.6, expected 0 to 1"
 
 
+@pytest.mark.slow
 def test_command_predicts_a_mesh_and_what_fits(program):
     heads = ("--shape", "70b", "--draft-kind", "medusa", "--tree-sizes", "1,16", "--device", "TPUv5e")
     shown = program(*heads, "--mesh", "model=8", "--quantize", "int8", "--batch-sizes", "1,256")
@@ -135,6 +136,7 @@ def test_command_counts_the_windows_of_short_convolutions(program, tmp_path):
 QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--context", "64", "--repeats", "1")
 
 
+@pytest.mark.slow
 def test_command_compares_predictions_with_measurements(program, monkeypatch, tmp_path):
     """With given times; the slow test below measures."""
     times = {"autoregressive_step": 4.0, "step": 8.0, "propose": 1.0, "verify": 6.0, "accept_commit": 0.5}
