@@ -101,7 +101,8 @@ class AssistantNetwork(nn.Module):
             segments: What each layer attends to.
         """
         x, added = project(jnp.concatenate([embeddings, hidden.astype(self.dtype)], axis=-1), self.reduce), None
-        ropes = {kind: rope_table(self.config.of_kind(kind), positions) for kind in set(self.config.kinds)}
+        kinds = dict.fromkeys(self.config.kinds)  # in order: a set's would give each process another program
+        ropes = {kind: rope_table(self.config.of_kind(kind), positions) for kind in kinds}
         for layer, kind, segment in zip(self.layers, self.config.kinds, segments, strict=True):
             x, added, _ = layer(x, added, ropes[kind], None, (segment,))
         return self.norm.of_sum(x, added)[1]
@@ -246,9 +247,9 @@ class Gemma4Assistant(EagleDrafter):
         none = [jnp.zeros((1, kind.n_kv_heads, 1, kind.head_dim), self.dtype) for kind in of_kinds]
         segments = [KVSegment(keys, keys, jnp.ones((1, 1), bool)) for keys in none]
         fresh = dict(self.network.init(rng, vector, position, segments, base.logits, method="everything")["params"])
-        reduced = LmHead(rank=self.config.width, vocabulary=self.vocabulary)
-        start = reduced.like_base(base.head_kernel(), self.dtype)["lm_up"]
         if self.ordered is None:
+            reduced = LmHead(rank=self.config.width, vocabulary=self.vocabulary)
+            start = reduced.like_base(base.head_kernel(), self.dtype)["lm_up"]
             fresh["lm_kernel"] = fresh["lm_kernel"].replace_boxed(start)
         for i, keys in enumerate(none):
             scale = fresh[f"layers_{i}"]["query_norm"]["scale"]
