@@ -43,6 +43,11 @@ def activation(raw: dict, name: str = "hidden_act") -> str:
     return ACTIVATIONS[found]
 
 
+def hidden_activation(raw: dict) -> dict:
+    """Return the fields with the activation under the name that most families have."""
+    return raw | {"hidden_act": raw["hidden_activation"]}
+
+
 def hidden_act(c: LlamaConfig) -> str:
     """Return transformers' name of the MLP's activation."""
     return next((name for name, ours in ACTIVATIONS.items() if ours == c.activation), c.activation)
@@ -122,6 +127,11 @@ def rope_fields(scaling: RopeScaling | None) -> dict | None:
     elif scaling.kind != "linear":
         found["original_max_position_embeddings"] = scaling.original_max_position
     return found
+
+
+def default_rope(raw: dict, rope: dict[str, Any]) -> dict:
+    """Return the fields with this rotary embedding, if they have none."""
+    return raw if raw.get("rope_parameters") or raw.get("rope_scaling") else raw | {"rope_parameters": rope}
 
 
 def rope_parameters(theta: float | None, scaling: RopeScaling | None) -> dict[str, Any]:

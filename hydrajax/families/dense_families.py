@@ -9,6 +9,7 @@ from hydrajax.families.config_fields import (
     FULL,
     SLIDING,
     hidden_act,
+    hidden_activation,
     layer_types,
     optional_float,
     rope_parameters,
@@ -34,10 +35,6 @@ def _local_rope(raw: dict) -> dict:
 
 
 # --- Gemma ------------------------------------------------------------------------------------------------------------
-
-
-def _gemma_activation(raw: dict) -> dict:
-    return raw | {"hidden_act": raw["hidden_activation"]}
 
 
 def _gemma(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -97,7 +94,7 @@ def _gemma3_fields(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-# --- OLMo -------------------------------------------------------------------------------------------------------------
+# --- OLMo, EXAONE -----------------------------------------------------------------------------------------------------
 
 
 def _olmo2(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -125,9 +122,6 @@ def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:
     }
 
 
-# --- Granite, SmolLM 3, Phi -------------------------------------------------------------------------------------------
-
-
 def _exaone4(raw: dict, c: LlamaConfig) -> LlamaConfig:
     """Add the windows; where there are some, the other layers have no rotary embedding."""
     windowed, every = raw.get("sliding_window") is not None, raw.get("sliding_window_pattern")
@@ -148,6 +142,9 @@ def _exaone4_fields(c: LlamaConfig) -> dict[str, Any]:
         "sliding_window": None if plain else window_field(c) or c.max_positions,
         "layer_types": [SLIDING if kind.rope_theta and not plain else FULL for kind in c.kinds],
     }
+
+
+# --- Granite, SmolLM 3, Phi -------------------------------------------------------------------------------------------
 
 
 def granite(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -251,8 +248,8 @@ _SMOLLM3 = {
     "tie_word_embeddings": True,
 }
 _PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
-GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields, _gemma_activation)
-GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, _gemma_activation)
+GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields, hidden_activation)
+GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, hidden_activation)
 OLMO2 = Family("Olmo2ForCausalLM", "OLMo 2", {"rms_norm_eps": 1e-5}, _olmo2)
 OLMO3 = Family("Olmo3ForCausalLM", "OLMo 3", _OLMO3, _olmo3, _olmo3_fields)
 EXAONE4 = Family(

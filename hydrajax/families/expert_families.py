@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
@@ -11,6 +12,7 @@ from hydrajax.families.config_fields import (
     FULL,
     MOST_LAYERS,
     SLIDING,
+    default_rope,
     integer,
     layer_types,
     rope_parameters,
@@ -186,10 +188,6 @@ def _gpt_oss(raw: dict, c: LlamaConfig) -> LlamaConfig:
     return with_experts(with_windows(c, types, window_of(raw, c.max_positions)), experts, ())
 
 
-def _with_yarn(raw: dict) -> dict:
-    return raw if raw.get("rope_parameters") or raw.get("rope_scaling") else raw | {"rope_parameters": _YARN}
-
-
 def _gpt_oss_fields(c: LlamaConfig) -> dict[str, Any]:
     e = _of(c)
     alpha, limit = e.swiglu or (None, None)
@@ -265,7 +263,13 @@ QWEN2_MOE = Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_m
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, qwen_fields)
 OLMOE = Family("OlmoeForCausalLM", "OLMoE", _OLMOE, _olmoe, _olmoe_fields)
 GPT_OSS = Family(
-    "GptOssForCausalLM", "gpt-oss", _GPT_OSS, _gpt_oss, _gpt_oss_fields, prepare=_with_yarn, attention_bias=True
+    "GptOssForCausalLM",
+    "gpt-oss",
+    _GPT_OSS,
+    _gpt_oss,
+    _gpt_oss_fields,
+    prepare=partial(default_rope, rope=_YARN),
+    attention_bias=True,
 )
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",

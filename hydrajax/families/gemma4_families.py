@@ -10,6 +10,7 @@ from hydrajax.families.config_fields import (
     FULL,
     SLIDING,
     hidden_act,
+    hidden_activation,
     integer,
     layer_types,
     optional_float,
@@ -33,7 +34,7 @@ OF_LAYER = {"head_dim": "head_dim", "num_key_value_heads": "n_kv_heads"}  # fiel
 
 
 def _prepared(raw: dict) -> dict:
-    return raw | {"hidden_act": raw["hidden_activation"], "rope_parameters": raw.get("rope_parameters") or ROPES}
+    return hidden_activation(raw) | {"rope_parameters": raw.get("rope_parameters") or ROPES}
 
 
 def _sizes(raw: dict, types: list[str]) -> list[dict[str, int]]:
@@ -58,8 +59,8 @@ def _sizes(raw: dict, types: list[str]) -> list[dict[str, int]]:
     return found
 
 
-def gemma4_text(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    """Add the settings of Gemma 4; all layers may lack keys and values of their own, as in its assistant."""
+def _gemma4(raw: dict, c: LlamaConfig) -> LlamaConfig:
+    """Add the settings of Gemma 4. In its assistant no layer has keys and values of its own."""
     if raw.get("use_bidirectional_attention") == "all":
         raise unsupported("use_bidirectional_attention", "all", "null or 'vision'")
     types = list(layer_types(raw, c.n_layers, lambda i: SLIDING if (i + 1) % 6 else FULL))
@@ -112,7 +113,7 @@ def _experts(raw: dict) -> Experts | None:
     return Experts(count, chosen, width, normalized=True, beside_mlp=True)
 
 
-def gemma4_fields(c: LlamaConfig) -> dict[str, Any]:
+def _gemma4_fields(c: LlamaConfig) -> dict[str, Any]:
     """Return the fields of a configuration."""
     types, kinds = types_of(c), c.kinds
     if types[-1] != FULL or c.names != "gemma4":
@@ -157,7 +158,7 @@ _GEMMA4 = {
     "hidden_size_per_layer_input": 256,
 }
 _UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
-GEMMA4_TEXT = Family("Gemma4ForCausalLM", "Gemma 4, text", _GEMMA4, gemma4_text, gemma4_fields, _prepared)
+GEMMA4_TEXT = Family("Gemma4ForCausalLM", "Gemma 4, text", _GEMMA4, _gemma4, _gemma4_fields, _prepared)
 GEMMA4_UNIFIED_TEXT = dataclasses.replace(
     GEMMA4_TEXT,
     architecture="Gemma4UnifiedForCausalLM",

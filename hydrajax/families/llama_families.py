@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from hydrajax.families.config_fields import (
     FULL,
     SLIDING,
+    default_rope,
     integer,
     layer_types,
+    optional_float,
     rope_parameters,
     types_of,
     unsupported,
@@ -26,10 +29,6 @@ def _mistral(raw: dict, c: LlamaConfig) -> LlamaConfig:
     if window is None or raw.get("layer_types") is None:
         return c.replace(sliding_window=window)
     return with_windows(c, layer_types(raw, c.n_layers, lambda i: SLIDING), window)
-
-
-def _ministral3_rope(raw: dict) -> dict:
-    return raw if raw.get("rope_parameters") or raw.get("rope_scaling") else raw | {"rope_parameters": _LONG_YARN}
 
 
 def _ministral3(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -74,7 +73,6 @@ def _nanochat_activation(raw: dict) -> dict:
 
 
 def _nanochat(raw: dict, c: LlamaConfig) -> LlamaConfig:
-    cap = raw.get("final_logit_softcapping")
     return c.replace(
         norm_scales="none",
         embedding_norm=True,
@@ -82,7 +80,7 @@ def _nanochat(raw: dict, c: LlamaConfig) -> LlamaConfig:
         norm_after_rope=True,
         rope_reversed=True,
         activation="relu2",
-        logits_softcap=None if cap is None else float(cap),
+        logits_softcap=optional_float(raw.get("final_logit_softcapping")),
         names="nanochat",
     )
 
@@ -162,7 +160,12 @@ SEED_OSS = Family(
     attention_bias=True,
 )
 MINISTRAL3 = Family(
-    "Ministral3ForCausalLM", "Ministral 3, text", _MINISTRAL3, _ministral3, _ministral3_fields, _ministral3_rope
+    "Ministral3ForCausalLM",
+    "Ministral 3, text",
+    _MINISTRAL3,
+    _ministral3,
+    _ministral3_fields,
+    partial(default_rope, rope=_LONG_YARN),
 )
 HUNYUAN = Family(
     "HunYuanDenseV1ForCausalLM",

@@ -10,6 +10,7 @@ from hydrajax.families.config_fields import (
     FULL,
     SLIDING,
     hidden_act,
+    hidden_activation,
     layer_types,
     rope_fields,
     types_of,
@@ -21,10 +22,6 @@ from hydrajax.families.family import Family
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 
 NAMES = "muse_glimmer"
-
-
-def _activation(raw: dict) -> dict:
-    return raw | {"hidden_act": raw["hidden_activation"]}
 
 
 def _muse_glimmer(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -96,4 +93,6 @@ _TEXT = {
     "output_multiplier": 0.19611613513818404,
     "final_logit_softcapping": 20.0,
 }
-TEXT = Family("MuseGlimmerTextModel", "Muse Glimmer, text", _TEXT, _muse_glimmer, _muse_glimmer_fields, _activation)
+TEXT = Family(
+    "MuseGlimmerTextModel", "Muse Glimmer, text", _TEXT, _muse_glimmer, _muse_glimmer_fields, hidden_activation
+)
