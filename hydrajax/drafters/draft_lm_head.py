@@ -144,8 +144,7 @@ class LmHead:
         return lambda hidden, tokens: project(hidden, params[COPIED_LM_HEAD], jnp.float32)
 
     def _part(self, base) -> Float[np.ndarray, "D V_"]:
-        kernel = base.head_kernel()
-        return np.asarray(kernel if self.vocabulary is None else kernel[:, self.vocabulary.tokens])
+        return np.asarray(base.head_kernel(None if self.vocabulary is None else self.vocabulary.tokens))
 
     def _of_rows(self, base, hidden: Float[Array, "*rows D"], index: Int[Array, "*rows m"]) -> Float[Array, "*rows m"]:
         return base.logits(hidden, index if self.vocabulary is None else jnp.asarray(self.vocabulary.tokens)[index])

@@ -83,8 +83,8 @@ class BaseModel(Protocol):
             plain: Return the lm head's matmul, without the base's divisor and cap of logits.
         """
 
-    def head_kernel(self) -> Float[Array, "D V"]:
-        """Return the lm head as one float array."""
+    def head_kernel(self, tokens: Int[np.ndarray, " V_"] | None = None) -> Float[Array, "D V_"]:
+        """Return the lm head of all tokens, or of these, as one float array."""
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
         """Return an empty cache for this many sequences and tokens."""
@@ -137,9 +137,9 @@ class BoundBase:
         """Return the base's next-token logits, float32; see `BaseModel.logits`."""
         return self._apply(hidden, tokens, plain, method="logits")
 
-    def head_kernel(self) -> Float[Array, "D V"]:
-        """Return the base's lm head, from which draft lm heads start (medusa 2.1.1)."""
-        return self._apply(method="head_kernel")
+    def head_kernel(self, tokens: Int[np.ndarray, " V_"] | None = None) -> Float[Array, "D V_"]:
+        """Return the base's lm head, from which draft lm heads start (medusa 2.1.1), of all tokens or of these."""
+        return self._apply(tokens, method="head_kernel")
 
     def _apply(self, *args, **settings):
         rngs = None if self.rng is None else {"dropout": self.rng}

@@ -114,7 +114,7 @@ class Llama(nn.Module):
     @nn.nowrap
     def _products(self, hidden: Array, tokens: np.ndarray | Array | None) -> Array:
         """Return the matmul with the lm head, float32."""
-        head = self.embedding if self.config.tied_lm_head else self.lm_head
+        head = self._head()
         if tokens is not None and tokens.ndim > 1:  # of each row its own
             rows = self._head_rows(head, tokens).astype(self.dtype)
             return ops.contract("...d,...md->...m", hidden, rows, jnp.float32)
@@ -127,6 +127,10 @@ class Llama(nn.Module):
         return project(hidden, kernel, jnp.float32)
 
     @nn.nowrap
+    def _head(self) -> Array | Quantized | LowRank:
+        return self.embedding if self.config.tied_lm_head else self.lm_head
+
+    @nn.nowrap
     def _head_rows(self, head: Array | Quantized | LowRank, tokens: Array) -> Float[Array, "*rows D"]:
         if isinstance(head, Quantized):
             return head.columns(tokens)
@@ -134,9 +138,12 @@ class Llama(nn.Module):
             return ops.take_rows(head, tokens)
         return jnp.moveaxis(jnp.take(self._head_kernel(), tokens, axis=1), 0, -1)
 
-    def head_kernel(self) -> Float[Array, "D V"]:
-        """Return the lm head as one float array, divided as logits are; without their cap."""
-        kernel = self._head_kernel()
+    def head_kernel(self, tokens: Int[np.ndarray, " V_"] | None = None) -> Float[Array, "D V_"]:
+        """Return the lm head of all tokens, or of these, as one float array, divided as logits are; without their
+        cap.
+        """
+        whole = tokens is None
+        kernel = self._head_kernel() if whole else self._head_rows(self._head(), tokens).astype(self.dtype).T
         return kernel if self.config.logits_divisor == 1.0 else kernel / self.config.logits_divisor
 
     @nn.nowrap

@@ -144,7 +144,7 @@ def test_a_grammar_allows_chosen_tokens_or_none():
 def test_a_copy_in_tiles_multiplies_the_same_clusters(rows):
     groups = np.repeat(RANDOM.standard_normal((64, 4)), 50, axis=1)  # far apart: x is rounded to 8 bits
     kernel = (groups + 0.3 * RANDOM.standard_normal((64, 200))).astype(np.float32)
-    base = SimpleNamespace(head_kernel=lambda: jnp.asarray(kernel), config=SimpleNamespace(vocab_size=200), logits=None)
+    base = SimpleNamespace(config=SimpleNamespace(vocab_size=200), logits=None, head_kernel=lambda _: kernel)
     found = LmHead(shared=True).with_clusters({}, base, 2)[CLUSTERED_LM_HEAD]
     assert found.tokens.shape == (4, 64)
     assert found.kernels.values.shape[:2] == (4, 1)
