@@ -142,10 +142,8 @@ class Checkpoint:
         ignored = [IGNORED, *map(re.escape, self.files.zero_biases(wanted))]
         ignored += [r"lm_head\.weight"] * config.tied_lm_head  # some files of tied models have a copy
         # Layers that attend to another's keys and values may have unused weights of their own.
-        shared = "|".join(str(i) for i, kind in enumerate(config.kinds) if kind.shared_kv)
-        ignored += [rf"model\.(language_model\.)?layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.weight"] * bool(
-            shared
-        )
+        shared = [str(i) for i, kind in enumerate(config.kinds) if kind.shared_kv]
+        ignored += [rf"model\.(language_model\.)?layers\.{i}\.self_attn\.[kv]_(proj|norm)\.weight" for i in shared]
         # MTP modules that are stored as layers after the last.
         ignored += [rf"model\.layers\.{config.n_layers + i}\..*" for i in range(number)]
         expect_tensors(self.files, wanted, where, "|".join(ignored))

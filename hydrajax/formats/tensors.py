@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,22 @@ def save_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
         save_file({name: np.array(x, order="C") for name, x in tensors.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # such as a full disk
         raise OSError(one_line(error)) from None
+
+
+class WrappedFiles(TensorFiles):
+    """The tensors of other files, of which some appear in another form and perhaps under another name."""
+
+    def __init__(self, files: TensorFiles, names: Iterable[str]):
+        self._files, self._names = files, dict.fromkeys(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._names
 
 
 class _Shapes(Mapping):

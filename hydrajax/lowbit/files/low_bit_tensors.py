@@ -14,7 +14,7 @@ import numpy as np
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.config_fields import unsupported
-from hydrajax.formats.tensors import METHOD, TensorFiles, open_tensors
+from hydrajax.formats.tensors import METHOD, TensorFiles, WrappedFiles, open_tensors
 from hydrajax.lowbit.files.awq import Awq
 from hydrajax.lowbit.files.bits_and_bytes import BitsAndBytes
 from hydrajax.lowbit.files.compressed import Compressed
@@ -65,7 +65,7 @@ def open_low_bits(directory: Path, config: dict, what: str) -> TensorFiles:
     return LowBitFiles(files, method, stored if stored in FLOAT_TYPES else "bfloat16", f"{what}: {directory}")
 
 
-class LowBitFiles(TensorFiles):
+class LowBitFiles(WrappedFiles):
     """The tensors of a quantised base.
 
     Args:
@@ -79,7 +79,7 @@ class LowBitFiles(TensorFiles):
         self._files, self._method, self._stored = files, method, stored
         self.kept_as = "int4" if 4 in method.integer_bits else None
         part = re.compile(rf"(.+?)\.({method.parts})", re.DOTALL)
-        names: dict[str, None] = {}
+        names: list[str] = []
         self._linears: dict[str, StoredLinear] = {}
         for name in files:
             layer = match[1] if (match := part.fullmatch(name)) else None
@@ -87,24 +87,15 @@ class LowBitFiles(TensorFiles):
                 layer = name.removesuffix(".weight")
             if layer is not None:
                 self._linears[f"{layer}.weight"] = StoredLinear(layer, files, where)
-                names[f"{layer}.weight"] = None
+                names.append(f"{layer}.weight")
             elif not re.fullmatch(method.ignored, name, re.DOTALL):
-                names[name] = None
-        self._names = names
+                names.append(name)
+        super().__init__(files, names)
         self._shapes: dict[str, Shape] = {}  # of layers whose tensors have been checked
 
     def _plain_dtype(self, name: str) -> str:
         found = self._files.dtype(name)
         return NAMES.get(found, found)
-
-    def __iter__(self):
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._names
 
     def shape(self, key):
         linear = self._linears.get(key)

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.tensors import TensorFiles
+from hydrajax.formats.tensors import TensorFiles, WrappedFiles
 from hydrajax.lowbit.mxfp4 import BIAS, Mxfp4Tiles, widen
 from hydrajax.models.layout import Entry
 
@@ -20,7 +20,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32
 
 
-class Mxfp4Files(TensorFiles):
+class Mxfp4Files(WrappedFiles):
     """The tensors of such a base.
 
     Args:
@@ -31,19 +31,10 @@ class Mxfp4Files(TensorFiles):
     kept_as, of_experts = "mxfp4", True
 
     def __init__(self, files: TensorFiles, where: str):
-        self._files, self._where = files, where
-        packed = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
+        self._where = where
+        self._packed = packed = {name.removesuffix(BLOCKS) for name in files if name.endswith(BLOCKS)}
         parts = {f"{name}{part}" for name in packed for part in (BLOCKS, SCALES)}
-        self._packed, self._names = packed, dict.fromkeys(sorted((set(files) - parts) | packed))
-
-    def __iter__(self):
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._names
+        super().__init__(files, sorted((set(files) - parts) | packed))
 
     def shape(self, key):
         if key not in self._packed:
