@@ -16,7 +16,7 @@ from hydrajax.drafters.peagle import PEagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import to_llama_config
-from hydrajax.formats.block_format import about, check, mask_of, read_windows
+from hydrajax.formats.block_parts import about, check, mask_of, read_windows
 from hydrajax.formats.eagle_format import IGNORED, MASK_HIDDEN, P_EAGLE, FeatureFormat
 from hydrajax.formats.eagle_parts import (
     AUX_LAYERS,

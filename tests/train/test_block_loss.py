@@ -19,7 +19,7 @@ from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.drafters.dspark import DSpark, DSparkSettings
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.formats.block_format import block_layout
+from hydrajax.formats.block_parts import block_layout
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import write
 from hydrajax.models.packed_forward import run_base
