@@ -97,7 +97,7 @@ def _assigned(unit: Float[np.ndarray, "n D"], means: Float[np.ndarray, "C D"], s
         wanted[at : at + AT_ONCE] = best = np.take_along_axis(best, order, 1)
         near = np.take_along_axis(near, best, 1)
         losses[at : at + AT_ONCE, :-1] = near[:, :-1] - near[:, 1:]
-    tried, rows, clusters = np.zeros(n, int), np.arange(n), wanted[:, 0].copy()  # cluster `count` is none
+    tried, rows, clusters = np.zeros(n, int), np.arange(n), wanted[:, 0].copy()  # `count` is no cluster
     while True:
         order = np.lexsort((-losses[rows, np.minimum(tried, most - 1)], clusters))
         refused = (clusters < count) & (_ranks(clusters, order, count + 1) >= size)

@@ -21,7 +21,7 @@ from hydrajax.models.arrays import Array
 from hydrajax.models.weights import project
 
 CLUSTER = 64  # tokens, the columns of a tile (`hydrajax.lowbit.kernels.tile_layout`)
-SHARE, FEWEST = 16, 24  # a row multiplies this part of all clusters, and at least so many
+SHARE, FEWEST = 16, 24  # a row multiplies a 16th of all clusters, at least 24
 
 
 @jax.tree_util.register_dataclass

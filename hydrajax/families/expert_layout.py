@@ -32,7 +32,7 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
     layout = [transposed((*path, "router"), f"{block}gate.weight", e.count, c.width)]
     if e.choice_bias:
         layout.append(same((*path, "choice_bias"), f"{block}gate.{BIAS}", e.count))
-    if e.beside_mlp:
+    if e.with_mlp:
         layout.append(same((*path, "scale"), f"{prefix}router.per_expert_scale", e.count))
     layout += _fused(path, block, c) if fused else _of_each(path, block, c)
     if e.shared_width:

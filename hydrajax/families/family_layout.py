@@ -23,8 +23,8 @@ NORMS = {
     "after": {"attention_out_norm": "post_attention_layernorm", "mlp_out_norm": "post_feedforward_layernorm"},
 }
 HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
-# Of a layer that has an MLP and experts: `hydrajax.models.expert_settings.Experts.beside_mlp`.
-BESIDE_MLP = {
+# Of a layer that has an MLP and experts: `hydrajax.models.expert_settings.Experts.with_mlp`.
+WITH_MLP = {
     "mlp_alone_out_norm": "post_feedforward_layernorm_1.weight",
     "experts_out_norm": "post_feedforward_layernorm_2.weight",
     "experts_norm": "pre_feedforward_layernorm_2.weight",
@@ -87,14 +87,14 @@ def decoder_layer(
         and (c.mlp or ours != "mlp_norm")
     ]
     mlp = []
-    if c.mlp and (c.experts is None or c.experts.beside_mlp):
+    if c.mlp and (c.experts is None or c.experts.with_mlp):
         mlp += dense_mlp(path, prefix, c)
     if c.mlp and c.experts is not None:
         from hydrajax.families.expert_layout import expert_mlp
 
         mlp += expert_mlp(path, prefix, c, files)
-        if c.experts.beside_mlp:
-            norms += [same((*path, ours, "scale"), prefix + theirs, c.width) for ours, theirs in BESIDE_MLP.items()]
+        if c.experts.with_mlp:
+            norms += [same((*path, ours, "scale"), prefix + theirs, c.width) for ours, theirs in WITH_MLP.items()]
     if c.layer_scale:
         mlp.append(same((*path, "layer_scale"), f"{prefix}layer_scalar", 1))
     if p := c.per_layer_width:

@@ -110,7 +110,7 @@ def _experts(raw: dict) -> Experts | None:
     if not raw.get("enable_moe_block"):
         return None
     count, chosen, width = (integer(raw[name]) for name in ("num_experts", "top_k_experts", "moe_intermediate_size"))
-    return Experts(count, chosen, width, normalized=True, beside_mlp=True)
+    return Experts(count, chosen, width, normalized=True, with_mlp=True)
 
 
 def _gemma4_fields(c: LlamaConfig) -> dict[str, Any]:

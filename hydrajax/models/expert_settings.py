@@ -28,7 +28,7 @@ class Experts:
         chosen_groups: Experts are chosen from this number of groups, those whose best scores have the largest sum.
         best_of_group: Number of these scores (1 in DeepSeek-V2).
         scale: Multiplies the weights.
-        beside_mlp: The layer has its MLP too, and the sum of both. The router reads the residual stream through a norm
+        with_mlp: The layer has its MLP too, and the sum of both. The router reads the residual stream through a norm
             of its own, its logits are multiplied by ``width ** -0.5`` and each expert's weight by a number (Gemma 4).
         tiny: Added to the sum of the weights before they are divided by it.
         biases: Router and experts have biases (gpt-oss); the router's takes part in its scores.
@@ -52,7 +52,7 @@ class Experts:
     tiny: float = 1e-20
     biases: bool = False
     swiglu: tuple[float, float] | None = None
-    beside_mlp: bool = False
+    with_mlp: bool = False
     best_of_group: int = 2
 
     def __post_init__(self):

@@ -57,7 +57,7 @@ class ExpertMLP(nn.Module):
         e, width, normal = self.experts, x.shape[-1], nn.initializers.normal(0.02)
         router = declare(self, "router", (width, e.count), (None, None), normal)
         scores = ops.matmul_float32(x if routed_by is None else routed_by, router)
-        if e.beside_mlp:
+        if e.with_mlp:
             scores = scores * width**-0.5
         if e.biases:
             scores = scores + declare(self, "router_bias", (e.count,), (None,), nn.initializers.zeros)
@@ -75,7 +75,7 @@ class ExpertMLP(nn.Module):
                 for name, size in sizes.items()
             )
         ids, weights = route(scores, e, bias)
-        if e.beside_mlp:
+        if e.with_mlp:
             weights = weights * declare(self, "scale", (e.count,), (None,), nn.initializers.ones)[ids]
         activation = self.activation if e.swiglu is None else partial(clamped_swiglu, *e.swiglu)
         out = expert_sum(x, ids, weights, gate_up, down, e.count, activation, biases)

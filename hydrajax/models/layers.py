@@ -118,7 +118,7 @@ class DecoderLayer(nn.Module):
         """
         c = self.config
         width, parts = x.shape[-1], 1 if c.activation == "relu2" else 2
-        has_mlp = c.mlp and (c.experts is None or c.experts.beside_mlp)
+        has_mlp = c.mlp and (c.experts is None or c.experts.with_mlp)
         if has_mlp:
             gate_up_kernel = declare_kernel(self, "gate_up", (width, parts, c.mlp_width), ("width", None, "mlp"))
             down_kernel = declare_kernel(self, "down", (c.mlp_width, width), ("mlp", "width"))
