@@ -134,7 +134,6 @@ class WholeFile:
     Ctrl-C.
 
     Args:
-        path: the file.
         flag: start of error messages.
 
     Raises:

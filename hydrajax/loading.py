@@ -54,8 +54,6 @@ def find_draft(
     """Load a draft for a base.
 
     Args:
-        draft: the parsed name.
-        m: the base.
         base_directory: of the base, or its checkpoint, to reject heads that record another base; None accepts them.
         confidence: for a draft model (`hydrajax.drafters.draft_model.DraftModel`) or a draft with a confidence head
             (`hydrajax.drafters.dspark.DSpark`).

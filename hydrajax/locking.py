@@ -59,9 +59,6 @@ def one_at_a_time(target: str | Path, what: str) -> Iterator[None]:
     """Wait until no other process or thread holds ``target``, then hold it. The folder of ``target`` is made if needed.
 
     Nothing is held on a file system without locks.
-
-    Raises:
-        HydrajaxError: the folder cannot be written. ``what`` begins the message.
     """
     where = Path(os.path.realpath(target))
     lock = FileLock(where.with_name(f".{where.name}{NAME}"), fallback_to_soft=False)

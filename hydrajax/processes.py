@@ -32,9 +32,6 @@ def start() -> None:
 
     ``JAX_COORDINATOR_ADDRESS`` is ``host:port`` of process 0. ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` are optional
     on SLURM, Open MPI and TPU pods, where JAX detects them.
-
-    Raises:
-        HydrajaxError: for invalid values.
     """
     if ADDRESS not in os.environ:
         return

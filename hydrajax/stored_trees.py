@@ -58,8 +58,6 @@ def stored(executor: Executor, batch_size: int, draft_directory: Path | None = N
     """Return the fastest tree of earlier measurements on this device, without compiling if there are none.
 
     Args:
-        executor: gives the model, the drafter and the rule; its tree does not matter.
-        batch_size: sequences per batch.
         draft_directory: directory of the draft, in which ``hydrajax tree search --save`` may have written a tree.
 
     Returns:

@@ -47,8 +47,6 @@ def keep_settings(
     Args:
         settings: ``from.KEY.NAME`` is a setting from which the digest ``KEY`` follows; it may change alone.
         holder: what was made with them, such as ``"out holds answers"``.
-        otherwise: what to do about other settings, for the message.
-        what: start of every message.
 
     Raises:
         HydrajaxError: naming the first setting that differs.

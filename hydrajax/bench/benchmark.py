@@ -106,11 +106,7 @@ def room_for(depths: Iterable[int]) -> int:
 
 
 def step_timer(executor: Executor, batch: int, context: int, room: int | None = None) -> StepTimer:
-    """Return a timer of the executor's step and its phases near the end of ``context`` slots.
-
-    Args:
-        room: Slots for new tokens.
-    """
+    """Return a timer of the executor's step and its phases near the end of ``context`` slots."""
     room = room or room_for([executor.program.longest_path])
     endless = executor.with_program(max_new_tokens=room, eos_ids=(), logprobs=None)
     return StepTimer(endless, batch, context - room, TIMED_STEPS)
@@ -128,10 +124,8 @@ def run_benchmark(
 
     Args:
         executors: by tree name, all of one base.
-        batches: batch sizes.
         context: cache slots per sequence, without those of the tree's nodes; steps are timed near its end.
         prompts: token ids to generate for; without prompts the rates are None.
-        repeats: timed rounds; times are their medians.
 
     Raises:
         HydrajaxError: ``context`` does not fit the model or the timed steps.

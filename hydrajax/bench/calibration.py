@@ -70,11 +70,7 @@ def calibrate(
     does not matter.
 
     Args:
-        executor: gives the model, the drafter and the request.
         prompts: token ids, int32 ``[P]`` each.
-        batch_size: sequences per batch.
-        seed: seeds sampling.
-        on_progress: called with the numbers of finished prompts and of all prompts.
     """
     plain, width = executor.autoregressive(), max(map(len, prompts))
     model, request, drafter = executor.model, executor.request, executor.program.drafter

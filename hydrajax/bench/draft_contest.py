@@ -35,15 +35,10 @@ def measure_drafts(
     """Generate greedily for the prompts without a draft and with each draft, in interleaved rounds.
 
     Args:
-        m: the base.
         drafts: directories or names, as in `hydrajax.load`.
         prompts: as in `LanguageModel.generate`: texts, lists of token ids, or conversations.
         tree: the tree of every draft, as in `LanguageModel.generate`; by default each draft's own: the searched tree
             that is saved with it, else its drafter's default.
-        batch_size: sequences per batch.
-        max_new_tokens: limit of new tokens per prompt.
-        repeats: number of rounds.
-        on_status: called with a line before each compilation and each round.
 
     Returns:
         The measurements, first of the base alone, named ``"autoregressive"``, then of each draft under its given name.

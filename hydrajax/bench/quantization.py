@@ -20,7 +20,6 @@ class LogitEffect:
     """Differences between the next-token logits of two models.
 
     Attributes:
-        positions: Number of compared distributions.
         largest, mean: Absolute difference of logits.
         kl: Mean KL(before || after) in nats.
         agreement: Share of positions with the same most likely token.

@@ -23,12 +23,7 @@ def in_rounds(
 
     Args:
         entrants: by name; each takes the number of the round and returns what it measured, such as its `seconds`.
-        rounds: number of rounds.
         order: from the number of a round and of the entrants to the order in which they run, by index.
-        on_round: called with a line before each round.
-
-    Returns:
-        The measurements of each entrant, one per round.
     """
     names, found = list(entrants), {name: [] for name in entrants}
     for number in range(rounds):

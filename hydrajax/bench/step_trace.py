@@ -30,7 +30,6 @@ class TracedStep:
     """One decode step of one sequence.
 
     Attributes:
-        number: Of the step, from 1.
         before: Token ids up to the root, the prompt included.
         tree: The tree of this step; all fields use its node order. Ranks of a dynamic tree are those among siblings.
         tokens: int ``[N]``, -1 for nodes without a candidate.

@@ -23,14 +23,7 @@ def woken(count: float, per_token: float, tokens: int) -> float:
 
 
 def asleep(params: Any, config: LlamaConfig, tokens: int, size: Callable[[Any], int] = nbytes) -> int:
-    """Return the bytes, or another ``size``, of the experts that a pass over ``tokens`` is expected not to read.
-
-    Args:
-        params: the base's parameters or their shapes.
-        config: its shape.
-        tokens: of the pass.
-        size: of one array.
-    """
+    """Return the bytes, or another ``size``, of the experts that a pass over ``tokens`` is expected not to read."""
     unread = 0.0
     for i, kind in enumerate(config.kinds):
         if kind.experts:

@@ -84,15 +84,8 @@ def certify(
     - With a grammar, all of these under its masks, and every output is read again by a new parser.
 
     Args:
-        executor: the executor to check.
-        prompts: token ids.
         exact: the same executor with base and draft in float32 (default: ``executor``).
         samples: draws of the chi-square test.
-        seed: seeds all sampling.
-        on_status: called with a line before each check.
-
-    Raises:
-        HydrajaxError: there are no prompts.
     """
     if not prompts:
         raise HydrajaxError("prompts: got none, expected at least one")

@@ -75,7 +75,6 @@ def run(args: argparse.Namespace, defaults: dict[str, object]) -> int:
     """Certify the server of ``args.server``.
 
     Args:
-        args: of the command line.
         defaults: of its flags, to refuse those that do not concern a server.
     """
     settings = _settings(args, defaults)

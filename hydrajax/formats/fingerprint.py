@@ -23,14 +23,6 @@ def fingerprint(base: Checkpoint | str | Path, what: str = "base", adapter: str 
 
     Numbers are rounded to bfloat16 first, so the fingerprint does not depend on the stored dtype. A base into which an
     adapter was merged (`hydrajax.formats.export_base.export_merged`) has the fingerprint of base and adapter.
-
-    Args:
-        base: the base in Hugging Face's format.
-        what: begins error messages.
-        adapter: directory of an adapter.
-
-    Raises:
-        HydrajaxError: files are missing, damaged or not a base's.
     """
     base, digest = Checkpoint.of(base, what), hashlib.sha256()
     config, files, layout = base.config, base.files, {entry.ours[0]: entry.theirs for entry in base.layout}

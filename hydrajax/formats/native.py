@@ -79,7 +79,6 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     """Load ``(drafter, arrays)`` for a base of this configuration; the arrays are NumPy's.
 
     Args:
-        config: the content of ``config.json``.
         dtype: of parameters and computation; None for the saved one.
 
     Raises:

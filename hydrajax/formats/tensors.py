@@ -221,15 +221,7 @@ def open_tensors(directory: Path, stem: str, what: str) -> TensorFiles:
 
 
 def check_method(config: dict, where: str) -> None:
-    """Refuse a base whose ``config.json`` has it quantised in a way that is not implemented.
-
-    Args:
-        config: the parsed file.
-        where: begins error messages.
-
-    Raises:
-        HydrajaxError: names the field that is missing, invalid or not implemented.
-    """
+    """Refuse a base whose ``config.json`` has it quantised in a way that is not implemented."""
     if any(config.get(field) for field in METHOD):
         plugins.find("base_files", "low_bits").read_method(config, where)
 
@@ -238,12 +230,8 @@ def open_base_tensors(directory: Path, what: str, config: dict | None = None) ->
     """Open the weights of a base, see `open_tensors`; quantised layers appear as float ones.
 
     Args:
-        directory: the base's.
         what: begins error messages.
         config: the content of ``config.json``; by default it is read.
-
-    Raises:
-        HydrajaxError: begins with ``what``; the files are missing or damaged, or the method is not implemented.
     """
     config = read_json(directory / "config.json", what) if config is None else config
     if any(config.get(field) for field in METHOD):

@@ -18,10 +18,8 @@ def push(directory: str | Path, repository: str, *, private: bool = False, messa
     Only files that an export writes are uploaded, and no file on the Hub is deleted.
 
     Args:
-        directory: an exported directory.
         repository: ``org/name``, created if needed.
         private: create it as private; by default the owner's default visibility.
-        message: of the commit.
 
     Raises:
         HydrajaxError: the upload fails, a ``private`` repository exists as public, or a file is a link out of the

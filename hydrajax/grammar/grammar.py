@@ -135,9 +135,7 @@ class Grammar:
         """Return the matcher of an empty text, see `hydrajax.decoding.constraints.GrammarLike`.
 
         Args:
-            tokenizer: the base's.
             vocab_size: the base's, which may be larger than the tokenizer's.
-            eos_ids: the tokens that may follow a complete text.
 
         Raises:
             HydrajaxError: for a grammar that llguidance refuses or no text satisfies, and for a base without a fast

@@ -39,7 +39,6 @@ def can_begin(source: str, text: str) -> bool:
 
     Args:
         source: a valid grammar in llguidance's own form.
-        text: characters.
     """
     import llguidance
 

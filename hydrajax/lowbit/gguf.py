@@ -62,7 +62,6 @@ def described(file: str | Path, what: str) -> Path:
 
     Args:
         file: the file. Another size or modification time makes another directory.
-        what: begins error messages.
 
     Raises:
         HydrajaxError: the file is damaged or not supported, the cache cannot be written, or gguf is not installed.

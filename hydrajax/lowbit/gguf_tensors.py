@@ -26,10 +26,8 @@ class GgufFiles(TensorFiles):
     Quantised tensors have the dtype float16, that of their scales.
 
     Args:
-        path: the file.
         tensors: by transformers' name: ``type`` (llama.cpp's name), ``shape`` (row-major), ``offset`` and ``bytes`` in
             the file, ``head_dim`` if the rows of each head are interleaved, and ``offset_norm`` if 1 was added.
-        what: begins error messages.
     """
 
     def __init__(self, path: Path, tensors: dict[str, dict[str, Any]], what: str):

@@ -41,10 +41,8 @@ def gguf_tokenizer(field: Callable[..., Any], special: Mapping[str, int | None],
     Args:
         field: ``field(key, type, *default)`` returns a value of the metadata.
         special: ids of special tokens by llama.cpp's names.
-        vocab_size: rows of the embedding.
 
     Raises:
-        HydrajaxError: an id is beyond the vocabulary, or a field is missing or not supported.
         Exception: the fields do not fit together.
     """
     kind = field("tokenizer.ggml.model", str, "no_vocab")

@@ -99,7 +99,6 @@ def power_law(depth: int, acceptance: float, exponent: float, ranks: int = 64) -
         acceptance: probability that a drafted token is accepted, the same for all.
         exponent: r of the power law: the bonus token is not among the first F guesses with probability
             (1 + F) ** -r. The paper counts F from one; here F = 0 always misses.
-        ranks: number of guesses at each accept length.
 
     Raises:
         HydrajaxError: for an acceptance outside (0, 1) or an exponent outside (0, inf).

@@ -16,7 +16,6 @@ class SpeculationRecord:
         numbers: int32 ``[B, rounds]`` for each round that a sequence continued after, the index of the outcome in the
             speculation cache, -1 for a miss; -2 for no such round.
         accept_lengths: int32 ``[B, rounds]``.
-        fan_out: the outcomes in the speculation cache.
     """
 
     def __init__(self, numbers: np.ndarray, accept_lengths: np.ndarray, fan_out: FanOut):

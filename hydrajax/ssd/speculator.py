@@ -84,8 +84,6 @@ class SpeculatorState(NamedTuple):
     """The state that stays on the draft devices from round to round.
 
     Attributes:
-        draft: The draft model's state after the emitted tokens.
-        speculation: The draft under verification.
         lengths: int32 ``[B]`` tokens emitted.
         done: bool ``[B]``.
         keys, rule: As in `hydrajax.decoding.state.OutputState`, so that samples equal those of the fused step.

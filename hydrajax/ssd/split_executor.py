@@ -53,10 +53,6 @@ class SplitExecutor(Executor):
 
     While the base verifies, the draft model fills a speculation cache for the outcomes of ``fan_out``. The tokens equal
     those of the fused executor with the same program, request and key.
-
-    Attributes:
-        placement: devices of base and draft.
-        fan_out: outcomes in the speculation cache.
     """
 
     one_tree = True

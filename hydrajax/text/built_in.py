@@ -28,11 +28,7 @@ QUESTIONS = {
 
 
 def built_in_prompts(tokenizer: Any) -> list[Prompt]:
-    """Return questions if the tokenizer's chat template marks the roles, else beginnings of texts.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """Return questions if the tokenizer's chat template marks the roles, else beginnings of texts."""
     asked = _marks_roles(tokenizer)
     texts = QUESTIONS if asked else BEGINNINGS
     return [Prompt(text, f"built-in prompt '{name}'", chat=asked) for name, text in texts.items()]

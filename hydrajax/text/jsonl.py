@@ -24,11 +24,7 @@ def file_content(path: str | Path, what: str) -> bytes:
     """Return the bytes of a text file without a byte order mark; unpack ``.gz``.
 
     Args:
-        path: the file.
         what: the option or setting that named it, the start of every message.
-
-    Raises:
-        HydrajaxError: if the file cannot be read, or unpacks to more than any text does.
     """
     path = Path(path)
     try:

@@ -65,11 +65,6 @@ def checked(value: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any
 
     Args:
         value: as `hydrajax.text.jsonl.json_value` returns it, which may be the error that the text is not JSON.
-        fields: the type of each field.
-        where: start of the message.
-
-    Raises:
-        HydrajaxError: naming the first wrong field.
     """
     _, record = next(objects([(where, value)]))
     for name, kind in fields.items():

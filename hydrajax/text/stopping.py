@@ -12,7 +12,6 @@ class GrowingText:
     """The text of one sequence while its ids grow.
 
     Args:
-        answer: the text of its ids.
         stop: stop strings, no part of which is ever emitted. The text is cut before the stop string that is complete
             first: ``["b", "abc"]`` cuts "abc" to "a". If several end at the same character, the longest is used. So the
             cut does not depend on the number of ids per call.

@@ -56,7 +56,6 @@ class PromptEncoder:
     """A tokenizer and a chat template; `make_encoder` makes it.
 
     Attributes:
-        tokenizer: of transformers.
         source: the template, as Jinja text.
         own: the template is the tokenizer's own, which writes BOS itself; the built-in ones leave BOS to the tokenizer.
         special: pattern that finds the text of any special token.
@@ -73,7 +72,6 @@ class PromptEncoder:
         """Return token ids of the messages (``role``, ``content``) and of the header of the next answer.
 
         Args:
-            messages: the conversation.
             tools: functions that the model may call, as `transformers` describes them.
 
         Raises:
@@ -101,11 +99,7 @@ class PromptEncoder:
         return render(readable_messages(render, messages))
 
     def tokenize(self, text: str) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, "n 2"]]:
-        """Return the token ids of rendered text, int32, and the first and last offset of each token in the text.
-
-        Raises:
-            HydrajaxError: for text that is empty, is not valid Unicode or has two BOS.
-        """
+        """Return the token ids of rendered text, int32, and the first and last offset of each token in the text."""
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -129,12 +123,8 @@ def make_encoder(
     """Return an encoder of conversations.
 
     Args:
-        tokenizer: of transformers.
         template: ``auto`` for the tokenizer's own, or a name in `BUILT_IN`.
         field, tokenizer_field: the options or settings that named template and tokenizer, for messages.
-
-    Raises:
-        HydrajaxError: if the tokenizer cannot be used with the template.
     """
     if template != "auto" and template not in BUILT_IN:
         raise not_allowed(field, template, ("auto", *BUILT_IN))

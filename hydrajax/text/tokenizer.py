@@ -25,15 +25,8 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")  # two names of one c
 def load_tokenizer(directory: str | Path, field: str = "base") -> Any | None:
     """Load the transformers tokenizer of a Hugging Face directory; never runs code from it.
 
-    Args:
-        directory: of the model.
-        field: the option or setting that named it, for messages.
-
     Returns:
         The tokenizer, or None if the directory has none.
-
-    Raises:
-        HydrajaxError: for a damaged tokenizer.
     """
     directory = Path(directory)
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model")):

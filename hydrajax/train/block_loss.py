@@ -153,14 +153,8 @@ def block_loss(
     Logits exist for a chunk of guesses at a time.
 
     Args:
-        objective: Weights of the terms.
-        drafter: The draft.
-        draft_params: Its parameters.
-        aux_hidden_states: What the draft reads.
         hidden: The base's post-norm hidden states, the teacher.
         batch: int32 ``[B, T]`` ``tokens``, ``labels`` and, if packed, ``segments``.
-        anchors: `draw_anchors` of the batch.
-        base: Embeddings and lm head.
         totals: `block_totals` of the whole batch if this is a micro-batch.
     """
     targets = block_targets(batch, anchors, drafter, objective.head_decay)

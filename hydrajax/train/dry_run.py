@@ -63,9 +63,6 @@ def dry_run(config: TrainConfig, console: Console, device_memory: float | None =
 
     Returns:
         True if the run fits.
-
-    Raises:
-        HydrajaxError: settings with which no run could start.
     """
     shape = config.scratch or named_shape(config, "model")
     count, where = config.mesh.data * config.mesh.model, ""

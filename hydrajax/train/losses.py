@@ -83,8 +83,6 @@ class LanguageLoss(NamedTuple):
     """Float32 sums over all targets.
 
     Attributes:
-        nats: of the loss.
-        n_targets: number of targets.
         similarity: with a teacher, ``acceptance``, the probability that it accepts a token of the model at temperature
             1, Σ min(p, q) (Leviathan et al. 2023, theorem 3.5), and ``agreement``, 1 if both argmaxes are equal.
     """
@@ -98,8 +96,6 @@ class HeadMetrics(NamedTuple):
     """Means over each head's targets, float32 ``[K]``. Metrics that the objective does not compute are NaN.
 
     Attributes:
-        lm, teacher: cross entropies.
-        reconstruction: smooth L1 distance.
         top1: fraction of targets where the head's best token is the text's (ties count).
         agreement: fraction of targets where the head's best token is the base's.
     """

@@ -66,12 +66,7 @@ def _joint_settings(config: TrainConfig) -> tuple[OptimizerConfig, OptimizerConf
 
 
 class FromStep(NamedTuple):
-    """The state of a delayed optimizer.
-
-    Attributes:
-        count: int32 number of updates.
-        inner: the optimizer's own state.
-    """
+    """The state of a delayed optimizer."""
 
     count: jax.Array
     inner: Any

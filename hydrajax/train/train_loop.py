@@ -289,11 +289,7 @@ class Throughput:
 
 
 class Interrupts:
-    """Note and acknowledge the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once.
-
-    Attributes:
-        number: of the first signal, None before.
-    """
+    """Note and acknowledge the first SIGTERM or Ctrl-C; a second Ctrl-C interrupts at once."""
 
     def __init__(self):
         self.number: int | None = None

@@ -143,7 +143,6 @@ def with_estimates(tree: CandidateTree, more: int = 0) -> CandidateTree:
     """Return a tree whose proposals have `hydrajax.drafters.drafter.Proposal.log_p`, for drafts that are merged.
 
     Args:
-        tree: The tree.
         more: Nodes to add to a dynamic tree, as far as it has candidates.
     """
     if not isinstance(tree, DynamicTree):

@@ -55,7 +55,6 @@ class TreeTopology:
     root, then choices sorted by (length, lexicographic): N = len(choices) + 1 nodes, depth K.
 
     Attributes:
-        choices: The rank paths.
         estimates: Drafters report how likely each path is (`hydrajax.trees.dynamic.with_estimates`).
 
     Raises:

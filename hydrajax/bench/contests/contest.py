@@ -72,12 +72,9 @@ def contest(
     Args:
         executors: by name. The first is the baseline.
         prompts: token ids, int32 ``[P]`` each.
-        batch_size: sequences per batch.
-        repeats: number of rounds.
         divided: divide the batches among the rounds, so that more texts are decoded in the same time; otherwise every
             round decodes all batches. There must be a batch for every round.
         seed: seeds the order within rounds, and sampling.
-        on_status: called with a line before each compilation and each round.
     """
     filled = list(batches(prompts, batch_size))
     key = jax.random.key(seed)

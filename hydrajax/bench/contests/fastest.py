@@ -45,9 +45,7 @@ def measure(
     Args:
         executor: gives the model, the drafter and the rule; its tree does not matter.
         prompts: token ids; the first ``ROUNDS * batch_size`` are decoded, again from the first if there are fewer.
-        batch_size: sequences per batch.
         draft_directory: directory of the draft; a tree searched elsewhere is one of the candidates.
-        on_status: called with a line for every stage.
 
     Returns:
         None without a drafter, with ``HYDRAJAX_MEASURE_TREES=0``, without prompts, and if the rounds disagree.

@@ -33,7 +33,6 @@ class Search:
 
     Attributes:
         trees: Those of the final contest, by name.
-        rows: Its figures, in the same order.
         tried: Figures of the contests before it, one list each.
     """
 
@@ -65,13 +64,7 @@ class Race:
         self._with_tree: dict[CandidateTree, Executor] = {}
 
     def run(self, trees: Sequence[CandidateTree], repeats: int, purpose: str) -> list[Measured]:
-        """Return the figures of each tree, relative to decoding without a draft.
-
-        Args:
-            trees: Trees to compare.
-            repeats: Rounds.
-            purpose: Shown as status.
-        """
+        """Return the figures of each tree, relative to decoding without a draft."""
         for tree in trees:
             if tree not in self._with_tree:
                 self._with_tree[tree] = self._executor.with_program(tree=tree)
@@ -109,13 +102,7 @@ def search(
     ``best-N`` trees of these sizes instead.
 
     Args:
-        race: times trees.
-        static: static trees.
-        sizes: N of dynamic trees.
         grows: whether a dynamic tree can be used; None to try none.
-        repeats: rounds of the final contest.
-        all_sizes: whether the final contest has all ``sizes``.
-        one_pass: `hydrajax.drafters.drafter.DrafterSpec.one_pass`.
     """
     tried: list[list[Measured]] = []
 

@@ -46,8 +46,6 @@ class AnswerFiles:
     line that was being written when the run was killed. Hold the directory with `hydrajax.locking.in_use`.
 
     Args:
-        directory: created if needed.
-        model_ids: names of the contenders.
         settings: JSON object of what answers and times depend on.
 
     Attributes:
@@ -93,11 +91,7 @@ class AnswerFiles:
 
 
 class NoFiles:
-    """Stands for the `AnswerFiles` of the main process in the other processes of a run, which write nothing.
-
-    Attributes:
-        done: as in `AnswerFiles`.
-    """
+    """Stands for the `AnswerFiles` of the main process in the other processes of a run, which write nothing."""
 
     def __init__(self, done: Iterable[int | str]):
         self.done = set(done)

@@ -36,9 +36,6 @@ class Prompter:
     Attributes:
         encode: messages (``role``, ``content``) to token ids, up to the start of the answer. A prompt that is too long
             loses its oldest tokens, except a leading BOS: the last question stays whole.
-        context: positions of the model.
-        max_new_tokens: limit of an answer.
-        bos_id: the BOS token, None without one.
     """
 
     encode: Callable[[list[dict[str, str]]], list[int]]
@@ -83,8 +80,6 @@ def evaluate(
     that is new to a contender is first decoded untimed.
 
     Args:
-        repeats: timed runs of each turn.
-        seed: seed of the run.
         on_question: called for each finished question, also for those of an earlier run.
     """
     warm: set[tuple[str, int]] = set()

@@ -57,8 +57,6 @@ def contenders(
     Args:
         model: the base; all contenders share its parameters.
         base, drafts: directories or names, as the user gave them.
-        trees: names and trees.
-        request: what each decodes.
         base_directory: refuse draft heads that record another base; None to accept them.
     """
     names: set[str] = set()

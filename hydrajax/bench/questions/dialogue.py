@@ -11,8 +11,6 @@ class Dialogue:
 
     Attributes:
         turn: index of the current turn, -1 before the first.
-        ids: token ids of the current prompt.
-        messages: the conversation so far, each message with ``role`` and ``content``.
     """
 
     def __init__(self, seed: int, key: int | str, turns: Sequence[str], system: str | None = None):

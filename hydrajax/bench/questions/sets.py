@@ -39,8 +39,6 @@ class Question:
 
     Attributes:
         question_id: unique within a set.
-        category: category, or the set's name.
-        turns: the user's messages.
         record: the complete record, with the references that scores need; ignored by comparison.
     """
 
@@ -95,11 +93,7 @@ def select(
     limit: int | None = None,
     per_category: int | None = None,
 ) -> list[Question]:
-    """Return the first ``limit`` questions of these categories, at most ``per_category`` of each.
-
-    Raises:
-        HydrajaxError: for an unknown category.
-    """
+    """Return the first ``limit`` questions of these categories, at most ``per_category`` of each."""
     known = list(dict.fromkeys(question.category for question in questions))
     for category in categories or []:
         if category not in known:

@@ -56,7 +56,6 @@ def summarise(
         answers: records by model id and question id, as in `AnswerFiles.answers`.
         questions: the questions to count. If they have more categories than MT-Bench's eight, these eight are also
             summarised together as ``mt_bench``, as Spec-Bench does.
-        baseline: model id of the base alone.
         same_outputs: the rule promises that every contender generates the baseline's output.
     """
     groups = group_by_category(questions)

@@ -70,11 +70,9 @@ def draw_step(tree: TreeTopology, labels: Sequence[str], path: Sequence[int], be
     """Draw the tree of one decode step from left to right, with the accepted path in green.
 
     Args:
-        tree: the tree of the step.
         labels: one text per node.
         path: accepted nodes, the root first.
         before: text up to the root; its end is shown.
-        note: a line below the tree.
     """
     parents, depths = tree.parents, tree.depths
     y = {node: -row for node, row in _siblings_apart(tree, min).items()}  # a node is level with its best child

@@ -25,11 +25,7 @@ MakeTable = Callable[[list[dict]], Table]
 
 
 def write_report(results: Sequence[tuple[Path, Result]], path: str | Path, flag: str = "output") -> None:
-    """Write a table of every result to ``path``.
-
-    Raises:
-        HydrajaxError: the file cannot be written.
-    """
+    """Write a table of every result to ``path``."""
     with WholeFile(path, flag) as file:
         file.write_text("\n".join([INTRODUCTION, *(section(result, source.name) for source, result in results)]))
 
@@ -40,7 +36,6 @@ def section(
     """Return one result as Markdown. Texts of the file become neither links nor HTML.
 
     Args:
-        file: name of the result file.
         picture: path of a picture to show above the table.
         tables: functions for kinds whose table differs from `TABLES`.
     """

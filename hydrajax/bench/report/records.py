@@ -18,7 +18,6 @@ def records(command: str, report: Mapping[str, Any], *tables: tuple[str, str, Ro
     """Return the field of ``(kind, title, rows)`` tables; tables without rows are left out.
 
     Args:
-        command: such as "bench".
         report: what the command writes, of which ``machine`` and ``arguments`` are recorded.
         tables: see `hydrajax.bench.report.results.KINDS`.
     """

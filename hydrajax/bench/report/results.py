@@ -90,7 +90,6 @@ class Result:
         kind: A key of `KINDS`, which gives the fields of ``rows``.
         source: The matching figure or table of a paper, such as "hydra figure 2", or "".
         machine: From `hydrajax.machine.machine`.
-        remarks: Sentences to print with the table.
     """
 
     kind: str

@@ -34,10 +34,8 @@ def print_table(
     """Print a table on standard output. Cells are never cut or wrapped.
 
     Args:
-        columns: headings.
         rows: cells as text, or values for `cell`.
         left: headings of left-aligned columns; all others are right-aligned.
-        title: a line above the table.
         bold: index of a row to emphasise.
     """
     console = Console(width=WIDTH, markup=False, emoji=False, highlight=False)

@@ -43,11 +43,8 @@ def compare(
 
     Args:
         executors: by tree name; they differ in their trees only.
-        batches: batch sizes.
-        contexts: cache slots per sequence.
         itemsize: bytes per number.
         tokens_per_step: one value per tree, or empty.
-        repeats: timed rounds per cell.
     """
     found, meter = Comparison(), None
     first, most = next(iter(executors.values())), max(contexts)

@@ -30,11 +30,7 @@ class Meter:
     can be called with every timing: the rates of a shared machine change within minutes.
 
     Args:
-        config: the model's shape.
-        dtype: of weights and cache.
         weight_bytes: bytes of weights that a step reads.
-        slots: of the KV cache.
-        repeats: timings per rate.
     """
 
     def __init__(self, config: LlamaConfig, dtype, weight_bytes: int, slots: int, repeats: int = 5):

@@ -41,12 +41,8 @@ def forward(
     """Count one pass of the base over ``tokens`` new tokens per sequence.
 
     Args:
-        base: the model.
-        batch: sequences.
-        tokens: new tokens per sequence.
         slots: Slots per sequence of the KV cache, which is then read with a given mask; 0 for a prefill.
         logits_at: number of last tokens whose logits are computed; None for all.
-        division: the mesh.
     """
     batch = division.rows(batch)
 

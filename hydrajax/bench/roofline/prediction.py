@@ -37,9 +37,6 @@ class Workload:
     in addition.
 
     Attributes:
-        config: The base's configuration.
-        drafter: The drafter.
-        batch: Number of sequences.
         context: Tokens in each sequence's cache.
         itemsize: Bytes per number, 2 or 4.
         quantize: "int8" for a base with such weights; draft heads and caches are not quantised.
@@ -116,7 +113,6 @@ class Prediction:
     Attributes:
         break_even: Step / autoregressive_step, the tokens_per_step above which the tree is faster.
         flops, bytes: Of a step, on one device.
-        draft_bytes: Of all draft parameters.
         memory_bound: Share of the step's time in memory-bound operators.
         collectives, collective_bytes, collective_time: Exchanges between devices in a step, bytes that a device sends,
             and their milliseconds; the last also of a step without a draft, in autoregressive_collective_time.
@@ -174,12 +170,6 @@ def predict(
     """Yield a prediction for every cell, contexts outermost, trees innermost.
 
     Args:
-        device: rates.
-        config: shape of the base.
-        drafter: the drafter.
-        trees: by name.
-        batches: batch sizes.
-        contexts: tokens per sequence.
         itemsize: bytes per number, 2 or 4.
         tokens_per_step: one value per tree, or empty.
         quantize: "int8" for a base with such weights.

@@ -54,7 +54,6 @@ def trace(
     """Count the operators of ``function(params, *arguments)``.
 
     Args:
-        function: any traceable function.
         params: pytree of (abstract) arrays: the weights. Their paths name the products.
         arguments: other pytrees of (abstract) arrays, such as caches.
         boxed: ``params`` boxed with their logical axes; arrays without axes are copied to every device.
@@ -125,7 +124,6 @@ class _Product:
 
     Attributes:
         made: Bytes of computed inputs.
-        output: Bytes of the output.
         is_divided, is_joined: Each device has a part of the output; the parts are also gathered.
         exchanges: Collectives on its output.
         best: Numbers that a ranking of the output returns.

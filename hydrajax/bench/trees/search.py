@@ -62,7 +62,6 @@ def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals
     Args:
         accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their
             product.
-        largest: The largest size.
     """
 
     def children(path: Choice, probability: float):
@@ -125,7 +124,6 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
     Args:
         ranks: int32 ``[K, rows, T]``.
         spans: ``(row, start, end)`` of the tokens to be emitted.
-        largest: The largest size.
     """
     if largest < 1:
         raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")

@@ -33,7 +33,6 @@ def walk(accepted: Int[np.ndarray, " positions"], start: int, end: int) -> list[
 
     Args:
         accepted: `accepted_lengths` at every position of the row.
-        start: First token.
         end: End of the tokens. The root of a step is the token after the position it drafts from; the last step emits
             no token beyond the end.
     """

@@ -47,8 +47,6 @@ class ChainEstimate:
         acceptance: α, the mean probability that a drafted token is accepted.
         draft_cost: c, the time of drafting one token in steps without a draft.
         length: K.
-        tokens_per_step: Of this K.
-        improvement: Of this K.
     """
 
     acceptance: float

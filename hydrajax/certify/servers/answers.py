@@ -18,7 +18,6 @@ class Token:
     """A token of an answer.
 
     Attributes:
-        text: the token as text.
         logprob: natural log-probability, None if the server gives none.
         top: log-probabilities of the most likely tokens at this position by text.
         start: offset in the answer's text, in characters.
@@ -40,7 +39,6 @@ class Answer:
         tokens: with log-probabilities, None without.
         calls: pairs of name and arguments of the tool calls.
         ended: False for a stream without ``[DONE]``.
-        index: number of the choice.
     """
 
     text: str

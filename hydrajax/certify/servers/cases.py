@@ -37,10 +37,7 @@ def questions_of(
 
     Args:
         contents: texts or token ids, each with whether it is a user's message.
-        number: of questions.
         max_tokens: limit of new tokens of the longest answers.
-        chats: whether chats may be asked.
-        completions: whether completions may be asked.
     """
     found: list[Question] = []
     for index in range(number):

@@ -26,10 +26,7 @@ class ServerCheck:
     """One guarantee and its outcome.
 
     Attributes:
-        name: the compared quantity.
         holds: True, False, or None if the server does not offer it.
-        summary: one line with the figures.
-        findings: faults and ties.
     """
 
     name: str
@@ -54,9 +51,7 @@ def certify_server(
     A server that refuses a request with a status such as 400 does not offer it: the check is skipped.
 
     Args:
-        sides: the server and its reference.
         contents: texts or token ids of prompts, each with whether it is a user's message.
-        on_status: called with a line before each check.
 
     Raises:
         HydrajaxError: the server answers neither completions nor chats, or the reference fails.

@@ -30,7 +30,6 @@ class Client:
     """A server and one of its models.
 
     Attributes:
-        field: the flag that names the server, for messages.
         url: ends with ``/v1``.
         model: the model's name in requests.
     """
@@ -41,9 +40,7 @@ class Client:
         """Connect to a server and choose its model.
 
         Args:
-            field: the flag that names the server.
             url: such as ``http://127.0.0.1:8000``, with or without ``/v1``.
-            api_key: sent as a bearer token.
             model: its name, None for the first one that the server lists.
             timeout: seconds that the server may be silent.
 

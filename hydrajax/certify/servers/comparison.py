@@ -29,8 +29,6 @@ class Finding:
         kind: such as "text", "finish reason" or "stop string".
         verdict: `TIE`, `FAULT` or `UNJUDGED`.
         setting: how the question was asked, such as "8 at once".
-        question: the request.
-        message: one line.
         details: for a different text: ``position`` (characters), ``context`` (the end of the common text), ``expected``
             and ``found`` (tokens or texts there), ``gap`` (nats, None if unknown), ``at_least`` (the gap is a lower
             bound), ``judged_by``.
@@ -51,7 +49,6 @@ class Gap:
     Attributes:
         value: in nats, None if it is unknown.
         at_least: the other token is not among the most likely ones, and the value is a lower bound.
-        chosen, other: the tokens.
     """
 
     value: float | None
@@ -74,7 +71,6 @@ def gap_of(tokens: Sequence[Token], other: Answer, common: int) -> Gap:
 
     Args:
         tokens: of the side that judges, with offsets in its text.
-        other: the other side's answer.
         common: characters in which the two texts agree.
     """
     near = [token for token in tokens if token.start <= common][-NEAR_TOKENS:]

@@ -22,8 +22,6 @@ def in_parallel(
 
     Args:
         function: called on threads, with one worker on the calling thread.
-        items: its arguments.
-        workers: number of threads.
         on_done: called on the calling thread after each result.
     """
     if workers == 1:

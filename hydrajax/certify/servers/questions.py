@@ -17,11 +17,8 @@ class Question:
     Attributes:
         content: the prompt as text or token ids; in a chat the user's message.
         chat: ask ``/chat/completions``, not ``/completions``.
-        max_tokens: limit of new tokens.
         temperature: 0 is greedy.
         seed: of sampling, None for the server's choice.
-        n: number of choices.
-        stop: stop strings.
         stream: ask for server-sent events.
         logprobs: ask for the log-probabilities of the tokens and of this many most likely ones; None for none.
         more: further fields of the body, such as ``response_format``.

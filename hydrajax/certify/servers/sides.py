@@ -35,8 +35,6 @@ class Settings:
     Attributes:
         tolerance: gaps and differences of log-probabilities up to this many nats are rounding.
         max_tokens: limit of new tokens of the longest answers.
-        requests: number of requests at each concurrency.
-        concurrency: numbers of requests at once.
         seed: first seed of sampling; it also makes the long prompts different from those of another seed.
     """
 

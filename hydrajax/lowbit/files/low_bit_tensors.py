@@ -69,10 +69,7 @@ class LowBitFiles(WrappedFiles):
     """The tensors of a quantised base.
 
     Args:
-        files: the tensors as they are stored.
-        method: how they are quantised.
         stored: NumPy's name of the dtype that quantised layers count as, in which the model was published.
-        where: begins error messages.
     """
 
     def __init__(self, files: TensorFiles, method: Method, stored: str, where: str):

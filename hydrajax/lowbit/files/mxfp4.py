@@ -21,12 +21,7 @@ GROUP = 32
 
 
 class Mxfp4Files(WrappedFiles):
-    """The tensors of such a base.
-
-    Args:
-        files: the tensors as they are stored.
-        where: begins error messages.
-    """
+    """The tensors of such a base."""
 
     kept_as, of_experts = "mxfp4", True
 

@@ -57,7 +57,6 @@ class Integers(NamedTuple):
     """A layer of integers or of float8_e4m3fn, ``(numbers - zeros) * scales``.
 
     Attributes:
-        bits: Of each number.
         numbers: uint8, int8 or float8_e4m3fn ``[inputs, outputs]``.
         scales: float32 ``[groups, outputs or 1]``.
         zeros: ``[groups, outputs or 1]``, or one number for all; None for 0.
@@ -80,8 +79,6 @@ class StoredLinear:
 
     Args:
         name: of the layer, such as ``model.layers.0.mlp.up_proj``.
-        files: the tensors of the checkpoint.
-        where: begins error messages.
     """
 
     def __init__(self, name: str, files: TensorFiles, where: str):

@@ -101,11 +101,7 @@ def holds_conversations(path: str | Path) -> bool:
 
 
 def read_dataset(name: str, split: str = "train", format: str = "auto") -> tuple[list[Conversation], list[BadRecord]]:
-    """Read the records (`read_conversations`) of a data set by `datasets.load_dataset`.
-
-    Raises:
-        HydrajaxError: the package is missing, or the data set cannot be loaded.
-    """
+    """Read the records (`read_conversations`) of a data set by `datasets.load_dataset`."""
     try:
         import datasets
     except ImportError:

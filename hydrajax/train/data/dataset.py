@@ -22,7 +22,6 @@ class Dataset(NamedTuple):
         train, held_out: ``held_out`` is None if nothing is held out.
         tokenizer: of the data, trained on it if ``data.new_tokenizer`` is set.
         bytes_per_token: UTF-8 bytes of held-out text per token, None if the documents are not plain text.
-        held_out_names: of files or records, in order.
     """
 
     train: Rows
@@ -66,8 +65,6 @@ def documents(config: DataConfig, tokenizer: Any | None, seed: int, log: Log) ->
 
     Args:
         tokenizer: None trains one on the training texts (`DataConfig.new_tokenizer`).
-        seed: of the split.
-        log: gets a line about what was read and what was left out.
 
     Raises:
         HydrajaxError: the data cannot be read or has nothing to train on.

@@ -29,8 +29,6 @@ def encode_conversations(
     rendered up to each answer and up to its end, and each text must be a prefix of the next.
 
     Args:
-        tokenizer: a fast tokenizer of transformers.
-        conversations: of the training data.
         template: ``auto`` for the tokenizer's own, or one of `hydrajax.text.templates.BUILT_IN`.
 
     Raises:

@@ -56,10 +56,6 @@ def feed(
         place: called in the thread with each batch, a dict of NumPy arrays, to put it on the devices. A mesh set by
             `jax.set_mesh` in the caller is not in force there.
         extras: further arrays by name, such as ``np.memmap``, indexed like ``rows``.
-        depth: batches prepared ahead.
-
-    Raises:
-        HydrajaxError: as `batch_indices` does.
     """
     n_rows = len(rows.tokens)
     arrays = {name: array for name, array in rows._asdict().items() if array is not None} | dict(extras or {})

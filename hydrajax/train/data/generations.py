@@ -31,11 +31,7 @@ class Continuation(NamedTuple):
 
 
 def read(files: Iterable[str | Path]) -> list[Continuation]:
-    """Read JSONL lines with ``prompt_ids`` and ``output_ids``; other fields are ignored.
-
-    Raises:
-        HydrajaxError: an unreadable file, a bad line (the files were written by a program), or no lines.
-    """
+    """Read JSONL lines with ``prompt_ids`` and ``output_ids``; other fields are ignored."""
     found = []
     for file in files:
         for where, line in read_jsonl(file, "data.files"):

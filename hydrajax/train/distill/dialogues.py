@@ -36,11 +36,7 @@ class DistillSpec:
 
     Attributes:
         draft: name of the draft for the records; it does not change the text. None without a draft.
-        base: name of the base for the records.
         temperatures: shared evenly among the seeds; 0 is greedy.
-        new_tokens: limit of each answer.
-        batch_size: sequences per batch.
-        seed: seed of the run.
     """
 
     draft: str | None
@@ -81,16 +77,7 @@ def write(
     """Continue or answer every seed, and add to ``file`` what it does not have yet.
 
     Args:
-        executor: of the base, with room for ``spec.new_tokens``.
-        seeds: conversations, or beginnings of texts.
         encoder: encodes conversations; None for beginnings.
-        spec: settings of the run.
-        file: the output.
-        on_batch: called with the generations of each batch.
-        on_end: called at the end of each seed.
-
-    Raises:
-        HydrajaxError: if ``new_tokens`` leaves no room for a prompt.
     """
     result, context = DialogueResult(), executor.model.config.max_positions
     room, size = spec.room(context), min(spec.batch_size, len(seeds))

@@ -27,7 +27,6 @@ class Seed(NamedTuple):
     """Either ``ids`` to continue, or the user's ``turns`` to answer.
 
     Attributes:
-        source: name of the file.
         index: line or record in it, from 1, or a question's id; for ids the offset of the first token in the document.
     """
 
@@ -52,10 +51,6 @@ def read_seeds(name: str, data: str | None = None) -> tuple[Seeds, list[BadRecor
     Args:
         name: what `hydrajax.train.data.conversations.read_conversations` or
             `hydrajax.bench.questions.sets.read_questions` reads; the first record of a file decides.
-        data: directory of the named question sets.
-
-    Raises:
-        HydrajaxError: as these functions do.
     """
     path = Path(name)
     if name not in sets.FILES and (path.is_dir() or (path.is_file() and conversations.holds_conversations(path))):
@@ -74,13 +69,8 @@ def of_config(
     """Return seeds from a run's training or held-out data: its conversations, or ``count`` beginnings of other text.
 
     Args:
-        config: the run's data.
-        tokenizer: of the base.
         seed: the run's seed, by which it splits its data.
         count, length: number of beginnings, and their tokens.
-        cuts: seed of the cuts.
-        held_out: take the held-out part.
-        on_message: called with each message.
     """
     train, kept_back, encode = dataset.parts(config, seed, on_message)
     items = kept_back if held_out else train

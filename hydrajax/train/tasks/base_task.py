@@ -80,7 +80,6 @@ class BaseTask:
 
     Attributes:
         start: float32 parameters to start from; None for random ones.
-        teacher: A model and its parameters.
     """
 
     higher_is_better = False

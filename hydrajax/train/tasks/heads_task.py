@@ -130,11 +130,7 @@ def _anchors(batch: Batch) -> Anchors:
 
 
 def make_loss(model: BaseModel, drafter: Trainable, objective: Objective) -> HeadsLoss:
-    """Return the loss of a drafter's kind.
-
-    Raises:
-        HydrajaxError: For an objective that has terms of the other kind.
-    """
+    """Return the loss of a drafter's kind."""
     if isinstance(drafter, BlockDrafter):
         check_objective(objective, drafter)
         return BlocksLoss(model, drafter, objective)
