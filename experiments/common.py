@@ -32,7 +32,8 @@ from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest, m
 from hydrajax.bench.questions.held_out import held_out_files
 from hydrajax.bench.report.results import Result, write_result
 from hydrajax.bench.rounds import in_rounds
-from hydrajax.bench.trees.search import Proposals, expected_tokens_per_step, simulated
+from hydrajax.bench.trees.search import Proposals, simulated
+from hydrajax.bench.trees.simulation import accepted_lengths, walk
 from hydrajax.cli import options, run_command
 from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.decoding.acceptance import AcceptanceRule, Greedy
@@ -249,7 +250,9 @@ class Setup:
     def expected(self, heads: str, tree: TreeTopology) -> float:
         """Return the tokens per step that the calibration text predicts."""
         found = self.calibrated(heads)
-        return expected_tokens_per_step(tree, found.ranks, found.spans)
+        accepted = accepted_lengths(tree, found.ranks)
+        steps = sum(len(walk(accepted[row], start, end)) for row, start, end in found.spans)
+        return sum(end - start for _, start, end in found.spans) / max(steps, 1)
 
     def measure_trees(
         self,

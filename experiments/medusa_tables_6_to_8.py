@@ -58,7 +58,8 @@ class PrintedTable:
 
     def ours(self, row: int) -> tuple[float, ...]:
         """Return our intensities, not rounded; the paper prints two decimals and drops trailing zeros."""
-        return tuple(self.operator(row, candidates).intensity for candidates in CANDIDATES)
+        found = (self.operator(row, candidates) for candidates in CANDIDATES)
+        return tuple(operator.flops / operator.bytes for operator in found)
 
 
 TABLES = (

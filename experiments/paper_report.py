@@ -133,7 +133,12 @@ def _tpu_program(rows: list[dict]) -> Table:
     return ("program", *counts), cells
 
 
-TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto}
+def _curve(rows: list[dict]) -> Table:
+    fields = ("name", "over", "at", "tokens_per_step")
+    return fields, [[row[name] for name in fields] for row in rows]
+
+
+TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto, "curve": _curve}
 TABLES |= {"program": _program, "tpu_program": _tpu_program}
 
 

@@ -25,7 +25,6 @@ from hydrajax.decoding.request import Request
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.language_model import LanguageModel
 from hydrajax.loaded_model import make_executor
@@ -49,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-draft",
         metavar="KIND",
         help=f"use a random draft instead of --draft: {', '.join(KINDS)} (default with --random: hydra++)",
-    )
-    parser.add_argument(
-        "--draft-settings",
-        metavar="W-N-G,W-N-G,...",
-        type=lambda text: text.split(","),
-        help="sweep the settings of a draft that has them, such as lookahead",
     )
     options.add(parser, "--tree-sizes", "--batch-sizes", "--repeats", "--seed", "--json")
     parser.add_argument(
@@ -91,8 +84,8 @@ def run(args: argparse.Namespace) -> None:
 
 def run_split(args: argparse.Namespace) -> None:
     """Compare drafting ahead on separate devices with the same pair in turn and in one program."""
-    if args.draft_settings or args.tree_sizes or args.random or args.random_draft:
-        raise HydrajaxError("--draft-devices: requires --base and --draft, without --draft-settings and --tree-sizes")
+    if args.tree_sizes or args.random or args.random_draft:
+        raise HydrajaxError("--draft-devices: requires --base and --draft, without --tree-sizes")
     with options.json_report(args.json) as write:
         model = options.load_from(args)
         texts = _texts(args, model)
@@ -120,8 +113,6 @@ def run_split(args: argparse.Namespace) -> None:
 def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.ndarray]]:
     """Executors by tree name, and token ids of prompts; none for random weights."""
     request = options.request_from(args)
-    if args.draft_settings:
-        return _settings(args, request)
     executor, texts = _executor(args, request)
     tree = executor.program.tree
     trees: Mapping[str, CandidateTree]
@@ -131,20 +122,6 @@ def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.n
         else {args.tree or executor.program.drafter.spec.default_tree: tree}
     )
     return {name: executor.with_program(tree=tree) for name, tree in trees.items()}, texts
-
-
-def _settings(args: argparse.Namespace, request: Request) -> tuple[dict[str, Executor], list[np.ndarray]]:
-    """An executor for each of ``--draft-settings`` with the draft's own tree, and token ids of prompts."""
-    if not args.base or args.random_draft or args.tree or args.tree_sizes:
-        raise HydrajaxError("--draft-settings: requires --base and --draft, without --tree and --tree-sizes")
-    names = [f"{args.draft}-{numbers}" for numbers in args.draft_settings]
-    for name in names:  # before gigabytes are read
-        if DraftRef.parse(name).kind is None:
-            raise HydrajaxError(f"--draft-settings: got '{name}', expected settings such as lookahead-15-5-15")
-    model = options.load_from(args, draft=None)
-    drafted = {name: model.with_draft(name) for name in names}
-    executors = {name: make_executor(each, each.program(request), request) for name, each in drafted.items()}
-    return executors, _texts(args, model)
 
 
 def _texts(args: argparse.Namespace, model: LanguageModel) -> list[np.ndarray]:

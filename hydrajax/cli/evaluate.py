@@ -13,7 +13,7 @@ import jax
 
 from hydrajax import api, processes
 from hydrajax.bench.questions import sets as question_sets
-from hydrajax.bench.questions.answer_files import AnswerFiles, NoFiles, answer_directory
+from hydrajax.bench.questions.answer_files import AnswerFiles, answer_directory
 from hydrajax.bench.questions.asking import Prompter, evaluate
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.bench.questions.sets import Question
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> None:
     with in_use(answer_directory(args.output)) if processes.is_main() else nullcontext():
         written = AnswerFiles(args.output, [way.model_id for way in ways], settings) if processes.is_main() else None
         done = processes.from_main(lambda: written.done)
-        files = written or NoFiles(done)
-        ask(questions, ways, prompter, files, args)
+        ask(questions, ways, prompter, written, done, args)
         if written is None:
             return
         results = summarise(written.answers, questions, baseline, same_outputs)
@@ -149,28 +148,24 @@ def ask(
     questions: Sequence[Question],
     ways: Sequence[Answerer],
     prompter: Prompter,
-    files: AnswerFiles | NoFiles,
+    files: AnswerFiles | None,
+    done: set[int | str],
     args: argparse.Namespace,
 ) -> None:
     """Run `evaluate` with a progress bar; on Ctrl-C, print how many questions are kept."""
-    if before := sum(question.question_id in files.done for question in questions):
+    if before := sum(question.question_id in done for question in questions):
         print(f"resuming: {before} of {len(questions)} questions are answered", file=sys.stderr)
     with bar() as progress:
         task = progress.add_task(f"{args.set}, {len(ways)} contenders", total=len(questions))
         try:
             evaluate(
-                questions,
-                ways,
-                prompter,
-                files,
-                repeats=args.repeats,
-                seed=args.seed,
-                on_question=lambda: progress.advance(task),
-            )
+                questions, ways, prompter, files, done=done,
+                repeats=args.repeats, seed=args.seed, on_question=lambda: progress.advance(task),
+            )  # fmt: skip
         except KeyboardInterrupt:
-            done = sum(question.question_id in files.done for question in questions)
             progress.stop()
-            print(f"{done} of {len(questions)} questions are kept; repeat the command to resume", file=sys.stderr)
+            kept = f"{progress.tasks[0].completed:.0f} of {len(questions)} questions"
+            print(f"{kept} are kept; repeat the command to resume", file=sys.stderr)
             raise
 
 

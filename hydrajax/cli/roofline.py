@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -14,11 +14,10 @@ from hydrajax.bench.benchmark import first_nodes
 from hydrajax.bench.random_models import random_base, with_random_params
 from hydrajax.bench.report.records import of_roofline
 from hydrajax.bench.report.tables import cell, print_table
-from hydrajax.bench.roofline.best_chain import BestChain, best_chain
 from hydrajax.bench.roofline.comparison import Comparison, compare
-from hydrajax.bench.roofline.devices import COLLECTIVE_LATENCY, DEVICES, Device
+from hydrajax.bench.roofline.devices import DEVICES, Device
 from hydrajax.bench.roofline.division import Division
-from hydrajax.bench.roofline.prediction import Prediction, Workload, milliseconds, predict
+from hydrajax.bench.roofline.prediction import Prediction, predict
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.cli import options
 from hydrajax.decoding.executor import Executor, FusedExecutor
@@ -26,7 +25,7 @@ from hydrajax.decoding.program import Program
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.errors import HydrajaxError, not_allowed
-from hydrajax.formats.draft_registry import KINDS, title_of
+from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
 from hydrajax.machine import machine
@@ -54,12 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device to predict for; 'here' measures the rates of this one (default %(default)s)",
     )
     options.add(parser, "--mesh", "--batch-sizes", "--repeats", "--json")
-    parser.add_argument(
-        "--collective-latency",
-        metavar="US",
-        type=_microseconds,
-        help=f"microseconds of a collective before its bytes (default {1e6 * COLLECTIVE_LATENCY:g}, assumed)",
-    )
     parser.add_argument("--quantize", choices=["int8"], help="store the base's weights in 8 bits")
     parser.add_argument("--tree", metavar="NAME|FILE.json|JSON", help="tree (default: the drafter's)")
     sizes = ",".join(map(str, SIZES))
@@ -78,16 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-step", metavar="T,T,...", type=_numbers, help="τ of each tree size, to predict speed-ups"
     )
-    parser.add_argument(
-        "--acceptance",
-        metavar="A",
-        type=float,
-        help="acceptance probability of a draft model's token (Leviathan's α, measured by 'tree search'), to predict "
-        "the best chain length",
-    )
-    parser.add_argument(
-        "--operators", action="store_true", help="also print each operator for the first batch size and the last tree"
-    )
 
 
 def _numbers(text: str) -> list[float]:
@@ -95,16 +78,6 @@ def _numbers(text: str) -> list[float]:
         return [float(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"got '{text}', expected numbers separated by commas") from None
-
-
-def _microseconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = -1.0
-    if not 0 <= found < 1e6:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected a number from 0 to 1000000")
-    return found
 
 
 def run(args: argparse.Namespace) -> None:
@@ -117,7 +90,8 @@ def run(args: argparse.Namespace) -> None:
         dtype = jnp.dtype(api.DTYPES[args.dtype])
         if args.device != HERE and args.dtype != "bfloat16":
             raise HydrajaxError(f"--dtype: got '{args.dtype}', expected bfloat16 for the peaks of {args.device}")
-        device, division = _device(args), _division(args, config)
+        device, division = _device(args), Division(**args.mesh)
+        division.check(config)
         drafter = _drafter(args, config, dtype)
         trees = _trees(args, drafter, config)
         taus = _tokens_per_step(args, trees)
@@ -129,32 +103,18 @@ def run(args: argparse.Namespace) -> None:
         else:
             grid = (trees, args.batch_sizes, args.context)
             rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus, args.quantize, division))
-        chains = [
-            best_chain(
-                device, config, drafter, args.acceptance, batch, context, dtype.itemsize, args.quantize, division
-            )
-            for context in args.context
-            for batch in args.batch_sizes
-            if args.acceptance is not None
-        ]
-        write(_report(args, device, rows, compared, chains))
+        write(_report(args, device, rows, compared))
     if args.json == "-":
         return
     _print(args, device, rows)
-    if chains:
-        _print_chains(chains)
     if compared:
         _print_comparison(compared)
-    if args.operators:
-        cell = (args.batch_sizes[0], args.context[0], dtype.itemsize, args.quantize, division)
-        work = Workload(config, drafter, *cell)
-        _print_operators(device, work, list(trees.values())[-1])
 
 
 def _device(args: argparse.Namespace) -> Device | None:
     """Return the device of the data sheets, None for this one."""
     if args.device == HERE:
-        for flag in ("mesh", "collective_latency", "quantize"):
+        for flag in ("mesh", "quantize"):
             if getattr(args, flag):
                 raise HydrajaxError(
                     f"{flag}: cannot be used with --device {HERE}, which measures one device in a dtype"
@@ -163,15 +123,7 @@ def _device(args: argparse.Namespace) -> Device | None:
     device = DEVICES[args.device]
     if args.mesh.get("model", 1) > 1 and device.link is None:
         raise HydrajaxError(f"mesh: the bandwidth between several {device.name} is unknown; leave --mesh out")
-    if args.collective_latency is None:
-        return device
-    return replace(device, latency=args.collective_latency / 1e6)
-
-
-def _division(args: argparse.Namespace, config: LlamaConfig) -> Division:
-    division = Division(**args.mesh)
-    division.check(config)
-    return division
+    return device
 
 
 def _config(args: argparse.Namespace) -> LlamaConfig:
@@ -186,15 +138,9 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
 
 def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
     if args.draft:
-        drafter: Drafter = DraftModel(Llama(read_config(args.draft, "draft"), dtype), config.vocab_size)
         args.draft_kind = "model"
-    else:
-        drafter = KINDS[args.draft_kind].build(config, dtype)
-    if args.acceptance is not None and not drafter.spec.has_distribution:
-        raise HydrajaxError(
-            f"--acceptance: requires a draft model (--draft or --draft-kind model), got {title_of(drafter)}"
-        )
-    return drafter
+        return DraftModel(Llama(read_config(args.draft, "draft"), dtype), config.vocab_size)
+    return KINDS[args.draft_kind].build(config, dtype)
 
 
 def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
@@ -224,17 +170,9 @@ def _executors(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, Ca
     return {name: FusedExecutor(model, params, Program(drafter, tree)) for name, tree in trees.items()}
 
 
-def _report(
-    args: argparse.Namespace,
-    device: Device,
-    rows: list[Prediction],
-    compared: Comparison | None,
-    chains: list[BestChain],
-) -> dict:
+def _report(args: argparse.Namespace, device: Device, rows: list[Prediction], compared: Comparison | None) -> dict:
     cells = [{"predicted": asdict(row)} for row in rows]
     report = {"device": asdict(device), "arguments": options.recorded(args), "rows": cells}
-    if chains:
-        report["chains"] = [asdict(chain) for chain in chains]
     if compared is None:
         return report
     for found, row in zip(cells, compared.measured, strict=True):
@@ -297,20 +235,6 @@ def _print_memory(device: Device, rows: list[Prediction]) -> None:
     print_table(("batch", "context", "base", "draft", "KV cache", "together", "fits"), cells)
 
 
-def _print_chains(chains: list[BestChain]) -> None:
-    cells = []
-    for chain in chains:
-        formula = (f"{chain.draft_cost:.3f}", chain.length, f"{chain.tokens_per_step:.2f}", f"{chain.improvement:.2f}x")
-        cells.append([chain.batch, chain.context, *formula, chain.roofline_length, f"{chain.roofline_speedup:.2f}x"])
-    print(f"chains with acceptance probability {chains[0].acceptance:g} (Leviathan et al. 3.1 to 3.3):")
-    columns = ("c", "best K", "τ", "speed-up", "roofline's K", "roofline's speed-up")
-    print_table(("batch", "context", *columns), cells)
-    print(
-        "c: time of a drafted token / step without a draft. best K: maximum of (1 - α^(K+1)) / ((1 - α)(cK + 1)). The"
-    )
-    print("roofline also counts that a pass of the base over K + 1 tokens costs more than over one.")
-
-
 def _print_comparison(compared: Comparison) -> None:
     steps, phases = [], []
     for predicted, found in zip(compared.predicted, compared.measured, strict=True):
@@ -328,19 +252,3 @@ def _print_comparison(compared: Comparison) -> None:
     print("ms predicted (measured). The prediction has only matrix products and traffic: it leaves out the sort of a")
     print("top-k (in propose), the commit and the start of each operator.")
     print(f"the measured rates changed by a factor of up to {compared.drift:.2f} meanwhile (1.00: a quiet machine)")
-
-
-def _print_operators(device: Device, work: Workload, tree: CandidateTree) -> None:
-    passes = {"prefill": work.prefill(), "decode": work.autoregressive_step()}
-    passes[f"tree decode, {tree.size} nodes"] = [operator for phase in work.step(tree).values() for operator in phase]
-    for name, operators in passes.items():
-        print(f"{name}: batch {work.batch}, context {work.context}")
-        cells = []
-        for operator in operators:
-            figures = (operator.flops / 1e9, operator.bytes / 1e6, operator.intensity)
-            bound = "memory" if device.memory_bound(operator) else "arithmetic"
-            bound = "links" if operator.kind == "collective" else bound
-            ms = milliseconds(device, [operator])
-            cells.append([operator.name, operator.count, *figures, ms, bound])
-        columns = ("operator", "times", "GFLOP each", "MB each", "FLOP/byte", "ms", "bound by")
-        print_table(columns, cells, left=["operator"])

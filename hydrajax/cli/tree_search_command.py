@@ -28,7 +28,7 @@ from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.tree_json import content_of
 
 HELP = "grow trees by expected acceptance, measure static and dynamic trees on this device, and save the fastest"
-HOW = ("simulated", "joint", "independent", "chains")
+HOW = ("simulated", "independent", "chains")
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 100)
 STATIC, DYNAMIC, BOTH = SHAPES = ("static", "dynamic", "both")
 
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--how", choices=HOW, default="simulated",
-        help="grow static trees by simulated decoding (Hydra, section 4), by the counts of whole paths at every "
-        "position (joint), or by the product of the heads' accuracies (independent; Medusa, section 2.3.3); or try "
-        "only chains, for a draft model (Leviathan et al., section 3.1) (default %(default)s)",
+        help="grow static trees by simulated decoding (Hydra, section 4), or by the product of the heads' accuracies "
+        "(independent; Medusa, section 2.3.3); or try only chains, for a draft model (Leviathan et al., section 3.1) "
+        "(default %(default)s)",
     )  # fmt: skip
     group.add_argument(
         "--largest", metavar="N", type=options.positive, default=100, help="grow up to N nodes (default 100)"
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
     if model.drafter.spec.window_nodes:
         raise HydrajaxError(
             f"--draft: {title_of(model.drafter)} cannot be calibrated, as its guesses depend on earlier steps; compare "
-            "its settings with 'hydrajax bench --draft lookahead --draft-settings 5-3-5,15-5-15'"
+            "its settings with 'hydrajax bench --draft lookahead-5-3-5' and 'lookahead-15-5-15'"
         )
     if args.save and model.drafter.spec.branch_nodes:
         raise HydrajaxError("--save: would also set the tree of the draft without lookup; use --output")
@@ -194,8 +194,6 @@ def _proposals(
         proposals = search.simulated(found.ranks, found.spans, args.largest)
     elif args.how == "chains":
         proposals = search.chains(found.acceptance, can.depth, args.largest)
-    elif args.how == "joint":
-        proposals = search.joint(found.at_every_step(), args.largest)
     else:
         proposals = search.independent(search.accuracies(found.at_every_step()), args.largest)
     if min(sizes) > proposals.largest:

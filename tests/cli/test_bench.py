@@ -47,19 +47,6 @@ def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads,
     assert "…" not in result.out  # no figure is cut off
 
 
-@pytest.mark.slow
-def test_settings_of_a_draft_are_compared(program, base, tmp_path):
-    file = tmp_path / "bench.json"
-    settings = ["--draft", "lookahead", "--draft-settings", "3-3-2,2-2-4", "--max-new-tokens", "8", "--json", file]
-    program("bench", "--base", base, *settings, *FAST)
-    content = json.loads(file.read_text())
-    rows = [(row["tree"], row["nodes"], row["depth"], row["outputs_equal"]) for row in content["rows"]]
-    # The root and (N - 1) * G candidates, and (N - 1) * W - 1 nodes of the window.
-    assert rows == [("lookahead-3-3-2", 1 + 4 + 5, 2, True), ("lookahead-2-2-4", 1 + 4 + 1, 1, True)]
-    assert content["arguments"]["draft"] == "lookahead"
-    assert all(row["observe"] > 0 for row in content["rows"])
-
-
 # --- hydrajax report --------------------------------------------------------------------------------------------------
 
 ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}

@@ -197,11 +197,6 @@ REFUSALS = {
         ("--random tiny --tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
         ("--random tiny --json no/such/file", "--json: cannot write"),
         ("--base base --draft lookahead-5-3", "--draft: got 'lookahead-5-3', expected lookahead"),
-        ("--base base --draft lookup --draft-settings 5", "--draft-settings: got 'lookup-5'"),
-        (
-            "--base base --draft lookahead --draft-settings 5-3-5 --tree chain-2",
-            "--draft-settings: requires --base and --draft, without --tree",
-        ),
     ],
     "certify": [
         ("", "--base: is missing"),

@@ -90,16 +90,6 @@ class AnswerFiles:
         }
 
 
-class NoFiles:
-    """Stands for the `AnswerFiles` of the main process in the other processes of a run, which write nothing."""
-
-    def __init__(self, done: Iterable[int | str]):
-        self.done = set(done)
-
-    def add(self, records: Iterable[dict[str, Any]]) -> None:
-        self.done |= {record["question_id"] for record in records}
-
-
 def _read(path: Path) -> list[dict]:
     records: dict[int | str, dict] = {}
     for number, line in enumerate(whole_lines(path), start=1):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from hydrajax.bench.questions.answer_files import AnswerFiles, NoFiles
+from hydrajax.bench.questions.answer_files import AnswerFiles
 from hydrajax.bench.questions.dialogue import Dialogue
 from hydrajax.bench.questions.sets import Question
 from hydrajax.bench.rounds import in_rounds
@@ -67,8 +67,9 @@ def evaluate(
     questions: Sequence[Question],
     contenders: Sequence[Contender],
     prompter: Prompter,
-    files: AnswerFiles | NoFiles,
+    files: AnswerFiles | None,
     *,
+    done: Collection[int | str] | None = None,
     repeats: int = 1,
     seed: int = 0,
     on_question: Callable[[], None] = lambda: None,
@@ -80,11 +81,13 @@ def evaluate(
     that is new to a contender is first decoded untimed.
 
     Args:
+        files: None in a process other than the main one, which writes nothing.
+        done: ids of the questions that are answered; by default those in ``files``.
         on_question: called for each finished question, also for those of an earlier run.
     """
-    warm: set[tuple[str, int]] = set()
+    done, warm = files.done if done is None else done, set[tuple[str, int]]()
     for number, question in enumerate(questions):
-        if question.question_id not in files.done:
+        if question.question_id not in done:
             dialogues = [ContenderDialogue(contender, question, prompter, seed) for contender in contenders]
             for _ in question.turns:
                 for dialogue in dialogues:
@@ -100,7 +103,8 @@ def evaluate(
                 )
                 for dialogue in dialogues:
                     dialogue.close(runs[dialogue])
-            files.add([dialogue.record() for dialogue in dialogues])
+            if files is not None:
+                files.add([dialogue.record() for dialogue in dialogues])
         on_question()
 
 

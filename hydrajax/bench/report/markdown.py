@@ -58,8 +58,8 @@ def section(
 def table_of(result: Result, tables: Mapping[str, MakeTable] | None = None) -> Table:
     """Return the columns and cells of a result. Kinds without a table of their own show all fields."""
     make = (TABLES | dict(tables or {})).get(result.kind)
-    fields = [*KINDS[result.kind]]
-    return make(result.rows) if make else (fields, [[row[name] for name in fields] for row in result.rows])
+    fields = [*KINDS.get(result.kind, result.rows[0])]
+    return make(result.rows) if make else (fields, [[row.get(name) for name in fields] for row in result.rows])
 
 
 def distinct(rows: Sequence[dict], field: str) -> list:

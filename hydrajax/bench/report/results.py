@@ -18,8 +18,7 @@ from hydrajax.text.records import INTEGER as WHOLE
 
 FORMAT = 1
 RECORDS = "hydrajax_results"  # the field of such objects in the JSON of commands
-MAX_CHARACTERS, MAX_ROWS, MAX_NUMBERS, MAX_DEPTH = 1000, 1000, 64, 8  # of a text, a file, a list, the settings
-FEW = Kind("at most 64 numbers", lambda value: list_of(NUMBER).holds(value) and len(value) <= MAX_NUMBERS)
+MAX_CHARACTERS, MAX_ROWS, MAX_DEPTH = 1000, 1000, 8  # of a text, a file, the settings
 FIELDS = {"kind": TEXT, "source": TEXT, "title": TEXT, "rows": list_of(OBJECT), "command": TEXT}
 FIELDS |= {"machine": OBJECT, "settings": OBJECT, "remarks": list_of(TEXT)}
 INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
@@ -27,7 +26,7 @@ INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": or_null(NUMBER), "high": or_null(NUMBER)}
 _RATE |= {"speedup": NUMBER}
 # The fields of a row, by kind. Times are milliseconds; low and high are the 95% interval of the rate (of the speed-up
-# in "categories"). Other fields are allowed and ignored.
+# in "categories"). Other fields are allowed and ignored. Rows of other kinds, those of ``experiments/``, may have any.
 KINDS: dict[str, dict[str, Kind]] = {
     # Decode configurations at one batch size or several (hydra figures 2, 3, 5, 6; medusa table 3).
     "speed": {"name": TEXT, "batch": WHOLE, "nodes": WHOLE, **_RATE, "equal": or_null(BOOL)},
@@ -35,13 +34,6 @@ KINDS: dict[str, dict[str, Kind]] = {
     # expected: tokens_per_step predicted from calibration text.
     "trees": {"drafter": TEXT, "batch": WHOLE, "family": TEXT, "name": TEXT, "nodes": WHOLE}
     | {"expected": or_null(NUMBER), **_RATE},
-    # Acceptance rules (hydra figure 4, medusa figure 5). parameter, value: the one that is varied, such as "epsilon".
-    # nats: negative log-likelihood per output token under the base at temperature 1.
-    "acceptance": {"drafter": TEXT, "rule": TEXT, "parameter": or_null(TEXT), "value": or_null(NUMBER)}
-    | {"tokens_per_step": NUMBER, "nats": or_null(NUMBER)},
-    # Cost of drafting (hydra table 1). heads: milliseconds of each.
-    "overhead": {"drafter": TEXT, "prefix_attention": or_null(NUMBER), "heads": FEW}
-    | {"verify": NUMBER, "autoregressive_step": NUMBER},
     # Decode configurations by category of question (hydra table 2).
     "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": or_null(BOOL)},
     # Scores of answers by rule and configuration (amphista table 3), shares times 100. difference: to the base alone,
@@ -53,32 +45,12 @@ KINDS: dict[str, dict[str, Kind]] = {
     # Share of positions at which the ``top`` likeliest tokens of a head (from 0) include the true one (amphista
     # figure 1).
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
-    # Tokens per step over something else (``over``), such as the tokens of training.
-    "curve": {"name": TEXT, "over": TEXT, "at": NUMBER, "tokens_per_step": NUMBER},
-    # Draft sizes. draft_ms: per step. predicted_*: for the same draft at a larger base, named in the remarks.
-    "pareto": {"drafter": TEXT, "lm_head": TEXT, "nodes": WHOLE, "draft_megabytes": NUMBER}
-    | {"draft_ms": NUMBER, **_RATE, "equal": or_null(BOOL)}
-    | {"predicted_gigabytes": NUMBER, "predicted_speedup": NUMBER},
     # A decode step and its phases.
     "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}
     | {"propose": NUMBER, "verify": NUMBER, "accept_commit": NUMBER, "observe": NUMBER, "break_even": NUMBER},
     # A step as predicted by the roofline and as measured.
     "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
     | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
-    # A compiled step. gigabytes: moved per step. floor_gigabytes: weights, filled slots and draft. copies: kernels that
-    # only copy more than a megabyte, in the loop or around it. temporary_megabytes: memory. Of several devices, each
-    # one's share, with devices, collectives (exchanges in the loop) and collective_megabytes (of their results); their
-    # program begins with the prompt, whose memory counts and whose copies do not.
-    "program": {"what": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "kernels": WHOLE}
-    | {"kernels_per_layer": NUMBER, "gigabytes": NUMBER, "floor_gigabytes": NUMBER, "copies": WHOLE}
-    | {"copied_megabytes": NUMBER, "temporary_megabytes": NUMBER, "one_graph": BOOL},
-    # A step compiled for a TPU, by the compiler's estimates. own_cycles: of the package's kernels, by bytes and
-    # operations. floor_cycles: the larger of byte_cycles and of the base's operations, each device's share.
-    # collectives: exchanges between devices in the loop. Without cycles, it does not fit.
-    "tpu_program": {"what": TEXT, "chip": TEXT, "batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "weights": TEXT}
-    | {"devices": WHOLE, "fits": BOOL, "cycles": or_null(NUMBER), "own_cycles": or_null(NUMBER)}
-    | {"floor_cycles": or_null(NUMBER), "byte_cycles": or_null(NUMBER), "copies": or_null(WHOLE)}
-    | {"collectives": or_null(WHOLE), "temporary_megabytes": or_null(NUMBER)},
 }
 
 
@@ -87,7 +59,7 @@ class Result:
     """Measurements of one command.
 
     Attributes:
-        kind: A key of `KINDS`, which gives the fields of ``rows``.
+        kind: Gives the fields of ``rows`` (`KINDS`).
         source: The matching figure or table of a paper, such as "hydra figure 2", or "".
         machine: From `hydrajax.machine.machine`.
     """
@@ -151,12 +123,10 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
 def check(content: Mapping[str, Any], where: str) -> None:
     """Raise `HydrajaxError` unless ``content`` has the fields of a `Result` and of its kind."""
     checked(content, FIELDS, where)
-    if content["kind"] not in KINDS:
-        raise HydrajaxError(f"{where}: kind: got {shown(content['kind'])}, expected one of {', '.join(KINDS)}")
     if not 1 <= len(content["rows"]) <= MAX_ROWS:
         raise HydrajaxError(f"{where}: rows: got {len(content['rows'])}, expected 1 to {MAX_ROWS}")
     for number, row in enumerate(content["rows"]):
-        checked(row, KINDS[content["kind"]], f"{where}: rows[{number}]")
+        checked(row, KINDS.get(content["kind"], {}), f"{where}: rows[{number}]")
         for low, high in INTERVALS:
             if (row.get(low) is None) != (row.get(high) is None):
                 raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must both be numbers or both be null")

@@ -29,11 +29,6 @@ class Operator:
     kind: Literal["weights", "attention", "elementwise", "collective"]
     count: int = 1
 
-    @property
-    def intensity(self) -> float:
-        """Operations per byte; "operational intensity" in the paper."""
-        return self.flops / self.bytes
-
 
 def elementwise(name: str, moved: float) -> Operator:
     """Return an operator that moves ``moved`` bytes and whose arithmetic is hidden by that."""

@@ -11,13 +11,13 @@ Probabilities of paths come from ``ranks [K, steps]``: the rank of each true tok
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from hydrajax.bench.trees.simulation import accepted_lengths, walk
+from hydrajax.bench.trees.simulation import walk
 from hydrajax.bench.trees.speculation import expected_tokens
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees.choices import Choice
@@ -59,49 +59,19 @@ def chains(acceptance: float, depth: int, largest: int) -> Proposals:
 def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals:
     """Return the trees for heads that are independent of each other (medusa 2.3.3).
 
+    They are grown from the root by the most likely child; ties go to the shorter path, then to lower ranks.
+
     Args:
         accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their
             product.
     """
-
-    def children(path: Choice, probability: float):
-        if len(path) < len(accuracies):
-            for rank, accuracy in enumerate(accuracies[len(path)]):
-                yield (*path, rank), probability * float(accuracy)
-
-    return _likeliest(children, largest)
-
-
-def accuracies(ranks: Int[np.ndarray, "K steps"]) -> Float[np.ndarray, "K R"]:
-    """Return how often each head's guess of each rank was right, for `independent`."""
-    return np.stack([np.bincount(row[row < WIDEST], minlength=WIDEST) / max(row.size, 1) for row in ranks])
-
-
-def joint(ranks: Int[np.ndarray, "K steps"], largest: int) -> Proposals:
-    """Return the trees from counts of whole paths, all steps of ``ranks`` weighted equally."""
-    n_steps = max(ranks.shape[1], 1)
-    members: dict[Choice, np.ndarray] = {(): np.arange(ranks.shape[1])}
-
-    def children(path: Choice, _):
-        if len(path) < len(ranks):
-            found = ranks[len(path), members[path]]
-            for rank in np.unique(found[found < WIDEST]).tolist():
-                members[*path, rank] = members[path][found == rank]
-                yield (*path, rank), len(members[*path, rank]) / n_steps
-
-    return _likeliest(children, largest)
-
-
-def _likeliest(children: Callable[[Choice, float], object], largest: int) -> Proposals:
-    """Grow from the root by the most likely child; ties go to the shorter path, then to lower ranks."""
-    if largest < 1:
-        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")
+    _check(largest)
     frontier: list[tuple[float, int, Choice]] = []
 
     def open_up(path: Choice, probability: float) -> None:
-        for child, chance in children(path, probability):
-            if chance > 0:
-                heapq.heappush(frontier, (-chance, len(child), child))
+        for rank, accuracy in enumerate(accuracies[len(path)] if len(path) < len(accuracies) else ()):
+            if accuracy > 0:
+                heapq.heappush(frontier, (-probability * float(accuracy), len(path) + 1, (*path, rank)))
 
     open_up((), 1.0)
     choices, expected = [], [1.0]
@@ -111,6 +81,11 @@ def _likeliest(children: Callable[[Choice, float], object], largest: int) -> Pro
         expected.append(expected[-1] - chance)
         open_up(path, -chance)
     return Proposals(tuple(choices), tuple(expected))
+
+
+def accuracies(ranks: Int[np.ndarray, "K steps"]) -> Float[np.ndarray, "K R"]:
+    """Return how often each head's guess of each rank was right, for `independent`."""
+    return np.stack([np.bincount(row[row < WIDEST], minlength=WIDEST) / max(row.size, 1) for row in ranks])
 
 
 def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]], largest: int) -> Proposals:
@@ -125,8 +100,7 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
         ranks: int32 ``[K, rows, T]``.
         spans: ``(row, start, end)`` of the tokens to be emitted.
     """
-    if largest < 1:
-        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")
+    _check(largest)
     n_heads, _, length = ranks.shape
     flat = ranks.reshape(n_heads, -1)
     members = {(): np.arange(flat.shape[1])}  # of each node: the positions whose text begins with its path
@@ -168,10 +142,6 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
         open_up(best)
 
 
-def expected_tokens_per_step(
-    tree: TreeTopology, ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int, int]]
-) -> float:
-    """Return the tokens per step that a tree would have emitted over the spans, by walking them."""
-    accepted = accepted_lengths(tree, ranks)
-    steps = sum(len(walk(accepted[row], start, end)) for row, start, end in spans)
-    return sum(end - start for _, start, end in spans) / max(steps, 1)
+def _check(largest: int) -> None:
+    if largest < 1:
+        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")

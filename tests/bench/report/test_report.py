@@ -99,8 +99,8 @@ def test_texts_of_a_file_become_no_link_and_no_html(tmp_path):
 
 
 def test_results_of_every_kind_are_written_and_read(tmp_path):
-    assert set(ROWS) == set(KINDS)
-    for kind in KINDS:
+    assert set(ROWS) > set(KINDS)
+    for kind in ROWS:
         written = result(kind, "hydra figure 2", remarks=["one", "two"])
         write_to(tmp_path / "r.json", written)
         assert find_results(tmp_path) == ([(tmp_path / "r.json", written)], [])
@@ -108,7 +108,6 @@ def test_results_of_every_kind_are_written_and_read(tmp_path):
 
 DAMAGE = [
     ("speed", lambda c: c.update(hydrajax_result=2), "hydrajax_result: got 2, expected 1"),
-    ("speed", lambda c: c.update(kind="pie"), 'kind: got "pie", expected one of speed, trees'),
     ("speed", lambda c: c.pop("machine"), "field machine is missing"),
     ("speed", lambda c: c.update(rows=[]), "rows: got 0, expected 1 to 1000"),
     ("speed", lambda c: c["rows"].append("x"), "rows: got "),
@@ -118,7 +117,6 @@ DAMAGE = [
     ("speed", lambda c: c["rows"][0].update(equal=1), "rows[0]: equal: got 1, expected true or false or null"),
     ("speed", lambda c: c["rows"][0].update(speedup=float("nan")), "rows[0]: speedup: got NaN, expected a finite"),
     ("trees", lambda c: c["rows"][0].update(expected="2"), 'rows[0]: expected: got "2", expected a finite'),
-    ("overhead", lambda c: c["rows"][0].update(heads=[1, None]), "rows[0]: heads: got [1, null], expected"),
 ]
 
 

@@ -7,7 +7,6 @@ import json
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from helpers.runs import refused
@@ -47,14 +46,6 @@ def test_command_predicts_every_cell(program, tmp_path):
     assert "…" not in result.out
 
 
-def test_command_prints_the_operators(program):
-    result = program("--shape", "33b", "--draft-kind", "medusa", "--operators")
-    assert result.code == 0, result
-    for word in ("prefill", "tree decode, 64 nodes", "weighted sum", "head 3 lm kernel"):
-        assert word in result.out
-    assert "…" not in result.out
-
-
 @pytest.mark.slow
 def test_command_predicts_eagle_and_a_dynamic_tree(program):
     rows = []
@@ -66,34 +57,6 @@ def test_command_predicts_eagle_and_a_dynamic_tree(program):
 
 
 @pytest.mark.slow
-def test_command_predicts_the_best_chain_length(program, tmp_path):
-    """The published pair of a 7B and a model of 68M parameters: 2 layers, width 768."""
-    config = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 768, "intermediate_size": 3072}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 12, "max_position_embeddings": 2048}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    pair = ("--shape", "7b", "--draft", tmp_path, "--acceptance", "0.6", "--batch-sizes", "1,64")
-    result = program(*pair, "--json")
-    assert result.code == 0, result
-    alone, many = json.loads(result.out)["chains"]
-    # At batch 1 both wait for their weights, but of the draft's embedding only a row is read. The base reads 6.6e9 of
-    # them and the cache, 1025 keys and values of 32 layers.
-    draft = 2 * (4 * 768**2 + 3 * 768 * 3072) + 768 * 32_000
-    base = 32 * (4 * 4096**2 + 3 * 4096 * 11_008) + 4096 * 32_000 + 32 * 2 * 1025 * 4096
-    assert alone["draft_cost"] == pytest.approx(draft / base, rel=0.1)
-    gains = [(1 - 0.6 ** (k + 1)) / (0.4 * (alone["draft_cost"] * k + 1)) for k in range(17)]
-    assert alone["length"] == int(np.argmax(gains))
-    assert alone["improvement"] == pytest.approx(max(gains))
-    assert alone["roofline_speedup"] < alone["improvement"]
-    assert many["roofline_length"] < alone["roofline_length"]  # with many rows the base's longer pass costs
-    shown = program(*pair[:-1], "1").out
-    assert f"{alone['improvement']:.2f}x" in shown
-    assert "draft model of 0.1" in shown
-    assert "…" not in shown
-    line = refused(program("--shape", "7b", "--draft", tmp_path, "--acceptance", "1.6"))
-    assert line == "--acceptance: got 1.6, expected 0 to 1"
-
-
-@pytest.mark.slow
 def test_command_predicts_a_mesh_and_what_fits(program):
     heads = ("--shape", "70b", "--draft-kind", "medusa", "--tree-sizes", "1,16", "--device", "TPUv5e")
     shown = program(*heads, "--mesh", "model=8", "--quantize", "int8", "--batch-sizes", "1,256")
@@ -102,12 +65,14 @@ def test_command_predicts_a_mesh_and_what_fits(program):
         assert words in shown.out
     assert [line.split()[-2:] for line in shown.out.splitlines()[-3:-1]] == [["all", "trees"], ["19.90", "no"]]
     assert "…" not in shown.out
-    grid = ("--mesh", "data=2,model=4", "--batch-sizes", "2", "--collective-latency", "0", "--json")
+    grid = ("--mesh", "data=2,model=4", "--batch-sizes", "2", "--json")
     (_, row) = json.loads(program(*heads, *grid).out)["rows"]
     found = row["predicted"]
     assert not found["fits"]
     assert found["collectives"] == 2 * 80 + 1 + 1 + 8
-    assert found["collective_time"] == pytest.approx(1e3 * found["collective_bytes"] / 100e9)
+    assert found["collective_time"] == pytest.approx(
+        1e3 * (found["collectives"] * 10e-6 + found["collective_bytes"] / 100e9)
+    )
 
 
 def test_command_reads_the_shape_of_a_base(program, tmp_path):
@@ -208,7 +173,5 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         ("--mesh rows=2", "got 'rows=2', expected model=M or data=D,model=M"),
         ("--device TPUv4i --mesh model=2", "--mesh: the bandwidth between several TPUv4i is unknown"),
         ("--device here --quantize int8", "--quantize: cannot be used with --device here"),
-        ("--collective-latency -1", "got '-1', expected a number from 0 to 1000000"),
-        ("--acceptance 0.6", "--acceptance: requires a draft model"),
     ):
         assert message in refused(program("--shape", "7b", *arguments.split())), arguments

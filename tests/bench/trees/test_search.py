@@ -14,13 +14,10 @@ from hydrajax.bench.trees.search import (
     WIDEST,
     Proposals,
     accuracies,
-    expected_tokens_per_step,
     independent,
-    joint,
     simulated,
 )
 from hydrajax.bench.trees.speculation import best_length, expected_tokens, improvement
-from hydrajax.trees import presets
 
 # Accuracies of the five best guesses of four heads; those of the second head are not in order.
 ACCURACIES = np.array([
@@ -81,27 +78,6 @@ def test_every_size_up_to_40_has_the_likeliest_paths():
     assert np.all(np.diff(found.tokens_per_step) > 0)
 
 
-def test_whole_paths_are_counted_together():
-    """Two heads that are each right half of the time but never together: only the joint count leaves out [0, 0]."""
-    ranks = np.array([[0, 0, WRONG, WRONG] * 25, [WRONG, WRONG, 0, 0] * 25])
-    found = joint(ranks, 10)
-    assert found.choices == ((0,),)
-    assert found.tokens_per_step == (1.0, 1.5)
-    assert (0, 0) in independent(accuracies(ranks), 10).choices
-
-
-def test_joint_counts_are_the_best_of_their_size_on_the_corpus():
-    ranks = np.minimum(drawn(0, 1, 400)[:2, 0], 3)
-    ranks[ranks == 3] = WRONG
-    found = joint(ranks, 5)
-    for size in range(1, 6):
-        best = max(
-            1 + np.mean([sum(tuple(column[: len(p)]) == p for p in tree) for column in ranks.T])
-            for tree in every_tree(all_paths(3, 2), size)
-        )
-        assert found.tokens_per_step[size - 1] == pytest.approx(best)
-
-
 def decoded(choices, ranks, spans) -> tuple[int, list[tuple[int, int]]]:
     """Simulate decoding in a loop: ``(steps, [(sequence, position, tokens that may follow the root)])``."""
     begun = []
@@ -146,25 +122,17 @@ def test_simulated_growth_agrees_with_the_closed_form():
         assert found.tokens_per_step[size - 1] == pytest.approx(exact.tokens_per_step[size - 1], rel=0.02)
 
 
-def test_expected_tokens_per_step_of_any_tree():
-    ranks, spans = drawn(5, 2, 50), [(0, 7, 50), (1, 1, 20)]
-    for tree in (presets.root(), presets.chain(3), presets.sparse()):
-        steps, _ = decoded(tree.choices, ranks, spans)
-        assert expected_tokens_per_step(tree, ranks, spans) == pytest.approx((43 + 19) / steps)
-
-
 def test_edges_of_a_search():
     """Accuracies are shares of ranks; paths that were never right are not added; a size below one is refused."""
     found = accuracies(np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]]))
     assert found.shape == (2, WIDEST)
     np.testing.assert_allclose(found[:, :3], [[0.5, 0.25, 0], [0, 0, 0.5]])
     wrong = np.full((2, 4), WRONG)
-    for found in (joint(wrong, 10), simulated(wrong[:, None], [(0, 1, 4)], 10)):
-        assert found == Proposals((), (1.0,))
-        assert_refused(found.tree, (2, "got size 2, expected 1 to 1, which were searched"))
+    found = simulated(wrong[:, None], [(0, 1, 4)], 10)
+    assert found == Proposals((), (1.0,))
+    assert_refused(found.tree, (2, "got size 2, expected 1 to 1, which were searched"))
     message = "got 0 as the largest size, expected 1 or more"
     assert_refused(independent, (ACCURACIES, 0, message))
-    assert_refused(joint, (wrong, 0, message))
     assert_refused(simulated, (wrong[:, None], [(0, 1, 3)], 0, message))
 
 
