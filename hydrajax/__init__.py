@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
     from hydrajax.grammar.grammar import Grammar
+    from hydrajax.integrations.params import from_params, to_params
     from hydrajax.language_model import LanguageModel
     from hydrajax.loaded_model import make_executor
     from hydrajax.sharding import Placement
@@ -60,12 +61,14 @@ __all__ = [
     "TreeTopology",
     "Typical",
     "assets",
+    "from_params",
     "generate",
     "load",
     "make_autoregressive_fn",
     "make_decode_fn",
     "make_executor",
     "stream",
+    "to_params",
     "trees",
 ]
 
@@ -85,6 +88,7 @@ HOMES = {
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),
     "hydrajax.grammar.grammar": ("Grammar",),
+    "hydrajax.integrations.params": ("from_params", "to_params"),
     "hydrajax.language_model": ("LanguageModel",),
     "hydrajax.loaded_model": ("make_executor",),
     "hydrajax.sharding": ("Placement",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.prompt_batch import bucket, encode_prompt, encode_prompts, right_padded
 from hydrajax.decoding.request import Request
-from hydrajax.decoding.state import Params
+from hydrajax.decoding.state import Params, ParamsCheck
 from hydrajax.drafters.draft_lm_head import CLUSTERED_LM_HEAD, COPIED_LM_HEAD
 from hydrajax.drafters.drafter import CORPUS, Drafter
 from hydrajax.drafters.none import NoDrafter
@@ -62,6 +62,8 @@ class LoadedModel:
         draft_directory: directory of the draft's weights, None for a drafter without weights.
         adapter_directory: directory of the base's adapter, also of a merged one.
         base_directory: directory of the base, whose MTP module the draft ``mtp`` is; None if unknown.
+        read_params: reads the base's parameters in another program's form (`hydrajax.from_params`), overwriting older
+            ones; None for our own form.
     """
 
     model: BaseModel
@@ -73,6 +75,7 @@ class LoadedModel:
     draft_directory: Path | None = None
     adapter_directory: Path | None = None
     base_directory: Path | None = None
+    read_params: Callable[[Any, Any], dict] | None = None
     _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters
 
     def __repr__(self) -> str:
@@ -174,6 +177,23 @@ class LoadedModel:
         params = Params(self.params.base, found.params)
         return replace(self, drafter=found.drafter, params=params, draft_directory=found.directory)
 
+    def update_params(self, params: Any) -> None:
+        """Replace the base's parameters by others of the same shapes, for every draft, executor and decode function.
+
+        Nothing is compiled again, and arrays that were copied are overwritten. Call it between calls of programs. A
+        draft keeps its own parameters: it may guess worse, and the text is the new base's.
+
+        Args:
+            params: as `hydrajax.from_params` took them; of a model that was loaded, the form of ``m.params.base``.
+
+        Raises:
+            HydrajaxError: names the first parameter that is missing or has another shape.
+        """
+        old = self.params.base
+        new = params if self.read_params is None else self.read_params(params, old)
+        ParamsCheck(self.model, self.drafter)(self.params._replace(base=new))
+        replace_leaves(old, new)
+
     def encode(self, prompts: Sequence[OnePrompt]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
         """Return token ids, int32 ``[B, P]``, right-padded, and lengths, int32 ``[B]``, for a decode function.
 
@@ -235,6 +255,15 @@ def make_executor(m: LoadedModel, program: Program, request: Request | None = No
         processes.refuse_several("grammar")
     kind = plugins.find("executors", "stepped" if program.grammars else "fused")
     return kind(*given, tokenizer=m.tokenizer, mesh=m.placement.base)
+
+
+def replace_leaves(old: dict, new: Mapping[str, Any]) -> None:
+    """Put new leaves into nested dicts, which models with other drafts and executors share."""
+    for name, value in new.items():
+        if isinstance(value, Mapping):
+            replace_leaves(old[name], value)
+        else:
+            old[name] = value
 
 
 def _count(params: Any) -> int:

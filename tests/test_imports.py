@@ -67,6 +67,7 @@ SATELLITES = {
     "lookahead": (),
     "grammar": (),
     "ssd": (),
+    "integrations": (),
     "bench": ("ssd", "lowbit"),
     "certify": ("bench", "grammar"),
     "train": ("bench", "lowbit"),
