@@ -64,6 +64,7 @@ class LoadedModel:
         base_directory: directory of the base, whose MTP module the draft ``mtp`` is; None if unknown.
         read_params: reads the base's parameters in another program's form (`hydrajax.from_params`), overwriting older
             ones; None for our own form.
+        tempered_logprobs: as in `hydrajax.decoding.program.Program`, of the programs that it makes.
     """
 
     model: BaseModel
@@ -76,6 +77,7 @@ class LoadedModel:
     adapter_directory: Path | None = None
     base_directory: Path | None = None
     read_params: Callable[[Any, Any], dict] | None = None
+    tempered_logprobs: bool = False
     _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters
 
     def __repr__(self) -> str:
@@ -131,7 +133,7 @@ class LoadedModel:
             changes: fields of `Program` to set.
         """
         tree = self.default_tree() if tree is None else presets.tree_of(tree)
-        program = Program(self.drafter, tree, eos_ids=self.eos_ids)
+        program = Program(self.drafter, tree, eos_ids=self.eos_ids, tempered_logprobs=self.tempered_logprobs)
         return (program.serving(*requests) if requests else program).replace(**changes)
 
     def executor(self, program: Program | None = None, request: Request | None = None, **choices: Any) -> Executor:

@@ -203,7 +203,9 @@ class Engine(Step):
         logits = self.bind(params).logits(last_hidden)
         context = NodeContext(jnp.zeros(batch, jnp.int32), counts)
         root = sampling.rule.first_root(process((*sampling.processors, *extra), logits, context), first_place)
-        logprobs = None if self.program.logprobs is None else Logprobs.of(logits, root, self.program.logprobs)
+        logprobs = None
+        if self.program.logprobs is not None:
+            logprobs = Logprobs.of(self.tempered(logits, sampling.rule), root, self.program.logprobs)
         return sampling._replace(rng=keys), root, logprobs
 
     def _ready(

@@ -31,6 +31,8 @@ class Program:
         eos_ids: A sequence ends with the first of these that it emits.
         logprobs: K, to keep the log-probability of each emitted token and of the K most likely tokens at its position
             (`hydrajax.decoding.decode.DecodeResult`); 0 for the emitted tokens alone, None for neither.
+        tempered_logprobs: Divide the logits by the rule's temperature before log-probabilities are taken: those of the
+            sampled distribution without truncation.
         grammars: Requests may have grammars; needs a `hydrajax.decoding.stepped.SteppedExecutor`.
         forced_nodes: Nodes for tokens that a grammar forces: a branch next to the drafter's tree, verified only in
             steps in which there are such tokens.
@@ -45,6 +47,7 @@ class Program:
     max_new_tokens: int = 256
     eos_ids: Sequence[int] = ()
     logprobs: int | bool | None = None
+    tempered_logprobs: bool = False
     grammars: bool = False
     forced_nodes: int = 0
 

@@ -20,7 +20,7 @@ from hydrajax.drafters.drafter import Outcome, Proposal
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.base_model import BaseModel, BoundBase, Forward
 from hydrajax.models.cache import KVCache, append, write_tokens
-from hydrajax.ops import best_token
+from hydrajax.ops import best_token, over_rows
 from hydrajax.ops.trace import Allowed, tracing
 
 
@@ -60,6 +60,13 @@ class Step:
     def aux_hidden_layers(self) -> tuple[int, ...]:
         """The hidden states of the base that the drafter reads."""
         return self.program.drafter.spec.aux_hidden_layers
+
+    def tempered(self, logits: Float[Array, "B *n V"], rule: Any) -> Float[Array, "B *n V"]:
+        """Return the logits from which log-probabilities are taken (`Program.tempered_logprobs`)."""
+        if not self.program.tempered_logprobs or not hasattr(rule, "temperature"):
+            return logits
+        temperature = jnp.asarray(rule.temperature)
+        return logits / over_rows(jnp.where(temperature > 0, temperature, 1.0), logits)
 
     def bind(self, params: Params, cache: KVCache | None = None) -> BoundBase:
         return BoundBase(self.model, params.base, cache=cache)
@@ -135,7 +142,8 @@ class Step:
         cache = append(target.cache, forward.block, counts, index=accepted.path, after=accepted.bonus_token)
         logprobs, root_logprobs = out.logprobs, target.root_logprobs
         if logprobs is not None:
-            logprobs, root_logprobs = logprobs.after_step(root_logprobs, logits, tokens, accepted, out.lengths)
+            tempered = self.tempered(logits, out.rule)
+            logprobs, root_logprobs = logprobs.after_step(root_logprobs, tempered, tokens, accepted, out.lengths)
         output = out._replace(
             tokens=write_tokens(out.tokens, tokens, out.lengths),
             lengths=lengths,

@@ -67,8 +67,8 @@ def from_params(
         tokenizer: transformers' tokenizer, for prompts that are text.
         eos_ids: token ids that end generation.
         dtype: of computation; by default that of most parameters.
-        mesh: to shard over, with the axes ``data`` and ``model``. By default that of the parameters: axes named
-            ``tp``, ``tensor`` or ``model`` become ``model``, all others ``data``.
+        mesh: to shard over, by default that of the parameters. Axes named ``tp``, ``tensor`` or ``model`` become
+            ``model``, all others ``data``.
         max_positions: the context; by default the configuration's, or 32,768 where it has none (tunix).
         lora_alpha: alpha of the low-rank weights of qwix among the parameters, which are added to the weights.
         copy: copy every array.
@@ -179,11 +179,14 @@ class Reader:
         self.model = Llama(config, jnp.dtype(dtype or _most_common_dtype(arrays)))
         boxed = abstract_base(self.model)
         self._expected = named_leaves(nn.unbox(boxed))
-        theirs = {x.sharding.mesh for x in arrays.values() if _is_sharded(x)}
-        self.mesh = mesh if mesh is not None or not theirs else _our_mesh(theirs.pop())
+        first = next(iter(arrays.values()))
+        device = next(iter(first.devices())) if isinstance(first, jax.Array) else jax.devices()[0]
+        if mesh is None:
+            mesh = next((x.sharding.mesh for x in arrays.values() if _is_sharded(x)), None)
+        elif mesh.size == 1:
+            mesh, device = None, mesh.devices.flat[0]
+        self.mesh = mesh if mesh is None or mesh.axis_names == AXES["axis_names"] else _our_mesh(mesh)
         if self.mesh is None:
-            first = next(iter(arrays.values()))
-            device = next(iter(first.devices())) if isinstance(first, jax.Array) else jax.devices()[0]
             self._homes: dict[str, Any] = dict.fromkeys(self._expected, SingleDeviceSharding(device))
         else:
             check_divides(self.mesh, config)
