@@ -13,18 +13,8 @@ from rich.console import Console
 from rich.progress import SpinnerColumn
 
 from hydrajax import processes
-from hydrajax.cli.options import (
-    add,
-    add_decoding_arguments,
-    add_grammar_arguments,
-    add_model_arguments,
-    add_sampling_arguments,
-    described,
-    load_from,
-    positive,
-    request_from,
-    tree_from,
-)
+from hydrajax.cli import options
+from hydrajax.cli.options import add
 from hydrajax.cli.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
@@ -48,22 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs", action="store_true", help="also write each token's log-probability under the base to --output"
     )
     files.add_argument(
-        "--top-logprobs", metavar="K", type=positive,
+        "--top-logprobs", metavar="K", type=options.positive,
         help="also write the K most likely tokens at each position, with their log-probabilities, to --output",
     )  # fmt: skip
-    add_model_arguments(parser, apart=True, corpus=True)
-    decoding = add_decoding_arguments(parser)
+    options.add_model_arguments(parser, apart=True, corpus=True)
+    decoding = options.add_decoding_arguments(parser)
     decoding.add_argument(
         "--stop", metavar="TEXT", action="append", default=[], help="end each output before this text; repeatable"
     )
     decoding.add_argument("--stream", action="store_true", help="print tokens as they are accepted, prompt by prompt")
-    add_sampling_arguments(parser)
-    add_grammar_arguments(parser)
+    options.add_sampling_arguments(parser)
+    options.add_grammar_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     logprobs = args.top_logprobs or (0 if args.logprobs else None)
-    tree, request = tree_from(args, measures=True), request_from(args)
+    tree, request = options.tree_from(args, measures=True), options.request_from(args)
     if args.stream and (args.output or args.batch_size > 1):
         raise HydrajaxError("--stream: prints one prompt at a time; leave out --output and --batch-size")
     if (args.logprobs or args.top_logprobs) and args.output is None:
@@ -79,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
         progress = ProgressLine(len(prompts))
         stack.callback(progress.hide)
         progress.status("loading")
-        model = load_from(args, progress.status)
+        model = options.load_from(args, progress.status)
         program = model.program(request, tree=None if tree == AUTO else tree, logprobs=logprobs)
         check_same(args, model, program, request, prompts)
         ids = model.ids_of_prompts(prompts)
@@ -116,7 +106,7 @@ def check_same(
     if jax.process_count() > 1:
         ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
         chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
-        processes.check_same("prompts or arguments", described(model, program, request), ids, chosen)
+        processes.check_same("prompts or arguments", options.described(model, program, request), ids, chosen)
 
 
 def print_streams(

@@ -30,19 +30,11 @@ from hydrajax.drafters.dflash import DFlash, JetSpec
 from hydrajax.drafters.dspark import DSpark
 from hydrajax.drafters.markov import KINDS, MarkovHead
 from hydrajax.errors import HydrajaxError
+from hydrajax.formats import interface
 from hydrajax.formats.block_parts import BlockFormat, about, block_size_of, check, mask_of, read_layers
 from hydrajax.formats.eagle_format import ONE_PASS
 from hydrajax.formats.eagle_parts import KIND, draft_vocabulary, nested_layer, with_vocabulary
-from hydrajax.formats.interface import (
-    CONFIG,
-    Files,
-    cannot_write,
-    check_copies,
-    expect,
-    flag,
-    integer,
-    refuse_quantized,
-)
+from hydrajax.formats.interface import CONFIG
 from hydrajax.formats.muse_assistant_format import MuseAssistantFormat
 
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -77,11 +69,11 @@ class DFlashFormat(BlockFormat):
 
     def drafter(self, config, files, base):
         own, where = config[NESTED], f"{CONFIG}: {NESTED}"
-        expect(own, VARIANTS, where)
+        interface.expect(own, VARIANTS, where)
         layers, windows = read_layers(config, base)
         if windows and False in (own.get("causal"), config.get("is_causal")):
             raise HydrajaxError(f"{CONFIG}: is_causal: got false, expected true with sliding windows")
-        check_copies(files, base, EMBEDDING, LM_HEAD)
+        interface.check_copies(files, base, EMBEDDING, LM_HEAD)
         numbers = own.get("target_layer_ids")
         if numbers is None:
             numbers = list(default_target_layers(base.n_layers, layers.n_layers))
@@ -92,7 +84,7 @@ class DFlashFormat(BlockFormat):
     def config(self, drafter, made_for):
         fields, layers = self.common_fields(drafter, made_for)
         if drafter.both_ways or drafter.plain_logits:
-            raise cannot_write("both_ways or plain_logits", True, False)
+            raise interface.cannot_write("both_ways or plain_logits", True, False)
         own = {"mask_token_id": drafter.mask_token, "target_layer_ids": layers}
         own |= {"causal_head": True} if self.causal else {}
         return fields | {"architectures": [self.architecture], NESTED: own}
@@ -123,7 +115,7 @@ class DeepSpecFormat(BlockFormat):
 
     def drafter(self, config, files, base):
         layers, windows = read_layers(config, base)
-        check_copies(files, base, EMBEDDING, LM_HEAD)
+        interface.check_copies(files, base, EMBEDDING, LM_HEAD)
         aux_hidden_layers = self.reads(config["target_layer_ids"], base, "target_layer_ids")
         size, mask = block_size_of(config, 1), mask_of(config, base, CONFIG)
         return DSpark(layers, aux_hidden_layers, mask, size, **read_heads(config), windows=windows)
@@ -155,10 +147,10 @@ class SpeculatorsBlocks(BlockFormat):
 
     def drafter(self, config, files, base):
         kind = config[KIND]
-        refuse_quantized(config)
+        interface.refuse_quantized(config)
         layers, windows = read_layers(nested_layer(config), base)
         if windows:
-            expect(config, {"sliding_window_non_causal": (None, False)})
+            interface.expect(config, {"sliding_window_non_causal": (None, False)})
         numbers = config.get("aux_hidden_state_layer_ids")
         outputs = [number - 1 for number in numbers] if is_integers(numbers) else numbers
         try:
@@ -168,14 +160,14 @@ class SpeculatorsBlocks(BlockFormat):
                 f"{CONFIG}: aux_hidden_state_layer_ids: got {numbers!r}, expected numbers from 0 to "
                 f"{base.n_layers - 1} for this base of {base.n_layers} layers"
             ) from None
-        check_copies(files, base, EMBEDDING)
+        interface.check_copies(files, base, EMBEDDING)
         common = {
             "mask_token": mask_of(config, base, CONFIG),
             "block_size": block_size_of(config, 2),
             "vocabulary": draft_vocabulary(config, files, base),
             "windows": windows,
         }
-        if flag(config, "sample_from_anchor", default=kind == "dspark"):
+        if interface.flag(config, "sample_from_anchor", default=kind == "dspark"):
             return DSpark(layers, aux_hidden_layers, **common, **(read_heads(config) if kind == "dspark" else {}))
         if kind == "dspark":
             raise HydrajaxError(f"{CONFIG}: sample_from_anchor: got false, expected true for dspark")
@@ -195,19 +187,19 @@ def is_integers(numbers: Any) -> bool:
 
 def read_heads(config: dict[str, Any]) -> dict[str, Any]:
     """Return the fields ``markov`` and ``confidence_head`` of `DSpark`."""
-    rank, markov, confidence = integer(config, "markov_rank", 0), None, None
+    rank, markov, confidence = interface.integer(config, "markov_rank", 0), None, None
     if rank:
         kind = config.get("markov_head_type", "vanilla")
         if kind not in KINDS:
             raise HydrajaxError(f"{CONFIG}: markov_head_type: got {kind!r}, expected one of {', '.join(KINDS)}")
         markov = MarkovHead(rank, kind)
-    if flag(config, "enable_confidence_head", default=False):
-        confidence = "markov" if flag(config, "confidence_head_with_markov", default=False) else "hidden"
+    if interface.flag(config, "enable_confidence_head", default=False):
+        confidence = "markov" if interface.flag(config, "confidence_head_with_markov", default=False) else "hidden"
         if confidence == "markov" and markov is None:
             raise HydrajaxError(f"{CONFIG}: confidence_head_with_markov: got true, expected false: no Markov head")
     return {"markov": markov, "confidence_head": confidence}
 
 
-DFLASH_FILES = Files((DFlashFormat(), MuseAssistantFormat(), SpeculatorsBlocks()), check, about)
-JETSPEC_FILES = Files((JetSpecFormat(),), check, about)
-DSPARK_FILES = Files((DeepSpecFormat(),), check, about)
+DFLASH_FILES = interface.Files((DFlashFormat(), MuseAssistantFormat(), SpeculatorsBlocks()), check, about)
+JETSPEC_FILES = interface.Files((JetSpecFormat(),), check, about)
+DSPARK_FILES = interface.Files((DeepSpecFormat(),), check, about)

@@ -11,18 +11,8 @@ from hydrajax.drafters.block import BlockDrafter, from_last
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.formats.interface import (
-    CONFIG,
-    MOST,
-    About,
-    HeadFormat,
-    MadeFor,
-    cannot_write,
-    check_sizes,
-    drafter_name,
-    integer,
-    refuse_quantized,
-)
+from hydrajax.formats import interface
+from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import MODEL, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -32,7 +22,7 @@ SLIDING = "sliding_attention"
 OTHERS = ("Gemma", "DFlash2")  # beginnings of architectures that are not implemented
 
 
-class BlockFormat(HeadFormat):
+class BlockFormat(interface.HeadFormat):
     """A format of drafts of one pass.
 
     Attributes:
@@ -58,7 +48,7 @@ class BlockFormat(HeadFormat):
     def reads(self, numbers: Any, base: LlamaConfig, where: str) -> tuple[int, ...]:
         """Return ``aux_hidden_layers`` of ``target_layer_ids``."""
         most = base.n_layers - (1 if self.last_is_normed else 2)
-        good = isinstance(numbers, list) and numbers and len(numbers) <= MOST
+        good = isinstance(numbers, list) and numbers and len(numbers) <= interface.MOST
         if not good or not all(type(x) is int and self.first_layer <= x <= most for x in numbers):
             raise HydrajaxError(
                 f"{CONFIG}: {where}: got {numbers!r}, expected numbers from {self.first_layer} to {most} for this base "
@@ -66,25 +56,27 @@ class BlockFormat(HeadFormat):
             )
         return tuple(from_last(layer, base.n_layers) for layer in numbers)
 
-    def common_fields(self, drafter: BlockDrafter, made_for: MadeFor) -> tuple[dict[str, Any], list[int]]:
+    def common_fields(self, drafter: BlockDrafter, made_for: interface.MadeFor) -> tuple[dict[str, Any], list[int]]:
         """Return the fields that all formats have, and ``target_layer_ids``."""
         if type(drafter) is not self.drafter_class:
-            raise cannot_write("drafter", drafter_name(drafter), self.drafter_class.__name__)
+            raise interface.cannot_write("drafter", interface.drafter_name(drafter), self.drafter_class.__name__)
         if drafter.vocabulary is not None:
-            raise cannot_write("vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}")
+            raise interface.cannot_write(
+                "vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}"
+            )
         if made_for.n_layers is None:
-            raise cannot_write("base", "unknown depth", "a base with a fingerprint")
+            raise interface.cannot_write("base", "unknown depth", "a base with a fingerprint")
         if not drafter.config.qk_norm:
-            raise cannot_write("config", drafter.config, "the layers of Qwen 3")
+            raise interface.cannot_write("config", drafter.config, "the layers of Qwen 3")
         layers = [made_for.n_layers - 1 - from_end for from_end in drafter.aux_hidden_layers]
         most = made_for.n_layers - (1 if self.last_is_normed else 2)
         if not all(self.first_layer <= layer <= most for layer in layers):
-            raise cannot_write("target_layer_ids", layers, f"numbers from {self.first_layer} to {most}")
+            raise interface.cannot_write("target_layer_ids", layers, f"numbers from {self.first_layer} to {most}")
         fields = from_llama_config(drafter.config.replace(tied_lm_head=False), CONFIG)
         fields |= {"block_size": drafter.block_size, "num_target_layers": made_for.n_layers}
         if sizes := sorted(set(drafter.windows) - {0}):
             if len(sizes) > 1:
-                raise cannot_write("windows", list(drafter.windows), "one size of window")
+                raise interface.cannot_write("windows", list(drafter.windows), "one size of window")
             fields["layer_types"] = [SLIDING if window else "full_attention" for window in drafter.windows]
             fields |= {"sliding_window": sizes[0], "use_sliding_window": True}
         return fields, layers
@@ -123,21 +115,21 @@ def read_layers(config: dict[str, Any], base: LlamaConfig) -> tuple[LlamaConfig,
 
     The layers are those of Qwen 3 whatever the file's ``model_type``.
     """
-    refuse_quantized(config)
+    interface.refuse_quantized(config)
     names = config.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         if str(name).startswith(OTHERS):
             raise HydrajaxError(f"{CONFIG}: architectures: got {name!r}, expected the layers of Qwen 3")
     hidden = {"sliding_window": None, "use_sliding_window": False, "layer_types": None, "model_type": "qwen3"}
     found = to_llama_config(config | hidden, CONFIG)
-    check_sizes((found.vocab_size, found.width), base)
+    interface.check_sizes((found.vocab_size, found.width), base)
     depth = config.get("num_target_layers")
     if depth is not None and depth != base.n_layers:
         raise HydrajaxError(
             f"num_target_layers: got {depth}, expected {base.n_layers}; the heads were made for another base"
         )
-    if found.n_layers > MOST:
-        raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {found.n_layers}, expected at most {MOST}")
+    if found.n_layers > interface.MOST:
+        raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {found.n_layers}, expected at most {interface.MOST}")
     # A draft has the base's context.
     layers = found.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head)
     return layers, read_windows(config, found.n_layers)
@@ -148,7 +140,7 @@ def read_windows(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
     types = config.get("layer_types")
     if types is None:
         switched = config.get("use_sliding_window") is True
-        first = integer(config, "max_window_layers", 0, n_layers) if switched else n_layers
+        first = interface.integer(config, "max_window_layers", 0, n_layers) if switched else n_layers
         types = ["full_attention" if i < first else SLIDING for i in range(n_layers)]
     known = ("full_attention", SLIDING)
     if not isinstance(types, list) or len(types) != n_layers or not all(kind in known for kind in types):
@@ -158,13 +150,13 @@ def read_windows(config: dict[str, Any], n_layers: int) -> tuple[int, ...]:
         )
     if SLIDING not in types:
         return ()
-    window = integer(config, "sliding_window", 1)
+    window = interface.integer(config, "sliding_window", 1)
     return tuple(window if kind == SLIDING else 0 for kind in types)
 
 
 def block_size_of(config: dict[str, Any], least: int) -> int:
     """Return the field ``block_size``."""
-    size = integer(config, "block_size", least)
+    size = interface.integer(config, "block_size", least)
     if size > LARGEST_BLOCK:
         raise HydrajaxError(f"{CONFIG}: block_size: got {size}, expected at most {LARGEST_BLOCK}")
     return size
@@ -185,23 +177,23 @@ def check(heads: BlockDrafter, base: LlamaConfig) -> None:
     c = heads.config
     if not 1 <= heads.block_size <= LARGEST_BLOCK:
         raise ValueError(f"block_size: got {heads.block_size}, expected 1 to {LARGEST_BLOCK}")
-    if c.n_layers > MOST:
-        raise ValueError(f"config: got {c.n_layers} layers, expected at most {MOST}")
-    check_sizes((c.vocab_size, c.width), base)
-    if max(c.mlp_width, c.n_heads * c.head_dim) > MOST * c.width:
+    if c.n_layers > interface.MOST:
+        raise ValueError(f"config: got {c.n_layers} layers, expected at most {interface.MOST}")
+    interface.check_sizes((c.vocab_size, c.width), base)
+    if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
     if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
         raise HydrajaxError(
             f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
         )
     layers = heads.aux_hidden_layers
-    if not 1 <= len(layers) <= MOST or not all(0 <= layer <= base.n_layers for layer in layers):
+    if not 1 <= len(layers) <= interface.MOST or not all(0 <= layer <= base.n_layers for layer in layers):
         raise HydrajaxError(
             f"aux_hidden_layers: got {list(layers)}, expected layers of this base, which has {base.n_layers}"
         )
 
 
-def about(heads: BlockDrafter) -> About:
+def about(heads: BlockDrafter) -> interface.About:
     c = heads.config
     rows = {
         "draft": f"one pass of {c.n_layers} layers, {heads.depth} tokens ahead",
@@ -211,4 +203,4 @@ def about(heads: BlockDrafter) -> About:
     if heads.markov is not None:
         rows["Markov head"] = f"{heads.markov.kind}, rank {heads.markov.rank}"
     name = type(heads).__name__
-    return About(f"{name} draft", name.lower(), rows)
+    return interface.About(f"{name} draft", name.lower(), rows)

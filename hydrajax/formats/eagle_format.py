@@ -30,45 +30,9 @@ import numpy as np
 from hydrajax.drafters.eagle import Eagle, EagleDrafter
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.eagle_parts import (
-    AUX_LAYERS,
-    D2T,
-    EMBEDDING,
-    KIND,
-    LAYER,
-    LM_HEAD,
-    NESTED,
-    OFF,
-    ON,
-    T2D,
-    check_all_tokens,
-    check_class,
-    check_vocabulary,
-    eagle_3_layout,
-    eagle_layout,
-    flattened,
-    layer_fields,
-    layers_read,
-    nested_layer,
-    read_aux_layers,
-    read_eagle_3,
-    read_layer,
-    read_vocabulary,
-    released_fields,
-)
-from hydrajax.formats.interface import (
-    CONFIG,
-    MOST,
-    About,
-    Files,
-    HeadFormat,
-    cannot_write,
-    check_copies,
-    check_sizes,
-    expect,
-    flag,
-    integer,
-)
+from hydrajax.formats import eagle_parts as parts
+from hydrajax.formats import interface
+from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import MODEL
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -77,15 +41,15 @@ ONE_PASS = ("dflash", "dspark")  # kinds that `hydrajax.formats.block_format` re
 P_EAGLE, MASK_HIDDEN = "peagle", "mask_hidden"  # kind and tensor of `hydrajax.formats.peagle_format`
 DRAFT_TOKENS = 5  # vLLM's num_speculative_tokens unless it is given
 EAGLE_CONFIG = {  # variants in SGLang's eagle_config
-    "use_aux_hidden_state": ON,
-    "use_input_layernorm_in_first_layer": ON,
-    "use_last_layernorm": ON,
-    "use_mtp_layernorm": OFF,
-    "return_hidden_post_norm": OFF,
+    "use_aux_hidden_state": parts.ON,
+    "use_input_layernorm_in_first_layer": parts.ON,
+    "use_last_layernorm": parts.ON,
+    "use_mtp_layernorm": parts.OFF,
+    "return_hidden_post_norm": parts.OFF,
 }
 
 
-class FeatureFormat(HeadFormat):
+class FeatureFormat(interface.HeadFormat):
     """A format of EAGLE drafts.
 
     Attributes:
@@ -99,14 +63,14 @@ class FeatureFormat(HeadFormat):
 
     def layout(self, drafter, config):
         if isinstance(drafter, Eagle):
-            return eagle_layout(drafter, self.layer)
-        return eagle_3_layout(drafter, self.layer)
+            return parts.eagle_layout(drafter, self.layer)
+        return parts.eagle_3_layout(drafter, self.layer)
 
     def settled(self, drafter, files, dtype):
         fc = next(name for entry in self.layout(drafter, {}) for name in entry.theirs)
         own = {"dtype": jnp.dtype(files.dtype(fc) if dtype is None else dtype)}
         if isinstance(drafter, Eagle3) and drafter.vocabulary is not None:
-            own["vocabulary"] = read_vocabulary(files, drafter.config.vocab_size)
+            own["vocabulary"] = parts.read_vocabulary(files, drafter.config.vocab_size)
         return dataclasses.replace(drafter, **own)
 
     def constants(self, drafter):
@@ -117,7 +81,7 @@ class FeatureFormat(HeadFormat):
         tokens = vocabulary.tokens.astype(np.int64)
         mask = np.zeros(drafter.config.vocab_size, bool)
         mask[tokens] = True
-        return {D2T: tokens - np.arange(len(tokens)), T2D: mask}
+        return {parts.D2T: tokens - np.arange(len(tokens)), parts.T2D: mask}
 
 
 class EagleFormat(FeatureFormat):
@@ -138,16 +102,16 @@ class EagleFormat(FeatureFormat):
 
     def drafter(self, config, files, base):
         # The official code and vLLM differ in the bias's default, and vLLM's own files in its name.
-        flat, nested = flattened(config), config.get("model_type") == NESTED
+        flat, nested = parts.flattened(config), config.get("model_type") == parts.NESTED
         name = "eagle_fc_bias" if nested and "eagle_fc_bias" in flat else "bias"
-        expect(flat, {"add_para_norm": OFF, "logit_scale": (None, 1)})
-        check_copies(files, base, EMBEDDING, LM_HEAD)
-        return Eagle(read_layer(flat, base), fc_bias=flag(flat, name, default=not nested))
+        interface.expect(flat, {"add_para_norm": parts.OFF, "logit_scale": (None, 1)})
+        interface.check_copies(files, base, parts.EMBEDDING, parts.LM_HEAD)
+        return Eagle(parts.read_layer(flat, base), fc_bias=interface.flag(flat, name, default=not nested))
 
     def config(self, drafter, made_for):
-        check_class(drafter, Eagle)
-        check_all_tokens(drafter)
-        return released_fields(drafter.config) | {"bias": drafter.fc_bias}
+        parts.check_class(drafter, Eagle)
+        parts.check_all_tokens(drafter)
+        return parts.released_fields(drafter.config) | {"bias": drafter.fc_bias}
 
 
 class Eagle3Format(FeatureFormat):
@@ -166,29 +130,33 @@ class Eagle3Format(FeatureFormat):
         return any(name.startswith(self.layer) for name in names) and MASK_HIDDEN not in names
 
     def drafter(self, config, files, base):
-        config = flattened(config)
+        config = parts.flattened(config)
         own = {} if config.get("eagle_config") is None else config["eagle_config"]
         if not isinstance(own, dict):
             raise HydrajaxError(f"{CONFIG}: eagle_config: got {own!r}, expected an object")
-        expect(own, EAGLE_CONFIG, f"{CONFIG}: eagle_config")
-        name, offset = AUX_LAYERS, 0
-        if own.get(AUX_LAYERS):
-            name, offset = f"eagle_config.{AUX_LAYERS}", 1
-            if config.get(AUX_LAYERS):
-                raise HydrajaxError(f"{CONFIG}: got both {AUX_LAYERS} and {name}, which count differently; remove one")
-        numbers = (own if offset else config).get(AUX_LAYERS)
-        return read_eagle_3(config, read_layer(config, base), read_aux_layers(numbers, base, name, offset), files, base)
+        interface.expect(own, EAGLE_CONFIG, f"{CONFIG}: eagle_config")
+        name, offset = parts.AUX_LAYERS, 0
+        if own.get(parts.AUX_LAYERS):
+            name, offset = f"eagle_config.{parts.AUX_LAYERS}", 1
+            if config.get(parts.AUX_LAYERS):
+                raise HydrajaxError(
+                    f"{CONFIG}: got both {parts.AUX_LAYERS} and {name}, which count differently; remove one"
+                )
+        numbers = (own if offset else config).get(parts.AUX_LAYERS)
+        return parts.read_eagle_3(
+            config, parts.read_layer(config, base), parts.read_aux_layers(numbers, base, name, offset), files, base
+        )
 
     def config(self, drafter, made_for):
-        check_class(drafter, Eagle3)
+        parts.check_class(drafter, Eagle3)
         if drafter.norm_before_residual:
-            raise cannot_write("norm_before_residual", True, False)
-        layers, n_layers = layers_read(drafter, made_for)
+            raise interface.cannot_write("norm_before_residual", True, False)
+        layers, n_layers = parts.layers_read(drafter, made_for)
         if len(layers) != 3 or drafter.aux_hidden_layers != default_aux_hidden_layers(n_layers):
-            raise cannot_write(
+            raise interface.cannot_write(
                 "aux_hidden_layers", f"inputs of layers {layers} of {n_layers}", "those of 2, L // 2 and L - 3"
             )
-        fields = released_fields(drafter.config) | {"architectures": ["LlamaForCausalLMEagle3"]}
+        fields = parts.released_fields(drafter.config) | {"architectures": ["LlamaForCausalLMEagle3"]}
         return fields | {"draft_vocab_size": drafter.lm_head.size(drafter.config.vocab_size)}
 
 
@@ -217,55 +185,57 @@ class Speculators(FeatureFormat):
     ignored = IGNORED + r"|verifier_(norm|lm_head)\.weight"  # the base's, which some versions saved
 
     def recognises(self, config, names):
-        return KIND in config and config[KIND] not in (*ONE_PASS, P_EAGLE)
+        return parts.KIND in config and config[parts.KIND] not in (*ONE_PASS, P_EAGLE)
 
     def drafter(self, config, files, base):
-        kind, where = config[KIND], f"{CONFIG}: {LAYER}"
+        kind, where = config[parts.KIND], f"{CONFIG}: {parts.LAYER}"
         if kind not in ("eagle3", "eagle"):
-            raise HydrajaxError(f"{CONFIG}: {KIND}: got {kind!r}, expected 'eagle3' or 'eagle'")
-        fields = nested_layer(config)
+            raise HydrajaxError(f"{CONFIG}: {parts.KIND}: got {kind!r}, expected 'eagle3' or 'eagle'")
+        fields = parts.nested_layer(config)
         # Here model_type is the layer's: Qwen 3's has norms that LLaMA's does not have.
-        expect(fields, {"model_type": ("llama",)}, where)
-        layer = read_layer(fields | {"quantization_config": config.get("quantization_config")}, base, where)
+        interface.expect(fields, {"model_type": ("llama",)}, where)
+        layer = parts.read_layer(fields | {"quantization_config": config.get("quantization_config")}, base, where)
         if kind == "eagle3":
             # No default: a missing norm_before_residual means true to vLLM and false to speculators.
-            flag(config, "norm_before_residual")
-            integer(config, "draft_vocab_size", 1)
-            aux_hidden_layers = read_aux_layers(config.get(AUX_LAYERS), base, AUX_LAYERS)
-            return read_eagle_3(config, layer, aux_hidden_layers, files, base)
-        check_copies(files, base, EMBEDDING)
-        expect(config, {"transformer_layer_architecture": ("LlamaDecoderLayer", None), "layernorms": OFF})
-        return Eagle(layer, fc_bias=flag(config, "fusion_bias", default=False))
+            interface.flag(config, "norm_before_residual")
+            interface.integer(config, "draft_vocab_size", 1)
+            aux_hidden_layers = parts.read_aux_layers(config.get(parts.AUX_LAYERS), base, parts.AUX_LAYERS)
+            return parts.read_eagle_3(config, layer, aux_hidden_layers, files, base)
+        interface.check_copies(files, base, parts.EMBEDDING)
+        interface.expect(
+            config, {"transformer_layer_architecture": ("LlamaDecoderLayer", None), "layernorms": parts.OFF}
+        )
+        return Eagle(layer, fc_bias=interface.flag(config, "fusion_bias", default=False))
 
     def layout(self, drafter, config):
         if isinstance(drafter, Eagle):
-            return eagle_layout(drafter, "transformer.", "fusion_fc")
-        return eagle_3_layout(drafter, "layers.0.")
+            return parts.eagle_layout(drafter, "transformer.", "fusion_fc")
+        return parts.eagle_3_layout(drafter, "layers.0.")
 
     def config(self, drafter, made_for):
         if type(drafter) is Eagle:
-            check_all_tokens(drafter)
+            parts.check_all_tokens(drafter)
             fields = {
                 "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
-                KIND: "eagle",
+                parts.KIND: "eagle",
                 "transformer_layer_architecture": "LlamaDecoderLayer",
-                LAYER: layer_fields(drafter.config),
+                parts.LAYER: parts.layer_fields(drafter.config),
                 "layernorms": False,
                 "fusion_bias": drafter.fc_bias,
             }
         else:
-            check_class(drafter, Eagle3)
+            parts.check_class(drafter, Eagle3)
             fields = {
                 "architectures": ["Eagle3Speculator"],
-                KIND: "eagle3",
-                LAYER: layer_fields(drafter.config),
+                parts.KIND: "eagle3",
+                parts.LAYER: parts.layer_fields(drafter.config),
                 "draft_vocab_size": drafter.lm_head.size(drafter.config.vocab_size),
                 "norm_before_residual": drafter.norm_before_residual,
-                AUX_LAYERS: layers_read(drafter, made_for)[0],
+                parts.AUX_LAYERS: parts.layers_read(drafter, made_for)[0],
             }
         method = {"proposal_type": "greedy", "speculative_tokens": min(drafter.depth, DRAFT_TOKENS)}
         fields["speculators_config"] = {
-            "algorithm": fields[KIND],
+            "algorithm": fields[parts.KIND],
             "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": made_for.name, "architectures": []},
@@ -277,14 +247,14 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
     for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
+        if not 1 <= getattr(heads, name) <= interface.MOST:
+            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
     if c != c.plain_layer:
         raise ValueError(f"config: got {c}, expected LLaMA's plain layer")
-    check_sizes((c.vocab_size, c.width), base)
-    if max(c.mlp_width, c.n_heads * c.head_dim) > MOST * c.width:
+    interface.check_sizes((c.vocab_size, c.width), base)
+    if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
-    check_vocabulary(heads, base)
+    parts.check_vocabulary(heads, base)
     if not isinstance(heads, Eagle3):
         return
     layers = heads.aux_hidden_layers
@@ -294,7 +264,7 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
         )
 
 
-def about(heads: EagleDrafter) -> About:
+def about(heads: EagleDrafter) -> interface.About:
     c: LlamaConfig = heads.config
     rows = {
         "draft": f"one layer, up to {heads.depth} tokens ahead",
@@ -303,11 +273,11 @@ def about(heads: EagleDrafter) -> About:
     if heads.vocabulary is not None or isinstance(heads, Eagle3):
         rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     if not isinstance(heads, Eagle3):
-        return About("EAGLE heads", "eagle", rows)
+        return interface.About("EAGLE heads", "eagle", rows)
     rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
-    return About("EAGLE-3 heads", "eagle3", rows)
+    return interface.About("EAGLE-3 heads", "eagle3", rows)
 
 
 EAGLE, EAGLE_3 = EagleFormat(), Eagle3Format()
-EAGLE_FILES = Files((EAGLE,), check, about)
-EAGLE_3_FILES = Files((EAGLE_3, VLLMEagle3(), Speculators()), check, about)
+EAGLE_FILES = interface.Files((EAGLE,), check, about)
+EAGLE_3_FILES = interface.Files((EAGLE_3, VLLMEagle3(), Speculators()), check, about)

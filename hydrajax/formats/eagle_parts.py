@@ -17,18 +17,8 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
-from hydrajax.formats.interface import (
-    CONFIG,
-    MadeFor,
-    cannot_write,
-    check_copies,
-    check_sizes,
-    drafter_name,
-    expect,
-    flag,
-    integer,
-    refuse_quantized,
-)
+from hydrajax.formats import interface
+from hydrajax.formats.interface import CONFIG
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
@@ -74,15 +64,15 @@ def eagle_3_layout(drafter: Eagle3, layer: str) -> Layout:
 
 def read_layer(config: dict[str, Any], base: LlamaConfig, where: str = CONFIG) -> LlamaConfig:
     """Return the draft's decoder layer; ``where`` begins error messages."""
-    refuse_quantized(config, where)
+    interface.refuse_quantized(config, where)
     # Some files give the base's model_type; the layer is LLaMA's anyway.
     found = to_llama_config(config | {"model_type": "llama"}, where)
-    check_sizes((found.vocab_size, found.width), base)
+    interface.check_sizes((found.vocab_size, found.width), base)
     if found.n_layers != 1:
         raise HydrajaxError(f"{where}: num_hidden_layers: got {found.n_layers}, expected 1 in an EAGLE draft")
-    expect(config, {"layer_types": (["full_attention"], None)}, where)
+    interface.expect(config, {"layer_types": (["full_attention"], None)}, where)
     for rope in (config, config.get("rope_parameters") or {}):
-        expect(rope, {"partial_rotary_factor": (None, 1)}, where)
+        interface.expect(rope, {"partial_rotary_factor": (None, 1)}, where)
     # A draft has the base's context and no lm head to tie.
     return found.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head)
 
@@ -90,7 +80,7 @@ def read_layer(config: dict[str, Any], base: LlamaConfig, where: str = CONFIG) -
 def layer_fields(layer: LlamaConfig) -> dict[str, Any]:
     """Return the fields of a one-layer LLaMA, the inverse of `read_layer`."""
     if layer != layer.plain_layer:
-        raise cannot_write("config", layer, "LLaMA's plain layer")
+        raise interface.cannot_write("config", layer, "LLaMA's plain layer")
     return from_llama_config(layer.replace(tied_lm_head=False), CONFIG)
 
 
@@ -112,14 +102,14 @@ def flattened(config: dict) -> dict:
         raise HydrajaxError(f"{CONFIG}: model: got {layer!r}, expected an object for model_type '{NESTED}'")
     inner = ("model", "model_type", "architectures")
     flat = layer | {name: value for name, value in config.items() if value is not None and name not in inner}
-    expect(flat, {"truncated_vocab_size": (flat.get("vocab_size"), None)})
+    interface.expect(flat, {"truncated_vocab_size": (flat.get("vocab_size"), None)})
     return flat
 
 
 def check_class(drafter: Any, kind: type) -> None:
     """Refuse a drafter of another class, or with a prefix layer."""
     if type(drafter) is not kind:
-        raise cannot_write("drafter", drafter_name(drafter), kind.__name__)
+        raise interface.cannot_write("drafter", interface.drafter_name(drafter), kind.__name__)
 
 
 def check_vocabulary(heads: EagleDrafter, base: LlamaConfig) -> None:
@@ -133,16 +123,18 @@ def check_vocabulary(heads: EagleDrafter, base: LlamaConfig) -> None:
 def check_all_tokens(drafter: EagleDrafter) -> None:
     """Refuse a reduced vocabulary, for which no format of EAGLE-1 and of MTP has a place."""
     if drafter.vocabulary is not None:
-        raise cannot_write("vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}")
+        raise interface.cannot_write(
+            "vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}"
+        )
 
 
 def read_eagle_3(
     config: dict, layer: LlamaConfig, aux_hidden_layers: tuple[int, ...], files: TensorFiles, base: LlamaConfig
 ) -> Eagle3:
     """Return the draft; of a reduced vocabulary only the size is known, until `FeatureFormat.settled`."""
-    expect(config, VARIANTS | {"target_hidden_size": (base.width, None)})
-    check_copies(files, base, EMBEDDING)
-    norm_before_residual = flag(config, "norm_before_residual", default=False)
+    interface.expect(config, VARIANTS | {"target_hidden_size": (base.width, None)})
+    interface.check_copies(files, base, EMBEDDING)
+    norm_before_residual = interface.flag(config, "norm_before_residual", default=False)
     vocabulary = draft_vocabulary(config, files, base)
     return Eagle3(layer, aux_hidden_layers, vocabulary, norm_before_residual=norm_before_residual)
 
@@ -151,7 +143,7 @@ def draft_vocabulary(config: dict, files: TensorFiles, base: LlamaConfig) -> Voc
     """Return a vocabulary of the right size, None for all tokens; `read_vocabulary` returns its tokens."""
     size = base.vocab_size
     if config.get("draft_vocab_size") is not None:
-        size = integer(config, "draft_vocab_size", 1)
+        size = interface.integer(config, "draft_vocab_size", 1)
     if size > base.vocab_size:
         raise HydrajaxError(f"{CONFIG}: draft_vocab_size: got {size}, expected at most the base's {base.vocab_size}")
     if size == base.vocab_size:
@@ -221,7 +213,7 @@ def read_aux_layers(numbers: Any, base: LlamaConfig, name: str, offset: int = 0)
     return tuple(base.n_layers - (number + offset) for number in numbers)
 
 
-def layers_read(drafter: Eagle3, made_for: MadeFor) -> tuple[list[int], int]:
+def layers_read(drafter: Eagle3, made_for: interface.MadeFor) -> tuple[list[int], int]:
     """Return the layers whose inputs are read, as vLLM counts, and the base's number of layers.
 
     An unknown number of layers is inferred if the draft reads the default ones of some base.
@@ -230,8 +222,12 @@ def layers_read(drafter: Eagle3, made_for: MadeFor) -> tuple[list[int], int]:
     if n_layers is None:
         n_layers = next((n for n in range(1, max(aux) + 3) if default_aux_hidden_layers(n) == aux), None)
     if n_layers is None:
-        raise cannot_write("aux_hidden_layers", f"{aux} of a base of unknown depth", "a base with a fingerprint")
+        raise interface.cannot_write(
+            "aux_hidden_layers", f"{aux} of a base of unknown depth", "a base with a fingerprint"
+        )
     layers = [n_layers - from_last for from_last in aux]
     if min(aux) < 1 or layers[0] < 0 or layers != sorted(set(layers)):
-        raise cannot_write("aux_hidden_layers", f"{aux} of {n_layers} layers", "inputs of its layers, in order")
+        raise interface.cannot_write(
+            "aux_hidden_layers", f"{aux} of {n_layers} layers", "inputs of its layers, in order"
+        )
     return layers, n_layers

@@ -18,19 +18,9 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
+from hydrajax.formats import interface
 from hydrajax.formats.eagle_parts import INTEGERS, check_all_tokens, check_class, check_vocabulary
-from hydrajax.formats.interface import (
-    CONFIG,
-    MOST,
-    About,
-    Files,
-    HeadFormat,
-    MadeFor,
-    check_sizes,
-    flag,
-    integer,
-    refuse_quantized,
-)
+from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import MODEL, Entry, Layout, Parameter, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -38,7 +28,7 @@ KINDS = ("gemma4_assistant", "gemma4_unified_assistant")
 EMBEDDING, ORDER = "model.embed_tokens.weight", "masked_embedding.token_ordering"
 
 
-class AssistantFormat(HeadFormat):
+class AssistantFormat(interface.HeadFormat):
     """The format of transformers."""
 
     name = "gemma4-assistant"
@@ -55,10 +45,10 @@ class AssistantFormat(HeadFormat):
         text = config.get("text_config")
         if not isinstance(text, dict):
             raise HydrajaxError(f"{CONFIG}: text_config: got {text!r}, expected an object")
-        refuse_quantized(config)
+        interface.refuse_quantized(config)
         shared = {"num_kv_shared_layers": text.get("num_kv_shared_layers") or text.get("num_hidden_layers")}
         c = to_llama_config(text | shared, f"{CONFIG}: text_config")
-        check_sizes((c.vocab_size, integer(config, "backbone_hidden_size", 1, 1536)), base)
+        interface.check_sizes((c.vocab_size, interface.integer(config, "backbone_hidden_size", 1, 1536)), base)
         if c.any_experts or c.per_layer_width or not all(kind.shared_kv for kind in c.kinds):
             raise HydrajaxError(
                 f"{CONFIG}: text_config: got experts, embeddings per layer, or layers that have keys and values; "
@@ -89,7 +79,7 @@ class AssistantFormat(HeadFormat):
             ordered = dataclasses.replace(ordered, tokens=Vocabulary.ordered(files.read(ORDER)))
         return dataclasses.replace(drafter, dtype=jnp.dtype(found), ordered=ordered)
 
-    def config(self, drafter, made_for: MadeFor) -> dict[str, Any]:
+    def config(self, drafter, made_for: interface.MadeFor) -> dict[str, Any]:
         check_class(drafter, Gemma4Assistant)
         check_all_tokens(drafter)
         ordered = drafter.ordered
@@ -110,10 +100,10 @@ class AssistantFormat(HeadFormat):
 
 def _ordered(config: dict, vocab_size: int) -> OrderedEmbedding | None:
     """Return the ordered embedding that ``config.json`` declares, with the tokens in their own order."""
-    if not flag(config, "use_ordered_embeddings", False):
+    if not interface.flag(config, "use_ordered_embeddings", False):
         return None
-    clusters = integer(config, "num_centroids", 1, 2048)
-    chosen = integer(config, "centroid_intermediate_top_k", 1, 32)
+    clusters = interface.integer(config, "num_centroids", 1, 2048)
+    chosen = interface.integer(config, "centroid_intermediate_top_k", 1, 32)
     if vocab_size % clusters or chosen > clusters:
         raise HydrajaxError(
             f"{CONFIG}: num_centroids: got {clusters}, expected at least {chosen}, and a divisor of {vocab_size} tokens"
@@ -147,14 +137,14 @@ def _embedding(drafter: Gemma4Assistant) -> Layout:
 def check(heads: Gemma4Assistant, base: LlamaConfig) -> None:
     """`Files.check`."""
     for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
-    check_sizes((heads.config.vocab_size, heads.base_width), base)
+        if not 1 <= getattr(heads, name) <= interface.MOST:
+            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
+    interface.check_sizes((heads.config.vocab_size, heads.base_width), base)
     heads.sources(base)
     check_vocabulary(heads, base)
 
 
-def about(heads: Gemma4Assistant) -> About:
+def about(heads: Gemma4Assistant) -> interface.About:
     """`Files.about`."""
     c = heads.config
     rows = {
@@ -164,7 +154,7 @@ def about(heads: Gemma4Assistant) -> About:
     }
     if heads.vocabulary is not None:
         rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
-    return About("An assistant as Gemma 4's", "gemma4-assistant", rows)
+    return interface.About("An assistant as Gemma 4's", "gemma4-assistant", rows)
 
 
-FILES = Files((AssistantFormat(),), check, about)
+FILES = interface.Files((AssistantFormat(),), check, about)

@@ -25,25 +25,15 @@ from hydrajax.drafters.mtp import MTP
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.tensor_names import NO_FILES
+from hydrajax.formats import interface
 from hydrajax.formats.eagle_parts import check_all_tokens, check_class, check_vocabulary
-from hydrajax.formats.interface import (
-    LAST_NORMS,
-    MOST,
-    About,
-    Files,
-    HeadFormat,
-    MadeFor,
-    cannot_write,
-    check_copies,
-    check_sizes,
-)
 from hydrajax.models.layout import MODEL, Layout, same, shapes, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
 EXPERTS = "mlp.experts.0.gate_proj.weight"
 
 
-class MTPFormat(HeadFormat):
+class MTPFormat(interface.HeadFormat):
     """A layout of MTP modules.
 
     Attributes:
@@ -74,14 +64,14 @@ class MTPFormat(HeadFormat):
 
     def recognises(self, config, names):
         """Return True for an export; a whole base is a draft model unless its module is asked for by name."""
-        return LAST_NORMS.isdisjoint(names) and self.found_in(config, names)
+        return interface.LAST_NORMS.isdisjoint(names) and self.found_in(config, names)
 
     def drafter(self, config, files, base):
         prefix, found = self.prefix(config), set(files)
         layer = f"{prefix}{self.layer}"
-        check_copies(files, base, *(f"{prefix}{name}" for name in self.copies))
+        interface.check_copies(files, base, *(f"{prefix}{name}" for name in self.copies))
         if "vocab_size" in config:
-            check_sizes((config["vocab_size"],), base)
+            interface.check_sizes((config["vocab_size"],), base)
         facts = {"embedding_first": self.embedding_first, "before_final_norm": self.before_final_norm}
         drafter = MTP(MTP.layer_of(base), **facts)
         wanted = shapes(self.layout_in(drafter, config, files.shapes))
@@ -112,12 +102,12 @@ class MTPFormat(HeadFormat):
         projection = next(name for name in files if name.endswith(f".{self.names[2]}.weight"))
         return dataclasses.replace(drafter, dtype=jnp.dtype(files.dtype(projection) if dtype is None else dtype))
 
-    def config(self, drafter, made_for: MadeFor) -> dict[str, Any]:
+    def config(self, drafter, made_for: interface.MadeFor) -> dict[str, Any]:
         check_class(drafter, MTP)
         check_all_tokens(drafter)
         for name in ("embedding_first", "before_final_norm"):
             if getattr(drafter, name) != getattr(self, name):
-                raise cannot_write(name, getattr(drafter, name), getattr(self, name))
+                raise interface.cannot_write(name, getattr(drafter, name), getattr(self, name))
         architecture, kind = self.architecture
         return {
             "architectures": [architecture],
@@ -181,16 +171,16 @@ class NextNFormat(MTPFormat):
     def config(self, drafter, made_for):
         fields = super().config(drafter, made_for)
         if drafter.config.attention_gate:
-            raise cannot_write("attention_gate", True, False)
+            raise interface.cannot_write("attention_gate", True, False)
         return fields
 
 
 def check(heads: MTP, base: LlamaConfig) -> None:
     """`Files.check`."""
     for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
-    check_sizes((heads.config.vocab_size, heads.config.width), base)
+        if not 1 <= getattr(heads, name) <= interface.MOST:
+            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
+    interface.check_sizes((heads.config.vocab_size, heads.config.width), base)
     expected = MTP.layer_of(base).replace(max_positions=heads.config.max_positions)
     if heads.config != expected:
         other = [name for name, value in vars(expected).items() if getattr(heads.config, name) != value]
@@ -198,7 +188,7 @@ def check(heads: MTP, base: LlamaConfig) -> None:
     check_vocabulary(heads, base)
 
 
-def about(heads: MTP) -> About:
+def about(heads: MTP) -> interface.About:
     """`Files.about`."""
     c = heads.config
     rows = {
@@ -207,7 +197,7 @@ def about(heads: MTP) -> About:
     }
     if heads.vocabulary is not None:
         rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
-    return About("An MTP module", "mtp", rows)
+    return interface.About("An MTP module", "mtp", rows)
 
 
-FILES = Files((MiMoFormat(), NextNFormat(), QwenFormat()), check, about)
+FILES = interface.Files((MiMoFormat(), NextNFormat(), QwenFormat()), check, about)

@@ -16,33 +16,11 @@ from hydrajax.drafters.peagle import PEagle
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import to_llama_config
+from hydrajax.formats import eagle_parts as parts
+from hydrajax.formats import interface
 from hydrajax.formats.block_parts import about, check, mask_of, read_windows
 from hydrajax.formats.eagle_format import IGNORED, MASK_HIDDEN, P_EAGLE, FeatureFormat
-from hydrajax.formats.eagle_parts import (
-    AUX_LAYERS,
-    EMBEDDING,
-    KIND,
-    LAYER,
-    LM_HEAD,
-    check_class,
-    draft_vocabulary,
-    layer_fields,
-    layers_read,
-    nested_layer,
-    read_aux_layers,
-    with_vocabulary,
-)
-from hydrajax.formats.interface import (
-    CONFIG,
-    MOST,
-    Files,
-    cannot_write,
-    check_sizes,
-    expect,
-    flag,
-    integer,
-    refuse_quantized,
-)
+from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import Entry, Layout, Parameter, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
 
@@ -64,7 +42,7 @@ class PEagleFormat(FeatureFormat):
     layer = "midlayer."
 
     def recognises(self, config, names):
-        return MASK_HIDDEN in names and f"{self.layer}hidden_norm.weight" in names and KIND not in config
+        return MASK_HIDDEN in names and f"{self.layer}hidden_norm.weight" in names and parts.KIND not in config
 
     def drafter(self, config, files, base):
         name = next((name for name in MASKS if name in config), MASKS[0])
@@ -73,23 +51,23 @@ class PEagleFormat(FeatureFormat):
 
     def read(self, config, fields, mask: int, files, base: LlamaConfig, own_embedding: bool = False) -> PEagle:
         """Return the drafter; ``fields`` are those of its layers."""
-        expect(config, VARIANTS)
-        refuse_quantized(config)
-        refuse_quantized(fields)
-        n_layers = integer(fields, "num_hidden_layers", 1)
-        if n_layers > MOST:
-            raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {n_layers}, expected at most {MOST}")
+        interface.expect(config, VARIANTS)
+        interface.refuse_quantized(config)
+        interface.refuse_quantized(fields)
+        n_layers = interface.integer(fields, "num_hidden_layers", 1)
+        if n_layers > interface.MOST:
+            raise HydrajaxError(f"{CONFIG}: num_hidden_layers: got {n_layers}, expected at most {interface.MOST}")
         if read_windows(fields, n_layers):
             raise HydrajaxError(f"{CONFIG}: layer_types: got a sliding window, expected full_attention in every layer")
         layers = to_llama_config(fields | {"model_type": "llama"}, CONFIG)
-        check_sizes((layers.vocab_size, layers.width), base)
+        interface.check_sizes((layers.vocab_size, layers.width), base)
         return PEagle(
             layers.replace(max_positions=base.max_positions, tied_lm_head=base.tied_lm_head),
-            read_aux_layers(config.get(AUX_LAYERS), base, AUX_LAYERS),
+            parts.read_aux_layers(config.get(parts.AUX_LAYERS), base, parts.AUX_LAYERS),
             mask,
             guesses_of(config),
-            draft_vocabulary(config, files, base),
-            norm_before_residual=flag(config, "norm_before_residual", default=False),
+            parts.draft_vocabulary(config, files, base),
+            norm_before_residual=interface.flag(config, "norm_before_residual", default=False),
             own_embedding=own_embedding,
         )
 
@@ -98,20 +76,20 @@ class PEagleFormat(FeatureFormat):
 
     def settled(self, drafter, files, dtype):
         dtype = jnp.dtype(files.dtype("fc.weight") if dtype is None else dtype)
-        return with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
+        return parts.with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
 
     def config(self, drafter, made_for):
-        check_class(drafter, PEagle)
+        parts.check_class(drafter, PEagle)
         if drafter.own_embedding:
-            raise cannot_write("own_embedding", True, False)
-        layers = layers_read(drafter, made_for)[0]
-        one = layer_fields(drafter.config.replace(n_layers=1))
+            raise interface.cannot_write("own_embedding", True, False)
+        layers = parts.layers_read(drafter, made_for)[0]
+        one = parts.layer_fields(drafter.config.replace(n_layers=1))
         return one | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": drafter.config.n_layers,
             "draft_vocab_size": drafter.lm_head.size(drafter.config.vocab_size),
             "norm_before_residual": drafter.norm_before_residual,
-            AUX_LAYERS: layers,
+            parts.AUX_LAYERS: layers,
             MASKS[0]: drafter.mask_token,
             "num_speculative_tokens": drafter.block_size,
         }
@@ -136,12 +114,12 @@ class SpeculatorsPEagle(PEagleFormat):
     layer = "layers.0."
 
     def recognises(self, config, names):
-        return config.get(KIND) == P_EAGLE
+        return config.get(parts.KIND) == P_EAGLE
 
     def drafter(self, config, files, base):
-        fields = nested_layer(config)
-        expect(fields, {"model_type": ("llama",)}, f"{CONFIG}: {LAYER}")
-        return self.read(config, fields, mask_of(config, base, CONFIG), files, base, EMBEDDING in files)
+        fields = parts.nested_layer(config)
+        interface.expect(fields, {"model_type": ("llama",)}, f"{CONFIG}: {parts.LAYER}")
+        return self.read(config, fields, mask_of(config, base, CONFIG), files, base, parts.EMBEDDING in files)
 
 
 def guesses_of(config: dict[str, Any]) -> int:
@@ -153,8 +131,10 @@ def guesses_of(config: dict[str, Any]) -> int:
         found = methods[0].get("speculative_tokens", found)
     if found is None:
         return GUESSES
-    if type(found) is not int or not 1 <= found <= MOST:
-        raise HydrajaxError(f"{CONFIG}: speculative_tokens: got {found!r}, expected an integer from 1 to {MOST}")
+    if type(found) is not int or not 1 <= found <= interface.MOST:
+        raise HydrajaxError(
+            f"{CONFIG}: speculative_tokens: got {found!r}, expected an integer from 1 to {interface.MOST}"
+        )
     return found
 
 
@@ -174,13 +154,13 @@ def peagle_layout(drafter: PEagle, first: str) -> Layout:
         same(("hidden_norm", "scale"), f"{first}hidden_norm.weight", width),
         *decoder_layer(("layers_0",), first, c, attention_width=2 * width),
         same(("norm", "scale"), "norm.weight", width),
-        transposed(("lm_kernel",), LM_HEAD, drafter.lm_head.size(c.vocab_size), width),
+        transposed(("lm_kernel",), parts.LM_HEAD, drafter.lm_head.size(c.vocab_size), width),
     ]
     for i in range(1, c.n_layers):
         layout += decoder_layer((f"layers_{i}",), f"layers.{i}.", c)
     if drafter.own_embedding:
-        layout.append(same(("embedding",), EMBEDDING, c.vocab_size, width))
+        layout.append(same(("embedding",), parts.EMBEDDING, c.vocab_size, width))
     return layout
 
 
-FILES = Files((PEagleFormat(), SpecForgePEagle(), SpeculatorsPEagle()), check, about)
+FILES = interface.Files((PEagleFormat(), SpecForgePEagle(), SpeculatorsPEagle()), check, about)

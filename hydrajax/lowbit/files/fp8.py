@@ -15,53 +15,44 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hydrajax.lowbit.files.stored_linear import (
-    FLOAT_TYPES,
-    FP8,
-    Integers,
-    Method,
-    Settings,
-    StoredLinear,
-    block_shape,
-    widen_blocks,
-)
+from hydrajax.lowbit.files import stored_linear
 from hydrajax.models.layout import Shape
 
 
 @dataclass(frozen=True)
-class Fp8(Method):
+class Fp8(stored_linear.Method):
     """FP8, a `Method`; ``block`` has the outputs and inputs of one scale, None for scales per layer or output."""
 
     block: tuple[int, int] | None = None
     parts = "weight_scale|weight_scale_inv"
-    low_dtypes = (FP8,)
+    low_dtypes = (stored_linear.FP8,)
     ignored = r".*\.(input_scale|input_scale_ub|activation_scale|[kqv]_scale|kv_scale)"
 
     @classmethod
-    def of(cls, settings: Settings) -> Fp8:
+    def of(cls, settings: stored_linear.Settings) -> Fp8:
         settings.one_of("fmt", ("e4m3",), "e4m3")
         return cls(settings.block("weight_block_size"))
 
     @classmethod
-    def of_fbgemm(cls, settings: Settings) -> Fp8:
+    def of_fbgemm(cls, settings: stored_linear.Settings) -> Fp8:
         return cls()
 
-    def shape(self, linear: StoredLinear) -> Shape:
-        outputs, inputs = linear.matrix("weight", FP8)
+    def shape(self, linear: stored_linear.StoredLinear) -> Shape:
+        outputs, inputs = linear.matrix("weight", stored_linear.FP8)
         whole = ((), (1,), (outputs,), (outputs, 1))
-        shapes = whole if self.block is None else (block_shape(outputs, inputs, self.block),)
-        linear.check(self._scale(linear), FLOAT_TYPES, *shapes)
+        shapes = whole if self.block is None else (stored_linear.block_shape(outputs, inputs, self.block),)
+        linear.check(self._scale(linear), stored_linear.FLOAT_TYPES, *shapes)
         return outputs, inputs
 
-    def integers(self, linear: StoredLinear) -> Integers | None:
+    def integers(self, linear: stored_linear.StoredLinear) -> stored_linear.Integers | None:
         if self.block is not None:
             return None
         numbers, scales = linear.read("weight"), linear.scales(self._scale(linear))
-        return Integers(8, numbers.T, scales.reshape(1, -1))
+        return stored_linear.Integers(8, numbers.T, scales.reshape(1, -1))
 
-    def read(self, linear: StoredLinear) -> np.ndarray:
-        return widen_blocks(linear.read("weight"), linear.scales(self._scale(linear)), self.block)
+    def read(self, linear: stored_linear.StoredLinear) -> np.ndarray:
+        return stored_linear.widen_blocks(linear.read("weight"), linear.scales(self._scale(linear)), self.block)
 
-    def _scale(self, linear: StoredLinear) -> str:
+    def _scale(self, linear: stored_linear.StoredLinear) -> str:
         inverse = "weight_scale_inv"
         return inverse if inverse in linear or (self.block and "weight_scale" not in linear) else "weight_scale"
