@@ -33,7 +33,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats import interface
 from hydrajax.formats.block_parts import BlockFormat, about, block_size_of, check, mask_of, read_layers
 from hydrajax.formats.eagle_format import ONE_PASS
-from hydrajax.formats.eagle_parts import KIND, draft_vocabulary, nested_layer, with_vocabulary
+from hydrajax.formats.eagle_parts import KIND, draft_vocabulary, nested_layer
 from hydrajax.formats.interface import CONFIG
 from hydrajax.formats.muse_assistant_format import MuseAssistantFormat
 
@@ -172,9 +172,6 @@ class SpeculatorsBlocks(BlockFormat):
         if kind == "dspark":
             raise HydrajaxError(f"{CONFIG}: sample_from_anchor: got false, expected true for dspark")
         return DFlash(layers, aux_hidden_layers, **common)
-
-    def settled(self, drafter, files, dtype):
-        return with_vocabulary(super().settled(drafter, files, dtype), files)
 
     first_layer = -1
     last_is_normed = False

@@ -12,6 +12,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.formats import interface
+from hydrajax.formats.eagle_parts import check_aux_layers, check_vocabulary, with_vocabulary
 from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import MODEL, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
@@ -43,7 +44,8 @@ class BlockFormat(interface.HeadFormat):
         return block_layout(drafter, *self.fusion)
 
     def settled(self, drafter, files, dtype):
-        return dataclasses.replace(drafter, dtype=jnp.dtype(files.dtype(self.fusion[0]) if dtype is None else dtype))
+        dtype = jnp.dtype(files.dtype(self.fusion[0]) if dtype is None else dtype)
+        return with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
 
     def reads(self, numbers: Any, base: LlamaConfig, where: str) -> tuple[int, ...]:
         """Return ``aux_hidden_layers`` of ``target_layer_ids``."""
@@ -182,15 +184,8 @@ def check(heads: BlockDrafter, base: LlamaConfig) -> None:
     interface.check_sizes((c.vocab_size, c.width), base)
     if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
-    if heads.vocabulary is not None and (last := int(heads.vocabulary.tokens[-1])) >= base.vocab_size:
-        raise HydrajaxError(
-            f"vocabulary: got token {last}, expected ids below {base.vocab_size}; the heads were made for another base"
-        )
-    layers = heads.aux_hidden_layers
-    if not 1 <= len(layers) <= interface.MOST or not all(0 <= layer <= base.n_layers for layer in layers):
-        raise HydrajaxError(
-            f"aux_hidden_layers: got {list(layers)}, expected layers of this base, which has {base.n_layers}"
-        )
+    check_vocabulary(heads, base)
+    check_aux_layers(heads, base)
 
 
 def about(heads: BlockDrafter) -> interface.About:

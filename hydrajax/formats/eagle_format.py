@@ -68,10 +68,8 @@ class FeatureFormat(interface.HeadFormat):
 
     def settled(self, drafter, files, dtype):
         fc = next(name for entry in self.layout(drafter, {}) for name in entry.theirs)
-        own = {"dtype": jnp.dtype(files.dtype(fc) if dtype is None else dtype)}
-        if isinstance(drafter, Eagle3) and drafter.vocabulary is not None:
-            own["vocabulary"] = parts.read_vocabulary(files, drafter.config.vocab_size)
-        return dataclasses.replace(drafter, **own)
+        drafter = dataclasses.replace(drafter, dtype=jnp.dtype(files.dtype(fc) if dtype is None else dtype))
+        return parts.with_vocabulary(drafter, files)
 
     def constants(self, drafter):
         """``d2t`` (int64) and ``t2d`` (bool) of a reduced vocabulary."""
@@ -255,13 +253,8 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
         raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
     parts.check_vocabulary(heads, base)
-    if not isinstance(heads, Eagle3):
-        return
-    layers = heads.aux_hidden_layers
-    if len(layers) > base.n_layers or not all(0 <= layer <= base.n_layers for layer in layers):
-        raise HydrajaxError(
-            f"aux_hidden_layers: got {list(layers)}, expected layers of this base, which has {base.n_layers}"
-        )
+    if isinstance(heads, Eagle3):
+        parts.check_aux_layers(heads, base)
 
 
 def about(heads: EagleDrafter) -> interface.About:

@@ -120,6 +120,15 @@ def check_vocabulary(heads: EagleDrafter, base: LlamaConfig) -> None:
         )
 
 
+def check_aux_layers(heads: Any, base: LlamaConfig) -> None:
+    """Refuse layers to read that the base does not have."""
+    layers = heads.aux_hidden_layers
+    if not 1 <= len(layers) <= base.n_layers or not all(0 <= layer <= base.n_layers for layer in layers):
+        raise HydrajaxError(
+            f"aux_hidden_layers: got {list(layers)}, expected layers of this base, which has {base.n_layers}"
+        )
+
+
 def check_all_tokens(drafter: EagleDrafter) -> None:
     """Refuse a reduced vocabulary, for which no format of EAGLE-1 and of MTP has a place."""
     if drafter.vocabulary is not None:

@@ -7,10 +7,7 @@ as fc's input) and the mask token as ``ptd_token_id`` or ``pard_token``. specula
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-
-import jax.numpy as jnp
 
 from hydrajax.drafters.peagle import PEagle
 from hydrajax.errors import HydrajaxError
@@ -73,10 +70,6 @@ class PEagleFormat(FeatureFormat):
 
     def layout(self, drafter, config):
         return peagle_layout(drafter, self.layer)
-
-    def settled(self, drafter, files, dtype):
-        dtype = jnp.dtype(files.dtype("fc.weight") if dtype is None else dtype)
-        return parts.with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
 
     def config(self, drafter, made_for):
         parts.check_class(drafter, PEagle)
