@@ -1,6 +1,6 @@
 """config.json of every family: fields left out, sliding windows, refusals and the way back.
 
-What a configuration means is taken from transformers (`as_transformers_reads`), the independent source of defaults.
+What a file leaves out is taken from transformers (`as_transformers_reads`), the independent source of defaults.
 """
 
 from __future__ import annotations

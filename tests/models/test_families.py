@@ -132,6 +132,11 @@ def pairs(tmp_path_factory):
     return functools.cache(make)
 
 
+@pytest.mark.parametrize("name", sorted(ALIKE))
+def test_logits_of_a_text(pairs, name):
+    np.testing.assert_allclose(logits_of(*pairs(name)[1:3]), pairs(name).logits(TOKENS), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.quick(*EXAMPLES.keys() - ALIKE, "llama, llama3", "mistral", "qwen2", "qwen3, wide heads")
 @pytest.mark.parametrize("name", EXAMPLES | OTHERS)
 def test_logits_of_a_text_and_of_a_tree(pairs, name):
