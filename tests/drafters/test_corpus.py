@@ -12,7 +12,7 @@ import pytest
 
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.corpus import CONTEXT, END, NOTHING, Corpus
-from hydrajax.drafters.corpus_search import DOUBT, SURVIVAL, CorpusSearch, Tail
+from hydrajax.drafters.corpus_search import CorpusSearch, Tail
 from hydrajax.drafters.drafter import CORPUS
 from hydrajax.errors import HydrajaxError
 from hydrajax.sequences import remember
@@ -212,8 +212,3 @@ def test_the_tail_of_a_text():
     assert cut.tokens[0, 2:].tolist() == texts[0][38 - CONTEXT + 3 : 38]
     assert cut.tokens[0, :2].tolist() == [NOTHING] * 2
     np.testing.assert_array_equal(cut.tokens[1], whole.tokens[1])
-
-
-def test_numbers_of_the_estimates():
-    assert all(0 < s < 1 for s in SURVIVAL)
-    assert 0 < DOUBT < 1

@@ -26,7 +26,7 @@ from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.trainable import Trainable
-from hydrajax.formats.draft_registry import KINDS, heads, kind_of, title_of, trainable, without_weights
+from hydrajax.formats.draft_registry import KINDS, heads, kind_of, trainable, without_weights
 from hydrajax.lookahead.drafter import Lookahead
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.cache import states_of
@@ -90,29 +90,6 @@ def test_specs_and_states(lab):
         assert tree.depth <= drafter.spec.depth
         assert drafter.spec.longest_path(tree) == tree.depth + drafter.spec.branch_nodes
         assert drafter.spec.verified_nodes(tree) >= drafter.spec.candidate_nodes(tree) >= tree.size
-
-
-def test_names_and_titles(lab):
-    titles = {
-        "none": "no draft",
-        "medusa": "Medusa",
-        "hydra": "Hydra",
-        "hydra++": "Hydra++",
-        "amphista": "Amphista",
-        "eagle": "EAGLE",
-        "eagle3": "EAGLE-3",
-        "mtp": "MTP",
-        "model": "draft model",
-        "lookahead": "Lookahead",
-        "corpus": "Lookup and corpus",
-        "lookup with hydra++": "Hydra++ with lookup",
-        "corpus with hydra": "Hydra with lookup and corpus",
-    }
-    assert {name: title_of(lab.drafters[name]) for name in titles} == titles
-    for name in ("medusa", "hydra", "amphista", "eagle", "eagle3", "mtp", "dflash", "jetspec", "dspark", "p-eagle"):
-        assert heads(name) is type(lab.drafters[name])
-        assert kind_of(lab.drafters[name]) == name
-    assert kind_of(lab.drafters["model"]) is None  # not a format of heads
 
 
 @pytest.mark.parametrize("name", KINDS)

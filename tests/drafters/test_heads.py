@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
@@ -23,10 +21,8 @@ from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.models.packed_forward import row_layout, run_base
-from hydrajax.train.losses import Objective, draft_loss
+from hydrajax.models.packed_forward import row_layout
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
@@ -134,26 +130,6 @@ def test_guesses_equal_numpy(made, base):
             np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10**6), st.integers(0, 16), st.lists(st.tuples(*[st.integers(1, 5)] * 2), min_size=3, max_size=3))
-def test_random_trees_and_chunks(base, oracle, tree_seed, n_choices, lengths):
-    """Every tree is compiled, so there are few examples, with Hydra++ because of its level batching and its cache."""
-    drafter, tree = HEADS["hydra++"](base.config), random_tree(tree_seed, n_choices, depth=3, widest=6)
-    params = draft_noise(drafter, base, seed=1)
-    plain, (hidden, tokens) = oracle.in_numpy(drafter, params, base), texts_of(drafter, base, tree_seed)
-
-    @quick_jit
-    def run(params):
-        state, roots = begun(drafter, params, base, hidden, tokens, lengths)
-        return roots, drafter.propose(params, state, roots, tree, base).tokens
-
-    roots, found = jax.device_get(run(params))
-    for row, length in enumerate(map(sum, lengths)):
-        text = hidden[row, :length].astype(np.float64), tokens[row, 1:length].tolist()
-        plain.check_proposal(tree, text, int(roots[row]), found[row])
-
-
 @pytest.mark.parametrize("made", ["hydra, 3 shared layers"], indirect=True)
 def test_the_numpy_check_can_fail(made, base):
     """Swapped siblings, or child counts read as ranks, must fail the check."""
@@ -239,31 +215,6 @@ def test_eagle_3_reads_a_low_a_middle_and_a_high_layer():
         assert all(0 <= layer < n_layers for layer in layers)
         if n_layers == 3 or n_layers >= 7:
             assert set(layers) == {2, n_layers // 2, n_layers - 3}
-
-
-def test_no_drafter_proposes_the_root_alone(base):
-    drafter = NoDrafter()
-    assert drafter.init(jax.random.key(0), base) == {}
-    root = np.array([4, 9], np.int32)
-    assert drafter.propose({}, drafter.init_state(2, 8), root, presets.root(), base).tokens.tolist() == [[4], [9]]
-    assert drafter.ranks({}, None, {"tokens": np.zeros((2, 5), np.int32)}, base, 8, 0).shape == (0, 2, 5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("made", ["amphista, alpha, narrow, small lm heads"], indirect=True)
-def test_every_parameter_learns(made, base):
-    drafter = replace(made[0], num_draft_heads=2)
-    tokens = np.random.default_rng(0).integers(VOCAB, size=(2, 12), dtype=np.int32)
-    batch, objective = {"tokens": tokens, "labels": tokens}, Objective(lm_weight=0.5, teacher_weight=2.0)
-
-    @quick_jit
-    def slopes(rng):
-        out = run_base(base.model, base.params, tokens)
-        inputs = out.aux_hidden_states, out.hidden, batch, base
-        return jax.grad(lambda params: draft_loss(objective, drafter, params, *inputs)[0])(drafter.init(rng, base))
-
-    for path, leaf in jax.tree.leaves_with_path(slopes(jax.random.key(0))):
-        assert float(jnp.max(jnp.abs(leaf))) > 0, jax.tree_util.keystr(path)
 
 
 def test_bad_settings_of_amphista(base):

@@ -165,24 +165,6 @@ def test_the_history_is_written_in_place(batch):
     assert large <= {"scatter", "dynamic-update-slice", "fusion", "parameter", "get-tuple-element", "bitcast"}
 
 
-def test_sequences_without_new_tokens_do_not_change():
-    drafter, (texts, lengths) = PromptLookup(), random_texts(3, 3)
-    counts = np.where(np.arange(BATCH) % 2, 4, 0).astype(np.int32)
-
-    @quick_jit
-    def add(texts, lengths, counts):
-        before = drafter.advance({}, drafter.init_state(BATCH, SLOTS + 8), None, texts, lengths, None, None)
-        return before, drafter.advance({}, before, None, texts[:, :5], counts, None, None)
-
-    before, after = jax.device_get(add(texts, lengths.astype(np.int32), counts))
-    for row, count in enumerate(counts):
-        assert after.lengths[row] == lengths[row] + count
-        assert (after.latest[row] == before.latest[row]).all() == (count == 0)
-        for name in ("tokens", "previous"):
-            old, new = getattr(before, name)[row], getattr(after, name)[row]
-            np.testing.assert_array_equal(new[..., : lengths[row]], old[..., : lengths[row]])
-
-
 def test_rewind_removes_the_later_tokens():
     """This includes arrays padded to more slots, which have other hashes."""
     drafter, tree = DRAFTERS["default"], TREES["wide"]
@@ -207,22 +189,6 @@ def test_rewind_removes_the_later_tokens():
     for row in range(BATCH):
         whole = [*texts[row, : cuts[row]].tolist(), *others[row, : counts[row] + 1].tolist()]
         assert found[row].tolist() == fill(tree, whole, drafter), row
-
-
-def test_matches_by_hand():
-    """The last tokens occurred twice before: 5 6 followed the later occurrence, 7 the earlier one."""
-    text = [1, 2, 7, 0, 1, 2, 5, 6, 0, 1]
-    drafter, tree = PromptLookup(), TreeTopology.from_choices([[0], [1], [0, 0], [1, 0]])
-
-    @quick_jit
-    def propose(root):
-        texts, lengths = jnp.array([text] * 3), jnp.full(3, len(text))
-        state = drafter.advance({}, drafter.init_state(3, 16), None, texts, lengths, None, None)
-        return drafter.propose({}, state, root, tree, None).tokens
-
-    # With the root 2, [0, 1, 2] matches at position 5 and the shorter [1, 2] at position 1. Without a match nothing is
-    # proposed; a token that was just repeated continues to repeat, and its earlier occurrence was followed by 2.
-    assert propose(np.array([2, 9, 1])).tolist() == [[2, 5, 7, 6, 0], [9, -1, -1, -1, -1], [1, 1, 2, 1, 5]]
 
 
 def test_bad_settings_are_rejected():

@@ -35,7 +35,7 @@ from helpers.refusals import refusal
 from hydrajax import load, make_decode_fn
 from hydrajax.drafters.mtp import MTP
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.formats.export import describe, export_heads
+from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
@@ -217,15 +217,6 @@ def test_logits_and_chained_drafts_equal_the_published_formulas(module, model):
         for k in range(3):
             np.testing.assert_allclose(logits[k][at], expected[k], atol=1e-4)
     assert drafted.tolist() == [TEXT[-1], *module.greedy_chain(TEXT, 3)]
-
-
-def test_names_and_description(model):
-    assert describe(model.drafter).title == "An MTP module"
-    assert model.drafter.spec.supports_sampling
-    c = model.drafter.config  # the base's own layer
-    assert (c.qkv_bias, c.attention_gate, c.experts is not None) == (
-        (False, bool(c.qk_norm), True) if c.qk_norm or c.latent else (True, False, False)
-    )
 
 
 @pytest.mark.quick("mimo")

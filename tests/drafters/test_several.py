@@ -268,21 +268,6 @@ def test_every_step_equals_the_reference(lab, name, tree):
     assert shared > 0 or not BRANCHED[tree].depth
 
 
-@pytest.mark.slow
-def test_lookup_with_heads_is_never_worse_than_either_alone_on_average(lab):
-    steps = {}
-    prompts = [np.random.default_rng(seed).integers(0, VOCAB, 6).tolist() for seed in range(8)]
-    tree, heads = TREES["cartesian"], lab.draft("hydra", 0)
-    both = make_decode_fn(lab.model, with_lookup(DRAFTERS["hydra"], ADDED), tree, max_new_tokens=NEW)
-    lookup = make_decode_fn(lab.model, PromptLookup(), f"chain-{ADDED}", max_new_tokens=NEW)
-    ways = {"both": both, "heads": lab.decode_fn("hydra", "cartesian", NEW), "lookup": lookup}
-    for name, decode_fn in ways.items():
-        params = {} if name == "lookup" else heads
-        found = [lab.decode(decode_fn, 0, params, prompts[i : i + 4]) for i in (0, 4)]
-        steps[name] = sum(int(out.steps.sum()) for out in found)
-    assert steps["both"] < min(steps["heads"], steps["lookup"])
-
-
 @pytest.mark.parametrize("tree", ["root", "grown"])
 def test_timing_uses_a_tree_of_the_same_shape(lab, tree):
     """`example_topology`, which is used for timing, has the shapes and the depth of a proposal."""
@@ -334,9 +319,3 @@ def test_wrong_names():
     for name in ("corpus-1000+hydra", "lookup-1000+hydra"):
         message = "draft: got 1000 nodes for lookup and corpus, expected 0 to 999"
         assert refusal(lambda name=name: DraftRef.parse(name)) == message
-
-
-def test_sizes():
-    drafter, tree = Several(DRAFTERS["hydra++"], BOTH, 7), TREES["cartesian"]
-    assert drafter.spec.verified_nodes(tree) == tree.size + 7
-    assert drafter.spec.longest_path(tree) == tree.depth + 7

@@ -52,15 +52,6 @@ def test_card_of_recorded_facts(tiny_model, tmp_path):
     assert config_in(tmp_path / "heads")["hydrajax"]["story"] == story
 
 
-def test_card_of_missing_facts(tiny_model, tmp_path):
-    front, text, rows = card(tiny_model, tmp_path, "hydra++")
-    assert "base_model" not in front
-    assert "hydra" in front["tags"]
-    for name in ("base", "data", "recipe", "tokens_per_step (τ)"):
-        assert rows[name] == "not recorded"
-    assert "Hydra heads with a prefix layer" in text
-
-
 READERS = {  # the kind of heads, and words about who reads its format
     "hydra": ("hydra", "official Hydra code"),
     "medusa": ("medusa", "text-generation-inference"),

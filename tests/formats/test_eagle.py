@@ -15,9 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import hydrajax
 from helpers.draft_heads import VOCAB, WIDTH, config_in, identical, random_params
-from helpers.family_pairs import EXAMPLES, random_pair
 from helpers.released import refusal, save
 from helpers.torch_eagle import Eagle1
 from helpers.torch_eagle import Eagle3 as TorchEagle3
@@ -114,33 +112,14 @@ def test_layers_are_numbered_as_vllm_or_as_sglang_does(tmp_path, fields, layers)
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
-@pytest.mark.slow
-def test_heads_for_gpt_oss_draft_the_same_text(tmp_path):
-    """Such as SpecForge's: a layer of LLaMA for a base of another family, with a smaller vocabulary."""
-    base = random_pair(tmp_path / "base", "gpt_oss", EXAMPLES["gpt_oss"]).folder
-    fields = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 20, "attention_bias": False}
-    fields["eagle_config"] = {LAYERS: [-1, 0, 1], "use_aux_hidden_state": True}
-    m = hydrajax.load(base, save(tmp_path / "heads", THREE, TINY | fields))
-    assert m.drafter.spec.aux_hidden_layers == (3, 2, 1)
-    prompts = np.array([[5, 6, 7, 8], [9, 0, 0, 0], [1, 2, 3, 0]], np.int32), np.array([4, 1, 3], np.int32)
-    with_tree, alone = (
-        hydrajax.make_decode_fn(m.model, one.drafter, tree, max_new_tokens=20, eos_ids=())(one.params, *prompts).tokens
-        for one, tree in ((m, "dynamic-6-2-3"), (m.with_draft("none"), "root"))
-    )
-    np.testing.assert_array_equal(with_tree, alone)
-
-
 REFUSED = [  # fields over a plain config.json of the layout, further tensors, the message
     # of speculators' EAGLE-3: variants that compute something else, each by its field
-    ("speculators", {"norm_before_residual": None}, {}, "norm_before_residual: got None, expected true or false"),
     ("speculators", {"norm_before_fc": True}, {}, "norm_before_fc: got True"),
     ("speculators", {"fc_norm": True}, {}, "fc_norm: got True"),
     ("speculators", {"norm_output": True}, {}, "norm_output: got True"),
     ("speculators", {"embed_requires_grad": True}, {}, "embed_requires_grad: got True"),
     ("speculators", {"target_hidden_size": 64}, {}, "target_hidden_size: got 64, expected 32"),
-    ("speculators", {"draft_vocab_size": None}, {}, "draft_vocab_size: got None, expected an integer"),
     ("speculators", {"speculators_model_type": "medusa"}, {}, "speculators_model_type: got 'medusa'"),
-    ("speculators", {"transformer_layer_config": None}, {}, "transformer_layer_config: got None, expected an object"),
     ("speculators", {"quantization_config": {"quant_method": "fp8"}}, {}, "quantization_config: got 'fp8'"),
     ("speculators", {"layer": {"model_type": "qwen3"}}, {}, "transformer_layer_config: model_type: got 'qwen3'"),
     ("speculators", {"layer": {"num_hidden_layers": 2}}, {}, "transformer_layer_config: num_hidden_layers: got 2"),
@@ -153,7 +132,6 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     # layers that the base does not have, or does not read in this order
     ("speculators", {LAYERS: [2, 4, 8]}, {}, "expected increasing numbers from 0 to 7 for this base of 8"),
     ("speculators", {LAYERS: [4, 2, 5]}, {}, "got [4, 2, 5], expected increasing numbers"),
-    ("speculators", {LAYERS: "2"}, {}, "eagle_aux_hidden_state_layer_ids: got '2'"),
     ("speculators", {LAYERS: [2, 4]}, {}, "fc.weight: got shape [32, 96], expected [32, 64]"),
     (
         "released",
@@ -163,32 +141,22 @@ REFUSED = [  # fields over a plain config.json of the layout, further tensors, t
     ),
     ("released", {LAYERS: [2, 4, 5], "eagle_config": {LAYERS: [1, 3, 4]}}, {}, f"both {LAYERS} and eagle_config."),
     # of EAGLE-3 as released
-    ("released", {"norm_before_residual": 1}, {}, "norm_before_residual: got 1, expected true or false"),
     ("released", {"norm_output": True}, {}, "norm_output: got True"),
     ("released", {"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state: got False"),
-    ("released", {"eagle_config": 3}, {}, "eagle_config: got 3, expected an object"),
     ("released", {}, {"t2d": torch.arange(61) < 20}, "t2d: got other tokens than in d2t"),
-    ("released", {}, {"t2d": torch.arange(60) < 20}, "t2d: got BOOL [60], expected bool [61]"),
-    ("released", {}, {"d2t": torch.zeros(20)}, "d2t: got float32 [20], expected int64 [20]"),
     ("released", {}, {"d2t": -torch.arange(20)}, "d2t: expected increasing token ids"),
     ("released", {}, {"d2t": torch.full((20,), 61)}, "d2t: expected increasing token ids"),
     ("released", {"draft_vocab_size": 62}, {}, "draft_vocab_size: got 62, expected at most"),
-    ("released", {"draft_vocab_size": 0}, {}, "draft_vocab_size: got 0, expected an integer of at least 1"),
     ("released", {"draft_vocab_size": 61}, {}, "lm_head.weight: got shape [20, 32], expected [61, 32]"),
     # of EAGLE-1
     ("released 1", {"bias": False}, {"fc.bias": torch.ones(32)}, "unexpected tensor 'fc.bias'"),
     ("released 1", {"bias": True}, {}, "missing tensor 'fc.bias'"),
-    ("released 1", {"bias": "no"}, {}, "config.json: bias: got 'no', expected true or false"),
     ("released 1", {"hidden_size": 64}, {}, "width: got 64, expected 32; the heads were made for another base"),
     ("released 1", {"num_hidden_layers": 2}, {}, "num_hidden_layers: got 2, expected 1 in an EAGLE draft"),
-    ("released 1", {"num_attention_heads": 0}, {}, "n_heads: got 0"),
     ("released 1", {}, {"embed_tokens.weight": torch.ones(7, 32)}, "vocabulary: got 7, expected 61"),
     ("released 1", {}, {"layers.1.mlp.up_proj.weight": torch.ones(48, 32)}, "unexpected tensor 'layers.1.mlp.up_proj"),
     ("speculators 1", {"layernorms": True}, {}, "layernorms: got True"),
-    ("speculators 1", {"fusion_bias": "yes"}, {}, "fusion_bias: got 'yes', expected true or false"),
     ("speculators 1", {"fusion_bias": True}, {}, "missing tensor 'fusion_fc.bias'"),
-    ("nested", {"model": None}, {}, "model: got None, expected an object for model_type 'eagle'"),
-    ("nested", {"model": {}}, {}, "field 'num_attention_heads' is missing"),
     ("nested", {"truncated_vocab_size": 30}, {}, "truncated_vocab_size: got 30, expected 61"),
     ("nested", {"add_para_norm": True}, {}, "add_para_norm: got True"),
     ("nested", {}, {"fc.bias": torch.ones(32)}, "unexpected tensor 'fc.bias'"),
@@ -306,29 +274,6 @@ def test_official_modules_load_it_strictly_and_compute_our_logits(small, tmp_pat
     np.testing.assert_allclose(theirs, logits_of(params), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["eagle, some tokens", "eagle3, normed"])
-def test_what_the_released_format_cannot_express_is_exported_in_another(small, tmp_path, name):
-    drafter = drafter_of(name)
-    params = params_of(drafter, small)
-    export_heads(tmp_path, drafter, params, dtype=None)
-    assert ("hydrajax_draft" in config_in(tmp_path)) == (name == "eagle, some tokens")
-    found, kept = load_draft(tmp_path, BASE, None)
-    assert found == drafter
-    identical(params, kept)
-
-
-@pytest.mark.parametrize("name", ["eagle", "eagle3, some tokens"])
-def test_another_dtype_is_the_one_that_is_asked_for(small, tmp_path, name):
-    drafter, base = drafter_of(name), CASES[name][0]
-    params = params_of(drafter, small)
-    export_heads(tmp_path, drafter, params, dtype=jnp.float16)
-    assert config_in(tmp_path)["torch_dtype"] == "float16"
-    for asked, dtype in ((None, jnp.float16), (jnp.float32, jnp.float32)):
-        found, kept = load_draft(tmp_path, base, asked)
-        assert found.dtype == dtype
-        identical(jax.tree.map(lambda x: np.asarray(x, np.float16), params), kept, dtype)
-
-
 @pytest.mark.parametrize("name", ["eagle, no bias", "eagle, scaled", "eagle3, some tokens"])
 def test_what_the_programs_need(small, tmp_path, name):
     """Fields without a default in eagle/model/{ea_model,configs,cnets,cnets1}.py, and in
@@ -419,27 +364,15 @@ NATIVE = [  # the setting, its value, parts of the message
     ("depth", 10**9, ("depth: got 1000000000",)),
     ("ttt_length", 0, ("ttt_length: got 0",)),
     ("aux_hidden_layers", [9, 4, 3], ("aux_hidden_layers: got [9, 4, 3]", "has 8")),
-    ("aux_hidden_layers", [-1, 4, 3], ("drafter",)),
     ("aux_hidden_layers", [6] * 9, ("aux_hidden_layers: got", "has 8")),
-    ("aux_hidden_layers", [], ("drafter",)),
-    ("aux_hidden_layers", 3, ("drafter",)),
     ("vocabulary", [1, VOCAB], ("another base", f"got token {VOCAB}")),
-    ("vocabulary", [1.5], ("drafter",)),
-    ("vocabulary", "all", ("drafter",)),
-    ("config", 3, ("drafter",)),
-    ("config", {"vocab_size": VOCAB}, ("drafter",)),
     ("config.vocab_size", VOCAB + 1, ("another base", f"vocabulary: got {VOCAB + 1}, expected {VOCAB}")),
     ("config.width", 64, ("another base", "width: got 64, expected 32")),
     ("config.mlp_width", 10**9, ("mlp_width 1000000000",)),
     ("config.head_dim", 10**9, ("heads of 1000000000",)),
     ("config.n_layers", 2, ("plain layer",)),
     ("config.qk_norm", True, ("plain layer",)),
-    ("config.width", True, ("width of config: got True",)),
-    ("config.rope_theta", "10", ("rope_theta of config: got '10'",)),
     ("config.rope_scaling", {"kind": "dynamic", "factor": 2.0}, ("rope scaling", "'dynamic'")),
-    ("config.rope_scaling", 7, ("drafter",)),
-    ("config.extra", 1, ("config: got unknown fields extra",)),
-    ("unknown", 1, ("drafter",)),
     ("prefix", True, ("prefix: got true, expected false: eagle3 has no prefix layer",)),  # next to the settings
 ]
 

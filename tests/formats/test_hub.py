@@ -172,12 +172,6 @@ def test_no_network_and_no_copy(hub, monkeypatch):
     assert not hub.log
 
 
-def test_an_error_of_the_server(hub):
-    hub.add(NAME, MODEL)
-    hub.fails = ("/api/models/", 500, {})
-    refused(f"{NOT_HERE}the Hub answered 500 Internal Server Error: it failed; {NO_COPY}")
-
-
 def test_a_wrong_token(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_old")
     hub.fails = ("/api/models", 401, {"X_Error_Message": "Invalid credentials in Authorization header"})
@@ -195,13 +189,6 @@ def test_a_full_disk(hub, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", http_get)
     refused(f"{NOT_HERE}a file cannot be read or written: No space left on device: {Path('cache').absolute()}")
-
-
-def test_a_cache_that_is_a_file(hub, tmp_path):
-    hub.add(NAME, MODEL)
-    (tmp_path / "cache").touch()
-    with pytest.raises(HydrajaxError, match=r"^base: 'org/name' .* a file cannot be read or written: Not a d"):
-        resolve(NAME, "base")
 
 
 # --- uploading ------------------------------------------------------------------------------------------------

@@ -16,16 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from helpers.damage import edit
-from helpers.draft_heads import VOCAB, identical
+from helpers.draft_heads import identical
 from helpers.released import refusal
 from hydrajax.formats.checkpoint import Checkpoint
 from hydrajax.formats.export_base import export_llama
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.lowbit import tiles
-from hydrajax.models.attention import causal_mask
-from hydrajax.models.base_model import BoundBase
 from hydrajax.models.layout import Parameter
-from hydrajax.models.rope_scaling import RopeScaling
 from hydrajax.ops import trace
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -80,15 +77,6 @@ def test_an_lm_head_is_quantised_some_columns_at_a_time(llama_checkpoint, monkey
     jax.tree.map(np.testing.assert_array_equal, whole, parts)
 
 
-def test_tied_file_with_and_without_the_copy(llama_checkpoint, tmp_path):
-    directory = llama_checkpoint(tie_word_embeddings=True)
-    state = load_file(directory / "model.safetensors")
-    assert "lm_head.weight" not in state
-    with_copy = Path(shutil.copytree(directory, tmp_path / "copy"))
-    change_tensors(with_copy, lm_head__weight=state["model.embed_tokens.weight"].clone())
-    identical(params_of(with_copy), params_of(directory))
-
-
 def test_rotary_buffers_of_old_files_are_ignored(copy):
     before = params_of(copy)
     change_tensors(
@@ -101,19 +89,6 @@ def test_rotary_buffers_of_old_files_are_ignored(copy):
 
 
 # --- the configuration ----------------------------------------------------------------------------------------
-
-
-def test_fields_that_old_files_leave_out(copy):
-    """No num_key_value_heads means as many as heads, no head_dim means width / heads."""
-    edit(copy / "config.json", remove=["num_key_value_heads", "head_dim"])
-    kv = {
-        f"model__layers__{i}__self_attn__{name}_proj__weight": torch.ones(32, 32)
-        for i in range(2)
-        for name in ("k", "v")
-    }
-    change_tensors(copy, **kv)
-    config = load_llama(copy)[0].config
-    assert (config.n_kv_heads, config.head_dim) == (4, 8)
 
 
 def test_refused_configurations(copy):
@@ -158,53 +133,6 @@ def test_eos_ids(tmp_path, generation, config, expected):
 
 
 # --- export ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("tied", "rope"),
-    [
-        (False, {}),
-        (True, {"rope_theta": 123.0, "rope_scaling": RopeScaling("linear", 2.5)}),
-        (False, {"rope_theta": 500.0, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 16), "norm_eps": 1e-3}),
-    ],
-    ids=["plain", "tied linear", "llama3"],
-)
-def test_transformers_computes_our_logits(tiny_model, tmp_path, rope, tied):
-    model, params = tiny_model
-    params = {name: leaf for name, leaf in params.items() if not (tied and name == "lm_head")}
-    model = model.clone(config=model.config.replace(**rope, tied_lm_head=tied))
-    export_llama(tmp_path / "base", model, params, dtype=None)
-    tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 40))
-    positions = np.broadcast_to(np.arange(40), tokens.shape)
-
-    @jax.jit
-    def logits(params):
-        hidden = model.apply({"params": params}, tokens, positions, causal_mask(40)).hidden
-        return BoundBase(model, params).logits(hidden)
-
-    ours = logits(params)
-    theirs, report = LlamaForCausalLM.from_pretrained(tmp_path / "base", output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    assert theirs.dtype == torch.float32
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens)).logits.numpy()
-    assert expected.std() > 1
-    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_llama_round_trip(tiny_checkpoint, tmp_path, dtype):
-    """In the tensors that transformers saves."""
-    model, params = load_llama(tiny_checkpoint)
-    export_llama(tmp_path, model, params, dtype=dtype)
-    loaded, ours = load_llama(tmp_path, dtype)
-    assert loaded.config == model.config
-    identical(params, ours, dtype)
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == np.dtype(dtype).name
-    original, exported = load_file(tiny_checkpoint / "model.safetensors"), load_file(tmp_path / "model.safetensors")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], x.to(exported[name].dtype)) for name, x in original.items())
 
 
 class FakeTokenizer:

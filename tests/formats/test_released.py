@@ -6,7 +6,6 @@ They give torch's logits, are written again as they were, and are refused if the
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 
@@ -29,7 +28,6 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats import checkpoint
 from hydrajax.formats.export import FORMATS, export_heads
-from hydrajax.formats.huggingface import load_llama
 from hydrajax.formats.load import load_draft
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import BoundBase
@@ -163,14 +161,6 @@ def test_files_of_half_precision(base, theirs, tmp_path, dtype):
     assert all(torch.equal(x, safe[key]) for key, x in again.items())
 
 
-def test_a_base_with_as_many_kv_heads_as_heads(llama_checkpoint, tmp_path):
-    directory = llama_checkpoint(num_key_value_heads=4)
-    official, config = hydra(LlamaForCausalLM.from_pretrained(directory), 2, 2, prefix=True)
-    state = randomise(official).state_dict()
-    base = BoundBase(*load_llama(directory))
-    agrees(*load_draft(save(tmp_path, state, config, "bin"), base.config), official, base)
-
-
 def test_medusa_file_with_more_heads_than_its_config_declares(base, tmp_path):
     official = randomise(Medusa(5, 1, VOCAB))
     drafter, params = load_draft(save(tmp_path, official.state_dict(), medusa_config(2, 1)), base.config)
@@ -192,13 +182,6 @@ def test_blocks_are_shared_only_if_they_are_equal_in_every_head(base, tmp_path, 
     drafter, params = load_draft(save(tmp_path, official.state_dict(), medusa_config(2, 3)), base.config)
     assert not drafter.share_blocks
     agrees(drafter, params, official, base)
-
-
-def test_non_contiguous_tensors(base, tmp_path):
-    official = randomise(Medusa(1, 1, VOCAB))
-    state = {name: t.mT.contiguous().mT if t.ndim == 2 else t for name, t in official.state_dict().items()}
-    assert not state["0.1.weight"].is_contiguous()
-    agrees(*load_draft(save(tmp_path, state, medusa_config(1, 1), "bin"), base.config), official, base)
 
 
 def test_hidden_state_offset(base, theirs, tmp_path):
@@ -235,11 +218,7 @@ def test_medusa_2_is_its_own_base(theirs, tiny_checkpoint, base_state, base_conf
 
 REFUSED = [  # the directory, changes of its config.json, the message
     ("hydra", {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch: got 'eagle-attn', expected 'mlp' or 'prefix-mlp'"),
-    ("hydra", {"hydra_head_arch": ["mlp"]}, "hydra_head_arch: got ['mlp']"),
     ("hydra", {"hydra_num_heads": 0}, "hydra_num_heads: got 0, expected an integer of at least 1"),
-    ("hydra", {"hydra_num_heads": "two"}, "hydra_num_heads: got 'two'"),
-    ("hydra", {"hydra_num_layers": True}, "hydra_num_layers: got True"),
-    ("hydra", {"hydra_num_layers": None}, "hydra_num_layers: got None"),
     ("hydra", {"hidden_state_offset": -1}, "hidden_state_offset: got -1"),
     ("hydra", {"hidden_state_offset": 3}, "hidden_state_offset: got 3"),
     ("hydra", {"hydra_num_heads": 3}, "missing tensors 'hydra_lm_head.2.bias'"),
@@ -252,9 +231,6 @@ REFUSED = [  # the directory, changes of its config.json, the message
     ("vllm", {"truncated_vocab_size": 48}, f"truncated_vocab_size: got 48, expected {VOCAB}"),
     ("vllm", {"original_lm_head": True}, "original_lm_head: got True"),
     ("vllm", {"num_heads": 0}, "num_heads: got 0, expected an integer of at least 1"),
-    ("vllm", {"num_heads": "5"}, "num_heads: got '5'"),
-    ("vllm", {"num_heads": None}, "num_heads: got None"),
-    ("vllm", {"num_hidden_layers": True}, "num_hidden_layers: got True"),
     ("vllm", {"num_heads": 10**9}, "tensors: got 4, too few for 1000000000 heads"),
     ("vllm", {"num_hidden_layers": 10**9}, "1000000000 blocks"),
 ]
@@ -271,16 +247,6 @@ def test_what_does_not_fit_is_refused_by_its_name(base, base_state, theirs, tmp_
     for changes, message in [row[1:] for row in REFUSED if row[0] == layout]:
         save(tmp_path, state, config | changes)
         refusal(lambda: load_draft(tmp_path, base.config), "draft", str(tmp_path), message)
-        if None in changes.values():
-            save(tmp_path, state, {name: value for name, value in config.items() if name not in changes})
-            refusal(lambda: load_draft(tmp_path, base.config), "draft", str(tmp_path), message)
-
-
-def test_a_prefix_file_without_its_prefix_layer(base, theirs, tmp_path):
-    official, config = hydra(theirs, 1, 1, prefix=True)
-    save(tmp_path, {name: x for name, x in official.state_dict().items() if not name.startswith("prefix")}, config)
-    missing = "missing tensors 'prefix_embeding_layer.layers.0.input_layernorm.weight'", "and 5 more"
-    refusal(lambda: load_draft(tmp_path, base.config), "draft", *missing)
 
 
 @pytest.mark.parametrize("make", [hydra, medusa, medusa_2, of_vllm])
@@ -304,17 +270,6 @@ def test_a_directory_of_no_known_kind(base, tiny_checkpoint, tmp_path):
     for content in ("", "[]", '"medusa"', '{"model_type": ', "\x00"):
         (tmp_path / "config.json").write_text(content)
         refusal(lambda: load_draft(tmp_path, base.config), "draft", "config.json")
-
-
-def test_missing_files(base, tmp_path):
-    refusal(lambda: load_draft(tmp_path / "nowhere", base.config), "draft", "no such directory", "nowhere")
-    refusal(lambda: load_draft(tmp_path, base.config), "draft", "no such file", "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(released.hydra_config(2, 1)))
-    neither = "neither", "hydra_lm_head.safetensors", "hydra_lm_head.pt"
-    refusal(lambda: load_draft(tmp_path, base.config), "draft", *neither)
-    directory = save(tmp_path / "shards", vllm(2, 1, False).state_dict(), vllm_config(2, 1), "safetensors shards")
-    (directory / "model-00002-of-00003.safetensors").unlink()
-    refusal(lambda: load_draft(directory, base.config), "shard model-00002-of-00003.safetensors", "missing from")
 
 
 def test_torch_files_without_torch(base, theirs, tmp_path, monkeypatch):

@@ -86,23 +86,6 @@ def test_rows_stay_in_the_order_of_the_file():
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def test_a_view_equals_the_tensor(tmp_path):
-    random = np.random.default_rng(3)
-    tensors = {
-        "float32": random.standard_normal((7, 5)).astype(np.float32),
-        "bfloat16": random.standard_normal((3, 4, 5)).astype(jnp.bfloat16),
-        "float64": random.standard_normal(9),
-        "float16": random.standard_normal((1, 3)).astype(np.float16),
-        "empty": np.zeros((0, 4), np.float32),
-    }
-    save_safetensors(tmp_path / "model.safetensors", tensors)
-    files = SafetensorFiles([tmp_path / "model.safetensors"], "base")
-    for name, tensor in tensors.items():
-        view = files.view(name)
-        assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
-        assert view.tobytes() == tensor.tobytes() == files.read(name).tobytes()
-
-
 @pytest.mark.parametrize("left", [0, 4, 300])
 def test_a_file_that_was_truncated_after_it_was_opened(tmp_path, left):
     path = tmp_path / "model.safetensors"

@@ -51,14 +51,6 @@ def test_sparse_trees_are_the_released_ones():
     assert presets.sparse() == presets.sparse("mc_sim_7b_63")
 
 
-def test_chain():
-    for depth in range(6):
-        tree = presets.chain(depth)
-        assert set(tree.choices) == {(0,) * length for length in range(1, depth + 1)}
-        assert (tree.size, tree.depth) == (depth + 1, depth)
-    assert presets.root() == presets.chain(0) == TreeTopology.from_choices([])
-
-
 @given(st.lists(st.integers(1, 4), max_size=4))
 def test_cartesian_has_every_combination(widths):
     tree = presets.cartesian(widths)

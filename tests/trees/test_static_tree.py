@@ -15,8 +15,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.trees.choices import MAX_NODES
 from hydrajax.trees.static_tree import TreeTopology
 
-SKIPPING = [[1], [1, 2], [4], [1, 2, 0], [4, 3]]
-
 
 @st.composite
 def rank_paths(draw) -> list[tuple[int, ...]]:
@@ -80,28 +78,6 @@ def test_arrays_match_brute_force(paths):
         assert level.width == 1 + max(nodes[n][-1] for n in children)
 
 
-def test_a_tree_that_skips_ranks_keeps_them():
-    """Expected arrays are written by hand. The released code would expand [1] as [0], by child counts."""
-    tree = TreeTopology.from_choices(SKIPPING)
-    assert tree.choices == ((1,), (4,), (1, 2), (4, 3), (1, 2, 0))
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3]
-    assert [level.ranks.tolist() for level in tree.levels] == [[1, 4], [2, 3], [0]]
-    assert [level.width for level in tree.levels] == [5, 4, 1]
-    assert tree.levels[1].paths.tolist() == [[0, 1], [0, 2]]
-    assert tree.levels[2].paths.tolist() == [[0, 1, 3]]
-    assert tree.node_paths[5].tolist() == [0, 1, 3, 5]
-    assert leaf_paths(tree).tolist() == [[0, 1, 3, 5], [0, 2, 4, -1]]
-
-
-def test_root_only():
-    tree = TreeTopology.from_choices([])
-    assert (tree.size, tree.depth, tree.max_rank) == (1, 0, -1)
-    assert tree.levels == ()
-    assert tree.parents.tolist() == [-1]
-    assert tree.ancestor_mask.tolist() == [[True]]
-    assert tree.node_paths.tolist() == leaf_paths(tree).tolist() == [[0]]
-
-
 @given(rank_paths(), st.randoms(use_true_random=False))
 def test_equality_and_hash_do_not_depend_on_the_order_given(paths, rng: random.Random):
     tree = TreeTopology.from_choices(paths)
@@ -145,13 +121,3 @@ def test_the_number_of_nodes_is_limited():
     TreeTopology.from_choices([[rank] for rank in range(MAX_NODES - 1)])
     with pytest.raises(HydrajaxError, match=f"more than {MAX_NODES} nodes"):
         TreeTopology.from_choices([[rank] for rank in range(MAX_NODES)])
-
-
-def test_check_rejects_trees_beyond_the_drafter():
-    tree = TreeTopology.from_choices(SKIPPING)
-    tree.check(draft_depth=3, vocab_size=5)  # exactly deep and wide enough
-    with pytest.raises(HydrajaxError, match="got a depth of 3, expected at most the 2 tokens"):
-        tree.check(draft_depth=2, vocab_size=5)
-    with pytest.raises(HydrajaxError, match="got rank 4, expected less than the vocabulary of 4"):
-        tree.check(draft_depth=3, vocab_size=4)
-    TreeTopology.from_choices([]).check(draft_depth=0, vocab_size=1)

@@ -11,7 +11,6 @@ import pytest
 from helpers.tree_tools import random_tree
 from hydrajax.trees import presets
 from hydrajax.trees.built_trees import from_parents, with_chain
-from hydrajax.trees.topology import Topology, take
 
 DEPTH, MOST_CHILDREN = 4, 6
 made = jax.jit(partial(from_parents, depth=DEPTH, most_children=MOST_CHILDREN))
@@ -60,21 +59,6 @@ def test_trees_of_parents_match_a_loop(n_nodes):
         check_arrays(found, row, mine.tolist())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_static_trees_parents_give_its_own_arrays(seed):
-    tree = random_tree(seed, 3 + 6 * seed, depth=DEPTH, widest=6)
-    static = tree.topology
-    most = static.children.shape[1]
-    found = jax.jit(partial(from_parents, depth=tree.depth, most_children=most))(np.stack([tree.parents] * 2))
-    for name in ("parents", "depths", "mask", "paths", "children"):
-        for row in getattr(found, name):
-            np.testing.assert_array_equal(row, getattr(static, name), err_msg=name)
-    inner, slots = np.asarray(found.inner)[0], np.asarray(found.parent_slot)[0]
-    np.testing.assert_array_equal(inner[slots[1:]], static.inner[static.parent_slot[1:]])
-    assert found.attention_mask.shape == (2, 1, 1, tree.size, tree.size)
-    assert static.attention_mask is static.mask
-
-
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
     """Append chains at every node, to one tree shared by the batch (NumPy constants) and to one tree per sequence."""
@@ -97,18 +81,3 @@ def test_a_chain_below_any_node_is_a_tree_of_these_parents(shared):
 def test_static_arrays_are_constants_of_the_host():
     """XLA folds only arrays that are NumPy during tracing."""
     assert all(isinstance(array, np.ndarray) for array in presets.sparse().topology)
-
-
-def test_take_and_at_read_both_kinds():
-    random = np.random.default_rng(0)
-    values, nodes = random.normal(size=(3, 5, 2)).astype(np.float32), random.integers(0, 5, (3, 4), dtype=np.int32)
-    np.testing.assert_array_equal(take(values, nodes[0]), values[:, nodes[0]])
-    np.testing.assert_array_equal(take(values, nodes), np.stack([v[n] for v, n in zip(values, nodes, strict=True)]))
-    np.testing.assert_array_equal(take(values[..., 0], nodes), np.take_along_axis(values[..., 0], nodes, axis=1))
-    trees = jax.device_get(made(np.stack([random_parents(seed, 5) for seed in range(3)])))
-    node = np.array([4, 0, 2], np.int32)
-    one = Topology(*(array[1] for array in trees))
-    for name in ("depths", "paths", "children"):
-        own, shared = getattr(trees, name), getattr(one, name)
-        np.testing.assert_array_equal(trees.at(own, node), [own[b, n] for b, n in enumerate(node)])
-        np.testing.assert_array_equal(one.at(shared, node), [shared[n] for n in node])
