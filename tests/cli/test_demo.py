@@ -21,7 +21,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.base_model import BoundBase
-from hydrajax.text.answers import Generation
 from hydrajax.trees import presets
 
 NEW = 12
@@ -145,21 +144,6 @@ def test_a_searched_tree_is_measured_too(shipped):
         path.unlink()
     assert [name for name in executors if name.endswith(demo.SEARCHED)] == ["Hydra searched tree"]
     assert executors["Hydra searched tree"].program.tree.choices == ((0,), (1,))
-
-
-def test_whole_functions_without_repeated_lines_are_shown_first(shipped, monkeypatch, capsys):
-    model = demo.load(assets.base())
-    prompts = [demo.NamedPrompt(name, model.prompt_ids("def", "prompt").tolist()) for name in ("cut", "twice", "whole")]
-    texts = {"cut": ("a", "length"), "twice": ("a\na", "stop"), "whole": ("a\nb", "stop")}
-    results = [
-        Generation([1], [], text, steps=0, emitted_per_step=[], new_tokens=0, wall_time=1.0, finish_reason=reason)
-        for text, reason in texts.values()
-    ]
-    monkeypatch.setattr(demo, "generate", lambda *_, **__: iter(results))
-    demo.show_texts(demo.Console(), prompts, "none", demo.make_executors(model, [])["autoregressive"])
-    shown = capsys.readouterr().out
-    assert shown.index("1. whole") < shown.index("2. cut")
-    assert "twice" not in shown  # two are shown
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------

@@ -63,31 +63,6 @@ def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
     assert f"α {alpha:.2f}, c {cost:.2f}: " in done.out
 
 
-def test_mistakes_end_in_one_line(refused, base, draft, tmp_path):
-    foreign = shutil.copytree(draft, tmp_path / "foreign")
-    content = json.loads((foreign / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    first = next(token for token, place in vocabulary.items() if place == 11)
-    last = next(token for token, place in vocabulary.items() if place == 299)
-    vocabulary[first], vocabulary[last] = 299, 11
-    (foreign / "tokenizer.json").write_text(json.dumps(content))
-    wordless = shutil.copytree(draft, tmp_path / "wordless")
-    (wordless / "tokenizer.json").unlink()
-    common = ("generate", "--base", base, *TEXT, "--draft")
-    cases = {
-        f"--draft: {foreign} has another tokenizer than the base: {first!r} has id 11 in the base and id 299 in the": (
-            *common, foreign),
-        f"--draft: {wordless}: vocab_size: got 304, expected the base's 320; ": (*common, wordless),
-        "--tree: got a depth of 17, expected at most the 16 tokens": (*common, draft, "--tree", "chain-17"),
-        "--draft-confidence: got 1.5, expected at least 0": (*common, draft, "--draft-confidence", "1.5"),
-        "no draft heads of a supported format": (
-            "convert", "export", "--base", base, "--draft", draft, "--format", "native", "--output", tmp_path / "out"),
-    }  # fmt: skip
-    for message, arguments in cases.items():
-        refused(message, *arguments)
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 def test_a_draft_larger_than_the_base_is_warned_of_in_one_line(base, draft):
     """In a process of its own, as pytest takes warnings for itself."""

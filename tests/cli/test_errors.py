@@ -17,7 +17,6 @@ import sys
 import time
 
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from helpers import programs
 from helpers.lora_files import write_lora
@@ -54,16 +53,9 @@ REFUSALS = {
         (f"--base {'x' * 300}", "--base: no such directory: x{300}"),
         ("--base empty", r"--base: no such file: .*config\.json"),
         ("--base cut", r"--base: .*model\.safetensors is damaged"),
-        ("--base part", r"--base: shard model-2\.safetensors is named in .* but missing"),
         ("--base base --draft nowhere", "--draft: no such directory: nowhere"),
         ("--draft empty", "--draft: .*no draft heads of a supported format|--draft: no such file"),
         ("--tree chain-2", "--tree: got 'chain-2', expected 'root' without --draft"),
-        ("--draft heads --tree chain-3", "tree: got a depth of 3, expected at most the 2 tokens that the draft"),
-        ("--draft heads --tree oak", r"--tree: got 'oak', expected root, chain-K, .*, a \.json file or a JSON list of"),
-        ("--draft heads --tree [[0],", r"--tree: got '\[\[0\],', expected a JSON list of choices such as "),
-        ("--draft heads --tree none.json", r"--tree: no such file: none\.json"),
-        ("--draft heads --rule rejection --tree [[0],[2]]", r"tree: got the choice \[2\], expected siblings of rank 0"),
-        ("--draft lookup --draft-confidence 0.5", "--draft-confidence: requires a draft model or DSpark with a conf"),
         ("--merge-adapter", "^hydrajax: merge: requires an adapter$"),
         ("--adapter nowhere", "^hydrajax: --adapter: no such directory: nowhere$"),
         ("--adapter base", "^hydrajax: --adapter: no such file: base/adapter_config.json$"),
@@ -78,20 +70,13 @@ REFUSALS = {
         ("--max-new-tokens 0", "--max-new-tokens: got '0', expected an integer from 1 up"),
         ("--batch-size 1.5", r"--batch-size: got '1\.5', expected an integer from 1 up"),
         ("--batch-size 2147483648", "--batch-size: got '2147483648', expected at most 2147483647"),
-        (f"--batch-size {'9' * 400}", r"--batch-size: got '9{,80} \.\.\.', expected at most 2147483647"),
         (f"--seed {2**32}", "--seed: got '4294967296', expected an integer from 0 to 4294967295"),
         ("--temperature warm", "--temperature: invalid float value: 'warm'"),
         ("--logit-bias 3", "^hydrajax: --logit-bias: expected ID:B,ID:B,..., found '3'"),
         ("--logit-bias 9999:1", "--logit-bias: got token id 9999, expected 0 to"),
         ("--temperature 1 --rule greedy", "--temperature: got a value for the rule greedy, expected none, only with "),
-        ("--rule exact --min-p 2", "--min-p: got 2.0, expected a number from 0 to 1"),
-        ("--repetition-penalty 0", "--repetition-penalty: got 0.0, expected a positive number"),
-        ("--json-schema nowhere", "--json-schema: "),
         ("--json-schema broken.json", "--json-schema: got text that is not JSON"),
         ("--json-schema cut/model.safetensors", "--json-schema: .* is not UTF-8 text"),
-        ("--json-schema not.json", r'--json-schema: Unimplemented keys: \["not"\]'),
-        ("--lark nowhere", "--lark: "),
-        ("--regex a(", "--regex: .*unclosed group"),
         ("--regex a --choices a", "--choices: not allowed with argument --regex"),
         # flags that there are not
         ("--max-new 5", "unrecognized arguments: --max-new 5"),
@@ -111,36 +96,25 @@ REFUSALS = {
         ("--streamer 1", r"unrecognized arguments: --streamer 1 \(see"),  # not --tree
         ("--stop-strings 1", r"unrecognized arguments: --stop-strings 1 \(see"),  # it has no --stop
         ("--mesh 8", "--mesh: got '8', expected model=M or data=D,model=M"),
-        ("--mesh model=2,model=4", "--mesh: got 'model=2,model=4', expected model=M or data=D,model=M"),
-        ("--mesh model=", "--mesh: got '', expected an integer from 1 up"),
     ],
     EXPORT: [
         ("--base nowhere", "--base: no such directory: nowhere"),
-        ("--draft nowhere", "--draft: no such directory: nowhere"),
-        ("--base heads", "--base: .*model_type"),
         ("--draft base", "--draft: .*no draft heads of a supported format"),
         ("--base base --draft mtp", "has no MTP module"),
         ("--heads 3", "--heads: got 3, but Medusa has 2 heads to choose from"),
         ("--format x", r"--format: invalid choice: 'x' \(choose from .*hydra.*medusa.*native"),
-        ("--format hydra", "export: format: got hydra for Medusa heads, expected one of medusa, vllm-medusa, native; "),
         ("--output file", "export: .*file is a file"),
-        ("--output file/out", "export: cannot write .*file/out: Not a directory"),
         (f"--output {'x' * 300}", "cannot (write|use) .*: File name too long"),
         ("--output base", "--output: got 'base', the directory of the base; choose another one"),
-        ("--output results", r"export: .*results holds other files than an earlier export, such as '.*\.json'"),
         ("--output heads", "--output: got 'heads', the directory of the heads"),
         ("--output ./heads/../heads/", "--output: got '.*', the directory of the heads"),
         ("--output link", "--output: got 'link', the directory of the heads"),
-        ("--draft narrow --force", "--draft: .*width: got 16, expected 32; the heads were made for"),
     ],
     "convert push": [
         ("", "required: DIR, ORG/NAME"),
         ("nowhere lab/heads", "push: no such directory: nowhere"),
-        ("empty lab/heads", r"push: .* has no config\.json"),
-        ("heads lab/heads@main", "push: repository: got 'lab/heads@main', expected a name such as 'org/name'"),
     ],
     "convert int8 --base base --prompts prompts.jsonl": [
-        ("--base nowhere", "--base: no such directory"),
         ("--base wordless", "but the base has no tokenizer; give token ids"),
         ("--prompts outside.jsonl", "got token id 320, expected 0 to 319"),
         ("--json no/file.json", "--json: cannot write"),
@@ -154,7 +128,6 @@ REFUSALS = {
         ("--categories cats", "--categories: got 'cats', expected trees$"),
         ("--max-new-tokens 127", "--max-new-tokens: got 127, expected at most 126"),
         ("--template llama", "--template: got 'llama', expected auto, vicuna, plain"),
-        ("--draft nowhere", "--draft: no such directory: nowhere"),
         ("--base wordless", "--base: has no tokenizer, which question sets need"),
     ],
     "evaluate --base base --tree chain-2 --set questions.jsonl --max-new-tokens 8 --output out": [
@@ -193,8 +166,6 @@ REFUSALS = {
         ("--random tiny --draft heads", "--draft: requires --base"),
         ("--random tiny --adapter base", "--adapter: requires --base$"),
         ("--random tiny --context 10", "--context: got 10, expected more than"),
-        ("--random tiny --context 4096", "--context: got 4096, expected at most the model's 1024"),
-        ("--random tiny --tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
         ("--random tiny --json no/such/file", "--json: cannot write"),
         ("--base base --draft lookahead-5-3", "--draft: got 'lookahead-5-3', expected lookahead"),
     ],
@@ -220,23 +191,17 @@ def folder(base, heads, wordless, tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("folder")
-    for name, path in {"base": base, "heads": heads, "narrow": heads, "wordless": wordless}.items():
+    for name, path in {"base": base, "heads": heads, "wordless": wordless}.items():
         shutil.copytree(path, folder / name)
-    path = folder / "narrow" / "medusa_lm_head.safetensors"  # of width 16, not 32
-    save_file({name: x[:16, :16] if "linear.w" in name else x[..., :16] for name, x in load_file(path).items()}, path)
     (folder / "link").symlink_to("heads")
     (folder / "base" / "generation_config.json").write_text('{"eos_token_id": [2]}')  # which grammars require
     write_lora(folder / "lora", AutoModelForCausalLM.from_pretrained(base))
-    for name in ("cut", "part"):
-        shutil.copytree(base, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(base, folder / "cut")
     (folder / "cut" / "model.safetensors").write_bytes((base / "model.safetensors").read_bytes()[:-1])
-    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
-    (folder / "part" / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "empty").mkdir()
     (folder / "locked").mkdir(mode=0o500)
     (folder / "file").touch()
     (folder / "broken.json").write_text("{")
-    (folder / "not.json").write_text('{"not": {}}')
     (folder / "results").mkdir()
     (folder / "results" / "r.json").write_text(json.dumps({"hydrajax_result": 1, "kind": "accuracy"}))
     lines = {

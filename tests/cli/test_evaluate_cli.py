@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import hydrajax
 from helpers.outputs import write_lines
-from hydrajax import assets, plugins
+from hydrajax import plugins
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.parameters import parameters_as_arrays
@@ -139,23 +134,6 @@ def test_interrupted_grown_and_refused(program, refused, arguments, monkeypatch,
 
 
 @pytest.mark.slow
-def test_prompts_longer_than_the_context_are_cut_and_counted(program, base, tmp_path):
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"turns": ["words " * 60, "and?"]}) + "\n" + json.dumps({"turns": ["a tree"]}) + "\n")
-    common = ["evaluate", "--base", base, "--draft", "lookup", "--tree", "chain-2", *QUICK]
-    result = program(*common, "--set", long, "--output", tmp_path / "out")
-    assert "cut at the beginning, being longer than 120 tokens: 2 of 3 prompts" in result.out
-    (choice,) = read(tmp_path / "out" / "tiny-autoregressive.jsonl")[0]["choices"]
-    assert choice["prompt_tokens"] == [120, 120]
-    assert choice["finish_reasons"] == ["length", "length"]
-    assert 0 < choice["cut_tokens"][0] < choice["cut_tokens"][1]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert set(summary["prompts_cut"].values()) == {2}
-    assert list(summary["results"]) == ["tiny-autoregressive", "tiny-lookup-chain-2"]
-    assert all(rows["overall"]["equal"] for rows in summary["results"].values())
-
-
-@pytest.mark.slow
 def test_other_rules(program, arguments, tmp_path):
     for rule in ("exact", "typical", "rejection"):
         result = program(*arguments, "--tree", "chain-2", "--rule", rule, "--output", tmp_path / rule)
@@ -179,36 +157,3 @@ def test_every_way_has_a_name_of_its_own_and_they_share_the_base(base, heads):
     lookup = contenders(loaded, "tiny", ["lookup"], [], request.replace(rule=Greedy()))[1]
     assert lookup.model_id == "tiny-lookup"
     assert lookup.executor.program.tree == presets.by_name(PromptLookup().spec.default_tree)
-
-
-@pytest.mark.slow
-def test_a_run_is_killed_half_way_and_taken_up(tmp_path):
-    data = Path(os.environ.get("HYDRAJAX_PROMPTS") or Path(__file__).resolve().parents[3] / "shared" / "prompts")
-    questions = data / "mt_bench_question.jsonl"
-    if not questions.is_file():
-        pytest.skip(f"no question files in {data}; set HYDRAJAX_PROMPTS")
-    command = [sys.executable, "-m", "hydrajax", "evaluate", "--base", "shipped", "--draft", assets.path("hydra")]
-    command += ["--template", "plain", "--tree", "chain-2", "--set", "mt_bench", "--data", data, "--output", tmp_path]
-    command += ["--max-new-tokens", "16", "--limit", "16"]
-    file = tmp_path / "shipped-hydra-chain-2.jsonl"
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not (file.exists() and file.read_bytes().count(b"\n") >= 8):
-        time.sleep(0.02)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL, "it had ended before"
-    assert not (tmp_path / "summary.json").exists()
-
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr
-    assert "questions are answered" in done.stderr
-    asked = read(questions)[:16]
-    for path in sorted(tmp_path.glob("*.jsonl")):
-        for record, question in zip(read(path), asked, strict=True):
-            assert (record["question_id"], record["category"]) == (question["question_id"], question["category"])
-            assert len(record["choices"][0]["turns"]) == len(question["turns"])
-    drafted = json.loads((tmp_path / "summary.json").read_text())["results"][file.stem]
-    assert (drafted["overall"]["questions"], drafted["overall"]["equal"]) == (16, True)
-    for task in ("overall", asked[-1]["category"]):  # as Spec-Bench's evaluation/speed.py takes it
-        own = [record["choices"][0] for record in read(file) if task in ("overall", record["category"])]
-        accepted = [length for choice in own for length in choice["accept_lengths"]]
-        assert np.mean(accepted) == pytest.approx(drafted[task]["tokens_per_step"])

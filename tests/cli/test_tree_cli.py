@@ -13,7 +13,6 @@ import pytest
 
 import hydrajax
 from helpers.outputs import write_lines
-from hydrajax import assets
 from hydrajax.bench.calibration import Calibration
 from hydrajax.bench.contests import tree_search
 from hydrajax.bench.report.outputs import find_results
@@ -116,24 +115,6 @@ def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompt
     assert {row["family"] for row in result.rows} >= {"searched", "dynamic"}
     assert hydrajax.load(base, heads).default_tree() == taken
     assert presets.by_name(str(heads / "tree_b1.json")) == taken  # what --tree makes of it
-
-
-@pytest.mark.slow
-def test_searched_tree_is_saved_and_taken_by_generate(program, prompts, tmp_path):
-    """On the shipped model, whose heads are often right."""
-    heads = shutil.copytree(assets.path("medusa"), tmp_path / "heads")
-    model = ["--base", assets.base(), "--draft", heads]
-    search = ["--prompts", prompts, "--shapes", "static", "--sizes", "2,5", "--largest", 6]
-    search += ["--repeats", 2, "--max-new-tokens", 40]
-    program("tree", "search", *model, *search, "--save", "--save-slower")
-    content = json.loads((heads / "tree_b1.json").read_text())
-    fastest = check_search(content["provenance"]["measured"], [2, 5])
-    tree = read_tree(heads / "tree_b1.json")
-    assert tree.size == fastest["nodes"]
-    grown = content["provenance"]["grown"]
-    assert grown[: tree.size - 1] == sorted(map(list, tree.choices), key=grown.index)
-    taken = program("generate", *model, "--prompts", prompts, "--max-new-tokens", 40)
-    assert f"tokens_per_step {fastest['tokens_per_step']:.2f}" in taken.err
 
 
 def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):

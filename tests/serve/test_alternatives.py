@@ -10,7 +10,6 @@ from helpers import letters
 from helpers.compilations import no_compilation
 from helpers.log_probabilities import check_answer
 from helpers.serving import SECONDS, running
-from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.serve.executor_pool import PoolSizes
 
@@ -103,14 +102,3 @@ def test_completions(served, client, wanted):
             assert place == pytest.approx(its, abs=1e-3)
             sizes.add(len(place))
     assert sizes == {2, 3}
-
-
-def test_more_than_the_server_supports_is_refused(client):
-    message = "top_logprobs: got 6, expected at most 5"
-    with pytest.raises(openai.BadRequestError, match=message):
-        client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=6)
-
-
-def test_no_more_than_the_vocabulary(served):
-    with pytest.raises(HydrajaxError, match="logprobs: got 18, expected 0 to the vocabulary's 17"):
-        letters.pool(served, PoolSizes(slots=1, logprobs=18))

@@ -15,13 +15,8 @@ import pytest
 from helpers.serving import AUTHORISED, GOOD, HELLO, KEY, SECONDS, expected, running
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
-from hydrajax.loaded_model import make_executor
-from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.connections import listen
-from hydrajax.serve.options import ServerOptions, draft_and_tree
 from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.served_models import plain_step_seconds, total
-from hydrajax.trees import presets
 
 PROMPTS = ["abc", "a bad cafe", "deaf", "no one can go"]
 
@@ -178,14 +173,6 @@ def test_tokens_of_a_text_begin_with_special_ones_unless_refused(address, monkey
         assert httpx.post(f"{address}/tokenize", json=body, headers=AUTHORISED).json()["tokens"] == begins
 
 
-def test_options_of_a_server():
-    assert draft_and_tree("hydra@chain-2") == ("hydra", "chain-2", presets.chain(2))
-    assert draft_and_tree("hydra") == ("hydra", None, None)
-    assert ServerOptions(queue=0).queue == 0
-    with pytest.raises(ValueError, match="greater than or equal to 0"):
-        ServerOptions(queue=-1)
-
-
 def test_the_other_routes_of_vllm(address):
     def ask(route, body, headers=None):
         return httpx.post(f"{address}/{route}", json=body, headers=AUTHORISED if headers is None else headers)
@@ -222,20 +209,6 @@ def test_any_model_and_pages_of_other_origins(small):
             answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"model": "gpt"}, headers={"origin": origin})
             assert [one.headers.get("access-control-allow-origin") for one in (asked, answer)] == [allowed] * 2
             assert answer.json()["model"] == "hydrajax"
-
-
-def test_numbers_that_float32_cannot_hold_are_limits(client):
-    """The same as in Python and on the command line."""
-    for extreme, limit in (
-        ({"temperature": 1e-39}, {"temperature": 0}),
-        ({"temperature": 1, "top_p": 1e-44}, {"temperature": 0}),
-        ({"temperature": 1e39, "seed": 3}, {"temperature": 1e9, "seed": 3}),
-    ):
-        texts = [
-            client.completions.create(model="letters", prompt="abc", max_tokens=20, **numbers).choices[0].text
-            for numbers in (extreme, limit)
-        ]
-        assert texts[0] == texts[1] != ""
 
 
 def test_an_ipv6_address_is_answered(small):
@@ -288,18 +261,3 @@ def test_several_models_are_chosen_by_name(small):
             else:
                 assert answer.json()["error"]["message"] == "model: got 'third', expected one of: hydrajax, second"
         assert "hydrajax_ended_total 3.0" in httpx.get(f"{address}/metrics").text
-
-
-def test_counts_are_added_up(small):
-    batchers = [Batcher(small), Batcher(small)]
-    batchers[0].submit([batchers[0].request([1, 2], max_new_tokens=3)])
-    stats = total(batchers)
-    assert (stats.requests, stats.waiting) == (1, 1)
-    assert stats.limit_nbytes == 2 * batchers[1].stats().limit_nbytes
-    assert stats.failed is False
-
-
-@pytest.mark.slow
-def test_a_plain_step_takes_time(served):
-    executor = make_executor(served, served.program(tree="root", max_new_tokens=16))
-    assert 1e-6 < plain_step_seconds(executor) < 1

@@ -188,16 +188,10 @@ def test_bad_options_are_refused_before_the_model_is_loaded(capfd, monkeypatch):
         assert f"--port: cannot listen on 127.0.0.1 port {port}: " in said("--port", str(port))
     for name, value, message in (
         ("port", "99999", "got 99999, expected at most 65535"),
-        ("grace", "-1", "got -1, expected at least 0"),
-        ("temperature", "-1", "got -1.0, expected at least 0"),
-        ("slots", "0", "got"),
         ("host", "", "got '', expected an address; 127.0.0.1 is reached from this machine only"),
-        ("host", "\udcff", "got '\\udcff', expected an address"),
         ("name", "\udcff", "got '\\udcff', expected printable characters"),
-        ("name", "", "got '', expected printable characters"),
         ("api-key", "", "got an empty key; to serve without a key, leave it out"),
         ("api-key", "\udcff", "got a key that no header can hold"),
-        ("api-key", "a key\n", "got a key that no header can hold"),
     ):
         assert f"--{name}: {message}" in said(f"--{name}", value)
     assert "--port: cannot listen on a..b port 8000" in said("--host", "a..b")

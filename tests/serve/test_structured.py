@@ -391,11 +391,6 @@ def test_refusals(address):
         assert "\n" not in error["message"]
 
 
-def test_completions_have_no_response_format(address):
-    answer = httpx.post(f"{address}/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
-    assert answer.json()["error"]["message"] == "response_format: this field is not supported"
-
-
 def test_templates_without_tools(pool, monkeypatch):
     unknown = "tools: the chat template describes calls in an unknown format"
     result = messages({"role": "tool", "content": "a", "tool_call_id": "1"})

@@ -69,13 +69,6 @@ def test_bytes_by_hand(devices, kv_heads):
     }
 
 
-def test_a_mesh_of_one_device_changes_nothing():
-    base, drafter = Llama(PRESETS["tiny"]), KINDS["hydra++"].build(PRESETS["tiny"], jnp.float32)
-    tree = presets.chain(2)
-    for count, arguments in ((forward, (base, 2, 4, 10)), (propose, (drafter, base, tree, 2, 64))):
-        assert count(*arguments, division=Division(data=1, model=1)) == count(*arguments)
-
-
 def test_a_batch_is_divided_over_the_groups_if_it_is_even():
     base = Llama(SEVEN, jnp.bfloat16)
     groups = Division(data=2)

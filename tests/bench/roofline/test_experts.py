@@ -7,20 +7,14 @@ import numpy as np
 import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
-from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
-from hydrajax.bench.roofline.devices import DEVICES
+from hydrajax.bench.benchmark import autoregressive_bytes
 from hydrajax.bench.roofline.division import Division
-from hydrajax.bench.roofline.passes import forward, propose
-from hydrajax.bench.roofline.prediction import predict
-from hydrajax.bench.shapes import MIXTURES, PRESETS
+from hydrajax.bench.roofline.passes import forward
 from hydrajax.bench.woken_experts import woken
-from hydrajax.drafters.draft_model import DraftModel
-from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.train.flops import forward_flops
-from hydrajax.trees import presets
 
 E, K, F, D = 8, 2, 24, 16
 EXPERTS = Experts(E, K, F, shared_width=12)
@@ -105,23 +99,3 @@ def test_devices_have_a_part_of_the_experts_and_one_sum():
     assert exchanges == {"all-reduce experts": 4 * 4 * D, "all-reduce experts shared down": 2 * 4 * D}
     three = forward(model, 1, 4, 8, division=Division(model=3))  # do not divide 8 experts: each has all of them
     assert of_experts(three)["experts down"] == of_experts(one)["experts down"]
-
-
-def test_a_draft_model_may_have_experts():
-    base = Llama(LlamaConfig(50, 16, 40, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8))
-    operators = propose(DraftModel(Llama(CONFIG), 50), base, presets.chain(2), 1, 16)
-    assert [op for op in operators if "experts gate up" in op.name]
-
-
-@pytest.mark.slow
-def test_the_best_tree_of_a_mixture_is_smaller_than_that_of_a_dense_model():
-    """With the tokens per step of the bundled Hydra++ by nodes (`hydra_figures_7_to_9.json`)."""
-    accepted = {1: 1.0, 4: 2.18, 64: 3.41}
-    fastest = {}
-    for name in ("7b", "qwen3-30b-a3b"):
-        config = (PRESETS | MIXTURES)[name]
-        drafter = KINDS["medusa"].build(config, jnp.bfloat16)
-        trees = first_nodes(presets.sparse(), accepted)
-        rows = predict(DEVICES["H200"], config, drafter, trees, [1], [1024], 2, list(accepted.values()))
-        fastest[name] = max(rows, key=lambda row: row.speedup).nodes
-    assert fastest["7b"] == 64 > fastest["qwen3-30b-a3b"]

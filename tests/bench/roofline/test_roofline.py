@@ -18,7 +18,6 @@ from hydrajax.bench.shapes import PRESETS
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.cache import init_cache
-from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops.cpu import library
 from hydrajax.trees import presets
@@ -41,20 +40,6 @@ def test_flops_against_xla(monkeypatch):
     counted = jax.jit(run).lower(params, tokens, cache).compile().cost_analysis()["flops"]
     ours = flops(forward(model, batch, nodes, slots))
     assert 0.95 < ours / counted <= 1  # XLA counts the elementwise operations too
-
-
-def test_flops_of_a_layer_against_the_shapes_of_its_products():
-    """Every product of a grouped-query layer in NumPy."""
-    c = LlamaConfig(100, 48, 80, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=8)
-    batch, queries, keys = 3, 5, 11
-    x, up, down = (batch * queries, 48), (48, 80), (80, 48)
-    heads = [((5 * 3, 8), (8, 11)), ((5 * 3, 11), (11, 8))] * (batch * c.n_kv_heads)  # 3 query heads to a key head
-    products = [(x, (48, 48)), (x, (48, 16)), (x, (48, 16)), (x, (48, 48)), (x, up), (x, up), ((15, 80), down), *heads]
-    expected = 2 * 15 * 48 * 100  # the lm head
-    for left, right in products:
-        product = np.ones(left) @ np.ones(right)
-        expected += 2 * product.size * left[1]
-    assert flops(forward(Llama(c), batch, queries, keys - queries)) == expected
 
 
 def test_one_token_reads_every_weight_and_the_cache():
