@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import struct
 
 import numpy as np
@@ -29,17 +28,6 @@ def events(directory) -> list[bytes]:
             records.append(data[12 : 12 + length])
             data = data[16 + length :]
     return records
-
-
-def test_narrow_terminals_cut_the_note_of_the_bar_only(tmp_path):
-    note = "loss 3.123 top1 0.412 0.312 0.111 0.098 top5 0.612 0.512 0.411 12345 tok/s mfu 38.2% "
-    with opened(tmp_path, 1500) as metrics:
-        metrics.progress(1501, note * 2)
-        for width in (60, 80, 120):
-            console = Console(file=io.StringIO(), width=width)
-            console.print(metrics._bar)
-            line = console.file.getvalue()
-            assert re.match(r"train ━.* 1501/9 +-?[-:\d]+ loss 3.*…\n$", line), line
 
 
 def test_lines_are_json_and_arrays_become_lists_and_curves(tmp_path):

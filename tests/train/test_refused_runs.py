@@ -13,10 +13,8 @@ from hydrajax.train.data.corpus import train_tokenizer
 
 # ``(overrides of the settings, beginning of the message)``
 OF_HEADS = [
-    ("steps=many", "steps: got 'many', expected an integer"),
     ("draft={heads: eagle, num_draft_heads: 3}", "draft.num_draft_heads: has no effect with draft.heads eagle, remove"),
     ("draft={heads: eagle, vocabulary: 301}", "draft.vocabulary: got 301, expected at most the base's 300 tokens"),
-    ("draft={heads: hydra, ttt_length: 3}", "draft.ttt_length: has no effect with draft.heads hydra"),
     ("draft={heads: eagle3, aux_hidden_layers: [1, 1]}", "draft.aux_hidden_layers: got [1, 1], expected ascending"),
     ("draft={heads: eagle3, aux_hidden_layers: [0, 9]}", "draft.aux_hidden_layers: got 9, expected at most the base's"),
     ("draft={heads: eagle3}; data.hidden_cache_gb=1", "data.hidden_cache_gb: got 1.0, expected 0 for heads"),
@@ -26,7 +24,6 @@ OF_HEADS = [
     ("draft={heads: dflash}; tree=best-8", "tree: got best-8, expected a static tree"),
     ("tree=chain-4", "tree: got a depth of 4, expected at most"),
     ("tree=none", "tree: got 'none', expected root, chain-K"),
-    ("draft={heads: dflash, markov_rank: 3}", "draft.markov_rank: has no effect with draft.heads dflash"),
     ("draft={heads: dflash, block_size: 1}", "draft.block_size: got 1, expected at least 2"),
     ("draft={heads: dflash}; tree=chain-7; objective.noise_alpha=1", "objective.noise_alpha: got 1.0, expected"),
     ("draft={heads: hydra}; objective.distance_weight=1", "objective.distance_weight: got 1.0, expected 0 for Hydra"),

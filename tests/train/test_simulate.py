@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.draft_heads import forced_logits
 from helpers.loss_examples import check_ranks, drafter_of, random_params
 from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.bench.trees.simulation import accepted_lengths, runs
+from hydrajax.bench.trees.simulation import accepted_lengths
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.ranks import head_ranks
 from hydrajax.models.base_model import BoundBase
@@ -43,14 +43,6 @@ def test_accepted_lengths_equal_brute_force(tree, seed):
     for place in np.ndindex(2, 7):
         path = tuple(ranks[(slice(None), *place)].tolist())
         assert found[place] == max((len(c) for c in tree.choices if c == path[: len(c)]), default=0)
-
-
-def test_runs():
-    labels = np.array([1, 1, 0, 1, 1, 1, 1, 0, 0, 1], bool)
-    assert runs(labels, np.ones(10, int)) == [(1, 2), (3, 7), (9, 10)]  # nothing comes before token 0
-    owner = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2, 2])
-    assert runs(labels, owner) == [(1, 2), (3, 5), (6, 7), (9, 10)]  # nor before a document's first
-    assert runs(np.zeros(3, bool), np.ones(3, int)) == []
 
 
 def test_tally_by_hand():

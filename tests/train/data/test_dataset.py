@@ -100,19 +100,6 @@ def test_generations_train_on_what_the_base_wrote(tmp_path, tokenizer):
     assert_refused(build, (config, tokenizer, message))
 
 
-def test_conversations_train_on_the_assistant_or_on_all(tmp_path, tokenizer):
-    path = tmp_path / "chat.json"
-    turns = [{"from": "human", "value": "grow a tree"}, {"from": "gpt", "value": "the branch of heads"}]
-    path.write_text(json.dumps([{"conversations": turns}] * 2))
-    common = {"files": (str(path),), "template": "vicuna", "length": 256, "held_out": 0.0}
-    rows = build(DataConfig(**common), tokenizer)[0].train
-    targets = tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
-    assert "the branch of heads" in targets
-    assert "grow" not in targets
-    rows = build(DataConfig(**common, targets="all"), tokenizer)[0].train
-    assert "grow a tree" in tokenizer.decode(rows.tokens[0][rows.labels[0] != IGNORED])
-
-
 def test_refused(texts, tokenizer, tmp_path):
     class Endless:
         eos_token_id = None
