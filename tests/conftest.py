@@ -1,7 +1,5 @@
 """Fixtures shared by all tests: recordings of the official code, tiny transformers checkpoints, a tiny base."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

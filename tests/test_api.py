@@ -1,7 +1,5 @@
 """`hydrajax.load`: the dtype of the loaded parameters, given or automatic."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

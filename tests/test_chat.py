@@ -1,7 +1,5 @@
 """Conversations on the shipped model: every answer equals the one from an empty cache."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

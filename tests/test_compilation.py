@@ -1,7 +1,5 @@
 """The compilation cache on disk: where it is, what leaves it alone, and that `load` turns it on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 Checkpoints of models and heads have their own tests (`tests/formats/test_fuzz.py`).
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

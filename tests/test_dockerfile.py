@@ -1,7 +1,5 @@
 """The Dockerfile: common mistakes are absent, its files and options exist, and it builds where a builder works."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

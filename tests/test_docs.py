@@ -1,7 +1,5 @@
 """README and docs pages: samples run, commands parse, link targets exist and the site builds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Our kernels, ranks and lookups on each device of a mesh, and the collectives of a decode step compiled for it."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.programs import asked_parameters

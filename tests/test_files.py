@@ -1,7 +1,5 @@
 """Files that cannot be read to their end, files that reach the disk before their names, and memory for weights."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -1,8 +1,6 @@
 """Compare with recordings of the official Hydra code (tests/golden/README.md): trees, hidden states, head logits, every
 proposed tree, every accept length and every token, for Hydra and Hydra++ heads and two trees."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

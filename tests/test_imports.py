@@ -1,7 +1,5 @@
 """Imports follow one order (docs/design.md 5), and optional or slow packages are imported lazily."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """`LanguageModel` and `make_decode_fn` on the shipped model."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Locks on outputs: a second process is refused, and the lock is free once its process has ended in any way."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom, print the expected results, have saved outputs, and open in Colab on a GPU."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Parts by group and name: built-in ones, and the entry points of installed packages."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -3,8 +3,6 @@
 XLA fixes the number of CPU devices when it starts, so the work runs in one subprocess and the tests read its findings.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

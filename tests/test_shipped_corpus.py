@@ -1,7 +1,5 @@
 """The text that the shipped model learns from: which installed packages may be learnt from, and what of them is."""
 
-from __future__ import annotations
-
 from email.message import Message
 
 from helpers.scripts import EXPERIMENTS, module

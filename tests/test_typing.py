@@ -1,7 +1,5 @@
 """Type checks of the public interface: correct use passes in strict mode, and each mistake has its error code."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calibration against a contest with the predicted trees; acceptance of a draft model (Leviathan et al. 3.1, 3.2)."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

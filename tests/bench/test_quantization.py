@@ -1,7 +1,5 @@
 """`logit_effect` against NumPy and SciPy on the two models' logits."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

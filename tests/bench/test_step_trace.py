@@ -1,7 +1,5 @@
 """Traced steps: their text is that of decoding, and path probabilities are those of the draft."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

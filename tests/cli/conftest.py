@@ -1,7 +1,5 @@
 """A tiny base with a byte-level tokenizer, Medusa heads for it, and the program run in-process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """`hydrajax bench`: fields and figures that hold on any machine; and `hydrajax report`. No timing asserts."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """`hydrajax certify`: correct rules pass and wrong ones fail, on a tiny base and (slow) on the shipped model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`hydrajax certify --server`: planted faults of a fake server are found by name, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -1,7 +1,5 @@
 """`hydrajax convert`: heads in every format with their records and cards, merged adapters, int8 weights and caches."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

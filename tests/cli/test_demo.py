@@ -1,7 +1,5 @@
 """`hydrajax demo` on a tiny base with random heads in place of the shipped ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

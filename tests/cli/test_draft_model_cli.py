@@ -1,7 +1,5 @@
 """The commands with a small model as the draft, and with the MTP module in the base's own files."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 The tests of each reader check its messages. Here every command and every kind of error has a row.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`hydrajax evaluate`: several drafts in one run, its files, its figures, and a run that is killed and taken up."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`hydrajax generate`: its output to files, pipes and terminals."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """`hydrajax generate` and `hydrajax evaluate` in two processes with two CPU devices each."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

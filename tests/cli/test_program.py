@@ -1,7 +1,5 @@
 """The program: help, version, options that commands share, tab completion and the status line."""
 
-from __future__ import annotations
-
 import io
 import os
 import platform

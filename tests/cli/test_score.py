@@ -1,7 +1,5 @@
 """`experiments/score.py` on the answers of `hydrajax evaluate`: its files and tables. The answers are made up."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

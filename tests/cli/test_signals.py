@@ -1,7 +1,5 @@
 """Ctrl-C and SIGTERM, also in callbacks whose exceptions Python discards; and the lines of `hydrajax chat`."""
 
-from __future__ import annotations
-
 import gc
 import os
 import select

@@ -1,7 +1,5 @@
 """`hydrajax tree`: search, saved trees, predicted against measured figures, and drawings."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Compare greedy acceptance with a walk over rank paths in plain Python, and typical acceptance with one in NumPy."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

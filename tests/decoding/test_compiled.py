@@ -4,8 +4,6 @@ A copy of the KV cache inside the loop costs more than the step itself (docs/des
 these tests read the optimised HLO. CPU only: other backends schedule differently.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The decode step traced for a GPU or a TPU: its operations, compiled program, and tokens with interpreted kernels."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import json

@@ -4,8 +4,6 @@ The base is small enough to enumerate all sequences. Their probabilities come fr
 processors, temperature, top-k, top-p and min-p in NumPy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Base and draft depend on the last token only, so a hundred thousand steps take a second.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

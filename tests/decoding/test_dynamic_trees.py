@@ -1,7 +1,5 @@
 """Random trees built on the device, a new one for every sequence and step, with every rule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax

@@ -4,8 +4,6 @@ With the oracle on a chain of 4 every step emits five tokens. Output token e is 
 inside the accepted path for 1..3 and ends it for 4.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@ The reference is the loop without a cache of `Lab.references`. Trees and drafter
 compilation; hypothesis picks from it and varies parameters, prompts and, through the oracle, which guesses are right.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 The grammars run on the host in pure Python (`helpers.host_grammars`). References come from full passes without a cache.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import Counter

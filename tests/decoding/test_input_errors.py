@@ -1,7 +1,5 @@
 """Input errors of `make_decode_fn` and `decode_fn`, and the padding of prompts."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Compare log-probabilities with full passes of the base, for every rule, with and without a tree."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@ Other files test processors with random trees (test_dynamic_trees.py), sampled d
 typical acceptance (test_acceptance.py) and token counts that move with their sequences (test_state.py).
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

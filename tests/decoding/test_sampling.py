@@ -1,7 +1,5 @@
 """Compare the sampled distribution with the warpers of transformers; random keys per sequence and position."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Take, insert and move sequences of a decode state; numbers, processors and limits per sequence."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """The places of snapshots. Tests of drafters, chat and server compare the texts that continue from them."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

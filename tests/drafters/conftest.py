@@ -3,8 +3,6 @@
 Written from docs/design.md 3 and 4, one vector at a time: no batching over rows, levels or heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import jax

@@ -1,7 +1,5 @@
 """Trees that are filled under a grammar: every node holds an allowed token, or none."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Best-first trees against a heap, as DDTree and JetSpec define them, and against growing level by level."""
 
-from __future__ import annotations
-
 import heapq
 import json
 

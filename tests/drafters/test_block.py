@@ -1,7 +1,5 @@
 """Drafts of one pass against NumPy: sliding windows, batches, training in chunks, sampling's q, errors."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

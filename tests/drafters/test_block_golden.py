@@ -4,8 +4,6 @@ Every drafted block, every tree, every accept length and every token, decoded as
 code decoded the prompts one by one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

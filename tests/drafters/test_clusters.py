@@ -1,7 +1,5 @@
 """Clustered draft lm heads: their logits, against NumPy and transformers, and the clusters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

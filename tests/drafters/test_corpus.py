@@ -1,7 +1,5 @@
 """Compare the suffix corpus and its search with lists of past texts."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Low-rank, reduced and shared draft lm heads: their logits and samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Compare the proposals of a draft model, its ranks and its reading of long messages with full passes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

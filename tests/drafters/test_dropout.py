@@ -3,8 +3,6 @@
 The heads are identities, so their output shows the dropout masks.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

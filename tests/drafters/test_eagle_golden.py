@@ -1,8 +1,6 @@
 """Compare EAGLE with recordings of the official code (tests/golden/README.md): hidden states, logits, every proposed
 tree, every accept length and every token."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

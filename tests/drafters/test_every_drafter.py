@@ -2,8 +2,6 @@
 prompts in chunks, for later messages of a conversation, and sampled. Files of single drafters test their guesses.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import chex

@@ -1,7 +1,5 @@
 """Gemma 4's assistant against transformers', on random small models; `test_every_drafter` tests what it decodes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Compare dynamic trees with plain Python, one sequence and one candidate at a time."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Compare draft heads with their equations in NumPy, one vector at a time: no trees, no caches and no batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -2,8 +2,6 @@
 
 The reference has no window of nodes, no mask and no cache."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

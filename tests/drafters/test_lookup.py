@@ -1,7 +1,5 @@
 """Compare prompt lookup with a plain search."""
 
-from __future__ import annotations
-
 import math
 import re
 

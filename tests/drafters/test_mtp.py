@@ -4,8 +4,6 @@ The formulas are those of DeepSeek-V3 2.2 and of the checkpoints' own code (MiMo
 layouts). The decoder layer with its attention and rotary embedding is transformers'.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

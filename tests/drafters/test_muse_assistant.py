@@ -1,7 +1,5 @@
 """Muse Glimmer's assistant against transformers' assisted generation with it (float32)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

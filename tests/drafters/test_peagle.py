@@ -1,7 +1,5 @@
 """P-EAGLE against a plain torch module: one causal sequence of the text's rows and mask rows, as its paper draws it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Compare trees out of several drafts with paths in dictionaries, and their outputs with those of the base."""
 
-from __future__ import annotations
-
 import functools
 import math
 

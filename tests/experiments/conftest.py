@@ -1,7 +1,5 @@
 """Make the scripts of ``experiments/`` and ``tools/gpu/`` importable, as they import each other."""
 
-from __future__ import annotations
-
 import sys
 
 from helpers.scripts import EXPERIMENTS, TOOLS

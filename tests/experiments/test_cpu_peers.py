@@ -1,7 +1,5 @@
 """The comparison with other programs, without them: what is missing, our own rows, conversions and the token checks."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pictures of every kind of result, and the report in the order of the papers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from paper_figures import draw, front

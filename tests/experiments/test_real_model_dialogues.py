@@ -1,7 +1,5 @@
 """Conversations of which the model writes both sides."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The scripts of ``experiments/``, run at tiny sizes without assertions about time."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A split pair of base and draft: its roofline against bytes, and the simulator against the closed form."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Files of one family in several forms: as released, as transformers 5 keeps them, and next to other models' parts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

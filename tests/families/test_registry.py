@@ -3,8 +3,6 @@
 What a file leaves out is taken from transformers (`as_transformers_reads`), the independent source of defaults.
 """
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 

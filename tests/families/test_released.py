@@ -1,7 +1,5 @@
 """config.json of released models: read as transformers does, written back unchanged, and as large as published."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A tiny base, its files' content, and the Hub as huggingface_hub sees it: a small server in this process."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Files of drafts of one pass: official ones written again, other layouts, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The model card of an export: recorded and missing facts, and names that could break its table."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every format of heads: what is written is read back and written again, and what is damaged is refused by its name."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

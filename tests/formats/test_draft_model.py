@@ -1,7 +1,5 @@
 """A draft model from its directory: of any family, with the base's tokenizer, and against assisted generation."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,8 +1,6 @@
 """EAGLE drafts as released and in the layouts of vLLM, SGLang and speculators: read, refused, and exported for torch
 modules that load them strictly and give our logits."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

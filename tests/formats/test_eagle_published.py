@@ -4,8 +4,6 @@ The official code's are its training settings, which the published directories r
 sizes and layers, and the further fields as the programs write them.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

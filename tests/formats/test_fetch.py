@@ -1,7 +1,5 @@
 """`hydrajax convert fetch`: official heads in a `.pt` on the Hub become safetensors."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

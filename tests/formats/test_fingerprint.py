@@ -1,7 +1,5 @@
 """The fingerprint of a base compared with hashlib, and heads that record their base: they load on no other one."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

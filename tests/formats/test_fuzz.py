@@ -3,8 +3,6 @@
 Tiny directories of every format are damaged by a seeded generator, and by name where that found a bug.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import math

@@ -1,7 +1,5 @@
 """The Hub: downloads, uploads and error messages, through huggingface_hub and a small local server."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

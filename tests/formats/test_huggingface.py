@@ -1,7 +1,5 @@
 """Bases in Hugging Face directories: read as torch wrote them, exported for transformers, and refused if damaged."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

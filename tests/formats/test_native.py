@@ -1,7 +1,5 @@
 """Draft heads in our own format: loaded bit for bit with the same drafter, and refused if any byte has changed."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import json

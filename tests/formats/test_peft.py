@@ -3,8 +3,6 @@
 The reference is transformers with W + s B A computed by torch (`lora_files`).
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 They give torch's logits, are written again as they were, and are refused if they are of another kind or base.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -1,7 +1,5 @@
 """Slices of parameters: joined like whole ones, and read alone where devices share a model."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """PyTorch and safetensors files: the same parameters from both, no code executed, one line for every defect."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

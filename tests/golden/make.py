@@ -3,8 +3,6 @@
 README.md lists what is kept. Nothing is rounded: a value is kept as it was recorded, or not at all (margins: `CAP`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

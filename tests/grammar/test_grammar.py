@@ -1,7 +1,5 @@
 """Grammars as values, on the command line, and as an argument of `generate` and `stream`."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

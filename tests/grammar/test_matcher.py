@@ -3,8 +3,6 @@
 The patterns are random, and `regex` (partial matches) judges every token of a small vocabulary at every node.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 

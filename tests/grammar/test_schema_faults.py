@@ -1,7 +1,5 @@
 """Grammars that are refused: schemas that llguidance mishandles or compiles for long; the check of finished texts."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

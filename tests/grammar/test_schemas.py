@@ -1,7 +1,5 @@
 """Random JSON schemas, decoded by the bundled model: every finished output is valid by jsonschema, with any draft."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The bytes of every token as llguidance reads them, against tables computed from each tokenizer's own form."""
 
-from __future__ import annotations
-
 import json
 import re
 

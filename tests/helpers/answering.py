@@ -1,7 +1,5 @@
 """Questions, fake decoders and runs with them, for the tests of questions, answer files and statistics."""
 
-from __future__ import annotations
-
 import json
 
 from hydrajax.bench.questions.answer_files import AnswerFiles

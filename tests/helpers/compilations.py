@@ -1,7 +1,5 @@
 """Detect compilations."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """config.json files as transformers completes them: the independent source of defaults."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Randomly damaged files of every format, by seed, for tests of the readers."""
 
-from __future__ import annotations
-
 import collections
 import io
 import json

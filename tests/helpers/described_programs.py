@@ -1,7 +1,5 @@
 """Decode steps lowered for an absent device, and decoding with its kernels interpreted on this CPU."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Draft heads of every kind for the tiny model, random parameters, training forwards and comparison of pytrees."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

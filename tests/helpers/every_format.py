@@ -1,7 +1,5 @@
 """Tiny directories of every supported format: bases of all families and heads in all layouts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -4,8 +4,6 @@ The next token is a function of the prompt and the tokens before it. A step "acc
 no multiple of `STEP`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Random small models of every family, in transformers and here (float32)."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Settings of random small models of every family: strategies of hypothesis, and examples."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,7 +1,5 @@
 """A disk that fills up."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 

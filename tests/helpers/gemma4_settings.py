@@ -1,7 +1,5 @@
 """Settings of random small models of Gemma 4, as in `helpers.family_settings`."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from helpers.family_settings import LOCAL, ROPES_OF_TYPE, VOCAB, WINDOW, fields, merged

@@ -1,7 +1,5 @@
 """GGUF files of tiny transformers models, written as llama.cpp's converter does."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recordings of official code, decoding as they were made, and comparison with them."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Grammars in pure Python: the tokens that may follow a text are a function of its tokens."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ OPEN, CLOSE, END = 0, 1, 2
 class HostGrammar:
     """Base class of a `hydrajax.decoding.constraints.GrammarLike`; subclasses are frozen dataclasses."""
 
-    def start(self, tokenizer, vocab_size, eos_ids) -> Place:
+    def start(self, tokenizer, vocab_size, eos_ids) -> "Place":
         return Place(self, vocab_size)
 
     def after(self, text: tuple[int, ...]) -> frozenset[int]:

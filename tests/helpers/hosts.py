@@ -1,7 +1,5 @@
 """Run one command in several processes that `jax.distributed` connects, as on several hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Requests and sampling parameters for the methods of an engine."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

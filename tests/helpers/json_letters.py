@@ -1,7 +1,5 @@
 """A tokenizer of seventeen tokens that can write JSON and tool calls, for the base of `helpers.letters`."""
 
-from __future__ import annotations
-
 from helpers.letters import END
 
 PIECES = ["{", "}", '"', ":", ",", "Ġ", "Ċ", "a", "b", "0", "1"]  # Ġ and Ċ are a space and a line break

@@ -1,7 +1,5 @@
 """A tiny base with a greedy reference without a cache, and drafters that reach every accept length."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Settings of random small models with latent attention, as in `helpers.family_settings`."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from helpers.family_settings import N_LAYERS, ROPES, YARN, fields, merged

@@ -1,7 +1,5 @@
 """The leaves of a pytree by their paths."""
 
-from __future__ import annotations
-
 import jax
 
 

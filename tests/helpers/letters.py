@@ -1,7 +1,5 @@
 """A tiny base with sixteen letters as tokens, for tests of serving."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Reference log-probabilities from a full pass of the base and NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hydrajax.bench.uncached_forward import all_logits

@@ -1,7 +1,5 @@
 """LoRA adapters in PEFT's format, and their merge into a transformers model in torch."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Inputs for the tests of training objectives."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -4,8 +4,6 @@ Each function returns the tensors of one layer by their names without the layer'
 packed and multiplied in plain loops, independently of `hydrajax.lowbit.files`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random parameters for tests."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

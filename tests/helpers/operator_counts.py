@@ -1,7 +1,5 @@
 """Sums of operator costs, and parameter counts to compare them with."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax.numpy as jnp
 

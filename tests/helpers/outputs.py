@@ -1,7 +1,5 @@
 """Files of JSON lines: prompts, and the output of `hydrajax generate`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run ``tests/programs`` in separate processes, for the selected tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The lossless archives of tests/golden, and comparison with subsampled arrays."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma

@@ -1,7 +1,5 @@
 """Errors of input that is refused, alone and in tables."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 The modules follow the formulas of docs/design.md 4 and the layout of vLLM.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Results of every kind, shared by the tests of results and of reports."""
 
-from __future__ import annotations
-
 from hydrajax.bench.report.results import Result, write_result
 from hydrajax.files import WholeFile
 

@@ -1,7 +1,5 @@
 """transformers' models with the weights, and where our kernels do it the inputs, of linear layers rounded to 8 bits."""
 
-from __future__ import annotations
-
 import torch
 
 from hydrajax.ops import trace

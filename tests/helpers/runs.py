@@ -1,7 +1,5 @@
 """Run the training program, optionally in another process, and read its messages and files."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

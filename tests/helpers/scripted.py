@@ -1,7 +1,5 @@
 """A base whose greedy answers are known, with a tokenizer that drops the space before a text's first word."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """The scripts of ``experiments/`` and ``tools/``, for their tests."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Servers in the process of a test or in a separate one. Needs hydrajax[serve]."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

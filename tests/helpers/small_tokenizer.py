@@ -1,7 +1,5 @@
 """A small byte-level tokenizer, trained on demand."""
 
-from __future__ import annotations
-
 # Characters of one to four bytes, which tokens can split.
 SAMPLE = ["the tree of the draft, the base of the tree", "naïve café Straße", "日本語のテキスト", "🙂🌳🌲 trees 🌳"]
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"

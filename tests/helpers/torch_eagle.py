@@ -2,8 +2,6 @@
 
 They follow the official formulas, see "Model maths" in the README of the golden data."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

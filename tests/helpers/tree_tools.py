@@ -1,7 +1,5 @@
 """Random trees, and the leaf paths of the released code."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from hydrajax.trees.static_tree import TreeTopology

@@ -1,7 +1,5 @@
 """The runtime type checker of tests/conftest.py: beartype, with integers accepted as floats (PEP 484)."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from types import FunctionType

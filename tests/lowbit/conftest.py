@@ -1,7 +1,5 @@
 """Bases of other quantisers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compare products with 8- and 4-bit weights with NumPy in float64, and the weights with GGUF's types."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import shutil

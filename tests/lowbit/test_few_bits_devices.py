@@ -1,7 +1,5 @@
 """Products with weights of 8 and 4 bits on GPUs and TPUs: kernels interpreted on a CPU against NumPy."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -1,7 +1,5 @@
 """Layers of 4 bits keep a file's numbers, scales and zeros, bit by bit, in the storage of our CPU kernels."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """GGUF files: tensors bit by bit, logits, tokens and tokenizers of transformers, the cache, and errors of one line."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

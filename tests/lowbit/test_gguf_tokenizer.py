@@ -3,8 +3,6 @@
 The recorded ids are those of llama.cpp as in llama-cpp-python 0.3.36, with ``parse_special``.
 """
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM

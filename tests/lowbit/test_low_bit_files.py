@@ -1,7 +1,5 @@
 """Bases of other quantisers: layers bit by bit, layers left in float, damaged files and settings in one line each."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Bases in 8 and 4 bits with drafts: the same text as token by token. Drafts of few bits, with any base."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """gpt-oss with experts in MXFP4: transformers' numbers, bit by bit, widened or as the CPU's kernels store them."""
 
-from __future__ import annotations
-
 import json
 
 import jax

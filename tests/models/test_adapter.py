@@ -1,7 +1,5 @@
 """LoRA adapters: products against NumPy, initial values, dropout and parameter shapes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Compare chunked attention over long sequences with the plain form and its mask."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The router of a mixture of experts, and the ways to multiply with the chosen experts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

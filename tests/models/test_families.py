@@ -3,8 +3,6 @@
 `helpers.family_settings` has the settings. test_golden.py compares a trained base.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 

@@ -1,7 +1,5 @@
 """Latent attention: its two forms, and caches of fewer bits. `test_families` compares it with transformers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

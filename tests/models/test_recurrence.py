@@ -1,7 +1,5 @@
 """Recurrences over texts and trees against one token after the other in float64; families compare with transformers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax
@@ -34,7 +32,7 @@ class Given(NamedTuple):
     earlier: np.ndarray
 
     @classmethod
-    def random(cls, n_tokens: int, delta: bool, key: int = KEY) -> Given:
+    def random(cls, n_tokens: int, delta: bool, key: int = KEY) -> "Given":
         random = np.random.default_rng(n_tokens)
         queries, keys = random.standard_normal((2, BATCH, HEADS, n_tokens, key))
         keys = keys + 2 * random.standard_normal((BATCH, HEADS, 1, key))  # alike, so that writes depend on each other

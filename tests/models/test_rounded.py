@@ -1,7 +1,5 @@
 """Attention to keys and values in fewer bits, and caches of them, compared with NumPy in float64."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

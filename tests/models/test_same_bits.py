@@ -4,8 +4,6 @@ their columns of the whole.
 With rounded inputs the last bit matters: it decides which of two steps an input takes; logits then differ by tenths.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

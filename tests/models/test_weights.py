@@ -3,8 +3,6 @@
 The reference of an int8 base is the model of transformers with its linear layers rounded (`helpers.rounded`).
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Compare the GPU kernel for the sum and norm of one row, interpreted on the CPU, with the plain operations."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Compare the kernels that write accepted rows, the GPU's interpreted on the CPU, with NumPy."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

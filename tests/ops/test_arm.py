@@ -1,7 +1,5 @@
 """The CPU kernels compiled for ARM give the bits that they give here. No ARM chip is needed: qemu runs them."""
 
-from __future__ import annotations
-
 import importlib.util
 import platform
 import shutil

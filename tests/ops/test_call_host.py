@@ -1,7 +1,5 @@
 """Calls of Python within a program."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

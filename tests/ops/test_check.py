@@ -1,7 +1,5 @@
 """The self-check of the kernels before their first use, interpreted on a CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

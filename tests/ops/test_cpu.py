@@ -1,7 +1,5 @@
 """Compare the CPU kernels with NumPy in float64 and with the operations of XLA."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

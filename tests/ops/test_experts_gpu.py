@@ -1,7 +1,5 @@
 """The GPU kernel of experts, run by Pallas' interpreter: blocks, int8 weights and absent experts."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import ModuleType
 

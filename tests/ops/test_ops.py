@@ -1,7 +1,5 @@
 """Emulated matmul precision on a CPU, where XLA ignores the setting, and products of a single row on a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import jax

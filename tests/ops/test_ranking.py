@@ -1,7 +1,5 @@
 """Compare argmax, top-k and sampling over large vocabularies with NumPy, ties included."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The attention of a prompt on TPUs, interpreted on a CPU, against XLA's own operations in float32."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

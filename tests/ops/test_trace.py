@@ -1,7 +1,5 @@
 """Each thread traces for its own platform, and a trace reads nothing but `Trace` that a caller may change."""
 
-from __future__ import annotations
-
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Compare the attention kernels of GPUs and TPUs, interpreted on the CPU, with NumPy in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

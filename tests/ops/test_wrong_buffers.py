@@ -1,7 +1,5 @@
 """Foreign calls refuse buffers of another dtype or size instead of reading beyond them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A rule and a logits processor of another package: keywords, flags, and fields of requests to servers."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The package of docs/adding_a_drafter.md is built, installed with pip and used, without a change of hydrajax."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A weight type of another package: one class and one entry point, and no line of ours."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

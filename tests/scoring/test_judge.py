@@ -1,7 +1,5 @@
 """A judge on a server of our own: what it is sent, what is read out of its replies, and when it is asked again."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

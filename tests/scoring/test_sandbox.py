@@ -1,7 +1,5 @@
 """What code in the sandbox can and cannot do, each tried by code that does it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Scores: their choice for a question set, exact match, ROUGE, pass@1 of HumanEval, their files and intervals."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

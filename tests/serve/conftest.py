@@ -1,7 +1,5 @@
 """A tiny model and its executors for all tests of serving."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

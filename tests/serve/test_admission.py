@@ -1,7 +1,5 @@
 """Admission and the prefix cache: never more than fits, and the queue always advances."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Log-probabilities of the most likely tokens at each position, on a server with ``--top-logprobs``."""
 
-from __future__ import annotations
-
 import numpy as np
 import openai
 import pytest

@@ -1,7 +1,5 @@
 """The API over a socket, with OpenAI's client and with benchmark clients; the chat page and the API that it uses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

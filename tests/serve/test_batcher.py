@@ -1,7 +1,5 @@
 """The batcher against `generate`: the same tokens, whichever sequences share the batch and however prefill is split."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from contextlib import contextmanager

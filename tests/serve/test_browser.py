@@ -1,7 +1,5 @@
 """The chat page in a browser, on a server of the shipped model with two drafts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Certificates of our own server, against a base that is loaded here and (slow) against itself without a draft."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Connections: without a request or with half of one, too many, and clients that read slowly or not at all."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

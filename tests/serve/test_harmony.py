@@ -1,7 +1,5 @@
 """The harmony format of gpt-oss: content, reasoning and calls of an answer, whole and in pieces, and its grammars."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

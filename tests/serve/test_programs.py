@@ -1,7 +1,5 @@
 """Programs of a server: compiled once, by the warm-up or when they are needed, while other requests go on."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

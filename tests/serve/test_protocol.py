@@ -1,7 +1,5 @@
 """Request bodies: fields of OpenAI's and vLLM's clients that change nothing, and numbers in texts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that the API refuses, and clients that stay silent, hang up or ask for too much."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """`Server` in Python, and `hydrajax serve` as a process: starts, shutdowns, and answers of the shipped model."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Prompts that begin as earlier or running sequences do: the same tokens, from a copied cache."""
 
-from __future__ import annotations
-
 import threading
 
 import jax

@@ -1,7 +1,5 @@
 """Speculative or plain steps: the policy, and a draft that plain steps leave out and that catches up."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Structured output and tool calls over a socket, with OpenAI's client; every finished answer against jsonschema."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

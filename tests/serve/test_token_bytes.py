@@ -1,7 +1,5 @@
 """Tokens of a server's answers as text and bytes, with a tokenizer that drops the space before a first word."""
 
-from __future__ import annotations
-
 import json
 
 import httpx

@@ -1,7 +1,5 @@
 """Formats of tool calls: the calls in a text, and the texts that a grammar of calls accepts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

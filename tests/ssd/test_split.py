@@ -3,8 +3,6 @@
 XLA fixes the number of CPU devices at its start, so the work runs in subprocesses, whose results the tests read.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """Output files of generation: their lines, and atomic writing."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Text and bytes of tokens that follow a prompt, against transformers' text of all tokens; and drafted pieces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Prompt files, and the JSON lines that they are read from."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Text that grows by bytes: what is shown stays, is cut at stop strings, and does not depend on how it came."""
 
-from __future__ import annotations
-
 import codecs
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Chat templates for decoding: what opens an answer, and tokenizers that a template cannot be used with."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """Loading a tokenizer: without torch where the files allow it, and equal to what AutoTokenizer loads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Kernels, bytes and collectives of compiled programs: handwritten HLO as XLA's GPU compiler writes, and a program."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """`python -m tools.faults`: its counts, every fault with one seed, and checks that can fail."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import re

@@ -1,7 +1,5 @@
 """The scripts of ``tools/gpu``, on a CPU."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shlex

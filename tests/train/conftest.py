@@ -1,7 +1,5 @@
 """A tiny base with its tokenizer in a directory, text for it, and the training program run in this process."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

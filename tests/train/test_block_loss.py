@@ -1,7 +1,5 @@
 """Losses of drafts of one pass against the official code; their ranks and FLOPs."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Training checkpoints are restored as saved after donation, damage, a full disk and kill -9."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading

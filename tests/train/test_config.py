@@ -1,7 +1,5 @@
 """Settings from YAML: strict keys and types, contradictions, and every shipped configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

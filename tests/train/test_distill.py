@@ -1,7 +1,5 @@
 """What the base writes of seeds: its own words whatever the draft, the same file however often it was killed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

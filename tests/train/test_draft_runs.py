@@ -1,7 +1,5 @@
 """Runs of drafts from settings to text: interrupted, resumed, exported, loaded, trained further."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The dry run against counts written out by hand, and its verdicts. XLA's plan is checked for its magnitude only."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Floating-point operations against the textbook count, written out for LLaMA 7B and for Hydra++ heads on it."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from hydrajax.bench.shapes import PRESETS

@@ -1,7 +1,5 @@
 """Medusa-2: the joint loss against NumPy and finite differences, its two stages, and the files of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Runs that are ended, resumed, or moved to another mesh end with the parameters of an uninterrupted run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -4,8 +4,6 @@ Nothing here uses the package's own loss as the reference: torch differentiates 
 with respect to logits and hidden states, and `jax.vjp` carries that through the drafter.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Training objectives against the official code of Hydra and EAGLE: losses, accuracies and gradients."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import NamedTuple
@@ -81,7 +79,7 @@ class Official(NamedTuple):
     tokens: np.ndarray
 
     @classmethod
-    def read(cls, golden, arch: str) -> Official:
+    def read(cls, golden, arch: str) -> "Official":
         folder = golden / "eagle" / arch
         tokens = np.load(folder / "teacher_forced.npz")["input_ids"].astype(np.int32)
         losses, gradients = np.load(folder / "losses.npz"), load_file(folder / "loss_grads.safetensors")

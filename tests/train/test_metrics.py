@@ -1,7 +1,5 @@
 """metrics.jsonl and TensorBoard across interruptions."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

@@ -1,7 +1,5 @@
 """Learning rates against the official code's, AdamW against NumPy, Muon against the singular value decomposition."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Training in two processes with two CPU devices each, connected by `jax.distributed`."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """Runs whose settings, base, data or output are refused in one line; nothing is written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

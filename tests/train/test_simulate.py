@@ -1,7 +1,5 @@
 """Simulated tokens_per_step: the parts against brute force, the result against real decoding."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

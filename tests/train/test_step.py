@@ -3,8 +3,6 @@
 XLA fixes the number of CPU devices when it starts, so the steps run in one subprocess and the tests read its findings.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Target masks of the losses (gaps, micro-batches, packed documents), and noise and dropout in training."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Runs of `python -m hydrajax.train`: drafts, the guard against NaN, data of others, and bases with a teacher."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """Trees by name, compared with counts and digests from the repositories that released them, and tree files."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

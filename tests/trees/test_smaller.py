@@ -1,7 +1,5 @@
 """Smaller trees keep the most likely nodes."""
 
-from __future__ import annotations
-
 from hydrajax import ops
 from hydrajax.serve.served_models import tree_for
 from hydrajax.stored_trees import FastestTree

@@ -1,7 +1,5 @@
 """Compare `TreeTopology` with brute force over rank paths, and check its error messages."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compare trees built on the device with loops over parents and with the arrays of static trees."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

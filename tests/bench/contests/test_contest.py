@@ -1,7 +1,5 @@
 """Contests of stub executors on a fake clock: rates, intervals and equality in closed form. Contests of drafts."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`LanguageModel.autotune` and ``tree="auto"`` measure once per device and store; `generate` measures nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

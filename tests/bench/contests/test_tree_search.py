@@ -1,7 +1,5 @@
 """Tree search by speed, with speeds in closed form."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field

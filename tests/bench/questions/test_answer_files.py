@@ -3,8 +3,6 @@
 The readers below are written to what these scripts read, not with anything of the package.
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import os

@@ -1,7 +1,5 @@
 """Asking in turns with decoders that are made up, and figures of answers against their definitions."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Question sets: the released formats, whole sets where they are at hand, and what is refused."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

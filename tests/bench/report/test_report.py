@@ -1,7 +1,5 @@
 """Result files and files of the commands are read as results; damaged ones are named. Tables and the report."""
 
-from __future__ import annotations
-
 import json
 import re
 

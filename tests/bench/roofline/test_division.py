@@ -1,7 +1,5 @@
 """The roofline of a device of a mesh: its share of every product, collectives and memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Counted operators of drafters against XLA's counts, their parameters and counts by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Experts in the roofline: how many a pass wakes, bytes and operations by hand, and smaller trees for mixtures."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The roofline against XLA's own counts and counts by hand; devices and predictions."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

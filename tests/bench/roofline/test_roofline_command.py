@@ -1,7 +1,5 @@
 """``hydrajax roofline``: printed and written predictions, the comparison with measurements, and errors."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from types import SimpleNamespace

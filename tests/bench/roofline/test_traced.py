@@ -1,7 +1,5 @@
 """Counting in jaxprs: control flow, views of weights, weights read once, and operations that are not counted."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

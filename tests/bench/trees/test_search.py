@@ -1,7 +1,5 @@
 """Compare tree search with exhaustive search and closed forms, and chains with the forms of Leviathan et al."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

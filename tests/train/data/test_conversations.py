@@ -1,7 +1,5 @@
 """Reading conversations and texts in every format, and the records that are left out."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,7 +1,5 @@
 """The standard library as training text: deterministic, split by file, and packed without loss."""
 
-from __future__ import annotations
-
 import pytest
 
 from helpers.refusals import assert_refused

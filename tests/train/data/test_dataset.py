@@ -1,7 +1,5 @@
 """Data settings to sequences, with files in a folder and a byte-level tokenizer; files of prompt and output ids."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

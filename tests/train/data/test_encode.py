@@ -1,7 +1,5 @@
 """Encoding conversations: the targets are the assistant's tokens and the end mark, and no others."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches are a function of the step and come in order, and leaving the feed always ends its thread."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

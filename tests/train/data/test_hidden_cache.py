@@ -1,7 +1,5 @@
 """Training with the hidden-state cache equals training without it, and a stale cache is noticed."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

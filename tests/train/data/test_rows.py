@@ -1,7 +1,5 @@
 """Padding, packing and streaming lose no token, repeat none and keep the targets."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from helpers.refusals import assert_refused

@@ -1,7 +1,5 @@
 """Seeds: where beginnings are cut, which files are read as what, and which seed is written at which temperature."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
