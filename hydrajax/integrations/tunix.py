@@ -7,7 +7,8 @@ ClusterConfig(rollout_engine=functools.partial(HydrajaxRollout, draft="lookup", 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +71,7 @@ class HydrajaxRollout(BaseRollout):
             HydrajaxError: as `hydrajax.from_params`, and if the logits are not those of the model.
         """
         self._actor, self._tokenizer, self._tree, self._batch_size = rollout_actor, tokenizer, tree, batch_size
-        self._seeds = itertools.count()
+        self._seeds, self._temperature, self.tokens_per_step = itertools.count(), 1.0, float("nan")
         arrays = arrays_by_path(rollout_actor)
         self.language_model = from_params(
             rollout_actor.config if config is None else config,
@@ -84,11 +85,14 @@ class HydrajaxRollout(BaseRollout):
             corpus=corpus,
         )
         self.language_model.tempered_logprobs = True
-        self._temperature = 1.0
         trained = arrays_by_path(nnx.state(rollout_actor, nnx.LoRAParam)).keys() or arrays.keys()
         self._frozen = {name: x for name, x in arrays.items() if name not in trained}
         self._check()
-        self.tokens_per_step = float("nan")
+        # On the trainer's own devices tunix sends no weights, as its engine reads the module's. On others it sends
+        # them if `model` is another module.
+        devices = next(iter(arrays.values())).devices()
+        self._model = rollout_actor if mesh is None or devices == set(mesh.devices.flat) else nnx.Module()
+        self._seen = _references(arrays)
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **_: Any) -> RolloutOutput:
         """Sample a completion of each prompt.
@@ -100,6 +104,7 @@ class HydrajaxRollout(BaseRollout):
             prompts: texts; equal ones are prefilled once.
             rollout_config: tunix' settings.
         """
+        self._refresh()
         c, m = rollout_config, self.language_model
         rows = [self._ids(prompt) for prompt in prompts]
         m.eos_ids = eos_ids = tuple(c.eos_tokens or [self.eos_id()])
@@ -144,6 +149,7 @@ class HydrajaxRollout(BaseRollout):
             prompt_tokens: left-padded.
             completion_tokens: right-padded.
         """
+        self._refresh()
         given = np.concatenate([np.asarray(prompt_tokens), np.asarray(completion_tokens)], axis=1)
         rows = [row[row != self.pad_id()] for row in given]
         m = self.language_model
@@ -166,8 +172,16 @@ class HydrajaxRollout(BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> nnx.Module:
-        """Return the policy as tunix' module."""
-        return self._actor
+        """Return tunix' module, on the trainer's devices; on others a module without weights."""
+        return self._model
+
+    def _refresh(self) -> None:
+        """Read the module's weights again if the trainer has replaced them."""
+        if self._model is self._actor:
+            arrays = arrays_by_path(self._actor)
+            if any(self._seen[name]() is not x for name, x in arrays.items()):
+                self.language_model.update_params(arrays)
+                self._seen = _references(arrays)
 
     def _ids(self, prompt: str) -> list[int]:
         """Return the ids of a prompt, as tunix' sampler encodes it."""
@@ -193,3 +207,8 @@ class HydrajaxRollout(BaseRollout):
             raise HydrajaxError(
                 f"config: log-probabilities are up to {apart:.1e} from those of {name}, pass another one"
             )
+
+
+def _references(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return references that do not keep old weights alive."""
+    return {name: weakref.ref(x) for name, x in arrays.items()}
