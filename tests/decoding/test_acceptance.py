@@ -71,28 +71,6 @@ def test_greedy_matches_a_walk(tree, seed, agreement):
         assert accepted.bonus_token[row] == bonus_token
 
 
-def logits_choosing(tokens: list[int]) -> np.ndarray:
-    return np.eye(VOCAB, dtype=np.float32)[None, tokens]
-
-
-def test_the_first_of_equal_siblings_wins_unless_another_has_a_longer_path():
-    tree = TreeTopology.from_choices([[0], [1], [2]])
-    accepted = accept(Greedy(), logits_choosing([4, 0, 1, 2]), np.array([[3, 2, 4, 4]], np.int32), tree)
-    assert (accepted.path.tolist(), accepted.accept_length.tolist()) == ([[0, 2]], [1])
-    assert accepted.bonus_token.tolist() == [1]
-    tree = TreeTopology.from_choices([[0], [1], [1, 0]])
-    accepted = accept(Greedy(), logits_choosing([4, 2, 2, 0]), np.array([[3, 4, 4, 2]], np.int32), tree)
-    assert (accepted.path.tolist(), accepted.accept_length.tolist()) == ([[0, 2, 3]], [2])
-
-
-def test_nodes_below_a_rejected_node_are_rejected():
-    tree = TreeTopology.from_choices([[0], [1], [0, 0], [0, 0, 0]])
-    # The best token after the root is 4: no child has it, but all deeper nodes agree.
-    accepted = accept(Greedy(), logits_choosing([4, 0, 0, 0, 0]), np.array([[3, 1, 2, 0, 0]], np.int32), tree)
-    assert (accepted.path.tolist(), accepted.accept_length.tolist()) == ([[0, 0, 0, 0]], [0])
-    assert accepted.bonus_token.tolist() == [4]
-
-
 def test_first_root_is_the_smallest_best_token():
     logits = np.array([[0, 2, 1, 2, 0], [5, 5, 5, 5, 5]], np.float32)
     root = Greedy().first_root(logits, None)
@@ -101,26 +79,6 @@ def test_first_root_is_the_smallest_best_token():
 
 
 # --- typical ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "rule", [Typical(0.05, temperature=1.5), pytest.param(Typical(0.3, 0.6, 0.7), marks=pytest.mark.slow)]
-)
-def test_typical_matches_a_walk_over_paths(rule):
-    for number, tree in enumerate(TREES):
-        random = np.random.default_rng(number)
-        logits = random.normal(size=(40, tree.size, VOCAB)).astype(np.float32) * 1.5
-        candidates = random.integers(0, VOCAB, size=(40, tree.size), dtype=np.int32)
-        accepted = jax.device_get(accept(per_row(rule, 40), logits, candidates, tree))
-        lengths = set()
-        for row in range(40):
-            p = np.stack([shaped(node, rule) for node in logits[row].astype(np.float64)])
-            nodes = typical_walk(rule, tree.parents, p, candidates[row])
-            assert accepted.path[row].tolist() == nodes + [nodes[-1]] * (tree.depth + 1 - len(nodes))
-            assert accepted.accept_length[row] == len(nodes) - 1
-            assert accepted.bonus_token[row] == np.argmax(logits[row, nodes[-1]])
-            lengths.add(len(nodes))
-        assert len(lengths) > 1 or tree.depth == 0 or rule.epsilon == 0
 
 
 @pytest.mark.parametrize(

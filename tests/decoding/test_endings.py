@@ -63,31 +63,6 @@ def test_eos_at_every_position_of_a_path(lab, examples):
         assert out.accept_lengths[0, : out.steps[0]].tolist() == [4] * (place // 5) + [place % 5]
 
 
-def test_eos_in_the_prompt_does_not_end_the_sequence(lab):
-    prompt = [3, 3, 1, 3]
-    texts, _ = lab.references(0, [prompt])
-    expected = lab.expected(texts[0], 4, MAX_NEW, EOS)
-    assert len(expected) > 1
-    out = run_oracle(lab, "chain", MAX_NEW, EOS, [(prompt, texts[0])])
-    assert out.tokens[0, : out.lengths[0]].tolist() == expected
-
-
-def test_sequences_finish_at_different_steps(lab, examples):
-    """EOS in the first step, in the third and never: each result is that of the sequence alone, with no extra step."""
-    rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]
-    out = run_oracle(lab, "chain", MAX_NEW, EOS, rows)
-    assert out.lengths.tolist() == [3, 12, MAX_NEW]
-    assert out.steps.tolist() == [1, 3, 5]
-    for row, (_, text) in enumerate(rows):
-        assert out.tokens[row, : out.lengths[row]].tolist() == lab.expected(text, PROMPT, MAX_NEW, EOS)
-    assert out.accept_lengths[2, :5].tolist() == [4, 4, 4, 4, 3]
-    assert out.tokens_per_step() == pytest.approx((3 + 12 + MAX_NEW) / (1 + 3 + 5))
-    # The others are the same whether the first ends at once or late.
-    late = run_oracle(lab, "chain", MAX_NEW, EOS, [examples(first_eos_at(16)), *rows[1:]])
-    for name, value in arrays(out).items():
-        np.testing.assert_array_equal(value[1:], getattr(late, name)[1:], err_msg=name)
-
-
 def test_a_finished_sequence_is_frozen(lab, examples):
     """After EOS nothing in the result of the sequence changes in any later step."""
     rows = [examples(first_eos_at(2)), examples(first_eos_at(11)), examples(never())]

@@ -11,7 +11,6 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from helpers.how import sampling
-from helpers.lab import TREES, hybrid_lab
 from helpers.tree_tools import random_tree
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.prompt_batch import right_padded
@@ -98,39 +97,6 @@ def test_right_guesses_of_an_oracle_are_accepted(lab, case, base_seed, three, sa
         assert out.accept_lengths[row, : out.steps[row]].tolist() == expected
 
 
-@pytest.mark.slow
-def test_right_guesses_of_an_oracle_on_a_base_with_recurrent_layers():
-    """EOS and limits end sequences within drafts; a prompt has as many tokens as the tree and as it is padded to."""
-    lab, tree, random = hybrid_lab(), TREES["skips ranks"], np.random.default_rng(0)
-    decode = make_decode_fn(lab.model, lab.drafters["oracle"], tree, max_new_tokens=MAX_NEW, eos_ids=(3, 5))
-    three = [random.integers(0, 17, size=n).tolist() for n in (1, tree.size, 2)]
-    texts, margin = lab.references(0, three)
-    assert margin > HEALTHY
-    longest, ends = [], set()
-    for seed in range(6):
-        right, limits = random.random((3, lab.context + 5)) < 0.8, random.integers(1, MAX_NEW, 3)
-        params = Params(lab.base(0), lab.oracle_params(texts, right, seed))
-        drawn = sampling(None, 3, lab.vocab, limits=limits)
-        out = jax.device_get(decode.jitted(params, *right_padded(three, tree.size), drawn))
-        longest.append(out.accept_lengths.max())
-        for row, prompt in enumerate(three):
-            wanted = lab.expected(texts[row], len(prompt), int(limits[row]), (3, 5))
-            assert emitted(out, row) == wanted
-            steps = lab.accept_lengths(tree, right[row], seed, len(prompt), len(wanted))
-            assert out.accept_lengths[row, : out.steps[row]].tolist() == steps
-            ends.add(wanted[-1] in (3, 5))
-    assert (max(longest), ends) == (3, {False, True})
-
-
-def test_untrained_drafters_are_sometimes_right(lab):
-    """Otherwise the tests above would compare rejections only."""
-    random = np.random.default_rng(0)
-    three = [random.integers(0, 17, size=n).tolist() for n in (4, 9, 16)]
-    for drafter, tree in UNTRAINED[1:]:
-        out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW), 0, lab.draft(drafter, 0), three)
-        assert out.accept_lengths.max() >= 1, (drafter, tree)
-
-
 @pytest.mark.parametrize(("drafter", "tree"), [("none", "root"), ("hydra++", "random"), ("oracle", "random")])
 def test_prompts_at_the_ends_of_the_context(lab, drafter, tree):
     """Prompts of one token, of the context less one, and of the whole context, which leaves no room for output."""
@@ -153,17 +119,6 @@ def test_a_batch_without_room_takes_no_step(lab, drafter):
     tree = "root" if drafter == "none" else "random"
     out = lab.decode(lab.decode_fn(drafter, tree, MAX_NEW), 0, lab.draft(drafter, 0), full)
     assert out.lengths.tolist() == out.steps.tolist() == [0, 0, 0]
-
-
-def test_the_autoregressive_baseline_takes_a_step_per_token(lab):
-    random = np.random.default_rng(2)
-    three = [random.integers(0, 17, size=n).tolist() for n in (3, 20, 35)]
-    texts, margin = lab.references(2, three)
-    assert margin > HEALTHY
-    out = lab.plainly(three, base_seed=2)
-    assert out.steps.tolist() == out.lengths.tolist() == [24, 20, 5]
-    for row, prompt in enumerate(three):
-        assert emitted(out, row) == lab.expected(texts[row], len(prompt), MAX_NEW)
 
 
 def test_the_cache_contains_exactly_the_accepted_tokens(lab):

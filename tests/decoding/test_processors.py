@@ -96,16 +96,6 @@ def test_all_processors_in_the_order_of_vllm():
     assert all((found != LOGITS)[sign * LOGITS > 0].any() for sign in (-1, 1))
 
 
-def test_presence_and_frequency_penalties_by_hand():
-    """logit - presence * (count > 0) - frequency * count, with counts of generated tokens only."""
-    numbers = [(0.5, 0.25), (-1.0, 2.0), (9.0, 9.0)]
-    found = processed([(Penalties(presence_penalty=p, frequency_penalty=f),) for p, f in numbers])
-    wanted = LOGITS.copy()
-    wanted[0, [2, 8]] -= [0.5 + 0.25, 0.5 + 3 * 0.25]
-    wanted[1, 7] -= -1.0 + 2 * 2.0
-    np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
 def test_the_references_that_certificates_use():
     for logits, spec, prompt, output in zip(LOGITS, SPECS, PROMPTS, OUTPUTS, strict=True):
         found = logits.astype(np.float64)

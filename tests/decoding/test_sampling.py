@@ -62,12 +62,6 @@ def test_min_p_per_sequence_equals_transformers():
         assert kept[3] == 1 < kept[0]
 
 
-def test_min_p_comes_after_top_p():
-    """Of 0.5, 0.3 and 0.2 the best two reach 0.6. If min-p cut 0.2 first, the best alone would, with 0.625."""
-    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
-    assert np.isfinite(Sampling(1.0, None, 0.6, min_p=0.5).shape(logits)).tolist() == [[True, True, False]]
-
-
 def test_a_neutral_min_p_is_not_in_the_program():
     logits = np.zeros((2, 5), np.float32)
     shapes = [jax.make_jaxpr(rule.shape)(logits) for rule in (ExactSampling(0.7), ExactSampling(0.7, min_p=0.0))]

@@ -11,7 +11,6 @@ from helpers.lab import arrays
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.decode import result_of
 from hydrajax.decoding.processors import Penalties
-from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import DecodeState, Params
@@ -92,42 +91,6 @@ def test_sequences_can_move_between_batches(hydra_pp):
     # The other sequences move to a batch of their own size.
     pair = finished(step, take_rows(first, np.array([3, 1])))
     assert_rows(pair, [0, 1], wanted[0], [3, 1])
-
-
-@pytest.mark.slow
-def test_a_sequence_with_a_shorter_prompt_joins_a_running_batch(hydra_pp):
-    """Its prompt has another width; its cache is padded to the size of the batch."""
-    start, step, slots = hydra_pp
-    batch, newcomer = start(1, SPECS, [20, 11, 17, 20]), start(3, SPECS[2:3], [15], width=4, slots=slots)
-    wanted, alone = finished(step, batch), finished(step, newcomer)
-    joined = finished(step, put_rows(step(step(batch)), np.array([2]), newcomer))
-    assert_rows(joined, [2], alone, [0])
-    assert_rows(joined, [0, 1, 3], wanted, [0, 1, 3])
-
-
-@pytest.mark.parametrize(
-    "rules",
-    [
-        [spec.rule for spec in SPECS[:3]],
-        [Typical(0.05, 0.2, 0.3), Typical(0.3, 0.9, 1.0), Typical(1.0, 0.01, 3.0)],
-        [
-            RejectionSampling(t, k, p, q)
-            for t, k, p, q in [(0.3, 9, 0.99, 1.0), (1.0, 3, 0.9, 0.5), (3.0, 17, 0.8, 3.0)]
-        ],
-    ],
-    ids=lambda rules: type(rules[0]).__name__,
-)
-@pytest.mark.slow  # tests/test_loaded.py compares a list of temperatures with each alone
-def test_rules_per_sequence_give_the_tokens_of_each_rule_alone(lab, rules):
-    """One program: numbers are arguments, shared or per sequence."""
-    decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], presets.cartesian([3, 2]), rules[0], max_new_tokens=20)
-    prompts, draft = [[3, 1, 4]] * 3, lab.draft("hydra", 0)
-    mixed = lab.decode(decode_fn, 0, draft, prompts, rule=rules, seed=3)
-    everywhere = [lab.decode(decode_fn, 0, draft, prompts, rule=rule, seed=3) for rule in rules]
-    for row, alone in enumerate(everywhere):
-        assert_rows(mixed, row, alone, row)
-    # The numbers matter: no single rule gives the tokens of the mixture.
-    assert all((alone.accept_lengths != mixed.accept_lengths).any() for alone in everywhere)
 
 
 def test_limits_per_sequence(lab):

@@ -49,29 +49,6 @@ def test_half_hour_keeps_finished_parts(tmp_path):
     assert (check["kernels"], len(check["cells"])) == ("agree with NumPy", 4)  # two dtypes, with and without ours
 
 
-def test_train_smollm2_carries_the_base_in_two_parts(tmp_path):
-    trainer = module(TOOLS / "gpu" / "train_smollm2.py")
-    for name in ("base", "seeds.jsonl", "texts.jsonl"):
-        (tmp_path / name).write_bytes(content := bytes(range(256)) * 4 + name.encode())
-    packed, arrived, base = tmp_path / "packed", tmp_path / "arrived", tmp_path / "work" / "base.gguf"
-    trainer.main(["pack", str(packed), "--base", str(tmp_path / "base"), "--text", str(tmp_path)])
-    assert {path.name for path in (packed / "1").iterdir()} == {"base.1"}
-    arrived.mkdir()
-    for part in ("0", "1"):  # each call brings one part only
-        (packed / part).rename(arrived / part)
-        trainer.main(join := ["join", str(arrived), "--work", str(base.parent)])
-        assert base.exists() == (part == "1")
-        (arrived / part).rename(tmp_path / part)
-    assert base.read_bytes() == (tmp_path / "base").read_bytes()
-    assert (base.parent / "texts.jsonl").read_bytes() == content
-    base.unlink()
-    (tmp_path / "1").rename(arrived / "1")
-    (arrived / "1" / "base.1").write_bytes(b"damaged")
-    with pytest.raises(SystemExit, match="sha256"):
-        trainer.main(join)
-    assert not base.exists()
-
-
 def test_commands_of_train_smollm2(tmp_path):
     """The commands parse, and the settings for one device replace those of the configs."""
     trainer = module(TOOLS / "gpu" / "train_smollm2.py")

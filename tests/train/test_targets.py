@@ -12,7 +12,7 @@ from helpers.loss_examples import HEADS, MIXED, VOCAB, WIDTH, drafter_of, random
 from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
-from hydrajax.train.losses import IGNORED, HeadCounts, Objective, draft_loss, head_counts, input_noise, targets
+from hydrajax.train.losses import IGNORED, HeadCounts, Objective, draft_loss, head_counts, input_noise
 
 
 @pytest.fixture
@@ -91,15 +91,6 @@ def test_packed_documents_give_the_sums_of_documents_apart(base, kind):
     if kind != "hydra":  # the others have attention
         unaware = sums(packed | {"segments": np.ones_like(packed["segments"])})[0]
         assert abs(float(unaware) - float(expected)) > 0.02 * float(expected)
-
-
-def test_targets_stay_in_their_segment():
-    labels = np.arange(10, 18)[None]
-    segments = np.array([[1, 1, 1, 2, 2, 0, 0, 0]])
-    tokens, counts = targets(jnp.asarray(labels), 1, jnp.asarray(segments))
-    assert counts.tolist() == [[True, True, False, True, False, False, False, False]]
-    assert tokens[counts].tolist() == [11, 12, 14]
-    assert targets(jnp.asarray(labels), 2, jnp.asarray(segments))[1].tolist() == [[True] + [False] * 7]
 
 
 @pytest.mark.parametrize(
