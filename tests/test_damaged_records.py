@@ -150,9 +150,6 @@ def rescored(folder: Path):
     return score_answers("length", Length(), answering.QUESTIONS, answers, folder, lambda ids: "ab")
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
-
-
 def logged(folder: Path) -> Path:
     lines = [{"step": step, "kind": "train", "loss": 0.5, "top1": [0.1, 0.2]} for step in range(1, 4)]
     return text_at(folder / "metrics.jsonl", *lines)
@@ -354,9 +351,6 @@ def restore(folder: Path, whole: dict[Path, bytes]) -> None:
     for file, content in whole.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
-
-
-# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_with_a_wrong_record_is_as_good_as_the_one_before(tmp_path):

@@ -22,7 +22,7 @@ def test_operations_on_a_mesh(found):
     assert len(found["attended"]) == 4  # masks of one tree and of one per row, windows
     assert max(found["attended"].values()) < 1e-5
     assert found["appended"] == [True] * 3
-    assert len(found["multiplied"]) == 4  # with weights of few bits
+    assert len(found["multiplied"]) == 2  # with weights of few bits
     assert all(found["multiplied"].values()), found["multiplied"]
 
 
@@ -30,7 +30,7 @@ def test_operations_on_a_mesh(found):
     ("kind", "reduced", "gathered"),
     [
         # Two sums for the layer, one for the embedding; the best token.
-        ("none", 2 + 1, 1),
+        pytest.param("none", 2 + 1, 1, marks=pytest.mark.slow),
         # All blocks together, and the ranks of three heads.
         pytest.param("medusa", 2 + 1, 1 + 1 + 3, marks=pytest.mark.slow),
         # A prefix layer, embeddings after each level, four blocks for each head.

@@ -85,9 +85,6 @@ def decode(loaded, tree):
     return make_decode_fn(loaded.model, loaded.drafter, tree, max_new_tokens=LONGEST)
 
 
-# --- the tree -------------------------------------------------------------------------------------------------
-
-
 def test_tree_arrays(tree, trace):
     np.testing.assert_array_equal(tree.ancestor_mask, trace["hydra_attn_mask"] == 1)
     np.testing.assert_array_equal(tree.depths, trace["hydra_position_ids"])

@@ -1,7 +1,6 @@
 """`LanguageModel` and `make_decode_fn` on the shipped model."""
 
 import dataclasses
-import inspect
 import json
 from functools import partial
 
@@ -13,7 +12,6 @@ import pytest
 
 import hydrajax
 from hydrajax.cli import run_command
-from hydrajax.decoding.decode import DecodeFn
 from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
@@ -72,18 +70,6 @@ def test_a_corpus_shortens_the_second_time(m):
     alone = m.with_draft("none", corpus=500)
     assert (alone.drafter, alone.corpus.capacity) == (FromText(), 500)
     refused(lambda: m.with_draft("corpus", corpus=9), "corpus: got 9 tokens, expected 65 to 16777216")
-
-
-def test_heads_with_lookup_by_name(m):
-    both = m.with_draft("lookup-3+hydra")
-    assert (both.drafter.spec.branch_nodes, both.draft_directory.name) == (3, "hydra")
-    assert both.default_tree() == m.with_draft("hydra").default_tree()
-    assert "Hydra with lookup with 4.1M;" in repr(both)
-    refused(lambda: hydrajax.load("shipped", "lookup+./nowhere"), "draft: no such directory: ./nowhere")
-    refused(
-        lambda: m.with_draft("lookup+hydra", draft_confidence=0.5),
-        "draft_confidence: requires a draft model or DSpark with a confidence head, got Hydra",
-    )
 
 
 def test_a_conversation_is_a_prompt(m, monkeypatch):
@@ -204,14 +190,6 @@ def test_parameters_are_counted_rather_than_printed(m):
     assert len(repr(m.params)) < 200
     assert repr(m.params._replace(draft={})).endswith("draft={})")
     assert repr(m.params._replace(draft={"scale": "data"})).endswith("draft={'scale': 'data'})")
-
-
-def test_a_decode_function_documents_itself(m):
-    decode_fn = hydrajax.make_decode_fn(m, tree="chain-2")
-    assert decode_fn.__name__ == decode_fn.__qualname__ == "decode_fn"
-    described = list(inspect.signature(DecodeFn.__call__).parameters)[1:]
-    assert list(inspect.signature(decode_fn).parameters) == described
-    assert all(f"{name}: " in inspect.getdoc(decode_fn) for name in described)
 
 
 def test_a_temperature_alone_samples_and_0_is_greedy(m):

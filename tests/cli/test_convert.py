@@ -191,9 +191,6 @@ def test_bad_eagle_drafts_are_refused_in_one_line(program, llama_checkpoint, tmp
     assert not (tmp_path / "out").exists()
 
 
-# --- adapters ---------------------------------------------------------------------------------------------------------
-
-
 def test_an_adapter_merged_or_not(program, base, tmp_path):
     """tests/formats/test_peft.py compares with transformers."""
     lora = write_lora(tmp_path / "lora", AutoModelForCausalLM.from_pretrained(base), lora_alpha=9)

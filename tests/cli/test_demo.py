@@ -171,9 +171,6 @@ def test_prompts_are_built_in_without_held_out_files(shipped, monkeypatch):
     assert texts == list(demo.BUILT_IN_CODE)
 
 
-# --- figures, by hand -----------------------------------------------------------------------------------------------
-
-
 def measured(name: str, nodes: int, tokens_per_step: float, rate: float, speedup: float, equal=True) -> Measured:
     return Measured(name, nodes, tokens_per_step, rate, rate, rate, 1.0, speedup, equal)
 

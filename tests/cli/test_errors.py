@@ -108,10 +108,7 @@ REFUSALS = {
         ("--output ./heads/../heads/", "--output: got '.*', the directory of the heads"),
         ("--output link", "--output: got 'link', the directory of the heads"),
     ],
-    "convert push": [
-        ("", "required: DIR, ORG/NAME"),
-        ("nowhere lab/heads", "push: no such directory: nowhere"),
-    ],
+    "convert push": [("", "required: DIR, ORG/NAME"), ("nowhere lab/heads", "push: no such directory: nowhere")],
     "convert int8 --base base --prompts prompts.jsonl": [
         ("--base wordless", "but the base has no tokenizer; give token ids"),
         ("--prompts outside.jsonl", "got token id 320, expected 0 to 319"),

@@ -140,9 +140,6 @@ def test_show(program, refused, tmp_path):
     refused("--picture: cannot write", "tree", "show", "root", "--picture", tmp_path / "no" / "tree.png")
 
 
-# --- one step ---------------------------------------------------------------------------------------------------------
-
-
 def test_show_a_step(program, base, heads, tmp_path):
     """A dynamic tree with its tokens, accepted ones ticked, and the number of emitted tokens."""
     step = ["--base", base, "--draft", heads, "--prompt", "for", "--step", 2, "--picture", tmp_path / "step.png"]

@@ -78,9 +78,6 @@ def test_first_root_is_the_smallest_best_token():
     assert root.dtype == np.int32
 
 
-# --- typical ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "rule",
     [Typical(0.2, 0.6, 0.7, top_k=4), Typical(0.2, temperature=1.5, top_p=0.8), Typical(0.1, min_p=0.2)],

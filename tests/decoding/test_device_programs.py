@@ -159,9 +159,6 @@ def test_the_compiled_program_copies_no_weights(tmp_path, chip):
         assert 0.8 < row["cycles"] / row["floor_cycles"] < 1.35
 
 
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
 # In bfloat16 a tree's sums have another order, so nearly equal tokens may change places.
 @pytest.mark.parametrize(
     ("platform", "kind", "tree", "dtype", "window"),

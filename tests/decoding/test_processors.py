@@ -248,8 +248,6 @@ def test_invalid_processors_are_rejected():
         assert refusal(make).startswith(message)
 
 
-# --- mixed batches with trees -----------------------------------------------------------------------------------------
-
 MIXED = [
     how(ExactSampling(0.0)),
     how(ExactSampling(1.3), processors=[LogitBias({2: 2.0})]),

@@ -106,9 +106,6 @@ def test_trees_have_the_best_tokens_after_each_path(drafted):
         assert plain.check_grown(text, grown.tokens[row], grown.tree.parents[row]) > 1
 
 
-# --- decoding ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_long_message_after_an_answer(lab, waits):
@@ -147,9 +144,6 @@ def test_the_base_as_draft_gets_every_token_accepted(lab):
             assert rule or out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), 20)
 
 
-# --- confidence threshold ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.3, 0.999])
 def test_drafting_stops_below_unlikely_tokens(drafted, threshold):
@@ -171,9 +165,6 @@ def test_drafting_stops_below_unlikely_tokens(drafted, threshold):
     assert (found.tokens == -1).any()
     if threshold > 0.9:  # only the first pass ran
         assert (found.scratch.place[1:] == -1).all()
-
-
-# --- errors and names -------------------------------------------------------------------------------------------------
 
 
 def test_bad_settings_are_rejected(lab):

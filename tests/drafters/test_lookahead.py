@@ -121,8 +121,6 @@ def test_every_step_equals_the_reference(lab, name):
     assert [len(model.text) - len(prompt) for model, prompt in zip(plain, PROMPTS, strict=True)] == [NEW] * len(PROMPTS)
 
 
-# --- the mask ---------------------------------------------------------------------------------------------------------
-
 # The attention mask in the paper's figure: the current token, four and twice five tokens of the window, and two
 # candidates of three tokens. W = 5, N = 4, G = 2. One line per token, with its position after the root.
 FIGURE = """
@@ -217,9 +215,6 @@ def test_a_second_turn_resets_the_window_and_keeps_the_pool():
     assert (state.window[0].tolist(), state.steps.tolist(), state.tail[0].tolist()) == ([[4, 5], [6, 7]], [0], [6, 7])
     for root, followed in [(1, [2, 3]), (2, [3, 4]), (3, [4, 5]), (4, [5, 6]), (5, [6, 7]), (6, [-1, -1])]:
         assert compiled_candidates(state.pool, np.array([root]))[0, 0].tolist() == followed
-
-
-# --- names and errors -------------------------------------------------------------------------------------------------
 
 
 def test_names(lab):

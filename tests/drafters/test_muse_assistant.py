@@ -166,8 +166,6 @@ def test_every_rule_takes_the_draft(reference):
         assert out.tokens_per_step() > 1.2, rule
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
 BASE = LlamaConfig(300_000, 32, 9, n_layers=52, n_heads=4, n_kv_heads=2, head_dim=8)
 FIELDS = {"model_type": "muse_glimmer_assistant", "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2}
 FIELDS |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8}

@@ -38,8 +38,6 @@ PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 ADDED = 4
 LINES, DEPTH = 5, 6  # chains, and their tokens
 
-# --- estimates --------------------------------------------------------------------------------------------------------
-
 
 def votes(tokens, lengths, survival, doubt) -> list[list[float]]:
     """Return the estimates of each chain, chain by chain."""
@@ -280,9 +278,6 @@ def test_timing_uses_a_tree_of_the_same_shape(lab, tree):
     for name in ("parents", "depths", "mask", "paths"):
         assert getattr(timed, name).shape == getattr(proposed, name).shape
     assert proposed.depth == engine.depth == BRANCHED[tree].depth + ADDED
-
-
-# --- names and sizes --------------------------------------------------------------------------------------------------
 
 
 def test_names():

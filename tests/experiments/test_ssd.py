@@ -45,16 +45,6 @@ def test_operators_are_linear_in_the_slots_of_the_cache():
         assert (moved(ours), flops(ours)) == (moved(traced), flops(traced))
 
 
-def test_launch_and_transfer_are_added():
-    bare = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4)
-    slow = pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=4, launch=1e-5, transfer=2e-5)
-    layers = {"verify": BASE.n_layers, "draft": 3 * DRAFT.n_layers, "prepare": 4 * DRAFT.n_layers}
-    for part, count in layers.items():
-        assert getattr(slow, part) - getattr(bare, part) == pytest.approx(1e-5 * count), part
-    assert slow.transfer == 2e-5
-    assert pair_times(DEVICE, BASE, DRAFT, depth=3, outcomes=0).prepare == 0
-
-
 TIMES = Times(verify=10.0, draft=6.0, prepare=9.0, transfer=0.25, take=0.5)
 SOME = Outcomes(np.array([[0.2, 0.05], [0.1, 0.1], [0.3, 0.05]]), np.array([0.05, 0.1, 0.05]))
 

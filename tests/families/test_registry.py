@@ -342,9 +342,6 @@ def test_impossible_windows():
         refused(full("mistral") | {"sliding_window": window}, piece)
 
 
-# --- the way back ---------------------------------------------------------------------------------------------
-
-
 DRAWN = family_settings.FAMILIES | family_settings.HYBRID_FAMILIES
 DRAWN |= {"gpt_oss": family_settings.EXPERT_FAMILIES["gpt_oss"]} | latent_settings.FAMILIES
 

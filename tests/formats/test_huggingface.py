@@ -86,9 +86,6 @@ def test_rotary_buffers_of_old_files_are_ignored(copy):
     identical(params_of(copy), before)
 
 
-# --- the configuration ----------------------------------------------------------------------------------------
-
-
 def test_refused_configurations(copy):
     path = copy / "config.json"
     whole = path.read_text()
@@ -109,9 +106,6 @@ def test_refused_configurations(copy):
     refused(copy / "nowhere", "base", "no such directory", str(copy / "nowhere"))
 
 
-# --- end-of-sequence ids --------------------------------------------------------------------------------------
-
-
 EOS_IDS = [  # of generation_config.json, of config.json, and what follows: the former comes first, as in generate
     *((7, 2, (7,)), ([7, 9], 2, (7, 9)), (0, 2, (0,)), (None, 2, (2,)), (None, [2, 3], (2, 3)), (None, None, ())),
     *(("no file", 2, (2,)), ("no file", None, ())),
@@ -128,9 +122,6 @@ def test_eos_ids(tmp_path, generation, config, expected):
         refusal(lambda: Checkpoint(tmp_path).eos_ids, "eos_token_id")
     else:
         assert Checkpoint(tmp_path).eos_ids == expected
-
-
-# --- export ---------------------------------------------------------------------------------------------------
 
 
 class FakeTokenizer:

@@ -81,9 +81,6 @@ def test_rows_stay_in_the_order_of_the_file():
     assert both[()].strides == (8, 8 * 6 * 8, 8 * 8)
 
 
-# --- files ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("left", [0, 4, 300])
 def test_a_file_that_was_truncated_after_it_was_opened(tmp_path, left):
     path = tmp_path / "model.safetensors"

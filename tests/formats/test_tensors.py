@@ -156,8 +156,6 @@ def test_no_other_rows_are_read(tmp_path):
     assert peaks[1] >= 2**24  # so that the measure is one
 
 
-# --- what is written ------------------------------------------------------------------------------------------
-
 PATTERNS = np.arange(2**16, dtype=np.uint16)  # every half there is, with its zeros, denormals, infinities and NaNs
 WRITTEN = {
     "bfloat16": PATTERNS.view(ml_dtypes.bfloat16).reshape(256, 256),

@@ -298,8 +298,6 @@ def test_a_text_that_the_grammar_does_not_allow_is_an_error():
         start(Grammar.lark("start: start"))
 
 
-# --- decoding ---------------------------------------------------------------------------------------------------------
-
 BATCH, NEW = 25, 24
 CONFIG = LlamaConfig(VOCAB, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=64)
 TREES = {"chain": presets.chain(5), "cartesian": presets.cartesian([3, 2, 2])}

@@ -162,9 +162,6 @@ def begins_utf8(token: bytes) -> bool:
     return True
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
 def test_bases_that_cannot_follow_a_grammar_are_refused_in_one_line():
     for tokenizer, eos_ids, message in [
         (None, (2,), "grammar: requires a tokenizer, which the base does not have"),

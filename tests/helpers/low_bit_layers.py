@@ -277,8 +277,6 @@ CASES: dict[str, tuple[dict, Callable, dict]] = {
 }  # fmt: skip
 
 
-# --- a checkpoint's files ---------------------------------------------------------------------------------------------
-
 UP = "model.layers.0.mlp.up_proj"
 
 

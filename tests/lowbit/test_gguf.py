@@ -94,9 +94,6 @@ def as_transformers_reads(file: Path, **settings):
         ).eval()
 
 
-# --- tensors ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tensor_is_dequantised_exactly(write, models, kind):
     """Rows of queries and keys, which the file has in another order, are in the order of the model."""
@@ -241,15 +238,6 @@ def test_tokens_that_end_generation(write):
         assert Checkpoint(resolve(write(fields=fields), "base")).eos_ids == ids
 
 
-def test_a_draft_model(models, tokenizer, tmp_path):
-    base = write_gguf(tmp_path / "base.gguf", models(num_hidden_layers=3), tokenizer)
-    draft = write_gguf(tmp_path / "draft.gguf", models(), tokenizer, "Q4_1")
-    drafted = hydrajax.load(str(base), str(draft))
-    assert "draft model" in repr(drafted)
-    expected = load_llama(resolve(draft, "draft"), drafted.model.dtype)[1]
-    jax.tree.map(np.testing.assert_array_equal, drafted.params.draft, expected)
-
-
 # --- tokenizers -------------------------------------------------------------------------------------------------------
 
 
@@ -314,13 +302,6 @@ def test_threads_make_one_directory(write, monkeypatch):
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(resolve, [file] * 4, ["base"] * 4))
     assert len(set(made)) == len(calls) == 1
-
-
-def test_a_cache_that_cannot_be_written(write, tmp_path, monkeypatch):
-    file = write()
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    refusal(lambda: resolve(file, "base"), "base: cannot write", "Not a directory")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

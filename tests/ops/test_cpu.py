@@ -70,8 +70,7 @@ def test_products_of_two_dtypes(x, weight):
 
 
 @pytest.mark.parametrize(
-    ("product", "shape"),
-    [(cpu.matmul, (320, 1030)), (cpu.matmul, (1031, 270)), (cpu.matmul_transposed, (1031, 320))],
+    ("product", "shape"), [(cpu.matmul, (320, 1030)), (cpu.matmul, (1031, 270)), (cpu.matmul_transposed, (1031, 320))]
 )
 @DTYPES
 def test_rows_are_independent(product, shape, dtype):

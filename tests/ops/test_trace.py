@@ -47,8 +47,8 @@ def test_threads_trace_for_their_own_devices():
 def test_threads_trace_the_programs_of_one_thread(monkeypatch):
     """Both ask for their backend at the same time, again and again."""
     cases = [
-        (trace.Platform("gpu", 1, 9.0), "cuda", "bfloat16", "hydra++", "chain-2"),
-        (trace.Platform("tpu", 1), "tpu", "bfloat16", "hydra++", "chain-2"),
+        (trace.Platform("gpu", 1, 9.0), "cuda", "bfloat16", "medusa", "chain-1"),
+        (trace.Platform("tpu", 1), "tpu", "bfloat16", "medusa", "chain-1"),
     ]
     alone = [described_programs.traced_step(*case) for case in cases]
     step, real, calls = threading.Barrier(2, timeout=60), ops.here, threading.local()

@@ -134,18 +134,18 @@ def multiplied(mesh) -> dict[str, bool]:
     """Multiply with weights of 8 and 4 bits that are divided by their logical axes, over outputs and over inputs."""
     found = {}
     x = _normal(4, 1, 256).astype(np.float32)
-    for kind in (Int8, Int4):
-        for shape, axes in (((256, 2, 64), ("width", None, "mlp")), ((256, 64), ("mlp", "width"))):
-            kernel = kind.of(_normal(*shape).astype(np.float32))
-            declared = Declared(kind, shape, axes)
-            homes = tree_shardings(mesh, jax.eval_shape(declared.init, jax.random.key(0), x)["params"])
-            placed = jax.device_put({"kernel": kernel}, homes)
-            with on_mesh(mesh):
-                got = jax.jit(lambda stored, x, module=declared: module.apply({"params": stored}, x))(placed, x)
-            want = np.moveaxis(np.tensordot(x, np.asarray(kernel.dequantized()), 1), [0, 1], [-3, -2])
-            parts = {str(shard.index) for shard in placed["kernel"].values.addressable_shards}
-            close = np.allclose(got, want, atol=1e-4 * np.abs(want).max())
-            found[f"{kind.__name__} {axes}"] = bool(close and len(parts) == 4)
+    cases = (Int8, (256, 2, 64), ("width", None, "mlp")), (Int4, (256, 64), ("mlp", "width"))
+    for kind, shape, axes in cases:
+        kernel = kind.of(_normal(*shape).astype(np.float32))
+        declared = Declared(kind, shape, axes)
+        homes = tree_shardings(mesh, jax.eval_shape(declared.init, jax.random.key(0), x)["params"])
+        placed = jax.device_put({"kernel": kernel}, homes)
+        with on_mesh(mesh):
+            got = jax.jit(lambda stored, x, module=declared: module.apply({"params": stored}, x))(placed, x)
+        want = np.moveaxis(np.tensordot(x, np.asarray(kernel.dequantized()), 1), [0, 1], [-3, -2])
+        parts = {str(shard.index) for shard in placed["kernel"].values.addressable_shards}
+        close = np.allclose(got, want, atol=1e-4 * np.abs(want).max())
+        found[f"{kind.__name__} {axes}"] = bool(close and len(parts) == 4)
     return found
 
 

@@ -129,9 +129,6 @@ def test_impossible_sizes_are_rejected(tmp_path):
     refusal(lambda: presets.chain(-1), "got a chain of -1, expected a depth of 0 or more")
 
 
-# --- dynamic trees ----------------------------------------------------------------------------------------------------
-
-
 def test_a_name_and_its_dynamic_tree():
     tree = presets.by_name("dynamic-60-7-10")
     assert tree == presets.tree_of("dynamic-60-7-10") == presets.tree_of(tree) == DynamicTree(60, 7, 10)

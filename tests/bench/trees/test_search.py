@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.refusals import assert_refused
-from hydrajax.bench.trees.search import (
-    WIDEST,
-    Proposals,
-    accuracies,
-    independent,
-    simulated,
-)
+from hydrajax.bench.trees.search import WIDEST, Proposals, accuracies, independent, simulated
 from hydrajax.bench.trees.speculation import best_length, expected_tokens, improvement
 
 # Accuracies of the five best guesses of four heads; those of the second head are not in order.
