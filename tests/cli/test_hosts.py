@@ -128,16 +128,6 @@ def test_ending_one_ends_the_other(arguments, number, code):
 
 
 @pytest.mark.slow
-def test_interrupting_both_ends_both(arguments):
-    streaming = [*arguments, "--prompt", TEXTS[0], *SHARED, "--max-new-tokens", 110, "--stream"]
-    processes = start(streaming, streaming)
-    processes[0].stdout.read(1)
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    fails(finish(processes), "interrupted", code=130)
-
-
-@pytest.mark.slow
 def test_two_processes_evaluate_and_resume(base, heads, tmp_path):
     questions = tmp_path / "mine.jsonl"
     asked = [{"question_id": n, "category": "trees", "turns": [text, "a base"]} for n, text in enumerate(TEXTS)]

@@ -12,18 +12,9 @@ import regex
 
 from helpers import small_tokenizer
 from hydrajax.decoding.constraints import words
-from hydrajax.decoding.inputs import settled_inputs
-from hydrajax.decoding.program import Program
-from hydrajax.decoding.state import Params
-from hydrajax.decoding.stepped import SteppedExecutor
-from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar import matcher as matchers
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.models.init import init_base
-from hydrajax.models.llama import Llama
-from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.trees import presets
 
 VOCAB, EOS = 304, 2  # the tokenizer has 300 tokens
 NOTHING = np.array([-1], np.int32)
@@ -299,53 +290,3 @@ def test_a_text_that_the_grammar_does_not_allow_is_an_error():
 
 
 BATCH, NEW = 25, 24
-CONFIG = LlamaConfig(VOCAB, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, max_positions=64)
-TREES = {"chain": presets.chain(5), "cartesian": presets.cartesian([3, 2, 2])}
-
-
-@pytest.fixture(scope="module")
-def executor():
-    """Return ``make(tree)``: an untrained base whose guesses are arbitrary, with prompt lookup and forced tokens."""
-    import jax
-
-    model = Llama(CONFIG)
-    base = jax.jit(lambda: init_base(model, jax.random.key(0)))()
-
-    @functools.cache
-    def make(tree: str) -> SteppedExecutor:
-        program = Program(PromptLookup(), TREES[tree], eos_ids=(EOS,), max_new_tokens=NEW, forced_nodes=4)
-        return SteppedExecutor(model, Params(base, {}), program, tokenizer=tokenizer())
-
-    return make
-
-
-@pytest.mark.slow  # by default test_schemas.py and test_grammar.py check whole outputs
-def test_no_forbidden_token_is_emitted(executor):
-    """Random patterns, prompts and trees: every output is a text of its pattern, or the beginning of one at the limit.
-
-    Prompts contain texts of the pattern, so that lookup proposes allowed and forbidden tokens.
-    """
-    rng, batches, ends = random.Random(2), 100, 0
-    for number in range(batches):
-        patterns = [random_pattern(rng) for _ in range(BATCH)]
-        prompts = np.zeros((BATCH, 32), np.int32)
-        for prompt, pattern in zip(prompts, patterns, strict=True):
-            known = completion(rng, start(Grammar.regex(pattern)), 12)
-            filler = [rng.randrange(3, 300) for _ in range(32)]
-            prompt[:] = (known + filler[:4] + known + filler)[:32]
-        now = executor(("cartesian", "chain")[number // 2 % 2])
-        given = settled_inputs(now.program, CONFIG, prompts)
-        requests = [now.request.replace(grammar=Grammar.regex(pattern)) for pattern in patterns]
-        sampling = given.sampling._replace(constraints=now.constraints(requests))
-        *_, last = now.run(given._replace(sampling=sampling), np.zeros(BATCH, bool), NEW)
-        for pattern, tokens, length in zip(patterns, last.tokens, last.lengths, strict=True):
-            output = tokens[:length].tolist()
-            text = text_of(token for token in output if token != EOS)
-            if EOS in output:
-                assert output.index(EOS) == len(output) - 1
-                assert is_complete(pattern, text), (pattern, text)
-                ends += 1
-            else:
-                assert length == NEW
-                assert can_continue(pattern, text), (pattern, text)
-    assert ends > BATCH * batches / 2

@@ -34,7 +34,7 @@ DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 @pytest.mark.parametrize(
     ("numbers", "depth", "width"),
-    [(EVERY, 320, 2048), (EVERY, 1031, 270), (EVERY, 96, 113), (SOME, 17, 31), (SOME, 1, 32), (SOME, 50, 65)],
+    [(EVERY, 320, 2048), (SOME, 1031, 270), (EVERY, 96, 113), (SOME, 17, 31), (SOME, 1, 32), (SOME, 50, 65)],
 )
 @DTYPES
 def test_products_equal_numpy(numbers, depth, width, dtype):

@@ -127,14 +127,6 @@ def test_the_three_fields(tmp_path):
     assert [prompt.ids(ChatTokenizer()) for prompt in prompts] == [[3, 1, 2], [1, 97, 98], [1, 2, 99, 100, 3]]
 
 
-def test_blank_lines_windows_lines_and_a_byte_order_mark_are_no_matter(tmp_path):
-    path = write(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n   \n\n{"prompt": "\xc3\xa9\xe2\x80\xa8"}\r\n')
-    assert [(p.content, p.where) for p in read_prompts(path)] == [
-        ("a", f"{path} line 1: prompt"),
-        ("é\u2028", f"{path} line 5: prompt"),
-    ]
-
-
 REFUSED = [
     ("{'prompt': 'a'}", r"is not JSON: .*column 2.*; found \"\{'prompt': 'a'\}\""),
     ("[1, 2]", r"got \[1, 2\], expected a JSON object"),
@@ -161,18 +153,6 @@ def test_what_is_refused(tmp_path):
             read_prompts(path)
         assert "\n" not in str(refusal.value)
         assert len(str(refusal.value)) < 400
-
-
-def test_prompt_files_that_cannot_be_read(tmp_path):
-    with pytest.raises(HydrajaxError, match=r"prompts: no such file: .*none\.jsonl"):
-        read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(HydrajaxError, match=r"--questions: cannot read .*: Is a directory"):
-        read_prompts(tmp_path, "--questions")
-    for nothing in ("", "\n  \n"):
-        with pytest.raises(HydrajaxError, match=r"prompts: .*p\.jsonl is empty, expected a line with a prompt"):
-            read_prompts(write(tmp_path, nothing))
-    with pytest.raises(HydrajaxError, match=r"p\.jsonl line 2: is not UTF-8 text \(byte 13 of the line\)"):
-        read_prompts(write(tmp_path, b'{"prompt": "a"}\n{"prompt": "\xff"}'))
 
 
 def test_ids_of_a_prompt():

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.refusals import assert_refused
@@ -23,13 +22,6 @@ def all_paths(ranks: int, depth: int) -> list[tuple[int, ...]]:
     return [path for n in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=n)]
 
 
-def every_tree(paths, size: int):
-    """Yield all prefix-closed sets of ``size - 1`` paths."""
-    for chosen in itertools.combinations(paths, size - 1):
-        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
-            yield chosen
-
-
 def drawn(seed: int, rows: int, length: int) -> np.ndarray:
     """Draw independent ranks ``[4, rows, length]`` of heads with `ACCURACIES`."""
     random = np.random.default_rng(seed)
@@ -42,19 +34,6 @@ def heads(draw) -> np.ndarray:
     """Draw accuracies of three guesses for two or three heads."""
     row = st.lists(st.floats(0.01, 0.33), min_size=3, max_size=3)
     return np.array(draw(st.lists(row, min_size=2, max_size=3)))
-
-
-@settings(max_examples=12, deadline=None)
-@given(heads())
-def test_small_trees_are_optimal(accuracy):
-    paths = all_paths(3, min(len(accuracy), 2))
-    found = independent(accuracy[:2], 5)
-    for size in range(1, 6):
-        best = max(
-            1 + sum(np.prod([accuracy[k][rank] for k, rank in enumerate(path)]) for path in tree)
-            for tree in every_tree(paths, size)
-        )
-        assert found.tokens_per_step[size - 1] == pytest.approx(best)
 
 
 def test_every_size_up_to_40_has_the_likeliest_paths():
@@ -104,16 +83,6 @@ def test_simulated_growth_equals_a_plain_loop():
         assert found.choices[size - 1] == choices[-1]
 
 
-def test_simulated_growth_agrees_with_the_closed_form():
-    """With independent errors the position where a step starts carries no information."""
-    ranks, spans = drawn(1, 40, 1000), [(row, 1, 1000) for row in range(40)]
-    found, exact = simulated(ranks, spans, 40), independent(ACCURACIES, 40)
-    for size in (2, 5, 10, 20, 40):
-        chosen = sum(np.prod(ACCURACIES[range(len(path)), path]) for path in found.tree(size).choices)
-        assert 1 + chosen > 0.995 * exact.tokens_per_step[size - 1]
-        assert found.tokens_per_step[size - 1] == pytest.approx(exact.tokens_per_step[size - 1], rel=0.02)
-
-
 def test_edges_of_a_search():
     """Accuracies are shares of ranks; paths that were never right are not added; a size below one is refused."""
     found = accuracies(np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]]))
@@ -138,13 +107,6 @@ def test_expected_tokens_by_enumeration():
                 chance *= alpha if one else 1 - alpha
             total += chance * (1 + (accepted.index(False) if False in accepted else k))
         assert expected_tokens(alpha, k) == pytest.approx(total, rel=1e-9)
-
-
-def test_speedups():
-    """Their table 1, with a draft that costs nothing, and one draft pass that costs a tenth of the base's."""
-    for alpha, k, speed in ((0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 5, 3.69), (0.9, 10, 6.86)):
-        assert improvement(alpha, k, 0.0) == pytest.approx(speed, abs=0.005)
-    assert improvement(0.5, 3, 0.1) == pytest.approx((1 + 0.5 + 0.25 + 0.125) / 1.3)
 
 
 def test_best_length_is_optimal():
