@@ -22,6 +22,7 @@ from hydrajax.decoding.processors import MinTokens
 from hydrajax.decoding.program import FORCED_NODES, Program
 from hydrajax.decoding.prompt_batch import SMALLEST_BUCKET, bucket, right_padded
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
+from hydrajax.decoding.rows import StateShapes, put_sequence
 from hydrajax.decoding.state_snapshots import StateSnapshots
 from hydrajax.decoding.stepped import SteppedExecutor, SteppedState
 from hydrajax.drafters.left_out import LeftOut, Unread
@@ -31,7 +32,6 @@ from hydrajax.ops import trace
 from hydrajax.sequences import keys_of
 from hydrajax.serve.programs import Kind, Programs, ProgramShape
 from hydrajax.serve.prompt_chunks import chunks_of
-from hydrajax.serve.shapes import StateShapes, put_sequence
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 

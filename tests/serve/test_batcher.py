@@ -13,6 +13,7 @@ from helpers.compilations import no_compilation
 from helpers.lab import NEW, hybrid_lab, shared_lab
 from helpers.letters import END, TREE, answers, model, pool
 from helpers.serving import SECONDS, request, watched
+from hydrajax.decoding import rows
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.executor import FusedExecutor
 from hydrajax.decoding.sampling import ExactSampling
@@ -20,7 +21,6 @@ from hydrajax.drafters.lookup import PromptLookup
 from hydrajax.drafters.several import with_lookup
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve import batcher as batcher_module
-from hydrajax.serve import shapes
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.requests import Closed, QueueFull
@@ -344,11 +344,11 @@ def test_bad_requests_are_refused(served, small, start):
         pool(served, PoolSizes(slots=0))
 
 
-@pytest.mark.parametrize("together", [1, 1000, shapes.MOVED_TOGETHER])
+@pytest.mark.parametrize("together", [1, 1000, rows.MOVED_TOGETHER])
 def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(small, together, monkeypatch):
-    monkeypatch.setattr(shapes, "MOVED_TOGETHER", together)
+    monkeypatch.setattr(rows, "MOVED_TOGETHER", together)
     sizes = [x.nbytes for x in jax.tree.leaves(small.empty(small.cache_lens[0]))]
-    monkeypatch.setattr(small.shapes, "_parts", shapes._parts(sizes))
+    monkeypatch.setattr(small.shapes, "_parts", rows._parts(sizes))
     (cache_len,) = small.cache_lens
     first, second = (small.finish(small.empty(cache_len), ids, small.neutral) for ids in (np.arange(9), np.arange(5)))
     state = small.put(small.tile(first, 2, cache_len), 1, second, cache_len)
@@ -363,5 +363,5 @@ def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(sm
 
 def test_arrays_are_moved_in_runs_of_limited_size(monkeypatch):
     for sizes, runs in [([3, 3, 3], [2, 1]), ([9, 1, 9], [1, 1, 1]), ([6], [1]), ([0, 6, 6], [2, 1])]:
-        monkeypatch.setattr(shapes, "MOVED_TOGETHER", 7)
-        assert [len(sizes[part]) for part in shapes._parts(sizes)] == runs
+        monkeypatch.setattr(rows, "MOVED_TOGETHER", 7)
+        assert [len(sizes[part]) for part in rows._parts(sizes)] == runs

@@ -46,7 +46,7 @@ class StateShapes:
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
         # The same parts for all shapes, so that their programs are few.
         self._parts = _parts([_bytes_of(x) for x in jax.tree.leaves(self._state(*largest))])
-        states = states_of(executor.target(self._state(1, largest[1])).target.cache)
+        states = states_of(executor.target(self._state(1, largest[1])).target.cache) if snapshots else ()
         self._kept = snapshots * sum(map(_bytes_of, jax.tree.leaves(states)))
         self.nbytes = functools.cache(self._nbytes)  # asked for several times in every iteration of the batcher
 
