@@ -7,19 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.inputs import Inputs
-from hydrajax.decoding.keywords import rule_name
-from hydrajax.decoding.prompt_batch import batches, bucket, encode_prompt, encode_prompts
-from hydrajax.decoding.request import Request, sampling_params
+from hydrajax.decoding.prompt_batch import encode_prompt, encode_prompts
+from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
-from hydrajax.sequences import drawn, growing_text, keys_of, remember, row_result
+from hydrajax.refilled_batch import RefilledBatch, compilation, inputs_of
+from hydrajax.sequences import drawn, growing_text, remember, row_result
 from hydrajax.text.answers import Generation
 from hydrajax.text.prompt import OnePrompt
-from hydrajax.text.stopping import GrowingText
-
-STEPS_PER_BURST = 8  # between two checks for stop strings
 
 
 def generate(
@@ -30,12 +25,15 @@ def generate(
     stop: Sequence[str] | None = None,
     batch_size: int = 1,
     seed: int | Sequence[int] | None = None,
+    executor_for: Callable[[int], Executor] | None = None,
     on_status: Callable[[str], None] = lambda status: None,
 ) -> Iterator[Generation]:
-    """Generate text for a list of prompts, ``batch_size`` prompts at a time.
+    """Generate text for a list of prompts, ``batch_size`` sequences at a time.
 
-    Batches keep the order of the prompts and are padded to the bucket of their longest prompt. The last batch repeats
-    its prompts to fill up, so that it compiles nothing new.
+    A sequence that ends gives its row to the next prompt; equal prompts in a row are prefilled once. When none waits
+    and at most half of the rows are live, they move into a smaller batch, a power of two, if its program is compiled
+    or will pay for its compilation (`hydrajax.refilled_batch`). With a draft on its own devices, on several processes
+    and on a mesh that shards sequences, the next prompts wait until all rows have ended.
 
     Args:
         executor: decodes.
@@ -47,10 +45,13 @@ def generate(
         seed: replaces the requests' seeds and numbers: one seed, under which each prompt has its number, or a list with
             one per prompt, each of which is sampled as if decoded alone. A prompt's sample depends on seed and number,
             not on the batch size. Sampling rules without a seed draw one for all, which the results report.
-        on_status: called with ``"compiling ..."`` before a new shape is compiled, and ``"decoding"`` before each batch.
+        executor_for: the executor for a smaller batch size, such as one with a larger tree; its program differs in the
+            tree alone. By default ``executor``, always with rules whose output depends on the tree.
+        on_status: called with ``"compiling ..."`` before a new shape is compiled, and ``"decoding"`` before decoding
+            begins or goes on.
 
     Returns:
-        A generator that yields the results of each batch when the batch is done.
+        A generator that yields the results in the order of the prompts, each when it and all before it are done.
 
     Raises:
         HydrajaxError: for any bad prompt or grammar, before decoding starts.
@@ -77,7 +78,8 @@ def generate(
         _ = given or _seeded(executor, [executor.request], seed)  # refuses an invalid seed
         return iter(())
     given = _seeded(executor, given, seed)
-    return _generate(executor, encoded, given, min(batch_size, len(encoded)), on_status)
+    batch = RefilledBatch(executor, encoded, given, min(batch_size, len(encoded)), executor_for, on_status)
+    return batch.results()
 
 
 def stream(
@@ -126,8 +128,16 @@ class Stream:
 
     def _run(self, executor, ids, request, on_status) -> Iterator[str]:
         shown, text = 0, growing_text(executor.tokenizer, request.stop, ids)
-        given = _inputs(executor, [ids], [request])
-        for now, seconds in _decode(executor, given, [text], None, on_status):
+        given, stopped = inputs_of(executor, [ids], [request]), np.zeros(1, bool)
+        if not executor.is_compiled(given):
+            on_status(compilation(executor, *given.prompt.shape))
+        executor.compile(given)
+        on_status("decoding")
+        began = time.perf_counter()
+        for now in executor.run(given, stopped):
+            seconds = time.perf_counter() - began
+            text.grow(now.tokens[0, : now.lengths[0]].tolist(), final=bool(now.done[0]))
+            stopped[0] = text.stopped
             self.result = row_result(executor, request, ids, now, 0, text, seconds)
             if now.done[0] or text.stopped:
                 remember(executor, self.result)
@@ -146,9 +156,6 @@ def _seeded(executor: Executor, requests: list[Request], seed: int | Sequence[in
     return [drawn(executor, one) for one in requests]
 
 
-# --- the loop over batches --------------------------------------------------------------------------------------------
-
-
 def _check(executor: Executor, requests: Sequence[Request]) -> None:
     """Raise `HydrajaxError` for requests that the executor cannot serve."""
     kinds = list(dict.fromkeys(requests))
@@ -160,61 +167,3 @@ def _check(executor: Executor, requests: Sequence[Request]) -> None:
     most = min(max((request.max_new_tokens for request in requests), default=0), executor.model.config.max_positions)
     if most > room:
         raise HydrajaxError(f"max_new_tokens: got {most}, expected at most {room} with this executor")
-
-
-def _generate(
-    executor: Executor,
-    encoded: list[np.ndarray],
-    requests: list[Request],
-    batch_size: int,
-    on_status: Callable[[str], None],
-) -> Iterator[Generation]:
-    kinds = list(dict.fromkeys(one.replace(seed=None, number=0) for one in requests))
-    stops = any(request.stop for request in requests)
-    n_steps = STEPS_PER_BURST if stops else executor.program.max_new_tokens  # without stop strings in one burst
-    for start in range(0, len(encoded), batch_size):
-        batch, own = encoded[start : start + batch_size], requests[start : start + batch_size]
-        filled = [row % len(batch) for row in range(batch_size)]
-        given = _inputs(executor, [batch[row] for row in filled], [own[row] for row in filled], kinds)
-        texts = [growing_text(executor.tokenizer, one.stop, ids) for ids, one in zip(batch, own, strict=True)]
-        *_, (now, seconds) = _decode(executor, given, texts, n_steps, on_status)
-        for row, (ids, request, text) in enumerate(zip(batch, own, texts, strict=True)):
-            result = row_result(executor, request, ids, now, row, text, seconds)
-            remember(executor, result)
-            yield result
-
-
-def _inputs(
-    executor: Executor, batch: list[np.ndarray], requests: Sequence[Request], like: Sequence[Request] = ()
-) -> Inputs:
-    """Return a batch, padded to its bucket, with the sampling parameters of each row."""
-    config = executor.model.config
-    width = bucket(max(map(len, batch)), config.max_positions)
-    ((prompt, lengths, _),) = batches(batch, len(batch), width)
-    sampling = sampling_params(requests, keys_of(requests), config.vocab_size, like)
-    return Inputs(prompt, lengths, sampling._replace(constraints=executor.constraints(requests)))
-
-
-def _decode(
-    executor: Executor, given: Inputs, texts: list[GrowingText], n_steps: int | None, on_status: Callable[[str], None]
-) -> Iterator[tuple[Snapshot, float]]:
-    """Yield snapshots of a batch and the seconds so far; append to ``texts``. Rows beyond ``texts`` fill the batch."""
-    if not executor.is_compiled(given):
-        on_status(_compilation(executor, given))
-        executor.compile(given)
-    on_status("decoding")
-    stopped = np.arange(len(given.prompt)) >= len(texts)
-    began = time.perf_counter()
-    for now in executor.run(given, stopped, n_steps):
-        seconds = time.perf_counter() - began
-        for row, text in enumerate(texts):
-            text.grow(now.tokens[row, : now.lengths[row]].tolist(), final=bool(now.done[row]))
-            stopped[row] = text.stopped
-        yield now, seconds
-
-
-def _compilation(executor: Executor, given: Inputs) -> str:
-    """Describe the programs that these inputs need."""
-    program, (batch, width) = executor.program, given.prompt.shape
-    tree = f"a tree of {program.verified_nodes} nodes" if program.longest_path else "no tree"
-    return f"compiling the rule {rule_name(program.rule)} with {tree} for {batch} x {width} prompt tokens"

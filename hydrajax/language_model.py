@@ -6,8 +6,9 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import numpy as np
 
@@ -77,7 +78,7 @@ class LanguageModel(LoadedModel):
     """
 
     _drafts: dict = field(default_factory=dict, init=False)  # by name or drafter
-    # Drafter, tree and rule, and whether they are for "auto"; by batch size and type of rule.
+    # Drafter, tree and rule, and whether they are for "auto", by batch size and type of rule; trees of `for_batch`.
     _fastest: dict = field(default_factory=dict, init=False)
 
     def with_tree(
@@ -176,6 +177,21 @@ class LanguageModel(LoadedModel):
 
         return stored(self._with_any_tree(request), batch_size, self.draft_directory)
 
+    def for_batch(self, executor: Executor, batch_size: int) -> Executor:
+        """Return the executor for the last sequences of a larger batch (``executor_for`` of `hydrajax.generate`).
+
+        Its tree is the one that `autotune` stored for this batch size, else `default_tree`. It is ``executor`` itself
+        if that decodes without the draft, or if this was measured to be faster.
+        """
+        program, key = executor.program, (batch_size, executor.program.rule, "tree")
+        if program.drafter != self.drafter:
+            return executor
+        if key not in self._fastest:
+            choice = self.measured_tree(batch_size, executor.request)
+            self._fastest[key] = self.default_tree(batch_size) if choice is None else choice.tree
+        tree = self._fastest[key]
+        return executor if tree is None else self.executor(program.replace(tree=tree), executor.request)
+
     def _measured(
         self, request: Request, prompts: Iterable[np.ndarray], batch_size: int, on_status, again: bool = False
     ) -> FastestTree | None:
@@ -195,15 +211,21 @@ class LanguageModel(LoadedModel):
     # --- text ---------------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str | Prompt, **keywords: Unpack[Keywords]) -> Generation: ...
+    def generate(self, prompts: str | Prompt, *, n: Literal[1] = 1, **keywords: Unpack[Keywords]) -> Generation: ...
 
     @overload
-    def generate(self, prompts: Sequence[OnePrompt], **keywords: Unpack[Keywords]) -> list[Generation]: ...
+    def generate(self, prompts: str | Prompt, *, n: int, **keywords: Unpack[Keywords]) -> list[Generation]: ...
+
+    @overload
+    def generate(
+        self, prompts: Sequence[OnePrompt], *, n: int = 1, **keywords: Unpack[Keywords]
+    ) -> list[Generation]: ...
 
     def generate(
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
         *,
+        n: int = 1,
         draft: Drafter | str | Path | None = None,
         tree: Tree | None = None,
         stop: Sequence[str] = (),
@@ -219,9 +241,11 @@ class LanguageModel(LoadedModel):
         Args:
             prompts: one text, or a list of prompts: texts, lists of token ids, or conversations (lists of messages with
                 ``role`` and ``content``, written in the tokenizer's chat template).
+            n: samples per prompt, which is prefilled once. The results are those of a list with each prompt n times.
             stop: strings that end a text, which ends before the first of them.
-            batch_size: prompts decoded together.
-            seed: for sampling rules, one or a list with one per prompt.
+            batch_size: sequences decoded together (`hydrajax.generate`). Without ``tree``, the last ones of a list are
+                decoded with the trees of smaller batches.
+            seed: for sampling rules, one or a list with one per result.
             logprobs: K, to report each token's log-probability and the K most likely tokens at its position; 0 or True
                 for the tokens' own only.
             grammar: the texts that may be generated: a `hydrajax.Grammar`, a JSON schema (a dict) or a pydantic model,
@@ -231,7 +255,7 @@ class LanguageModel(LoadedModel):
                 prompts or a list with one per prompt: ``temperature=[0.2, 1.0]``.
 
         Returns:
-            A `Generation` for one text, a list of them for a list.
+            A `Generation` for one sample of one text, else a list of them.
 
         Raises:
             HydrajaxError: for a bad prompt or argument, before decoding starts.
@@ -239,7 +263,7 @@ class LanguageModel(LoadedModel):
         Example:
             ```python
             m.generate("def area(", max_new_tokens=64).text
-            m.generate(["def area(", "class Stack:"], rule="exact", temperature=0.7, batch_size=2)
+            m.generate(["def area(", "class Stack:"], n=4, rule="exact", temperature=0.7, batch_size=8)
             ```
         """
         single = isinstance(prompts, (str, Prompt))
@@ -248,17 +272,22 @@ class LanguageModel(LoadedModel):
             raise HydrajaxError("prompts: got one conversation, expected a list of prompts; write [messages]")
         if several and isinstance(several[0], (int, np.integer)):
             raise HydrajaxError("prompts: got the ids of one prompt, expected a list of prompts; write [ids]")
+        if not isinstance(n, (int, np.integer)) or n < 1:
+            raise HydrajaxError(f"n: got {n}, expected at least 1")
         grammar = list(map(as_grammar, grammar)) if isinstance(grammar, (list, tuple)) else as_grammar(grammar)
         requests = requests_of_prompts(len(several), grammar=grammar, **keywords)
         if not several:
             return []
         on_status = on_status or _at_terminal
         executor = self._executor_for(several, draft, tree, requests, logprobs, batch_size, on_status)
-        requests = [executor.program.fitting(request) for request in requests]
+        requests = [executor.program.fitting(request) for request in requests for _ in range(n)]
+        several = [prompt for prompt in several for _ in range(n)]
+        executor_for = partial(self._drafting(draft).for_batch, executor) if tree in (None, AUTO) else None
         results = generate(
-            executor, several, requests=requests, stop=stop, batch_size=batch_size, seed=seed, on_status=on_status
-        )
-        return next(results) if single else list(results)
+            executor, several, requests=requests, stop=stop, batch_size=batch_size, seed=seed,
+            executor_for=executor_for, on_status=on_status,
+        )  # fmt: skip
+        return next(results) if single and n == 1 else list(results)
 
     def stream(
         self,

@@ -48,6 +48,7 @@ CORE = (
     "formats",
     "decoding",
     "sequences",
+    "refilled_batch",
     "generation",
     "conversation",
     "machine",

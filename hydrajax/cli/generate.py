@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from rich.console import Console
@@ -80,10 +82,12 @@ def run(args: argparse.Namespace) -> None:
             results = print_streams(executor, prompts, args, progress)
         else:
             results = generate(
-                executor, prompts, stop=args.stop, batch_size=args.batch_size, seed=args.seed, on_status=progress.status
-            )
+                executor, prompts, stop=args.stop, batch_size=args.batch_size, seed=args.seed,
+                executor_for=partial(model.for_batch, executor) if tree in (None, AUTO) else None,
+                on_status=progress.status,
+            )  # fmt: skip
         for number, result in enumerate(results):
-            totals.add(result, first_of_batch=number % args.batch_size == 0)
+            totals.add(result, progress.seconds)
             if writer is not None:
                 writer.write(result)
             elif not args.stream:
@@ -146,7 +150,7 @@ class Totals:
     """Sums over all results.
 
     Attributes:
-        seconds: Decoding time, each batch counted once, without compilation.
+        seconds: Since decoding began, without compilation.
         cut: Outputs that the context cut off.
         stuck: Outputs that the grammar's parser ended before they were complete.
     """
@@ -158,11 +162,11 @@ class Totals:
     cut: int = 0
     stuck: int = 0
 
-    def add(self, result: Generation, first_of_batch: bool) -> None:
+    def add(self, result: Generation, seconds: float) -> None:
         self.prompts += 1
         self.tokens += result.new_tokens
         self.steps += result.steps
-        self.seconds += result.wall_time if first_of_batch else 0.0
+        self.seconds = seconds
         self.cut += result.finish_reason == "context"
         self.stuck += result.finish_reason == "grammar"
 
@@ -188,8 +192,15 @@ class ProgressLine:
         # stdout holds results, even where it is the same terminal.
         self._line = bar("prompts", SpinnerColumn(), redirect_stdout=False, redirect_stderr=False)
         self._task, self._speed = self._line.add_task("", total=total), ""
+        self._decoded, self._since = 0.0, None  # before and since decoding went on
+
+    @property
+    def seconds(self) -> float:
+        """Time in the status "decoding"."""
+        return self._decoded + (0.0 if self._since is None else time.perf_counter() - self._since)
 
     def status(self, description: str) -> None:
+        self._decoded, self._since = self.seconds, time.perf_counter() if description == "decoding" else None
         self._line.update(self._task, description=f"{self._speed}{description} ...")
         self._line.start()
 

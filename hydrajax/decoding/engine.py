@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,25 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.base_model import Forward
-from hydrajax.models.cache import States, append, cut_caches, with_states
+from hydrajax.models.cache import KVCache, States, append, cut_caches, with_states
+
+
+class Beginning(NamedTuple):
+    """Prefilled prompts, from each of which any number of sequences can start (`Engine.start`).
+
+    Attributes:
+        cache: The base's keys and values of the prompts.
+        draft: The draft's state after all tokens but the last.
+        counts: Token counts of the prompts; None if no processor reads them.
+        last: int32 ``[B, 1]`` the last tokens.
+        forward: The base's pass over them, without keys and values.
+    """
+
+    cache: KVCache
+    draft: Any
+    counts: TokenCounts | None
+    last: Int[Array, "B 1"]
+    forward: Forward
 
 
 @dataclass(frozen=True)
@@ -53,22 +71,44 @@ class Engine(Step):
             slots: Slots of the cache, by default `cache_slots`.
             extra: Processors for the first root alone.
         """
-        batch, width = prompt.shape
-        sampling = self._of_rows(sampling, batch)
-        slots = self.cache_slots(width) if slots is None else slots
-        positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
-        forward = self.bind(params).forward(
-            prompt, positions, causal_mask(width, lengths), aux_hidden_layers=self.aux_hidden_layers
+        forward, cache, draft, counts = self._read(params, prompt, lengths, sampling, slots)
+        return self._with_root(params, cache, draft, forward, prompt, lengths, sampling, counts, extra)
+
+    @exact
+    def read(
+        self,
+        params: Params,
+        prompt: Int[Array, "B P"],
+        lengths: Int[Array, " B"],
+        sampling: SamplingParams,
+        *,
+        slots: int | None = None,
+    ) -> Beginning:
+        """Prefill prompts without choosing a root: several sequences `start` from each. See `prefill`."""
+        forward, cache, draft, counts = self._read(params, prompt, lengths, sampling, slots)
+        last, hidden, aux = (
+            jnp.take_along_axis(x, jnp.reshape(lengths - 1, (-1,) + (1,) * (x.ndim - 1)), axis=1)
+            for x in (prompt, forward.hidden, forward.aux_hidden_states)
         )
-        cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
-        # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
-        draft = jax.lax.optimization_barrier(self.program.drafter.init_state(batch, slots))
-        counts = None
-        if count_tokens(sampling.processors):
-            counts = TokenCounts.of_prompt(prompt, lengths, self.model.config.vocab_size)
-        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
-        target = TargetState(cache, root, logprobs)
-        return self._ready(params, target, draft, forward, prompt, lengths, sampling, counts)
+        given = forward.aux_hidden_states, prompt, lengths - 1, last[:, 0], self.bind(params)
+        draft = self.program.drafter.begin(params.draft, draft, *given)
+        return Beginning(cache, draft, counts, last, Forward(hidden, aux, block=()))
+
+    @exact
+    def start(
+        self, params: Params, beginning: Beginning, sampling: SamplingParams, *, extra: Sequence[Any] = ()
+    ) -> DecodeState:
+        """Choose the first root of a sequence after each prompt, without a pass of the base.
+
+        Args:
+            params: Parameters of base and drafter.
+            beginning: The prompts; not donated, as other sequences may follow.
+            sampling: As for `prefill`.
+            extra: Processors for the first root alone.
+        """
+        cache, draft, counts, last, forward = beginning
+        one = jnp.ones_like(cache.lengths)
+        return self._with_root(params, cache, draft, forward, last, one, sampling, counts, extra)
 
     @exact
     def extend(
@@ -185,6 +225,33 @@ class Engine(Step):
         target = state.target._replace(cache=with_states(cache, states) if states else cache)
         output = state.output if counts is None else state.output._replace(counts=counts)
         return DecodeState(target, self.program.drafter.rewind(state.draft, lengths), output)
+
+    def _read(
+        self, params: Params, prompt, lengths, sampling: SamplingParams, slots: int | None
+    ) -> tuple[Forward, KVCache, Any, TokenCounts | None]:
+        """Run the base over prompts; return the pass, the base's cache, the draft's empty state and token counts."""
+        batch, width = prompt.shape
+        slots = self.cache_slots(width) if slots is None else slots
+        positions = jnp.broadcast_to(jnp.arange(width), prompt.shape)
+        forward = self.bind(params).forward(
+            prompt, positions, causal_mask(width, lengths), aux_hidden_layers=self.aux_hidden_layers
+        )
+        cache = append(self.model.init_cache(batch, slots), forward.block, lengths)
+        # The barrier keeps XLA from folding the first pass over an empty draft cache at compile time, which is slow.
+        draft = jax.lax.optimization_barrier(self.program.drafter.init_state(batch, slots))
+        counts = None
+        if count_tokens(sampling.processors):
+            counts = TokenCounts.of_prompt(prompt, lengths, self.model.config.vocab_size)
+        return forward, cache, draft, counts
+
+    def _with_root(
+        self, params: Params, cache: KVCache, draft, forward: Forward, tokens, lengths, sampling, counts, extra
+    ) -> DecodeState:
+        """Choose the roots after the first ``lengths`` of these tokens, which the cache has, and let the draft read."""
+        sampling = self._of_rows(sampling, len(lengths))
+        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
+        target = TargetState(cache, root, logprobs)
+        return self._ready(params, target, draft, forward, tokens, lengths, sampling, counts)
 
     def _of_rows(self, sampling: SamplingParams, batch: int) -> SamplingParams:
         """Return the sampling parameters with one value per sequence."""

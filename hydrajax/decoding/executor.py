@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -24,7 +25,7 @@ from hydrajax import ops
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.decode import DecodeResult, decode_programs, refuse_grammar, result_of
 from hydrajax.decoding.decode_loop import Snapshot, next_burst, run_steps
-from hydrajax.decoding.engine import Engine
+from hydrajax.decoding.engine import Beginning, Engine
 from hydrajax.decoding.inputs import Inputs, settled_inputs
 from hydrajax.decoding.processing import TokenCounts
 from hydrajax.decoding.program import Program
@@ -55,6 +56,8 @@ class Executor(abc.ABC):
         request: The default of calls without a request.
         tokenizer: The base's (transformers); None if it has none.
         engine: The verbs as pure functions.
+        compiled: Seconds that each compilation took, by shape.
+        lost: Seconds that steps of larger batches took longer because a shape was not compiled.
         mesh: The parameters' mesh, over whose ``data`` axis the sequences are sharded; None for one device.
         one_tree: The states fit only this executor's own tree.
         follows_grammars: Requests may have grammars.
@@ -93,7 +96,8 @@ class Executor(abc.ABC):
         ParamsCheck(model, program.drafter)(params)
         into_huge_pages(jax.tree.leaves(params))
         self.engine = Engine(model, program)
-        self._compiled: set[Any] = set()
+        self.compiled: dict[Any, float] = {}
+        self.lost: defaultdict[Any, float] = defaultdict(float)
         self._result = self._jit(result_of)
         self._snapshot = self._jit(snapshot_of)
         self._jit_verbs()
@@ -108,6 +112,8 @@ class Executor(abc.ABC):
         self._rewind = self._jit(engine.rewind, donate_argnums=0)
         self._empty = self._jit(engine.empty, static_argnums=(0, 1))
         self._feed = self._jit(engine.feed, donate_argnums=1)
+        self._read = self._jit(engine.read, static_argnames="slots")
+        self._start = self._jit(engine.start)
         self._stay = self._jit(lambda state: engine.rewind(state, state.target.cache.lengths), donate_argnums=0)
 
     def check(self, request: Request) -> None:
@@ -166,6 +172,27 @@ class Executor(abc.ABC):
             n_steps: the most steps; fewer if all sequences end.
             until_one_ends: end with the step in which any sequence ends.
         """
+
+    # --- prompts that several sequences begin with --------------------------------------------------------------------
+
+    def read(
+        self, prompt: Int[Array, "B P"], lengths: Int[Array, " B"], sampling: SamplingParams, slots: int | None = None
+    ) -> Beginning:
+        """Prefill prompts from which any number of sequences can `start`. See `Engine.read`."""
+        prompt, lengths, sampling = self._placed((prompt, lengths, sampling._replace(constraints=None)))
+        return self._read(self.params, prompt, lengths, sampling, slots=slots)
+
+    def start(self, beginning: Beginning, sampling: SamplingParams) -> State:
+        """Start a sequence after each prompt, which is not donated. See `Engine.start`."""
+        return self._start(self.params, beginning, self._placed(sampling))
+
+    def parted(self, state: State) -> tuple[DecodeState, list[Constraint | None]]:
+        """Return the arrays of a state and the constraint of each sequence."""
+        return state, [None] * len(state.output.lengths)
+
+    def joined(self, arrays: DecodeState, constraints: Sequence[Constraint | None]) -> State:
+        """Return the state of `parted`."""
+        return arrays
 
     # --- prefill in chunks, for servers -------------------------------------------------------------------------------
 
@@ -243,19 +270,26 @@ class Executor(abc.ABC):
     def _settled(self, *given: Any) -> Inputs:
         return settled_inputs(self.program, self.model.config, *given, request=self.request)
 
-    def is_compiled(self, given: Inputs) -> bool:
+    def is_compiled(self, given: Inputs, slots: int | None = None) -> bool:
         """Return whether `compile` has compiled for inputs of these shapes."""
-        return _shapes(given) in self._compiled
+        return _shapes(given, slots) in self.compiled
 
-    def compile(self, given: Inputs) -> None:
-        """Compile for inputs of these shapes, so that `run` does not compile."""
-        self._compile(given)
-        self._compiled.add(_shapes(given))
+    def compile(self, given: Inputs, slots: int | None = None) -> float:
+        """Compile for inputs of these shapes, unless that was done, so that `run` does not; return the seconds it took.
 
-    def _compile(self, given: Inputs) -> None:
+        slots: as for `prefill`.
+        """
+        if not self.is_compiled(given, slots):
+            began = time.perf_counter()
+            self._compile(given, slots)
+            self.compiled[_shapes(given, slots)] = time.perf_counter() - began
+        return self.compiled[_shapes(given, slots)]
+
+    def _compile(self, given: Inputs, slots: int | None) -> None:
         """Compile by taking one step."""
         one = given._replace(sampling=given.sampling._replace(limits=np.ones_like(given.lengths)))
-        jax.block_until_ready(self.advance(self.prefill(*one), np.zeros(len(given.prompt), bool), 1)[0])
+        state = self.prefill(*one, slots=slots)
+        jax.block_until_ready(self.advance(state, np.zeros(len(given.prompt), bool), 1)[0])
 
     # --- derived executors ------------------------------------------------------------------------------------
 
@@ -333,8 +367,8 @@ class FusedExecutor(Executor):
         with on_mesh(self.mesh):
             return self._decode(self.params, *self._placed(given))
 
-    def _compile(self, given):
-        prefill = self._prefill.lower(self.params, *self._placed(given), slots=None)
+    def _compile(self, given, slots):
+        prefill = self._prefill.lower(self.params, *self._placed(given), slots=slots)
         prefill.compile()
         stopped = np.zeros(len(given.prompt), bool)
         self._advance.lower(self.params, prefill.out_info, stopped, np.int32(0), np.bool_(False)).compile()
@@ -344,6 +378,6 @@ def snapshot_of(cache: KVCache) -> States:
     return jax.tree.map(jnp.copy, states_of(cache))  # the cache is donated to the next program
 
 
-def _shapes(given: Inputs) -> Any:
+def _shapes(given: Inputs, slots: int | None) -> Any:
     leaves, treedef = jax.tree.flatten(given)
-    return treedef, tuple(np.shape(leaf) for leaf in leaves)
+    return treedef, tuple(np.shape(leaf) for leaf in leaves), slots

@@ -56,15 +56,14 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else length
 
 
-def batches(prompts: Sequence[TokenIds], size: int, width: int | None = None) -> Iterator[PromptBatch]:
+def batches(prompts: Sequence[TokenIds], size: int) -> Iterator[PromptBatch]:
     """Yield full batches of ``size`` prompts, in order and of one shape, so that one compilation serves all.
 
     Args:
         prompts: Token ids.
         size: Prompts per batch; the last batch repeats its prompts to fill up.
-        width: Of every batch; by default that of the longest prompt.
     """
-    width = max(map(len, prompts), default=0) if width is None else width
+    width = max(map(len, prompts), default=0)
     for start in range(0, len(prompts), size):
         real = prompts[start : start + size]
         yield PromptBatch(*right_padded([real[i % len(real)] for i in range(size)], width), len(real))

@@ -14,6 +14,7 @@ a program costs 3 microseconds per array there, because the weights have displac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -130,11 +131,11 @@ class SteppedExecutor(FusedExecutor):
 
     decode = Executor.decode
 
-    def _compile(self, given):
+    def _compile(self, given, slots):
         constraints, sampling = self._constraints(given.sampling, len(given.prompt))
         for stand_in in self.stand_ins() if any(constraints) else (None,):
             others = tuple(None if one is None else stand_in for one in constraints)
-            Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)))
+            Executor._compile(self, given._replace(sampling=sampling._replace(constraints=others)), slots)
 
     def stand_ins(self) -> tuple[AnyText, ...]:
         """Return constraints to compile with: any, or for steps of three programs those with every `Plan`, which are
@@ -155,16 +156,25 @@ class SteppedExecutor(FusedExecutor):
         return (Plan.TREE, Plan.FORCED, Plan.JOINED) if joined else (Plan.TREE, Plan.FORCED)
 
     def prefill(self, prompt, lengths, sampling, slots=None):
-        constraints, sampling = self._constraints(sampling, len(lengths))
-        given = self._placed((prompt, lengths, sampling))
-        decode = self._prefill(self.params, *given, slots=slots, extra=self._first_masks(constraints))
-        return SteppedState(decode, constraints)
+        return self._begun(partial(self._prefill, slots=slots), sampling, *self._placed((prompt, lengths)))
 
     def extend(self, state, text, lengths, sampling):
-        constraints, sampling = self._constraints(sampling, len(lengths))
-        given = self._placed((text, lengths, sampling))
+        return self._begun(self._extend, sampling, state.decode, *self._placed((text, lengths)))
+
+    def start(self, beginning, sampling):
+        return self._begun(self._start, sampling, beginning)
+
+    def _begun(self, verb: Callable[..., DecodeState], sampling: SamplingParams, *given: Any) -> SteppedState:
+        """Choose the first roots by a verb of the engine, under the constraints."""
+        constraints, sampling = self._constraints(sampling, len(jax.tree.leaves(given)[0]))
         extra = self._first_masks(constraints)
-        return SteppedState(self._extend(self.params, state.decode, *given, extra=extra), constraints)
+        return SteppedState(verb(self.params, *given, self._placed(sampling), extra=extra), constraints)
+
+    def parted(self, state):
+        return state.decode, list(state.constraints)
+
+    def joined(self, arrays, constraints):
+        return SteppedState(arrays, tuple(constraints))
 
     def rewind(self, state, lengths, counts=None, states=()):
         return state._replace(decode=super().rewind(state.decode, lengths, counts, states))

@@ -23,7 +23,7 @@ class Generation:
         emitted_per_step: tokens emitted by each step, root included; they sum to ``new_tokens``. Files name them
             ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the root.
         new_tokens: number of generated tokens.
-        wall_time: seconds of the prompt's whole batch, prefill included, compilation excluded.
+        wall_time: seconds from the prompt's prefill to its end, in a batch with others, compilation excluded.
         finish_reason: "eos", "stop" (a stop string), "length" (the limit), "context" (the context is full) or
             "grammar" (its parser gave up, or no token continues the text); None in files without it.
         logprobs: natural log-probability of each of ``output_ids`` under the base alone, before penalties, temperature

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import hydrajax
 from helpers.outputs import read_answers, write_lines
-from hydrajax.cli.generate import Totals
+from hydrajax.cli.generate import ProgressLine, Totals
 from hydrajax.cli.screen import DRAFTED, write_marked
 from hydrajax.text.answers import Generation
 from hydrajax.text.tokenizer import decode_text
@@ -155,12 +155,18 @@ def test_nothing_is_compiled_while_the_clock_runs(base):
     assert all(result.wall_time > 0 for result in results)
 
 
-def test_seconds_of_a_batch_count_once():
-    totals = Totals()
-    for row in range(4):
-        totals.add(generation([1, 2, 3], [2, 1]), first_of_batch=row % 2 == 0)
-    assert (totals.prompts, totals.tokens, totals.steps, totals.seconds) == (4, 12, 8, 2.0)
-    assert totals.summary() == "12 tokens in 8 steps, tokens_per_step 1.50 (τ), 6.0 tokens/s"
+def test_totals_count_the_seconds_of_decoding_alone(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    progress, totals = ProgressLine(2), Totals()
+    for status in ("compiling", "decoding", "decoding", "compiling", "decoding"):
+        progress.status(status)
+    progress.hide()
+    for _ in range(2):
+        totals.add(generation([1, 2, 3], [2, 1]), progress.seconds)
+    assert (totals.prompts, totals.tokens, totals.steps) == (2, 6, 4)
+    assert totals.summary() == f"6 tokens in 4 steps, tokens_per_step 1.50 (τ), {6 / totals.seconds:.1f} tokens/s"
+    assert 0 < totals.seconds < next(clock)
     assert Totals().summary() == "0 tokens in 0 steps, tokens_per_step 0.00 (τ), 0.0 tokens/s"
 
 

@@ -73,6 +73,8 @@ def texts(m: LanguageModel) -> list[str | None]:
     assert_type(m.generate("Once", tree="chain-2", draft="lookup"), Generation)
     messages = [{"role": "user", "content": "hi"}]
     assert_type(m.generate(["Once", [1, 2], messages], rule="exact", temperature=[0.2, 1.0, 0]), list[Generation])
+    assert_type(m.generate("Once", n=4, temperature=1.0), list[Generation])
+    assert_type(m.generate(["Once"], n=4, tree="root"), list[Generation])
     assert_type(m.stream("Once", rule="exact", top_p=0.9), Stream)
     assert_type(m.chat(template="plain"), Chat)
     assert_type(m.decode(hydrajax.make_decode_fn(m, tree="chain-2")(m.params, *m.encode(["a"]))), list[str])
