@@ -268,7 +268,7 @@ def test_decode_functions_and_other_executors_refuse_a_grammar(m):
 def program(base, m, capsys, monkeypatch):
     """``program(*argv)`` runs `hydrajax generate` in this process on the base, which is loaded and compiled already."""
     monkeypatch.setenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    monkeypatch.setattr("hydrajax.cli.generate.load_from", lambda args, on_status: m)
+    monkeypatch.setattr("hydrajax.cli.options.load_from", lambda args, on_status: m)
 
     common = ("--base", base, "--draft", "lookup", "--tree", "chain-3", "--prompt", "the tree")
     return partial(commands.run, main, capsys, "generate", *common, "--max-new-tokens", NEW)
