@@ -12,7 +12,6 @@ from operator import attrgetter
 
 import common
 
-from hydrajax.bench.report.records import family_of
 from hydrajax.trees import TreeTopology, presets
 
 FULL = {"count": 256, "calibration": 512, "timed": 8, "prompt_tokens": 64, "new_tokens": 64, "repeats": 11}
@@ -43,7 +42,7 @@ def run(args) -> None:
 
 def candidates(setup: common.Setup, heads: str, sizes: list[int]) -> Trees:
     grown = setup.grown_trees(heads, sizes)
-    trees = {(family_of(tree.size), name): tree for name, tree in grown.items()}
+    trees = {("searched" if tree.size > 1 else "root", name): tree for name, tree in grown.items()}
     depth = setup.heads[heads].drafter.spec.depth
     trees |= {("chain", f"chain-{d}"): presets.chain(d) for d in range(1, depth + 1)}
     return trees | {("released", common.RELEASED): setup.released(heads)}

@@ -70,6 +70,21 @@ def _order(path: Path, result: Result) -> tuple:
 # --- tables of kinds that only the scripts in this folder write -------------------------------------------------------
 
 
+def _quality(rows: list[dict]) -> Table:
+    def interval(row: dict, prefix: str, sign: str) -> str:
+        low, high = row[f"{prefix}low"], row[f"{prefix}high"]
+        return "" if low is None else f"{low:{sign}.2f} to {high:{sign}.2f}"
+
+    cells = []
+    for row in rows:
+        line = [row["set"], row["metric"], row["rule"], row["name"], row["questions"]]
+        line += [f"{row['score']:.2f}", interval(row, "", "")]
+        line += [f"{row['difference']:+.2f}", interval(row, "difference_", "+")]
+        cells.append([*line, f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}x", EQUAL[row["equal"]]])
+    columns = ("metric", "rule", "", "questions", "score", "95%", "difference", "95%", "τ", "speed-up", "equal output")
+    return ("set", *columns), cells
+
+
 def _acceptance(rows: list[dict]) -> Table:
     cells = []
     for row in rows:
@@ -139,7 +154,7 @@ def _curve(rows: list[dict]) -> Table:
 
 
 TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto, "curve": _curve}
-TABLES |= {"program": _program, "tpu_program": _tpu_program}
+TABLES |= {"program": _program, "tpu_program": _tpu_program, "quality": _quality}
 
 
 if __name__ == "__main__":

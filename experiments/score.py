@@ -22,7 +22,9 @@ from rich.table import Table
 
 from hydrajax.bench.questions import sets
 from hydrajax.bench.questions.answer_files import SETTINGS, AnswerFiles
-from hydrajax.bench.report.records import of_evaluate
+from hydrajax.bench.questions.summary import OVERALL
+from hydrajax.bench.report.records import of_evaluate, records
+from hydrajax.bench.report.results import RECORDS
 from hydrajax.cli import run_command
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         scores = {"name": name, "settings": score.identity(), "metrics": score.metrics, "results": as_dicts(found)}
         with WholeFile(folder / "summary.json", "answers") as file:
             summary |= {"scores": scores}
-            file.write_json(summary | of_evaluate(summary))
+            file.write_json(summary | with_scores(summary))
     show(scores, summary["results"], baseline, len(questions))
 
 
@@ -98,6 +100,37 @@ def decoder(tokenizer: Any):
     line_end = tokenizer.encode("\n", add_special_tokens=False)
     before = len(decode_text(tokenizer, line_end))
     return lambda ids: decode_text(tokenizer, [*line_end, *ids])[before:]
+
+
+def with_scores(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the records of evaluate's report with those of its scores."""
+    title = f"scores of answers to {report['arguments']['set']}"
+    scored = records("evaluate", report, ("quality", title, quality_rows(report)))
+    return {RECORDS: of_evaluate(report)[RECORDS] + scored[RECORDS]}
+
+
+def quality_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the scores over all questions, shares times 100, for the table of their kind in `paper_report`."""
+    arguments, scores = report["arguments"], report["scores"]
+    rows = []
+    for name, categories in scores["results"].items():
+        speed = {field: report["results"][name][OVERALL][field] for field in ("tokens_per_step", "speedup", "equal")}
+        for metric, figures in categories.get(OVERALL, {}).items():
+            scale = scores["metrics"][metric]
+            score = {
+                "score" if field == "mean" else field: value if field == "questions" or value is None else value * scale
+                for field, value in figures.items()
+            }
+            labels = {"set": Path(arguments["set"]).name, "metric": metric, "rule": _rule(arguments), "name": name}
+            rows.append(labels | score | speed)
+    return rows
+
+
+def _rule(arguments: Mapping[str, Any]) -> str:
+    """The acceptance rule with its parameters: ``typical, epsilon 0.1``."""
+    names = ("epsilon", "alpha", "temperature", "top_k", "top_p", "min_p")
+    given = [f"{name} {arguments[name]:g}" for name in names if arguments.get(name) is not None]
+    return ", ".join([arguments["rule"], *given])
 
 
 def as_dicts(found: Mapping) -> dict:

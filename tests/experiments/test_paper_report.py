@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from paper_figures import draw, front
 from paper_report import TABLES, write_paper_report
+from score import quality_rows
 
-from helpers.report_examples import ROWS, result, write_to
+from helpers.report_examples import RATE, ROWS, result, write_to
 from helpers.scripts import EXPERIMENTS
 from hydrajax.bench.report.drawing import save_png
 from hydrajax.bench.report.outputs import find_results
@@ -15,12 +16,28 @@ def test_tables_hold_the_rows():
     for kind, row in {
         "acceptance": "medusa, typical, epsilon 0.2, 3.00, 2.000",
         "overhead": "hydra_pp, 1.2, 0.6, 1.4, 20, 18",
+        "quality": "gsm8k, exact match, greedy, hydra, 20, 31.50, 20.00 to 40.00, -1.50, -3.00 to +0.50, 2.50, 1.27x, "
+        "yes",
         "pareto": "amphista, shared, 8, 0.5, 2.20, 310, 190 to 210, 1.27x, yes, 0.80, 1.10x",
         "program": "hydra++, 8, 512, 64, 627, 19.5, 24.00, 12.00, 2.000, 2 (403 MB), 34, no",
     }.items():
         columns, cells = TABLES[kind](ROWS[kind])
         assert row in [", ".join(map(str, line)) for line in cells]
         assert {len(line) for line in (columns, *cells)} == {row.count(", ") + 1}
+
+
+def test_scores_over_all_questions_give_quality():
+    """Shares times 100."""
+    figures = {"questions": 3, "mean": 0.25, "low": 0.0, "high": 0.5, "difference": -0.01}
+    figures |= {"difference_low": None, "difference_high": None}
+    arguments = {"set": "some/HumanEval.jsonl.gz", "rule": "typical", "epsilon": 0.1, "temperature": None}
+    results = {"hydra": {"overall": {"questions": 3, **RATE, "equal": None}}}
+    scores = {"metrics": {"pass@1": 100}, "results": {"hydra": {"code": {}, "overall": {"pass@1": figures}}}}
+    assert quality_rows({"arguments": arguments, "results": results, "scores": scores}) == [
+        {"set": "HumanEval.jsonl.gz", "metric": "pass@1", "rule": "typical, epsilon 0.1", "name": "hydra"}
+        | {"questions": 3, "score": 25.0, "low": 0.0, "high": 50.0, "difference": -1.0}
+        | {"difference_low": None, "difference_high": None, "tokens_per_step": 2.5, "speedup": 1.27, "equal": None}
+    ]
 
 
 # Some of the numbers that each picture shows.

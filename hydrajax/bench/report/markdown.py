@@ -75,10 +75,6 @@ def _escaped(text: str) -> str:
     return re.sub(r"\](?=[(\[:])", r"]\\", text.replace("\\", "\\\\").replace("<", "&lt;"))
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def _code(text: str) -> str:
     return re.sub(r"\s", " ", text).replace("`", "'")
 
@@ -125,21 +121,6 @@ def _categories(rows: list[dict]) -> Table:
     return ("category", "questions", *names, "equal output"), cells
 
 
-def _quality(rows: list[dict]) -> Table:
-    def interval(row: dict, prefix: str, sign: str) -> str:
-        low, high = row[f"{prefix}low"], row[f"{prefix}high"]
-        return "" if low is None else f"{low:{sign}.2f} to {high:{sign}.2f}"
-
-    cells = []
-    for row in rows:
-        line = [row["set"], row["metric"], row["rule"], row["name"], row["questions"]]
-        line += [f"{row['score']:.2f}", interval(row, "", "")]
-        line += [f"{row['difference']:+.2f}", interval(row, "difference_", "+")]
-        cells.append([*line, f"{row['tokens_per_step']:.2f}", f"{row['speedup']:.2f}x", EQUAL[row["equal"]]])
-    columns = ("metric", "rule", "", "questions", "score", "95%", "difference", "95%", "τ", "speed-up", "equal output")
-    return ("set", *columns), cells
-
-
 def _accuracy(rows: list[dict]) -> Table:
     tops, found = sorted(distinct(rows, "top")), {}
     for row in rows:
@@ -173,6 +154,6 @@ def _prediction(rows: list[dict]) -> Table:
 
 
 TABLES: dict[str, MakeTable] = {
-    "speed": _speed, "trees": _trees, "categories": _categories, "quality": _quality, "accuracy": _accuracy,
-    "steps": _steps, "prediction": _prediction,
+    "speed": _speed, "trees": _trees, "categories": _categories, "accuracy": _accuracy, "steps": _steps,
+    "prediction": _prediction,
 }  # fmt: skip

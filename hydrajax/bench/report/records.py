@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hydrajax.bench.questions.summary import OVERALL
 from hydrajax.bench.report.results import FORMAT, KINDS, RECORDS, Result
 
 Rows = list[dict[str, Any]]
@@ -57,7 +56,7 @@ def of_tree_search(provenance: Mapping[str, Any]) -> dict[str, Any]:
         static = row["expected_tokens_per_step"] is not None
         rows.append(
             {"drafter": drafter, "batch": batch, "expected": row["expected_tokens_per_step"]}
-            | {"family": family_of(row["nodes"]) if static else "dynamic"}
+            | {"family": "dynamic" if not static else "searched" if row["nodes"] > 1 else "root"}
             | {"name": f"T_{row['nodes']}" if static else row["name"]}
             | {name: row[name] for name in ("nodes", "tokens_per_step", "tokens_per_second", "low", "high", "speedup")}
         )
@@ -70,39 +69,14 @@ def family_of(nodes: int) -> str:
 
 
 def of_evaluate(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the records of ``hydrajax evaluate``, and of ``scores`` that were added to its report."""
-    name, fields = report["arguments"]["set"], [*KINDS["categories"]][2:]
+    """Return the records of ``hydrajax evaluate``."""
+    fields = [*KINDS["categories"]][2:]
     rows = [
         {"name": contender, "category": category} | {field: figures[field] for field in fields}
         for contender, categories in report["results"].items()
         for category, figures in categories.items()
     ]
-    tables = ("categories", f"answers to {name}", rows), ("quality", f"scores of answers to {name}", _scored(report))
-    return records("evaluate", report, *tables)
-
-
-def _scored(report: Mapping[str, Any]) -> Rows:
-    """Scores over all questions; empty if nothing was scored."""
-    arguments, scores = report["arguments"], report.get("scores", {"results": {}})
-    rows = []
-    for name, categories in scores["results"].items():
-        speed = {field: report["results"][name][OVERALL][field] for field in ("tokens_per_step", "speedup", "equal")}
-        for metric, figures in categories.get(OVERALL, {}).items():
-            scale = scores["metrics"][metric]
-            score = {
-                "score" if field == "mean" else field: value if field == "questions" or value is None else value * scale
-                for field, value in figures.items()
-            }
-            labels = {"set": Path(arguments["set"]).name, "metric": metric, "rule": _rule(arguments), "name": name}
-            rows.append(labels | score | speed)
-    return rows
-
-
-def _rule(arguments: Mapping[str, Any]) -> str:
-    """The acceptance rule with its parameters: ``typical, epsilon 0.1``."""
-    names = ("epsilon", "alpha", "temperature", "top_k", "top_p", "min_p")
-    given = [f"{name} {arguments[name]:g}" for name in names if arguments.get(name) is not None]
-    return ", ".join([arguments["rule"], *given])
+    return records("evaluate", report, ("categories", f"answers to {report['arguments']['set']}", rows))
 
 
 def of_roofline(report: Mapping[str, Any]) -> dict[str, Any]:

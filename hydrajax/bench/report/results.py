@@ -21,7 +21,6 @@ RECORDS = "hydrajax_results"  # the field of such objects in the JSON of command
 MAX_CHARACTERS, MAX_ROWS, MAX_DEPTH = 1000, 1000, 8  # of a text, a file, the settings
 FIELDS = {"kind": TEXT, "source": TEXT, "title": TEXT, "rows": list_of(OBJECT), "command": TEXT}
 FIELDS |= {"machine": OBJECT, "settings": OBJECT, "remarks": list_of(TEXT)}
-INTERVALS = (("low", "high"), ("difference_low", "difference_high"))
 
 _RATE = {"tokens_per_step": NUMBER, "tokens_per_second": NUMBER, "low": or_null(NUMBER), "high": or_null(NUMBER)}
 _RATE |= {"speedup": NUMBER}
@@ -36,12 +35,6 @@ KINDS: dict[str, dict[str, Kind]] = {
     | {"expected": or_null(NUMBER), **_RATE},
     # Decode configurations by category of question (hydra table 2).
     "categories": {"name": TEXT, "category": TEXT, "questions": WHOLE, **_RATE, "equal": or_null(BOOL)},
-    # Scores of answers by rule and configuration (amphista table 3), shares times 100. difference: to the base alone,
-    # question by question.
-    "quality": {"set": TEXT, "metric": TEXT, "rule": TEXT, "name": TEXT, "questions": WHOLE, "score": NUMBER}
-    | {"low": or_null(NUMBER), "high": or_null(NUMBER), "difference": NUMBER}
-    | {"difference_low": or_null(NUMBER), "difference_high": or_null(NUMBER)}
-    | {"tokens_per_step": NUMBER, "speedup": NUMBER, "equal": or_null(BOOL)},
     # Share of positions at which the ``top`` likeliest tokens of a head (from 0) include the true one (amphista
     # figure 1).
     "accuracy": {"drafter": TEXT, "head": WHOLE, "top": WHOLE, "accuracy": NUMBER},
@@ -127,6 +120,5 @@ def check(content: Mapping[str, Any], where: str) -> None:
         raise HydrajaxError(f"{where}: rows: got {len(content['rows'])}, expected 1 to {MAX_ROWS}")
     for number, row in enumerate(content["rows"]):
         checked(row, KINDS.get(content["kind"], {}), f"{where}: rows[{number}]")
-        for low, high in INTERVALS:
-            if (row.get(low) is None) != (row.get(high) is None):
-                raise HydrajaxError(f"{where}: rows[{number}]: {low} and {high} must both be numbers or both be null")
+        if (row.get("low") is None) != (row.get("high") is None):
+            raise HydrajaxError(f"{where}: rows[{number}]: low and high must both be numbers or both be null")

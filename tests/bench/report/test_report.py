@@ -22,7 +22,6 @@ TABLES = {
     "speed": "hydra / tree, 1, 64, 2.50, 311, 190 to 210, 1.27x, **no**",
     "trees": "hydra, 1, searched, T_8, 8, 2.60, 2.50, 400, 190 to 210, 1.27x",
     "categories": "qa, 10, 1.00x (τ 2.50), 1.90x (τ 2.50), yes",
-    "quality": "gsm8k, exact match, greedy, hydra, 20, 31.50, 20.00 to 40.00, -1.50, -3.00 to +0.50, 2.50, 1.27x, yes",
     "accuracy": "hydra, 2, 20.0%, 60.0%",
     "steps": "chain-2, 1, 3, 2, 3, 2.5, 0.25, 0.125, 0.0625, 1.50",
     "prediction": "1, 512, 64, 3.3, 3, +10%, 9, 10, -10%",
@@ -185,26 +184,6 @@ def test_evaluate_gives_categories_and_roofline_predictions(tmp_path):
     by_kind = {found.kind: found.rows for _, found in find_results(tmp_path)[0]}
     assert by_kind["prediction"] == [cell]
     assert by_kind["categories"] == [{"name": "hydra", "category": "qa", "questions": 3, **RATE, "equal": True}]
-
-
-def test_evaluate_with_scores_gives_quality(tmp_path):
-    """Over all questions, shares times 100; without scores, categories only."""
-    figures = {"questions": 3, "mean": 0.25, "low": 0.0, "high": 0.5, "difference": -0.01}
-    figures |= {"difference_low": None, "difference_high": None}
-    arguments = {"set": "some/HumanEval.jsonl.gz", "rule": "typical", "epsilon": 0.1, "temperature": None}
-    overall = {"questions": 3, **RATE, "equal": None}
-    content = {"machine": {}, "arguments": arguments, "results": {"hydra": {"overall": overall}}}
-    scores = {"metrics": {"pass@1": 100}, "results": {"hydra": {"code": {}, "overall": {"pass@1": figures}}}}
-    write(tmp_path / "a" / "summary.json", records.of_evaluate(content | {"scores": scores}))
-    without = {"metrics": {}, "results": {"hydra": {}}}
-    write(tmp_path / "b" / "summary.json", records.of_evaluate(content | {"scores": without}))
-    results, _ = find_results(tmp_path)
-    assert [found.kind for _, found in results] == ["categories", "quality", "categories"]
-    assert results[1][1].rows == [
-        {"set": "HumanEval.jsonl.gz", "metric": "pass@1", "rule": "typical, epsilon 0.1", "name": "hydra"}
-        | {"questions": 3, "score": 25.0, "low": 0.0, "high": 50.0, "difference": -1.0}
-        | {"difference_low": None, "difference_high": None, "tokens_per_step": 2.5, "speedup": 1.27, "equal": None}
-    ]
 
 
 def test_training_runs_of_one_folder_are_one_result(tmp_path):
