@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> None:
     remarks = [cores(executor, prompts[0])]
 
     # Count outcomes with the widest fan-out, then time the parts.
-    wide = executor.with_fan_out(FanOut.uniform(args.depth, args.ranks))
+    wide = executor.with_fan_out(FanOut((args.ranks,) * (args.depth + 1)))
     counted = joined(recorded(wide, prompts, 1)).outcomes()
     outcomes = Outcomes.counted(counted)
-    fan_outs = {0: FanOut.none(args.depth)} | {total: outcomes.best(total) for total in args.fan_outs}
+    fan_outs = {0: FanOut((0,) * (args.depth + 1))} | {total: outcomes.best(total) for total in args.fan_outs}
     fan_outs = {fan_out.total: fan_out for fan_out in fan_outs.values()}
     rows = []
     with CONSOLE.status("contest"):
@@ -180,7 +180,7 @@ def extrapolation(exponent: float) -> tuple[list[dict], list[str]]:
                 outcomes = Outcomes.power_law(depth, acceptance, exponent, ranks=256)
                 costs = functools.partial(times, name, depth)
                 ahead = best(costs, outcomes, BUDGETS, within=WITHIN)
-                turn = predict(costs(0), outcomes, FanOut.none(depth))
+                turn = predict(costs(0), outcomes, FanOut((0,) * (depth + 1)))
                 found.append((depth, ahead, turn))
                 grid.append(
                     {"draft": name, "acceptance": acceptance, "depth": depth, "fan_out": list(ahead.fan_out.counts)}

@@ -78,13 +78,13 @@ def measure(args, pair: Pair, m: LanguageModel, prompts, drafting: Worker, whole
     program = pair.program(m)
     two_processes = functools.partial(TwoProcesses, program, BaseSide(m, program), drafting)
     with CONSOLE.status("outcomes"):
-        wide = two_processes(FanOut.uniform(args.depth, args.ranks))
+        wide = two_processes(FanOut((args.ranks,) * (args.depth + 1)))
         for prompt, lengths, _ in batches(prompts, 1):
             wide.decode(prompt, lengths)
     counted = wide.record().outcomes()
     outcomes = Outcomes.counted(counted)
     fan_outs = {fan_out.total: fan_out for fan_out in map(outcomes.best, args.fan_outs) if fan_out.total}
-    ahead = {0: two_processes(FanOut.none(args.depth))}
+    ahead = {0: two_processes(FanOut((0,) * (args.depth + 1)))}
     ahead |= {total: two_processes(fan_out) for total, fan_out in fan_outs.items()}
     named = {f"ahead, {total} outcomes" if total else "in turn": each for total, each in ahead.items()}
     with CONSOLE.status("") as line:

@@ -31,11 +31,7 @@ NOT_WITH_SERVER = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     positive = options.positive
     group = parser.add_argument_group("a server (docs/certify_servers.md)")
-    group.add_argument(
-        "--server",
-        metavar="URL",
-        help="certify this OpenAI-compatible server, not a base and a draft",
-    )
+    group.add_argument("--server", metavar="URL", help="certify this OpenAI-compatible server, not a base and a draft")
     group.add_argument(
         "--reference", metavar="URL", help="compare with this server, the same one without speculation (or --base)"
     )

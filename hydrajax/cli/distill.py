@@ -52,10 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(group, "--data")
     group.add_argument("--held-out", action="store_true", help="take the config's held-out data, not the rest")
     group.add_argument(
-        "--count",
-        metavar="N",
-        type=positive,
-        help=f"first N seeds (default all conversations, or {CUTS} beginnings)",
+        "--count", metavar="N", type=positive, help=f"first N seeds (default all conversations, or {CUTS} beginnings)"
     )
     group.add_argument(
         "--prompt-tokens", metavar="N", type=positive, help=f"length of a beginning (default {CUT_TOKENS})"

@@ -59,11 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = f"sweep subtrees of the tree's first N nodes (default {sizes} and the tree; the tree if it is dynamic)"
     options.add(parser, "--tree-sizes", help=text)
     parser.add_argument(
-        "--context",
-        metavar="S,S,...",
-        type=options.positives,
-        default=[1024],
-        help="tokens of context (default 1024)",
+        "--context", metavar="S,S,...", type=options.positives, default=[1024], help="tokens of context (default 1024)"
     )
     parser.add_argument(
         "--dtype", choices=list(api.DTYPES), default="bfloat16", help="dtype of weights and cache (default %(default)s)"

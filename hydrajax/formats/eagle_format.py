@@ -259,10 +259,7 @@ def check(heads: EagleDrafter, base: LlamaConfig) -> None:
 
 def about(heads: EagleDrafter) -> interface.About:
     c: LlamaConfig = heads.config
-    rows = {
-        "draft": f"one layer, up to {heads.depth} tokens ahead",
-        "width, vocabulary": f"{c.width}, {c.vocab_size}",
-    }
+    rows = {"draft": f"one layer, up to {heads.depth} tokens ahead", "width, vocabulary": f"{c.width}, {c.vocab_size}"}
     if heads.vocabulary is not None or isinstance(heads, Eagle3):
         rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     if not isinstance(heads, Eagle3):

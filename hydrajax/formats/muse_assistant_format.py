@@ -10,12 +10,7 @@ from __future__ import annotations
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.families.config_fields import rope_parameters
 from hydrajax.formats.block_parts import SLIDING, BlockFormat, block_size_of, mask_of, read_layers
-from hydrajax.formats.interface import (
-    CONFIG,
-    MOST,
-    cannot_write,
-    integer,
-)
+from hydrajax.formats.interface import CONFIG, MOST, cannot_write, integer
 
 ASSISTANT = "muse_glimmer_assistant"
 ASSISTANT_DEFAULTS = {  # transformers'

@@ -36,16 +36,6 @@ class FanOut:
             )
 
     @classmethod
-    def none(cls, depth: int) -> FanOut:
-        """Return the fan-out with an empty speculation cache."""
-        return cls((0,) * (depth + 1))
-
-    @classmethod
-    def uniform(cls, depth: int, count: int) -> FanOut:
-        """Return ``count`` guesses at every accept length."""
-        return cls((count,) * (depth + 1))
-
-    @classmethod
     def from_budget(cls, depth: int, budget: int = DEFAULT_BUDGET) -> FanOut:
         """Return ``budget`` outcomes, for an acceptance rate of 2/3 and `power_law` with exponent 1."""
         if not 0 <= budget <= MOST_OUTCOMES:

@@ -174,14 +174,7 @@ class SplitExecutor(Executor):
         return self.recorded(prompt, lengths, rng, limits, rule, processors)[0]
 
     def recorded(
-        self,
-        prompt,
-        lengths=None,
-        rng=None,
-        limits=None,
-        rule=None,
-        processors=None,
-        watch: Watch = lambda *_: None,
+        self, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None, watch: Watch = lambda *_: None
     ) -> tuple[DecodeResult, SpeculationRecord]:
         """Like `decode`; also return the hits and misses of the speculation cache. ``watch``: see `advance`."""
         given, room = self._settled(prompt, lengths, rng, limits, rule, processors), self.program.max_new_tokens

@@ -55,8 +55,7 @@ def list_of(kind: Kind, length: int | None = None) -> Kind:
 
 def object_of(kind: Kind) -> Kind:
     return Kind(
-        f"an object of {kind.many}",
-        lambda value: isinstance(value, dict) and all(map(kind.holds, value.values())),
+        f"an object of {kind.many}", lambda value: isinstance(value, dict) and all(map(kind.holds, value.values()))
     )
 
 

@@ -63,12 +63,7 @@ class TrainCheckpoints:
     """
 
     def __init__(
-        self,
-        directory: str | Path,
-        *,
-        keep: int,
-        higher_is_better: bool,
-        meta_fields: Mapping[str, Kind] | None = None,
+        self, directory: str | Path, *, keep: int, higher_is_better: bool, meta_fields: Mapping[str, Kind] | None = None
     ):
         self.directory = Path(os.path.abspath(directory))
         self._saving: int | None = None

@@ -35,14 +35,7 @@ from hydrajax.train.metrics import NoMetrics, TrainMetrics
 from hydrajax.train.optimizer import learning_rates, optimizer_of
 from hydrajax.train.run_config import TrainConfig, check_alone_steps
 from hydrajax.train.several_processes import anywhere, main_does, or_end, same_everywhere, to_host
-from hydrajax.train.train_step import (
-    Loss,
-    abstract_state,
-    batch_placer,
-    init_state,
-    make_train_step,
-    state_shardings,
-)
+from hydrajax.train.train_step import Loss, abstract_state, batch_placer, init_state, make_train_step, state_shardings
 
 HostBatch = dict[str, np.ndarray]
 

@@ -63,7 +63,7 @@ def test_simulated_rounds_agree_with_the_closed_form():
 
 def test_limits():
     always = Outcomes(np.array([[0.5], [0.5]]), np.zeros(2))
-    everything, none = FanOut((1, 1)), FanOut.none(1)
+    everything, none = FanOut((1, 1)), FanOut((0, 0))
     hit = predict(TIMES, always, everything)
     assert hit.seconds == max(10.0 + 0.5, 9.0) + 0.5  # all of the drafting is hidden
     assert hit.hidden == 1
@@ -111,4 +111,4 @@ def test_refusals():
     one = np.array([[0.5]]), np.zeros(1)
     assert_refused(Outcomes, (*one, "outcomes: got a sum of 0.5, expected probabilities that sum to 1"))
     assert_refused(Outcomes.counted, (np.zeros((2, 3)), "outcomes: got no counts"))
-    assert_refused(SOME.hit_rate, (FanOut.none(4), "fan_out: got a chain of 4, expected 2"))
+    assert_refused(SOME.hit_rate, (FanOut((0,) * 5), "fan_out: got a chain of 4, expected 2"))

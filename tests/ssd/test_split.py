@@ -202,10 +202,8 @@ def test_the_outcomes_of_a_fan_out():
     assert (fan_out.total, fan_out.depth) == (3, 2)
     assert fan_out.accept_lengths.tolist() == [0, 0, 2]
     assert fan_out.ranks.tolist() == [0, 1, 0]
-    assert FanOut.none(2).total == 0
-    assert FanOut.uniform(2, 3) == FanOut((3, 3, 3))
     assert FanOut.from_budget(4).total == 12
-    assert FanOut.from_budget(3, 0) == FanOut.none(3)
+    assert FanOut.from_budget(3, 0) == FanOut((0, 0, 0, 0))
 
 
 def test_no_other_fan_out_of_the_same_size_is_likelier():

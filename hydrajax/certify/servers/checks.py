@@ -36,9 +36,7 @@ class ServerCheck:
 
 
 def certify_server(
-    sides: Sides,
-    contents: Sequence[tuple[Content, bool]],
-    on_status: Callable[[str], None] = lambda status: None,
+    sides: Sides, contents: Sequence[tuple[Content, bool]], on_status: Callable[[str], None] = lambda status: None
 ) -> Iterator[ServerCheck]:
     """Yield every check as soon as it is complete.
 
@@ -75,10 +73,7 @@ def certify_server(
         ("several choices", lambda: several_choices(sides, few)),
     ]
     if chats:
-        rest += [
-            ("structured output", lambda: structured_output(sides)),
-            ("tool calls", lambda: tool_calls(sides)),
-        ]
+        rest += [("structured output", lambda: structured_output(sides)), ("tool calls", lambda: tool_calls(sides))]
     for name, check in rest:
         on_status(name)
         yield _check(name, check())

@@ -11,10 +11,7 @@ Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def in_parallel(
-    function: Callable[[Item], Result],
-    items: Sequence[Item],
-    workers: int,
-    on_done: Callable[[], None] = lambda: None,
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int, on_done: Callable[[], None] = lambda: None
 ) -> list[Result]:
     """Return ``function(item)`` of all items, at most ``workers`` at once; raise the first error.
 

@@ -95,11 +95,7 @@ class Sides:
     """Ask both sides. Answers of the reference are kept, as many checks ask the same question."""
 
     def __init__(
-        self,
-        server: Client,
-        reference: Reference,
-        settings: Settings,
-        on_answer: Callable[[], None] = lambda: None,
+        self, server: Client, reference: Reference, settings: Settings, on_answer: Callable[[], None] = lambda: None
     ):
         self.server, self.reference, self.settings = server, reference, settings
         self.requests = 0  # to the server
@@ -196,13 +192,7 @@ class Compared:
         return None
 
     def add(
-        self,
-        sides: Sides,
-        question: Question,
-        served: Outcome,
-        expected: Sequence[Outcome],
-        number: int,
-        setting: str,
+        self, sides: Sides, question: Question, served: Outcome, expected: Sequence[Outcome], number: int, setting: str
     ) -> None:
         """Compare an answer with the expected one of this number; the others tell texts of other requests."""
         wanted = expected[number]

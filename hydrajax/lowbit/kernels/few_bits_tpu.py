@@ -46,12 +46,7 @@ def divisor(size: int, unit: int, most: int) -> int:
 
 
 def matmul_int8(
-    x: Float[Array, "R D"],
-    values: Int8[Array, "parts D F"],
-    scale: Float[Array, "parts F"],
-    dtype,
-    *,
-    interpret=False,
+    x: Float[Array, "R D"], values: Int8[Array, "parts D F"], scale: Float[Array, "parts F"], dtype, *, interpret=False
 ) -> Float[Array, "parts R F"]:
     """Return the products of x with each part of a kernel ``values * scale``."""
     rows, (parts, depth, width) = len(x), values.shape
@@ -65,10 +60,7 @@ def matmul_int8(
             pl.BlockSpec((2, ROWS, depth), lambda tile: (0, tile, 0)),
             pl.BlockSpec((ROWS, 1), lambda tile: (tile, 0)),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((2, padded, depth), jnp.int8),
-            jax.ShapeDtypeStruct((padded, 1), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct((2, padded, depth), jnp.int8), jax.ShapeDtypeStruct((padded, 1), jnp.float32)],
         interpret=interpret,
         name=NAMES["digits"],
     )(x)

@@ -36,13 +36,7 @@ HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
 
 
 def hidden_states(
-    config: TrainConfig,
-    spec: DrafterSpec,
-    model: BaseModel,
-    base_params: Any,
-    rows: Rows,
-    mesh,
-    console: Console,
+    config: TrainConfig, spec: DrafterSpec, model: BaseModel, base_params: Any, rows: Rows, mesh, console: Console
 ) -> dict[str, np.ndarray]:
     """Return the base's outputs for the training sequences, from the cache or computed and stored there.
 

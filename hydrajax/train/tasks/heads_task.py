@@ -30,14 +30,7 @@ from hydrajax.models.init import abstract_base
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import run_base
 from hydrajax.sharding import distribute, jit_on, replicated, tree_shardings
-from hydrajax.train.block_loss import (
-    Anchors,
-    block_loss,
-    block_targets,
-    block_totals,
-    check_objective,
-    draw_anchors,
-)
+from hydrajax.train.block_loss import Anchors, block_loss, block_targets, block_totals, check_objective, draw_anchors
 from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
