@@ -75,11 +75,6 @@ def seed(text: str) -> int:
     return _integer(text, 0, 2**SEED_BITS - 1)
 
 
-def alternatives(text: str) -> int:
-    """Parse the number of top log-probabilities: 0 to 20, as in OpenAI's API."""
-    return _integer(text, 0, 20)
-
-
 def _integer(text: str, least: int, most: int | None) -> int:
     try:
         value = integer_in(text)

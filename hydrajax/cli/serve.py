@@ -10,97 +10,48 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from socket import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hydrajax.cli import options
 from hydrajax.cli.screen import status
 from hydrajax.cli.signals import Terminated
-from hydrajax.decoding.keywords import RULES
 
 if TYPE_CHECKING:
     from hydrajax.serve import Server
+
+
+# The flags by group, with their metavars; "" for those without a value. Their texts are those of `ServerOptions`.
+FLAGS = {
+    "API": {
+        "host": "ADDRESS", "port": "PORT", "api_key": "KEY", "cors": "ORIGIN", "any_model": "", "name": "NAME",
+        "also": "DRAFT[@TREE]", "timeout": "S", "grace": "S", "max_body": "BYTES", "max_connections": "N", "quiet": "",
+    },
+    "defaults of requests": {"template": "NAME", "max_new_tokens": "N", "temperature": "T", "rule": "NAME"},
+    "batch": {
+        "slots": "B", "queue": "N", "chunk": "N", "max_prompt": "N", "cache_memory": "MB", "prefix_reuse": "",
+        "penalties": "", "top_logprobs": "K", "warm_up": "",
+    },
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     from hydrajax.serve import ServerOptions
 
     options.add_model_arguments(parser, apart=True, corpus=True)
-    default, positive, integer = "(default %(default)s)", options.positive, options.integer
-    parser.add_argument("--template", metavar="NAME", help=f"use a chat template, see chat {default}")
-    web = parser.add_argument_group("API")
-    web.add_argument("--host", help=f"listen on this address {default}")
-    web.add_argument("--port", type=integer, help=f"listen on this port, 0 for a free one {default}")
-    web.add_argument(
-        "--api-key", metavar="KEY", help="require this key below /v1 (default: $HYDRAJAX_API_KEY, or no key)"
-    )
-    web.add_argument(
-        "--cors",
-        metavar="ORIGIN",
-        action="append",
-        help="let web pages of this origin ask the server, such as https://example.org, or * for all; repeatable",
-    )
-    web.add_argument("--any-model", action="store_true", help="answer requests for unknown models (default: 404)")
-    web.add_argument("--name", help=f"name the model for clients {default}")
-    web.add_argument(
-        "--also",
-        metavar="DRAFT[@TREE]",
-        action="append",
-        help="also serve the base with another draft, or with none, as model NAME:DRAFT[@TREE]; repeatable",
-    )
-    seconds = "(default %(default)g)"
-    web.add_argument("--timeout", metavar="S", type=positive, help=f"cut answers off after S seconds {seconds}")
-    web.add_argument("--grace", metavar="S", type=integer, help=f"finish answers for S seconds at shutdown {seconds}")
-    web.add_argument("--max-body", metavar="BYTES", type=positive, help=f"limit request bodies to BYTES {default}")
-    web.add_argument(
-        "--max-connections",
-        metavar="N",
-        type=positive,
-        help=f"keep at most N connections open, and at most half of the free file descriptors {default}",
-    )
-    web.add_argument("--quiet", action="store_true", help="log warnings only")
-    requests = parser.add_argument_group("defaults of requests")
-    requests.add_argument("--max-new-tokens", metavar="N", type=positive, help=f"limit of tokens {default}")
-    requests.add_argument("--temperature", metavar="T", type=float, help=f"temperature, 0 is greedy {default}")
-    requests.add_argument(
-        "--rule",
-        metavar="NAME",
-        choices=list(RULES),
-        help=f"accept drafts by this rule, whose parameters are fields of requests: %(choices)s {default}",
-    )
-    batch = parser.add_argument_group("batch")
-    batch.add_argument("--slots", metavar="B", type=positive, help=f"run up to B sequences at once {default}")
-    batch.add_argument("--queue", metavar="N", type=integer, help=f"let up to N requests wait {default}")
-    batch.add_argument("--chunk", metavar="N", type=positive, help=f"prefill prompts in chunks of N tokens {default}")
-    batch.add_argument(
-        "--max-prompt", metavar="N", type=positive, help="limit prompts to N tokens (default: the context)"
-    )
-    batch.add_argument(
-        "--cache-memory",
-        metavar="MB",
-        type=positive,
-        help="limit the KV caches of all models together to MB megabytes, prefix cache included (default: all slots "
-        "with full context, and as much for the prefix cache)",
-    )
-    batch.add_argument("--no-prefix-reuse", dest="prefix_reuse", action="store_false", help="turn the prefix cache off")
-    batch.add_argument(
-        "--penalties",
-        action=argparse.BooleanOptionalAction,
-        help="support penalties and min_tokens, for 5 bytes per sequence and token of the vocabulary (default: on)",
-    )
-    batch.add_argument(
-        "--top-logprobs",
-        metavar="K",
-        type=options.alternatives,
-        help=f"support log-probabilities of the K most likely tokens, up to 20 {default}",
-    )
-    batch.add_argument(
-        "--no-warm-up",
-        dest="warm_up",
-        action="store_false",
-        help="compile at first use only (default: all programs, while the server answers)",
-    )
-    defaults = {name: field.default for name, field in ServerOptions.model_fields.items()}
-    parser.set_defaults(**defaults | {"quiet": False})
+    for title, metavars in FLAGS.items():
+        group = parser.add_argument_group(title)
+        for name, metavar in metavars.items():
+            field = ServerOptions.model_fields[name]
+            default = False if name == "quiet" else field.default
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction if default else "store_true"}
+            text = " ".join(field.description.replace("`", "").split()).rstrip(".")
+            if metavar:
+                number = float if name == "temperature" else options.integer
+                kind = str if "str" in str(field.annotation) else number
+                how = {"metavar": metavar, "type": kind} | ({"action": "append"} if default == [] else {})
+                if default not in (None, []):
+                    text += f" (default {f'{default:g}' if isinstance(default, float) else default})"
+            group.add_argument(f"--{name.replace('_', '-')}", default=default, help=text[0].lower() + text[1:], **how)
 
 
 def run(args: argparse.Namespace) -> int:

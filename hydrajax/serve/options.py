@@ -20,65 +20,68 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 class ServerOptions(BaseModel):
-    """The options of `hydrajax.serve.Server`, which are those of ``hydrajax serve``.
+    """The options of `hydrajax.serve.Server`, which are those of ``hydrajax serve``; their texts are its help."""
 
-    Attributes:
-        name: of the model for clients.
-        also: further models, which share the base. A list of ``"DRAFT[@TREE]"`` names them ``NAME:DRAFT[@TREE]``; the
-            values of a mapping from names are such texts, or models made by `hydrajax.LanguageModel.with_draft`.
-        template: chat template, as in `hydrajax.LanguageModel.chat`.
-        host, port: address to listen on; port 0 takes a free one.
-        api_key: required below ``/v1``; by default ``$HYDRAJAX_API_KEY``, or none.
-        cors: origins of web pages that browsers let ask the server, ``"*"`` for all.
-        any_model: answer requests for unknown models with the first one.
-        max_new_tokens, temperature: defaults of requests.
-        rule: name of the acceptance rule of all requests, whose parameters are fields of requests.
-        slots: sequences that run at once, of each model.
-        queue: requests that may wait, of each model.
-        chunk: prompt tokens per prefill chunk.
-        max_prompt: longest prompt in tokens, None for the context.
-        cache_memory: megabytes of the KV caches of all models together, prefix cache included; by default enough for
-            all slots with the full context, and as much again for the prefix cache.
-        prefix_reuse: keep a prefix cache.
-        penalties: support penalties and ``min_tokens``, for 5 bytes per sequence and token of the vocabulary.
-        top_logprobs: support log-probabilities of this number of most likely tokens.
-        warm_up: compile all programs while the server answers; otherwise each at its first use.
-        timeout, body_timeout, write_timeout: seconds to answer, to receive a body, and to send one event.
-        grace: seconds to finish answers at the end.
-        max_body: bytes of a request body.
-        max_connections: open connections, at most half of the free file descriptors.
-        quiet: log warnings only, not each request (logger ``uvicorn.access``). The command's default is False.
-    """
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    name: str = "hydrajax"
-    also: list[str] | dict[str, Any] = []
-    template: str = "auto"
     host: str = "127.0.0.1"
+    """Listen on this address."""
     port: int = Field(8000, ge=0, le=65535)
+    """Listen on this port, 0 for a free one."""
     api_key: str | None = None
+    """Require this key below /v1 (default: $HYDRAJAX_API_KEY, or no key)."""
     cors: list[str] = []
+    """Let web pages of this origin ask the server, such as https://example.org, or * for all; repeatable."""
+    name: str = "hydrajax"
+    """Name the model for clients."""
+    also: list[str] | dict[str, Any] = []
+    """Also serve the base with another draft, or with none, as model NAME:DRAFT[@TREE]; repeatable. In Python also a
+    mapping from names to such texts, or to models made by `hydrajax.LanguageModel.with_draft`."""
     any_model: bool = False
-    max_new_tokens: Positive = 256
-    temperature: float = Field(0.0, ge=0)
-    rule: str = "exact"
-    slots: Positive = 8
-    queue: int = Field(64, ge=0)
-    chunk: Positive = 256
-    max_prompt: Positive | None = None
-    cache_memory: Positive | None = None
-    prefix_reuse: bool = True
-    penalties: bool = True
-    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
-    warm_up: bool = True
+    """Answer requests for unknown models with the first one (default: 404)."""
     timeout: Seconds = 600.0
+    """Cut answers off after this many seconds."""
     body_timeout: Seconds = 30.0
+    """Wait this many seconds for a request's body."""
     write_timeout: Seconds = 60.0
+    """Wait this many seconds for a client to take one event."""
     grace: float = Field(30.0, ge=0)
+    """Finish answers for this many seconds at shutdown."""
     max_body: Positive = 4 << 20
+    """Limit request bodies to this many bytes."""
     max_connections: Positive = 1000
+    """Keep at most this many connections open, and at most half of the free file descriptors."""
     quiet: bool = True
+    """Log warnings only, not each request (logger ``uvicorn.access``). The command's default is False."""
+    template: str = "auto"
+    """Use a chat template, as in `hydrajax.LanguageModel.chat`."""
+    max_new_tokens: Positive = 256
+    """Generate at most this many tokens, unless a request has a limit."""
+    temperature: float = Field(0.0, ge=0)
+    """Sample at this temperature, unless a request has one; 0 is greedy."""
+    rule: str = "exact"
+    """Accept drafts by this rule, whose parameters are fields of requests."""
+    slots: Positive = 8
+    """Run up to this many sequences of a model at once."""
+    queue: int = Field(64, ge=0)
+    """Let up to this many requests of a model wait."""
+    chunk: Positive = 256
+    """Prefill prompts in chunks of this many tokens."""
+    max_prompt: Positive | None = None
+    """Limit prompts to this many tokens (default: the context)."""
+    cache_memory: Positive | None = None
+    """Limit the KV caches of all models together to this many megabytes, prefix cache included (default: all slots with
+    full context, and as much for the prefix cache)."""
+    prefix_reuse: bool = True
+    """Keep a prefix cache."""
+    penalties: bool = True
+    """Support penalties and min_tokens, for 5 bytes per sequence and token of the vocabulary."""
+    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
+    """Support log-probabilities of this many most likely tokens, up to 20."""
+    warm_up: bool = True
+    """Compile all programs while the server answers; otherwise each at its first use."""
 
     @classmethod
     def checked(cls, options: Mapping[str, Any]) -> ServerOptions:
