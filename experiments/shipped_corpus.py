@@ -87,7 +87,7 @@ def installed_name(name: str) -> str:
     return "packages/" + name.split("/", 2)[2] if name.startswith("packages/") else name
 
 
-def without_near_duplicates(files: Iterable[corpus.SourceFile]) -> Iterator[corpus.SourceFile]:
+def without_near_duplicates(files: Iterable[corpus.Text]) -> Iterator[corpus.Text]:
     """Yield the files that are not near-duplicates of earlier ones."""
     seen: set[int] = set()
     for file in files:

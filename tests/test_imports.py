@@ -74,7 +74,6 @@ SATELLITES = {
     "cli": ("lowbit", "grammar", "ssd", "bench", "certify", "train", "serve"),
     "__main__": ("cli",),
     "train.__main__": ("train", "cli"),
-    "train.distill.__main__": ("train", "cli"),
 }
 PARTS = (*CORE, *SATELLITES)
 

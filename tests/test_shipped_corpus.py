@@ -4,7 +4,7 @@ from email.message import Message
 
 from helpers.scripts import EXPERIMENTS, module
 from hydrajax import assets
-from hydrajax.train.data.corpus import SourceFile
+from hydrajax.train.data.corpus import Text
 
 shipped_corpus = module(EXPERIMENTS / "shipped_corpus.py")
 
@@ -54,7 +54,7 @@ def test_held_out_files_have_their_installed_names():
 
 def test_near_duplicates_are_left_out():
     def file(name, numbers):
-        return SourceFile(name, "".join(f"value_{n} = {n}\n" for n in numbers))
+        return Text(name, "".join(f"value_{n} = {n}\n" for n in numbers))
 
     first, mostly_the_same, half_new = file("a", range(40)), file("b", range(5, 45)), file("c", range(25, 100))
     kept = shipped_corpus.without_near_duplicates([first, mostly_the_same, half_new, first])

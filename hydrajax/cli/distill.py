@@ -1,7 +1,4 @@
-"""``hydrajax distill``: generate training text for draft heads with the base itself.
-
-``python -m hydrajax.train.distill`` is the same command.
-"""
+"""``hydrajax distill``: generate training text for draft heads with the base itself."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli.options import add, add_model_arguments, draft_of, positive, tree_from
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.errors import HydrajaxError
@@ -23,7 +19,6 @@ if TYPE_CHECKING:
     from hydrajax.train.distill.seeds import Seeds
     from hydrajax.train.run_config import TrainConfig
 
-PROG = "python -m hydrajax.train.distill"
 CUTS, CUT_TOKENS = 2000, 64  # default number and length of beginnings
 NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 
@@ -206,7 +201,3 @@ def report(result: DialogueResult, seeds: Seeds, file: RecordFile, context: int)
     if result.refused:
         where, reason = result.refused[0]
         print(f"ended early by a refused prompt: {len(result.refused)} {what}; the first: {where}: {reason}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(PROG, COMMANDS["distill"], add_arguments, run, argv)

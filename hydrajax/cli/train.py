@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 from hydrajax import processes
 from hydrajax.cli import COMMANDS, run_command
@@ -18,6 +21,7 @@ from hydrajax.cli.options import positive
 from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
 from hydrajax.locking import in_use
+from hydrajax.train.data.packing import Document
 from hydrajax.train.run_config import TrainConfig, load_config, recipes
 
 PROG = "python -m hydrajax.train"
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         preview(config, args.preview, console)
         return 0
     from hydrajax.sharding import make_mesh
-    from hydrajax.train.several_processes import main_does, or_end
+    from hydrajax.train.several_processes import or_end
     from hydrajax.train.tasks.from_config import make_task
     from hydrajax.train.train_loop import train
 
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise HydrajaxError(f"output: cannot make the directory {output}: {error.strerror}") from None
     with ExitStack() as held:
-        main_does(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
+        processes.from_main(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
         with or_end():
             return train(config, make_task(config, mesh, console), mesh, console)
 
@@ -84,13 +88,33 @@ def start_devices(config: TrainConfig) -> None:
 def preview(config: TrainConfig, count: int, console: Console) -> None:
     """Print the first training documents with their targets marked."""
     from hydrajax.train.data import dataset
-    from hydrajax.train.data.preview import preview as marked
     from hydrajax.train.tasks.from_config import tokenizer_of
 
     found = dataset.documents(config.data, tokenizer_of(config), config.seed, console.print)
     for document in found.train[:count]:
         console.rule()
         console.print(marked(document, found.tokenizer, color=console.is_terminal))
+
+
+def runs(document: Document, tokenizer: Any) -> list[tuple[str, bool]]:
+    """The text split where targets begin and end: ``(text, is a target)``, special tokens included."""
+    pairs = zip(document.ids.tolist(), document.targets.tolist(), strict=True)
+    groups = [([token for token, _ in group], target) for target, group in groupby(pairs, key=lambda pair: pair[1])]
+    # All tokens up to a run's end are decoded, because decoders drop a leading space.
+    texts, ids, before = [], [], ""
+    for group, target in groups:
+        ids += group
+        after = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        texts.append((after[len(before) :], target))
+        before = after
+    return texts
+
+
+def marked(document: Document, tokenizer: Any, color: bool = True) -> Text:
+    """Return the text for a rich console, with targets bold and green; without ``color`` in ⟦brackets⟧."""
+    if color:
+        return Text.assemble(*((text, "bold green" if target else "dim") for text, target in runs(document, tokenizer)))
+    return Text("".join(f"⟦{text}⟧" if target else text for text, target in runs(document, tokenizer)))
 
 
 def main(argv: list[str] | None = None) -> int:

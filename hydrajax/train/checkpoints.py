@@ -28,9 +28,9 @@ from orbax.checkpoint import v1 as ocp
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.files import checksums, size_and_checksum, sync_all
 from hydrajax.models.layout import named_leaves
-from hydrajax.processes import is_main
+from hydrajax.processes import from_main, is_main
 from hydrajax.text.records import FLOAT, INTEGER, OBJECT, TEXT, Kind, checked, list_of, object_of, or_null, read_record
-from hydrajax.train.several_processes import anywhere, main_does
+from hydrajax.train.several_processes import anywhere
 
 WHAT = "checkpoint"
 RECORD = "hydrajax.json"
@@ -78,7 +78,7 @@ class TrainCheckpoints:
         context.asynchronous.post_finalization_callback = lambda: self._write_record()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            main_does(self._remove_unfinished)
+            from_main(self._remove_unfinished)
             self._checkpointer = ocp.training.Checkpointer(
                 self.directory,
                 context=context,
@@ -286,7 +286,7 @@ class TrainCheckpoints:
     def _set_damaged_aside(self) -> None:
         """Rename damaged checkpoints, so that they do not count among the newest ones; nothing is deleted."""
         if self._damaged:
-            main_does(self._rename_damaged)
+            from_main(self._rename_damaged)
             self._damaged.clear()
             self._checkpointer.reload()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile, sync
 from hydrajax.text.jsonl import file_content, json_lines
 from hydrajax.text.records import INTEGER, TEXT, checked
-from hydrajax.train.tensorboard import TensorBoardWriter
 
 FILE = "metrics.jsonl"
 FIELDS = {"step": INTEGER, "kind": TEXT}  # of every line
@@ -100,6 +101,43 @@ class TrainMetrics:
             yield
         except OSError as error:
             raise HydrajaxError(f"output: cannot write {self._path}: {error.strerror}") from None
+
+
+class TensorBoardWriter:
+    """Write scalars to a new TensorBoard file in ``directory``. Methods raise `OSError` if it cannot be written.
+
+    Only tensorboardX's file format is used: its writer has a queue and a thread, which dies with a traceback on a full
+    disk and leaves the run waiting for the queue.
+
+    Attributes:
+        first_step: TensorBoard hides this and later steps of older files in the directory.
+    """
+
+    def __init__(self, directory: Path, first_step: int):
+        from tensorboardX import RecordWriter  # slow to import
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
+        self._file = RecordWriter(str(directory / name))
+        self._write(file_version="brain.Event:2")
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, name: str, value: float, step: int) -> None:
+        from tensorboardX.summary import scalar
+
+        self._write(step=step, summary=scalar(name, value))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._file.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class NoMetrics:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from hydrajax.errors import HydrajaxError, one_line
-from hydrajax.processes import LOST, is_main
+from hydrajax.errors import one_line
+from hydrajax.processes import LOST
 
 
 @contextmanager
@@ -47,18 +47,6 @@ def same_everywhere(digest: bytes) -> bool:
         return True
     found = multihost_utils.process_allgather(np.frombuffer(digest, np.uint8))
     return bool((found == found[0]).all())
-
-
-def main_does(work: Callable[[], None]) -> None:
-    """Run ``work`` in the main process while the others wait. If it raises `HydrajaxError`, every process does."""
-    error = None
-    if is_main():
-        try:
-            work()
-        except HydrajaxError as raised:
-            error = raised
-    if anywhere(error is not None):
-        raise error or HydrajaxError("process 0 failed; see its message")
 
 
 def to_host(tree: Any) -> Any:

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from hydrajax.bench.roofline.devices import device_of
 from hydrajax.errors import HydrajaxError
-from hydrajax.processes import is_main
+from hydrajax.processes import from_main, is_main
 from hydrajax.sharding import laid_out, replicated
 from hydrajax.text.records import OBJECT
 from hydrajax.train.checkpoints import TrainCheckpoints
@@ -34,7 +34,7 @@ from hydrajax.train.losses import IGNORED
 from hydrajax.train.metrics import NoMetrics, TrainMetrics
 from hydrajax.train.optimizer import learning_rates, optimizer_of
 from hydrajax.train.run_config import TrainConfig, check_alone_steps
-from hydrajax.train.several_processes import anywhere, main_does, or_end, same_everywhere, to_host
+from hydrajax.train.several_processes import anywhere, or_end, same_everywhere, to_host
 from hydrajax.train.train_step import Loss, abstract_state, batch_placer, init_state, make_train_step, state_shardings
 
 HostBatch = dict[str, np.ndarray]
@@ -184,7 +184,7 @@ def train(config: TrainConfig, task: Task, mesh: Mesh, console: Console) -> int:
                     return 128 + (interrupts.number or signal.SIGTERM)  # without a signal here, another process had it
             checkpoints.wait()
     params = to_host(state.params)
-    main_does(lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True))
+    from_main(lambda: console.print(f"finished {steps} steps: {task.export(output, params)}", soft_wrap=True))
     return 0
 
 

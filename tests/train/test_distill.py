@@ -14,7 +14,7 @@ import hydrajax
 from helpers.refusals import assert_refused
 from helpers.runs import refused
 from hydrajax.bench.uncached_forward import all_logits
-from hydrajax.cli import distill as command
+from hydrajax.cli import main
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.locking import in_use
@@ -37,6 +37,10 @@ SEEDS = [
     Seed("talks.jsonl", 6, turns=("of a tree of heads",)),
 ]
 TURNS = {(number, turn) for number, seed in enumerate(SEEDS) for turn in range(len(seed.turns))}
+
+
+def distill(argv: list[str]) -> int:
+    return main(["distill", *argv])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,7 +235,7 @@ def test_the_program_continues_text_and_refuses_to_mix_runs(program, config_file
     common = ("--prompt-tokens", 8, "--new-tokens", 6, "--batch-size", 4, "--output", output)
 
     def run(*arguments, **changes):
-        return program("--config", config_file(**changes), *common, *arguments, main=command.main)
+        return program("--config", config_file(**changes), *common, *arguments, main=distill)
 
     result = run("--count", 5)
     assert result.code == 0, result.err
@@ -274,11 +278,11 @@ def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(RecordFile, "add", interrupted)
-    result = program(*common, *drafted, main=command.main)
+    result = program(*common, *drafted, main=distill)
     assert result.code == 130
     assert f"2 records are kept in {output}; repeat the command to resume\n" in result.err
     monkeypatch.setattr(RecordFile, "add", add)
-    result = program(*common, *drafted, main=command.main)
+    result = program(*common, *drafted, main=distill)
     assert result.code == 0, result.err
     assert f"{output} has {len(TURNS)} records of 5 conversations" in result.out
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -290,7 +294,7 @@ def test_the_program_answers_conversations_and_says_what_ctrl_c_leaves(
     talks.write_text(2 * (json.dumps(record) + "\n"))
     data = {"files": [str(talks)], "format": "messages", "template": "plain", "length": 32, "held_out": 0.0}
     other = ("--output", tmp_path / "other.jsonl", "--new-tokens", 6, "--batch-size", 2, "--temperatures", "0")
-    result = program("--config", config_file(data=data), *other, main=command.main)
+    result = program("--config", config_file(data=data), *other, main=distill)
     assert result.code == 0, result.err
     assert "other.jsonl has 2 records of 2 conversations" in result.out
 
@@ -315,14 +319,13 @@ def test_refused_on_the_command_line(program, config_file, tmp_path):
     output = tmp_path / "out.jsonl"
     common = ("--config", config_file(), "--output", output, "--new-tokens", 6)
     for arguments, message in REFUSED:
-        assert message in refused(program(*common, *arguments, main=command.main))
+        assert message in refused(program(*common, *arguments, main=distill))
     assert not output.exists()
 
 
-def test_both_programs_start_as_modules(monkeypatch, capsys):
+def test_training_starts_as_a_module(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program", "--no-such-flag"])
-    for module in ("hydrajax.train", "hydrajax.train.distill"):
-        with pytest.raises(SystemExit) as end:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        assert end.value.code == 2
-        assert f"see python -m {module} --help" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("hydrajax.train", run_name="__main__", alter_sys=True)
+    assert end.value.code == 2
+    assert "see python -m hydrajax.train --help" in capsys.readouterr().err

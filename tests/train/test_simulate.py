@@ -16,7 +16,7 @@ from hydrajax.drafters.ranks import head_ranks
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import run_base
 from hydrajax.train.losses import IGNORED
-from hydrajax.train.simulate import Tally
+from hydrajax.train.tasks.heads_task import Tally
 from hydrajax.trees import presets
 from hydrajax.trees.static_tree import TreeTopology
 

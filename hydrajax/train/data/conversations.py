@@ -48,7 +48,7 @@ class Conversation(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A text file; ``name`` is its path."""
+    """A text; ``name`` is its path."""
 
     name: str
     text: str

@@ -6,11 +6,11 @@ import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.train.data.conversations import Text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -18,15 +18,10 @@ END_OF_TEXT = "<|endoftext|>"
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 
 
-class SourceFile(NamedTuple):
-    """``name`` is the path in the library's folder, with forward slashes."""
-
-    name: str
-    text: str
-
-
-def standard_library(max_chars: int, folder: str | Path | None = None, seed: int = 0) -> list[SourceFile]:
+def standard_library(max_chars: int, folder: str | Path | None = None, seed: int = 0) -> list[Text]:
     """Read Python files of the standard library in an order shuffled by ``seed``, up to ``max_chars`` in total.
+
+    Names are paths in the library's folder, with forward slashes.
 
     ``folder`` replaces the running Python's library. Raises `HydrajaxError` if it has no source files (a zipped or
     frozen Python).
@@ -42,7 +37,7 @@ def standard_library(max_chars: int, folder: str | Path | None = None, seed: int
     return files
 
 
-def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int) -> Iterator[SourceFile]:
+def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int) -> Iterator[Text]:
     """Read files in ``folder`` in an order shuffled by ``seed`` until the next one would exceed ``max_chars`` in total.
 
     Files that are empty or not readable as UTF-8 are left out.
@@ -57,7 +52,7 @@ def as_many_as_fit(names: Sequence[str], folder: Path, max_chars: int, seed: int
         if total > max_chars:
             return
         if text:
-            yield SourceFile(names[index], text)
+            yield Text(names[index], text)
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int):

@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from hydrajax.bench.trees.simulation import accepted_lengths, runs, walk
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.trainable import TeacherForced, Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
@@ -35,7 +36,6 @@ from hydrajax.train.data.dataset import Dataset
 from hydrajax.train.flops import drafter_forward_flops, forward_flops
 from hydrajax.train.losses import IGNORED, HeadMetrics, Objective, draft_loss, head_counts
 from hydrajax.train.run_config import DraftConfig, TrainConfig
-from hydrajax.train.simulate import Tally
 from hydrajax.train.train_step import Batch, Loss, batch_placer
 from hydrajax.trees import TreeTopology, presets
 from hydrajax.trees.dynamic import static
@@ -73,7 +73,7 @@ class HeadsLoss(Loss):
         return loss, self.reported(parts)
 
     def ranks(self, params, frozen, batch: Batch, depth: int):
-        """Return the ranks for `hydrajax.train.simulate.Tally`, for guesses up to ``depth`` tokens ahead."""
+        """Return the ranks for `Tally`, for guesses up to ``depth`` tokens ahead."""
         base, aux_hidden_states, _ = self.run_base(frozen, batch)
         params = optax.tree.cast(params, self.model.dtype)
         return self.drafter.ranks(params, aux_hidden_states, batch, base, self.objective.chunk_tokens, depth)
@@ -131,6 +131,41 @@ def make_loss(model: BaseModel, drafter: Trainable, objective: Objective) -> Hea
         if value := getattr(objective, name):
             raise HydrajaxError(f"objective.{name}: got {value}, expected 0 for {type(drafter).__name__}")
     return HeadsLoss(model, cast(TeacherForced, drafter), objective)
+
+
+class Tally:
+    """Sums over batches of head ranks: simulated tokens per step over the targets, and accuracies per head."""
+
+    def __init__(self, tree: TreeTopology, num_draft_heads: int, top_k: int):
+        self._tree, self._top_k = tree, top_k
+        self._tokens = self._steps = 0
+        self._hits = np.zeros((top_k, num_draft_heads), int)
+        self._counts = np.zeros(num_draft_heads, int)
+
+    def add(
+        self,
+        ranks: Int[np.ndarray, "K B T"],
+        labels: Int[np.ndarray, "B T"],
+        segments: Int[np.ndarray, "B T"] | None = None,
+    ) -> None:
+        num_draft_heads, batch, length = ranks.shape
+        owner = np.ones_like(labels) if segments is None else segments
+        for k in range(num_draft_heads):
+            shift = k + 2
+            counted = (labels[:, shift:] != IGNORED) & (owner[:, shift:] == owner[:, :-shift])
+            found = ranks[k, :, : length - shift][counted]
+            self._counts[k] += found.size
+            self._hits[:, k] += (found[None] < np.arange(1, self._top_k + 1)[:, None]).sum(axis=1)
+        accepted = accepted_lengths(self._tree, ranks)
+        for index in range(batch):
+            for start, end in runs(labels[index] != IGNORED, owner[index]):
+                self._tokens += end - start
+                self._steps += len(walk(accepted[index], start, end))
+
+    def report(self) -> dict[str, Any]:
+        """Return ``tokens_per_step``, and ``top1``, ``top2``, ... as lists over heads."""
+        rates = {f"top{k}": (hits / np.maximum(self._counts, 1)).tolist() for k, hits in enumerate(self._hits, start=1)}
+        return {"tokens_per_step": self._tokens / max(self._steps, 1)} | rates
 
 
 class HeadsTask:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from helpers.refusals import assert_refused
+from hydrajax.cli.train import marked
 from hydrajax.text.templates import VICUNA_SYSTEM
 from hydrajax.train.data.conversations import Conversation, DialogueTurn
 from hydrajax.train.data.encode import encode_conversations
 from hydrajax.train.data.packing import Document
-from hydrajax.train.data.preview import preview
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -258,9 +258,9 @@ def test_a_preview_marks_the_targets(tokenizer):
     document = encode_conversation(tokenizer, conversation(*turns, *turns), "plain")
     expected = f"<s>{question}\n⟦{answer}</s>⟧{question}\n⟦{answer}</s>⟧"
     unmarked = expected.replace("⟦", "").replace("⟧", "")
-    assert preview(document, tokenizer, color=False).plain == expected
-    assert preview(Document(document.ids, document.targets & False), tokenizer, color=False).plain == unmarked
-    colored = preview(document, tokenizer)
+    assert marked(document, tokenizer, color=False).plain == expected
+    assert marked(Document(document.ids, document.targets & False), tokenizer, color=False).plain == unmarked
+    colored = marked(document, tokenizer)
     assert colored.plain == unmarked
     targets = [colored.plain[span.start : span.end] for span in colored.spans if "green" in str(span.style)]
     assert targets == [f"{answer}</s>"] * 2
@@ -270,4 +270,4 @@ def test_a_preview_marks_the_targets(tokenizer):
             return "".join([" a", " b", " c"][token] for token in ids).removeprefix(" ")
 
     document = Document(np.array([0, 1, 2]), np.array([False, True, False]))
-    assert preview(document, Dropping(), color=False).plain == "a⟦ b⟧ c"
+    assert marked(document, Dropping(), color=False).plain == "a⟦ b⟧ c"

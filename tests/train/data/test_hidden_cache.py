@@ -109,5 +109,5 @@ def test_refused(program, config_file, settings, tmp_path, monkeypatch):
     assert line.startswith(f"data.hidden_cache_gb: cannot write to {output}: No space left")
     assert not (output / "hidden.json").exists()
     monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("hydrajax.train.several_processes.main_does", lambda work: work())  # without asking others
+    monkeypatch.setattr("hydrajax.processes.from_main", lambda work: work())  # without asking others
     assert refused(program("--config", config)) == "data.hidden_cache_gb: got 0.5, expected 0 with several processes"
