@@ -66,7 +66,7 @@ SATELLITES = {
     "lookahead": (),
     "grammar": (),
     "ssd": (),
-    "integrations": (),
+    "integrations": ("train",),
     "bench": ("ssd", "lowbit"),
     "certify": ("bench", "grammar"),
     "train": ("bench", "lowbit"),

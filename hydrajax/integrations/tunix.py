@@ -22,6 +22,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 from hydrajax.decoding.prompt_batch import bucket, right_padded
 from hydrajax.decoding.scoring import token_logprobs
 from hydrajax.errors import HydrajaxError
+from hydrajax.integrations.heads import HeadsInLoop
 from hydrajax.integrations.params import arrays_by_path, from_params
 from hydrajax.models.arrays import Array
 
@@ -72,6 +73,8 @@ class HydrajaxRollout(BaseRollout):
         """
         self._actor, self._tokenizer, self._tree, self._batch_size = rollout_actor, tokenizer, tree, batch_size
         self._seeds, self._temperature, self.tokens_per_step = itertools.count(), 1.0, float("nan")
+        self._heads: tuple[HeadsInLoop, int] | None = None
+        self._calls = 0
         arrays = arrays_by_path(rollout_actor)
         self.language_model = from_params(
             rollout_actor.config if config is None else config,
@@ -93,6 +96,19 @@ class HydrajaxRollout(BaseRollout):
         devices = next(iter(arrays.values())).devices()
         self._model = rollout_actor if mesh is None or devices == set(mesh.devices.flat) else nnx.Module()
         self._seen = _references(arrays)
+
+    def refresh_heads(self, every: int = 1, learning_rate: float = 1e-4, batch_size: int = 8) -> None:
+        """Train the draft's heads on the samples after every N-th `generate`, so that they follow the policy.
+
+        Args:
+            every: N.
+            learning_rate: of AdamW.
+            batch_size: texts of a step; each sample is read once.
+
+        Raises:
+            HydrajaxError: for a draft without heads.
+        """
+        self._heads = HeadsInLoop(self.language_model, learning_rate, batch_size), every
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **_: Any) -> RolloutOutput:
         """Sample a completion of each prompt.
@@ -123,6 +139,11 @@ class HydrajaxRollout(BaseRollout):
             **sampling,
         )
         self.tokens_per_step = sum(one.new_tokens for one in done) / max(sum(one.steps for one in done), 1)
+        if self._heads is not None:
+            heads, every = self._heads
+            self._calls += 1
+            if self._calls % every == 0:
+                heads.train([np.array(one.prompt_ids + one.output_ids, np.int32) for one in done], self._calls)
         kept = [len(one.output_ids) - (one.output_ids[-1:] != [] and one.output_ids[-1] in eos_ids) for one in done]
         tokens = [np.array(one.output_ids[:n], np.int32) for one, n in zip(done, kept, strict=True)]
         width = max(map(len, rows))

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.models.arrays import Array
 
 Path = tuple[str, ...]  # keys of our nested dicts
 Shape = tuple[int, ...]
@@ -28,7 +29,7 @@ ADAPTER = "adapter_model"  # PEFT's name of an adapter's weights
 class Readable(Protocol):
     """A source of tensors, such as `hydrajax.formats.tensors.TensorFiles`."""
 
-    def view(self, name: str) -> np.ndarray:
+    def view(self, name: str) -> Array:
         """Return one tensor by its name in the files, which may be read only when it is copied."""
 
 
@@ -40,14 +41,14 @@ class Parameter:
     device's part is all that is read for it.
 
     Attributes:
-        parts: views of tensors, of equal shape except along ``axis``.
+        parts: views of tensors, of equal shape except along ``axis``; JAX arrays in `hydrajax.integrations.params`.
         axis: the axis along which the parts are concatenated.
         order: the axes of the concatenation in the order of ours; by default it stays as it is. The copy keeps the
             order of the file in memory, so that rows are copied and not single numbers.
         dtype: of the numbers that are read; None for the files' own.
     """
 
-    parts: tuple[np.ndarray, ...]
+    parts: tuple[Array, ...]
     axis: int = 0
     order: tuple[int, ...] | None = None
     dtype: Any = None
