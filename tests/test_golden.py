@@ -96,9 +96,6 @@ def test_official_tree_is_the_preset(golden):
     assert read_tree(golden / "hydra_pp" / "tree_mc63.json") == presets.sparse()
 
 
-# --- hidden states and logits ---------------------------------------------------------------------------------
-
-
 def base_forward(loaded: LanguageModel, params, ids: np.ndarray):
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     return loaded.model.apply({"params": params.base}, ids, positions, causal_mask(ids.shape[1]))
@@ -161,9 +158,6 @@ def test_first_step_of_the_trace(loaded, decode, trace):
     np.testing.assert_array_equal(proposed, candidates)
     near(forward.hidden[0], trace["step0_tree_hidden"])
     near(logits[0], trace["step0_tree_logits"])
-
-
-# --- decoding -------------------------------------------------------------------------------------------------
 
 
 def test_every_step(golden, arch, tree_name, tree, loaded):

@@ -45,8 +45,6 @@ def test_a_draft_reports_rates_both_ways_and_equal_outputs(program, base, heads,
     assert "…" not in result.out  # no figure is cut off
 
 
-# --- hydrajax report --------------------------------------------------------------------------------------------------
-
 ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
 
 

@@ -78,9 +78,6 @@ def same_tensors(one: Path, other: Path, ignored: str = "(?!)") -> None:
         assert torch.equal(tensor, right[name]), name
 
 
-# --- heads ------------------------------------------------------------------------------------------------------------
-
-
 def test_medusa_heads_into_every_format_and_back(export, heads):
     """Tensors and records pass through every format, flags replace records, and an earlier export is replaced whole."""
     story = ("--data", "ShareGPT: 60k", "--recipe", "medusa.yaml, 2 epochs", "--tau", "2.41")
@@ -133,9 +130,6 @@ def test_without_torch_there_is_no_pt(export, heads, monkeypatch):
     assert {path.name for path in export(heads, "out").iterdir()} == ALWAYS | {"medusa_lm_head.safetensors"}
 
 
-# --- EAGLE ------------------------------------------------------------------------------------------------------------
-
-
 def released_eagle(folder: Path, version: int, without: str = "", **fields) -> Path:
     """A released directory of random numbers, with changed fields and without a tensor."""
     layer = LlamaConfig(96, WIDTH, 48, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8)
@@ -184,8 +178,6 @@ def test_an_adapter_merged_or_not(program, base, tmp_path):
     assert said("--base", base, "--adapter", lora, "--merge-adapter") == expected
     assert said("--base", base) != expected
 
-
-# --- int8 and the cache -----------------------------------------------------------------------------------------------
 
 # The base of conftest.py: 320 tokens, width 32, one layer, 4 heads and 2 key-value heads of 8 features, MLP of 88.
 KERNELS = [(32, 32 + 16 + 16), (32, 32), (32, 2 * 88), (88, 32), (32, 320)]

@@ -144,9 +144,6 @@ def test_a_searched_tree_is_measured_too(shipped):
     assert executors["Hydra searched tree"].program.tree.choices == ((0,), (1,))
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
-
-
 def test_held_out_files_are_those_of_this_python(shipped, tmp_path):
     (tmp_path / "heapq.py").write_text("text")
     assert list(held_out_files({"standard_library": tmp_path, "packages": tmp_path})) == [("heapq.py", "text")]

@@ -73,9 +73,6 @@ def test_compiler_options_apply_to_outermost_functions_only(monkeypatch):
     np.testing.assert_array_equal(jax.jit(lambda: decode_fn(Params(base, {}), prompt).tokens)(), alone)
 
 
-# --- TPUs -------------------------------------------------------------------------------------------------------------
-
-
 def test_each_layer_has_one_kernel():
     """Two layers, and the prefix layer."""
     assert step_of_tpu("none", "root").count("@tpu_custom_call") == 2

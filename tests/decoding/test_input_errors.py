@@ -64,9 +64,6 @@ def test_bad_prompts_are_rejected(lab):
         jax.jit(decode_fn)(params, np.zeros((2, 16), np.int32), np.ones(1, np.int32))
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
 def cast(tree):
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 

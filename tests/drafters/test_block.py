@@ -44,9 +44,6 @@ def made(tiny_model):
     return make
 
 
-# --- a block in NumPy, float64, from the published definitions --------------------------------------------------------
-
-
 def rms(x, scale, eps):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
 
@@ -109,9 +106,6 @@ def block_hidden(drafter, params, features, ids, embedding):
         gate, up = np.einsum("td,dpm->ptm", normed, array("gate_up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ array("down")
     return rms(x, np.asarray(params["norm"]["scale"], np.float64), c.norm_eps)
-
-
-# --- our code ---------------------------------------------------------------------------------------------------------
 
 
 def text(rows: int, length: int) -> np.ndarray:

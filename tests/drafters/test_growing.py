@@ -117,9 +117,6 @@ def test_a_vocabulary_of_fewer_tokens_than_candidates():
         assert not (proposal.tokens[row][parents[row] == node] >= 0).any()
 
 
-# --- sampled trees ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Watched(LmHead):
     """Record the samples for the reference computation."""

@@ -28,9 +28,6 @@ DRAFTERS = {
 PROMPTS = [[3, 1, 4, 1, 5, 3, 1, 4], [2], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9]]
 
 
-# --- reference --------------------------------------------------------------------------------------------------------
-
-
 class PlainLookahead:
     """One sequence. ``window[l][i]`` is level l at column i, ``pool[bucket]`` a list of n-grams, the oldest first."""
 
@@ -168,9 +165,6 @@ def test_the_mask_equals_the_figure_of_the_paper():
     np.testing.assert_array_equal(proposal.tree.mask[0], sees[np.ix_(in_figure, in_figure)])
     assert proposal.tokens[0, : tree.size].tolist() == [7, 4, 1, 5, 2, 6, 3]  # the latest first
     assert (drafter.spec.window_nodes, drafter.spec.reach) == (14, 6)
-
-
-# --- the pool ---------------------------------------------------------------------------------------------------------
 
 
 compiled_candidates = jax.jit(candidates)

@@ -114,9 +114,6 @@ def test_heads_are_refused_on_another_base(saved, state):
         refusal(lambda record=nonsense: check_fingerprint(record, "x", folder, "draft"), "draft: ", "another base, x")
 
 
-# --- heads that record their base ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def other_weights(base_state, tiny_checkpoint, tmp_path_factory) -> Path:
     """A fine-tune of the tiny checkpoint: its shapes, one number of its last norm doubled."""

@@ -43,9 +43,6 @@ def refused(directory, *pieces: str) -> None:
     refusal(lambda: load_llama(directory), *pieces)
 
 
-# --- what is read ---------------------------------------------------------------------------------------------
-
-
 def params_of(directory, dtype=jnp.float32):
     return load_llama(directory, dtype)[1]
 
@@ -138,9 +135,6 @@ def test_config_tokenizer_and_extra(tiny_model, tmp_path, ids, written):
     assert (config["bos_token_id"], config["eos_token_id"], config["steps"]) == (1, written, 10)
     assert Checkpoint(tmp_path / "base").eos_ids == ids
     assert (tmp_path / "base" / "tokenizer.json").exists()
-
-
-# --- exported directories appear whole or not at all, and replace only an earlier export ------------------------
 
 
 def test_earlier_export_is_replaced(tiny_model, tmp_path):

@@ -18,13 +18,10 @@ from hydrajax.models.llama_config import LlamaConfig
 CONFIG = LlamaConfig(24, 8, 20, n_layers=1, n_heads=6, n_kv_heads=2, head_dim=4, qkv_bias=True, qk_norm=True)
 NAMES = [
     *("llama", "qkv_bias", "qk_norm", "tied", "undivided"),
-    *("hydra", "prefix", "medusa", "eagle", "eagle_3", "nextn", "p_eagle", "dflash", "dspark", "native"),
+    *("hydra", "prefix", "medusa", "eagle", "speculators", "nextn", "peagle", "dflash", "deepspec", "native"),
 ]
 QUICK = ("llama", "prefix")
 MESHES = ("model8", "data2_model4")
-
-
-# --- one parameter ----------------------------------------------------------------------------------------------
 
 
 class Arrays(dict):
@@ -91,9 +88,6 @@ def test_a_file_that_was_truncated_after_it_was_opened(tmp_path, left):
     refusal(lambda: files.view("b"), "base: cannot read tensor 'b': ")
     path.unlink()
     refusal(lambda: SafetensorFiles([path], "base"), "base: no such file")
-
-
-# --- eight devices ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

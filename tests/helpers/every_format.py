@@ -38,45 +38,50 @@ from hydrajax.models.llama_config import LlamaConfig
 BASE = LlamaConfig(VOCAB, WIDTH, 6, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=2, max_positions=16)
 FAMILIES = {"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
 BASES = (*FAMILIES, "shards", "bin", "bin_shards", "medusa_2")
-HYDRA = HydraHeads(2, WIDTH, VOCAB, n_layers=2)
-HYDRA_PLUS_PLUS = dataclasses.replace(HYDRA, hidden_state_offset=1).with_prefix(BASE, 5)
-MEDUSA = MedusaHeads(2, WIDTH, VOCAB)
-EAGLE = Eagle.for_base(BASE, np.float32)
-EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(1, VOCAB, 2)))
-MIMO = MTP(BASE.replace(n_layers=1), embedding_first=False, before_final_norm=True)
-ASSISTANT = Gemma4Assistant.for_base(BASE, np.float32, AssistantSettings(layers=1))
-DFLASH = dataclasses.replace(DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
-MUSE = dataclasses.replace(DFLASH, both_ways=True, plain_logits=True)
-JETSPEC = JetSpec.for_base(BASE, np.float32, BlockSettings(1, 4))
-DSPARK = DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
-PEAGLE = PEagle.for_base(BASE, np.float32, PEagleSettings(2, 3, (0,)))
-AMPHISTA = dataclasses.replace(AmphistaHeads.for_base(BASE, np.float32), num_draft_heads=2)
-HEADS = {  # drafter, format, as .pt
-    "hydra": (HYDRA, "hydra", False),
-    "hydra_pt": (HYDRA, "hydra", True),
-    "prefix": (HYDRA_PLUS_PLUS, "hydra", False),
-    "prefix_pt": (HYDRA_PLUS_PLUS, "hydra", True),
-    "medusa": (MEDUSA, "medusa", False),
-    "medusa_pt": (MEDUSA, "medusa", True),
-    "vllm": (MEDUSA, "vllm-medusa", False),
-    "native": (HYDRA, "native", False),
-    "native_prefix": (MEDUSA.with_prefix(BASE), "native", False),
-    "native_amphista": (AMPHISTA, "native", False),
-    "eagle": (EAGLE, "eagle", False),
-    "speculators": (EAGLE_3, "speculators", False),
-    "native_eagle3": (EAGLE_3, "native", False),
-    "mimo": (MIMO, "mimo-mtp", False),
-    "nextn": (MTP.for_base(BASE, np.float32), "nextn", False),
-    "qwen_mtp": (MTP.for_base(BASE, np.float32), "qwen-mtp", False),
-    "native_mtp": (MIMO, "native", False),
-    "gemma4_assistant": (ASSISTANT, "gemma4-assistant", False),
-    "dflash": (DFLASH, "dflash", False),
-    "jetspec": (JETSPEC, "jetspec", False),
-    "muse_assistant": (MUSE, "muse-assistant", False),
-    "deepspec": (DSPARK, "deepspec", False),
-    "peagle": (PEAGLE, "p-eagle", False),
-    "native_dspark": (DSPARK, "native", False),
-}
+
+
+def heads_of(base: LlamaConfig) -> dict[str, tuple]:
+    """Return a drafter of every kind and format: the drafter, the format, and whether its file is a .pt."""
+    hydra = HydraHeads(2, base.width, base.vocab_size, n_layers=2)
+    hydra_plus_plus = dataclasses.replace(hydra, hidden_state_offset=1).with_prefix(base, 5)
+    medusa = MedusaHeads(2, base.width, base.vocab_size)
+    some = Vocabulary(range(1, base.vocab_size, 2))
+    eagle3 = dataclasses.replace(Eagle3.for_base(base, np.float32), vocabulary=some)
+    mimo = MTP(base.replace(n_layers=1), embedding_first=False, before_final_norm=True)
+    mtp = MTP.for_base(base, np.float32)
+    dflash = dataclasses.replace(DFlash.for_base(base, np.float32, BlockSettings(2, 4, (0, 1))), windows=(3, 0))
+    dspark = DSpark.for_base(base, np.float32, DSparkSettings(1, 3, (0,), markov_rank=2, markov="gated"))
+    amphista = dataclasses.replace(AmphistaHeads.for_base(base, np.float32), num_draft_heads=2)
+    assistant = Gemma4Assistant.for_base(base, np.float32, AssistantSettings(layers=1))
+    return {
+        "hydra": (hydra, "hydra", False),
+        "hydra_pt": (hydra, "hydra", True),
+        "prefix": (hydra_plus_plus, "hydra", False),
+        "prefix_pt": (hydra_plus_plus, "hydra", True),
+        "medusa": (medusa, "medusa", False),
+        "medusa_pt": (medusa, "medusa", True),
+        "vllm": (medusa, "vllm-medusa", False),
+        "native": (hydra, "native", False),
+        "native_prefix": (medusa.with_prefix(base), "native", False),
+        "native_amphista": (amphista, "native", False),
+        "eagle": (Eagle.for_base(base, np.float32), "eagle", False),
+        "speculators": (eagle3, "speculators", False),
+        "native_eagle3": (eagle3, "native", False),
+        "mimo": (mimo, "mimo-mtp", False),
+        "nextn": (mtp, "nextn", False),
+        "qwen_mtp": (mtp, "qwen-mtp", False),
+        "native_mtp": (mimo, "native", False),
+        "gemma4_assistant": (assistant, "gemma4-assistant", False),
+        "dflash": (dflash, "dflash", False),
+        "jetspec": (JetSpec.for_base(base, np.float32, BlockSettings(1, 4)), "jetspec", False),
+        "muse_assistant": (dataclasses.replace(dflash, both_ways=True, plain_logits=True), "muse-assistant", False),
+        "deepspec": (dspark, "deepspec", False),
+        "peagle": (PEagle.for_base(base, np.float32, PEagleSettings(2, 3, (0,))), "p-eagle", False),
+        "native_dspark": (dspark, "native", False),
+    }
+
+
+HEADS = heads_of(BASE)
 FORMATS = (*BASES, *HEADS)
 
 

@@ -1,6 +1,11 @@
 """A tokenizer of seventeen tokens that can write JSON and tool calls, for the base of `helpers.letters`."""
 
+import numpy as np
+
 from helpers.letters import END
+from hydrajax import assets
+from hydrajax.decoding.constraints import WORD, allowed_next
+from hydrajax.text.tokenizer import load_tokenizer
 
 PIECES = ["{", "}", '"', ":", ",", "Ġ", "Ċ", "a", "b", "0", "1"]  # Ġ and Ċ are a space and a line break
 TAG, END_TAG = "<tool_call>", "</tool_call>"
@@ -39,3 +44,23 @@ def tokenizer():
     tokens.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     tokens.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>", chat_template=HERMES)
+
+
+def shipped_tokenizer(*added: str, special: bool = False):
+    """Return the shipped base's tokenizer with further tokens."""
+    from tokenizers import AddedToken
+
+    found = load_tokenizer(assets.base())
+    found.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
+    return found
+
+
+def accepts(tokenizer, grammar, text: str, eos_ids: tuple[int, ...] = ()) -> bool:
+    """Return whether a grammar accepts a text as the tokenizer writes it, and then EOS."""
+    eos_ids = eos_ids or (tokenizer.eos_token_id,)
+    matcher = grammar.start(tokenizer, len(tokenizer), eos_ids)
+    matcher.follow(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if matcher.error is not None:
+        return False
+    word, bit = divmod(eos_ids[0], WORD)
+    return bool(allowed_next(matcher, len(tokenizer))[0, word] >> np.uint32(bit) & 1)

@@ -135,9 +135,6 @@ def randomise(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
-
-
 def save(directory: Path, state: dict, config: dict, kind: str = "safetensors") -> Path:
     """Write ``config.json`` and the tensors. kind: ``safetensors``, ``bin``, or shards of either with their index.
 

@@ -143,9 +143,6 @@ def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-# --- weights ------------------------------------------------------------------------------------------------------
-
-
 def test_tiles_hold_the_matrix():
     for shape in SHAPES:
         matrix = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)

@@ -119,7 +119,7 @@ def test_quantised_again(quantised, floats, case, quantize):
 
 
 @few_bits
-@pytest.mark.parametrize(("case", "quantize"), [("awq", "int4"), ("packed_4", "int4-128")])
+@pytest.mark.parametrize(("case", "quantize"), [("awq", "int4"), ("packed_4", "int4-128"), ("gptq_act_order", "int4")])
 def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
     """In the layers that the file has in 4 bits; the others are rounded."""
     directory, _ = quantised(case, ("lm_head", UP))
@@ -140,16 +140,6 @@ def test_four_bits_keep_the_numbers_of_the_file(quantised, case, quantize):
 def test_integers_of_4_bits_are_the_default(quantised, case):
     expected = "int4" if case in ("awq", "gptq", "packed_4") else None
     assert Checkpoint(quantised(case)[0]).weight_type == expected
-
-
-@few_bits
-def test_four_bits_keep_numbers_whose_groups_are_apart(quantised):
-    """The down projections have three groups, the other layers one."""
-    directory, _ = quantised("gptq_act_order")
-    (_, plain), (_, low) = load_llama(directory), load_llama(directory, quantize="int4")
-    assert low["layers_1"]["down"].order is not None
-    for name in ("qkv", "out", "gate_up", "down"):
-        identical(np.asarray(low["layers_1"][name].dequantized()), np.asarray(plain["layers_1"][name]))
 
 
 @few_bits

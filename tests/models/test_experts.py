@@ -115,9 +115,6 @@ def test_gradients_are_those_of_the_sum_over_all_experts(way):
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-# --- the router -------------------------------------------------------------------------------------------------------
-
-
 routed = jax.jit(route, static_argnums=1)
 
 

@@ -50,8 +50,6 @@ def test_project_in_bfloat16_sums_in_the_wanted_dtype(rows):
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=2**-7)
 
 
-# --- quantize -------------------------------------------------------------------------------------------------
-
 # Large enough that no scale is a denormal number.
 FINITE = st.floats(-1e4, 1e4, width=32).map(lambda x: x if abs(x) > 1e-30 else 0.0)
 KERNELS = arrays.arrays(np.float32, arrays.array_shapes(min_dims=2, max_dims=4, max_side=6), elements=FINITE)
@@ -111,9 +109,6 @@ def test_project_with_int8_is_the_product_with_the_dequantised_kernel(rows, dtyp
     assert in_float32.dtype == jnp.float32
     assert (np.abs(in_float32 - expected) <= 1e-6 * size).all()
     np.testing.assert_allclose(kernel.dequantized(), values.astype(np.float64) * scale, rtol=1e-6)
-
-
-# --- an int8 base ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])

@@ -4,7 +4,6 @@ Arguments: the folder for the directories and ``answer.json``; the bases besides
 exported is compared with what each device holds.
 """
 
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -13,18 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from helpers.every_format import random_like
+from helpers.every_format import heads_of, random_like
 from helpers.programs import answer
-from hydrajax.drafters.block import BlockSettings
-from hydrajax.drafters.dflash import DFlash
-from hydrajax.drafters.dspark import DSpark, DSparkSettings
-from hydrajax.drafters.eagle import Eagle
-from hydrajax.drafters.eagle3 import Eagle3
-from hydrajax.drafters.hydra import HydraHeads
-from hydrajax.drafters.medusa import MedusaHeads
-from hydrajax.drafters.mtp import MTP
-from hydrajax.drafters.peagle import PEagle, PEagleSettings
-from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.export_base import export_llama
@@ -47,23 +36,7 @@ BASES = {
     "tied": BASE.replace(tied_lm_head=True),
     "undivided": BASE.replace(vocab_size=97, mlp_width=89),  # over their widths
 }
-HYDRA = HydraHeads(2, 32, 96, n_layers=2)
-EAGLE_3 = dataclasses.replace(Eagle3.for_base(BASE, np.float32), vocabulary=Vocabulary(range(0, 96, 4)))
-HEADS = {
-    "hydra": (HYDRA, "hydra"),
-    "prefix": (HYDRA.with_prefix(BASE), "hydra"),
-    "medusa": (MedusaHeads(2, 32, 96), "medusa"),
-    "eagle": (Eagle.for_base(BASE, np.float32), "eagle"),
-    "eagle_3": (EAGLE_3, "speculators"),
-    "nextn": (MTP.for_base(BASE, np.float32), "nextn"),
-    "p_eagle": (PEagle.for_base(BASE, np.float32, PEagleSettings(2, 3, (0,))), "p-eagle"),
-    "dflash": (DFlash.for_base(BASE, np.float32, BlockSettings(2, 4, (0, 1))), "dflash"),
-    "dspark": (
-        DSpark.for_base(BASE, np.float32, DSparkSettings(1, 3, (0,), markov_rank=8, markov="gated")),
-        "deepspec",
-    ),
-    "native": (HYDRA, "native"),
-}
+HEADS = heads_of(BASE)
 MESHES = {"model8": {"model": 8}, "data2_model4": {"data": 2, "model": 4}}  # 8 devices do not share 4 key-value heads
 
 
@@ -128,7 +101,7 @@ def main(folder: Path, *names: str) -> dict:
             found["bin"] = compare(expected, load_llama(folder / "bin", place=placer(mesh))[1])
             bound, record = BoundBase(model, expected), fingerprint(folder / name)
 
-    for name, (drafter, format) in HEADS.items():
+    for name, (drafter, format, _) in HEADS.items():
         if name not in names:
             continue
         expected = random_like(jax.eval_shape(lambda drafter=drafter: drafter.init(jax.random.key(0), bound)))

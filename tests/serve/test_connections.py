@@ -7,8 +7,6 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -36,15 +34,15 @@ class App:
         return PlainTextResponse("waited")
 
     def routes(self):
-        return Starlette(routes=[Route("/", self.answer), Route("/wait", self.wait)])
+        return [Route("/", self.answer), Route("/wait", self.wait)]
 
 
 @contextmanager
-def connecting(app: App, limits: ConnectionLimits):
-    """Yield a function that connects to a server of the app."""
+def connecting(routes: list[Route], limits: ConnectionLimits):
+    """Yield a function that connects to a server."""
     listener = listen("127.0.0.1", 0)
     address, clients = listener.getsockname()[:2], []
-    server = HttpServer(app.routes(), listener, grace=0, quiet=True, limits=limits)
+    server = HttpServer(Starlette(routes=routes), listener, grace=0, quiet=True, limits=limits)
     server.start()
 
     def connect(sent: bytes = b"") -> socket.socket:
@@ -55,7 +53,6 @@ def connecting(app: App, limits: ConnectionLimits):
     try:
         yield connect
     finally:
-        app.go.set()
         for client in clients:
             client.close()
         server.end()
@@ -73,7 +70,7 @@ def received(client: socket.socket) -> bytes:
 
 def test_connections_without_a_request_are_closed():
     app = App()
-    with connecting(app, ConnectionLimits(100, IDLE)) as connect:
+    with connecting(app.routes(), ConnectionLimits(100, IDLE)) as connect:
         waits = connect(b"GET /wait HTTP/1.1\r\nhost: a\r\n\r\n")
         silent, half, second, unread = connect(), connect(REQUEST[:20]), connect(REQUEST), connect()
         unread.sendall(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n")  # 405, without its body
@@ -85,7 +82,7 @@ def test_connections_without_a_request_are_closed():
 
 
 def test_bytes_of_half_a_request_do_not_extend_the_time():
-    with connecting(App(), ConnectionLimits(100, IDLE)) as connect:
+    with connecting(App().routes(), ConnectionLimits(100, IDLE)) as connect:
         client, end = connect(), time.monotonic() + 30
         client.settimeout(IDLE / 10)
         with suppress(ConnectionError):
@@ -100,7 +97,7 @@ def test_bytes_of_half_a_request_do_not_extend_the_time():
 def test_a_client_that_does_not_read_is_disconnected():
     """Also in the middle of a response, and of a second one that waits for the first."""
     app = App(30_000_000)
-    with connecting(app, ConnectionLimits(100, IDLE)) as connect:
+    with connecting(app.routes(), ConnectionLimits(100, IDLE)) as connect:
         client = connect(REQUEST * 2)
         time.sleep(IDLE * 4)
         assert len(received(client)) < app.size
@@ -117,7 +114,7 @@ def received_slowly(client: socket.socket, size: int) -> bytes:
 
 def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
     app = App()
-    with connecting(app, ConnectionLimits(3)) as connect:
+    with connecting(app.routes(), ConnectionLimits(3)) as connect:
         idle = [connect() for _ in range(3)]
         for _ in range(20):  # they lock nobody out
             assert connect(REQUEST).recv(100).startswith(b"HTTP/1.1 200")
@@ -128,6 +125,7 @@ def test_beyond_the_limit_the_oldest_idle_connection_makes_room(caplog):
         refused = received(connect())
         assert refused.startswith(b"HTTP/1.1 503")
         assert b"too many connections are open" in refused
+        app.go.set()
     assert caplog.text.count("3 connections are open, which is the limit: closing the one that is idle longest\n") == 1
 
 
@@ -161,44 +159,27 @@ class Source:
         finally:
             self.closed.set()
 
-    def endpoint(self, request):
-        return EventStream(self.events(), self.write_timeout, self.ended.set)
+    def connected(self):
+        def endpoint(request):
+            return EventStream(self.events(), self.write_timeout, self.ended.set)
+
+        return connecting([Route("/", endpoint)], ConnectionLimits(100))
 
 
-@pytest.fixture
-def connect():
-    """``connect(source)``: the socket of a client that has requested the events."""
-    stops = []
-
-    def connected(source: Source) -> socket.socket:
-        listener = listen("127.0.0.1", 0)
-        config = uvicorn.Config(Starlette(routes=[Route("/", source.endpoint)]), log_level="critical", http="h11")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        stops.append((server, thread))
-        client = socket.create_connection(listener.getsockname()[:2], timeout=60)
-        client.sendall(REQUEST)
-        return client
-
-    yield connected
-    for server, thread in stops:
-        server.should_exit = server.force_exit = True
-        thread.join()
-
-
-def test_a_stream_whose_client_does_not_read_is_closed(connect):
+def test_a_stream_whose_client_does_not_read_is_closed():
     """When the buffers are full no more events are made, and the connection is closed after the write timeout."""
     source = Source(10_000, 100_000, 0.3)
-    with connect(source):
+    with source.connected() as connect:
+        connect(REQUEST)
         assert source.ended.wait(60)
         assert source.closed.wait(60)
     assert source.made < source.count
 
 
-def test_a_slow_client_gets_everything(connect):
+def test_a_slow_client_gets_everything():
     source, got = Source(100, 100_000, 30.0), 0
-    with connect(source) as client:
+    with source.connected() as connect:
+        client = connect(REQUEST)
         while piece := client.recv(200_000):
             got += piece.count(b"@")
             if source.ended.is_set() and got == source.count * source.size:

@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.json_letters import SCHEMAS
-from hydrajax import assets
-from hydrajax.decoding.constraints import WORD, allowed_next
+from helpers.json_letters import SCHEMAS, accepts, shipped_tokenizer
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.protocol import ChatBody
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat
@@ -15,7 +13,7 @@ from hydrajax.serve.structured import structure_of
 from hydrajax.serve.tool_calls import Call
 from hydrajax.text.answers import Generation
 from hydrajax.text.continuation import Continuation
-from hydrajax.text.tokenizer import decode_text, load_tokenizer
+from hydrajax.text.tokenizer import decode_text
 
 TEMPLATE = "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}"
 ANALYSIS = "<|channel|>analysis<|message|>so <b>é"
@@ -44,18 +42,8 @@ CASES = [  # an answer; its content, reasoning and calls
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from tokenizers import AddedToken
-
-    found = load_tokenizer(assets.base())
     names = ("start", "channel", "message", "constrain", "end", "call", "return")
-    found.add_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in names])
-    return found
-
-
-@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), CASES)
-def test_parts_of_an_answer(tokenizer, text, content, reasoning, calls):
-    form = Harmony.of(TEMPLATE, tokenizer)
-    assert form.read(text, True) == (content, calls, reasoning)
+    return shipped_tokenizer(*(f"<|{name}|>" for name in names), special=True)
 
 
 def reply(form, tokenizer) -> ReplyChoice:
@@ -104,16 +92,8 @@ def test_stop_strings_end_the_content(tokenizer):
     assert choice.delta(True)[::5] == ("a", "so <b>é")
 
 
-def accepts(tokenizer, grammar, text: str) -> bool:
-    ids, ends = tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.convert_tokens_to_ids
-    eos = ends("<|call|>"), ends("<|return|>")
-    matcher = grammar.start(tokenizer, len(tokenizer), eos)
-    matcher.follow(ids)
-    return matcher.error is None and bool(allowed_next(matcher, len(tokenizer))[0, eos[0] // WORD] >> eos[0] % WORD & 1)
-
-
 def test_grammars(tokenizer):
-    form = Harmony.of(TEMPLATE, tokenizer)
+    form, ends = Harmony.of(TEMPLATE, tokenizer), tokenizer.convert_tokens_to_ids(["<|call|>", "<|return|>"])
     thought, call, final = ANALYSIS + NEXT, CALL[:-8], "<|channel|>final<|message|>"
     for kind, text, accepted in [
         ({}, call, True),
@@ -127,7 +107,7 @@ def test_grammars(tokenizer):
         ({"answer": SCHEMAS["a"]}, f'{thought}{final}{{"b": 3}}', True),
         ({"answer": SCHEMAS["a"]}, f"{thought}{final}a", False),
     ]:
-        assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted, (kind, text)
+        assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text, tuple(ends)) == accepted, (kind, text)
 
 
 def test_every_chat_with_such_a_template_is_read(tokenizer):

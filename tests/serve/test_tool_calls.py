@@ -1,15 +1,11 @@
 """Formats of tool calls: the calls in a text, and the texts that a grammar of calls accepts."""
 
-import numpy as np
 import pytest
 
-from helpers.json_letters import END_TAG, SCHEMAS, TAG
-from hydrajax import assets
-from hydrajax.decoding.constraints import WORD, allowed_next
+from helpers.json_letters import END_TAG, SCHEMAS, TAG, accepts
+from helpers.json_letters import shipped_tokenizer as tokenizers
 from hydrajax.errors import HydrajaxError
-from hydrajax.grammar.grammar import Grammar
 from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer, PlainCalls, TaggedCalls, call_format
-from hydrajax.text.tokenizer import load_tokenizer
 
 BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
 CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
@@ -89,29 +85,10 @@ PERSON |= {"required": ["name", "age"], "additionalProperties": False, "$defs": 
 OR_PERSON = {"answer": PERSON}
 
 
-def tokenizers(*added: str, special: bool = False):
-    from tokenizers import AddedToken
-
-    found = load_tokenizer(assets.base())
-    found.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
-    return found
-
-
 @pytest.fixture(scope="module", params=["text", "tokens"])
 def tagging(request):
     """The shipped tokenizer, which writes tags as text, and with tags and a mark of thoughts as tokens."""
     return tokenizers() if request.param == "text" else tokenizers(TAG, END_TAG, "<think>")
-
-
-def accepts(tokenizer, grammar: Grammar, text: str) -> bool:
-    """Return whether the grammar accepts a text as the tokenizer writes it, and then EOS."""
-    matcher = grammar.start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    matcher.follow(ids)
-    eos = tokenizer.eos_token_id
-    if matcher.error is not None:
-        return False
-    return bool(allowed_next(matcher, len(tokenizer))[0, eos // WORD] >> np.uint32(eos % WORD) & 1)
 
 
 def test_grammars_of_tagged_calls(tagging):

@@ -143,9 +143,6 @@ def test_bench_compares_with_the_pair_in_turn(models, tmp_path, on_eight_devices
     assert [row["hit_rate"] is None for row in rows] == [True, True, True, False]
 
 
-# --- records and errors -----------------------------------------------------------------------------------------------
-
-
 def test_speculation_record():
     """Two sequences, of which one continues after three rounds and one after a single round."""
     numbers = np.array([[0, MISS, 3, -2], [MISS, -2, -2, -2]])
@@ -192,9 +189,6 @@ def test_too_many_draft_devices(models, capsys):
         assert main(f"{command} {flags}".split()) == 2
         *_, said = capsys.readouterr().err.strip().splitlines()
         assert said == "hydrajax: --draft-devices: got 9, expected at most 0: the base uses 1 of 1 devices"
-
-
-# --- FanOut, against all other choices of outcomes --------------------------------------------------------------------
 
 
 def test_the_outcomes_of_a_fan_out():
