@@ -1,4 +1,4 @@
-"""Time rollouts of one policy by tunix' own sampler and by hydrajax, in interleaved rounds. Requires the extra ``tunix``.
+"""Time rollouts of one policy by tunix and by hydrajax in interleaved rounds. Requires the extra ``tunix``.
 
     python experiments/tunix_rollouts.py [--base DIR --draft DIR] --questions mt_bench_question.jsonl [--output FILE]
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from hydrajax import plugins, processes
+from hydrajax import ops, plugins, processes
 from hydrajax.decoding.decode import DecodeResult
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.program import Program
@@ -106,11 +106,22 @@ class LoadedModel:
     def default_tree(self, batch_size: int = 1) -> CandidateTree:
         """Return the tree for decoding without measurements: the draft's own for this batch size, else its drafter's.
 
+        Sequences share the nodes that a step should have (`hydrajax.ops.step_rows`): larger batches have smaller trees,
+        and those with more sequences than half of these nodes have the root alone.
+
         It is small where nodes are expensive, so that a draft that predicts well is not slower than no draft. On a CPU
         every node costs arithmetic: the drafter's tree is cut to its `CPU_NODES` likeliest nodes. With int8 or int4
         weights there any tree that was not searched for them is cut to the root and one guess, as a step reads fewer
         bytes for the same arithmetic.
         """
+        tree = self._nearest_tree(batch_size)
+        if batch_size == 1 or self.drafter.spec.window_nodes or tree != self._nearest_tree(1):
+            return tree
+        nodes = ops.step_rows() // batch_size
+        return presets.root() if nodes < 2 else with_size(tree, nodes)
+
+    def _nearest_tree(self, batch_size: int) -> CandidateTree:
+        """Return the tree that was searched for the nearest batch size up to this one, else the drafter's."""
         read = partial(presets.searched, self.draft_directory, batch_size)
         if quantize := presets.searched_weights(self.model.quantize):
             of_bits = processes.agreed(self.placement.base, lambda: read(quantize))

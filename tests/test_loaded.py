@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import hydrajax
+from helpers.compilations import no_compilation
 from hydrajax.cli import run_command
+from hydrajax.decoding.state import Params
 from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
@@ -157,6 +159,8 @@ def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     without_one = dataclasses.replace(m, draft_directory=None)
     assert without_one.drafter.spec.default_tree == "mc_sim_7b_63"
     assert without_one.default_tree() == presets.tree_of([[0], [0, 0], [0, 0, 0], [1], [0, 0, 0, 0]])
+    sizes = [without_one.default_tree(batch_size).size for batch_size in (2, 4, 5, 6, 64)]
+    assert sizes == [5, 2, 2, 1, 1]  # of a step's 10 rows
     int4 = dataclasses.replace(m, model=m.model.clone(quantize="int4"))
     assert int4.default_tree() == presets.chain(1)
     searched = {None: presets.chain(3), "int4": presets.chain(2)}  # it is not cut for the type that it was searched for
@@ -166,6 +170,8 @@ def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     int8 = dataclasses.replace(of_int4, model=m.model.clone(quantize="int8"))
     trees = [each.default_tree() for each in (of_floats, of_int4, int8)]
     assert trees == [presets.chain(3), presets.chain(2), presets.chain(1)]
+    presets.searched_path(tmp_path, 8).write_text(json.dumps(content_of(presets.chain(2))))
+    assert [of_floats.default_tree(batch_size).size for batch_size in (4, 8, 16)] == [2, 3, 3]
     monkeypatch.setattr("hydrajax.ops.trace.on_cpu", lambda: False)
     assert without_one.default_tree() == presets.by_name("mc_sim_7b_63")
 
@@ -257,3 +263,27 @@ def test_a_field_is_a_flag_where_the_command_has_it(capsys):
     for flag, name in (("--max-nodes", "--max-nodes"), ("--other", "max_nodes")):
         assert run_command("x", "help", lambda parser, flag=flag: parser.add_argument(flag), run, []) == 2
         assert capsys.readouterr().err == f"hydrajax: {name}: got '7', expected 1, 2\n"
+
+
+def test_new_weights_reach_every_draft_and_compile_nothing(m):
+    m = dataclasses.replace(m, params=Params(jax.tree.map(jnp.copy, m.params.base), m.params.draft))
+    old = jax.tree.map(jnp.copy, m.params.base)
+    changed = old | {"embedding": jnp.flip(old["embedding"], axis=0)}
+
+    def texts():
+        drafts = (None, "lookup")
+        return [m.generate([PROMPT], draft=draft, tree="chain-2", max_new_tokens=NEW)[0].output_ids for draft in drafts]
+
+    before = texts()
+    with no_compilation():
+        m.update_params(changed)
+        after = texts()
+        m.update_params(old)
+        assert texts() == before
+    assert before[0] == before[1] != after[0] == after[1]
+    del old["layers_3"]["qkv"]
+    wrong = "got nothing, expected float32 [384, 6, 3, 64]; pass the parameters that were loaded"
+    refused(
+        lambda: m.update_params(old),
+        f"params.base['layers_3']['qkv']: {wrong} with this model and draft, in their own dtype",
+    )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar
 
-from hydrajax import ops
 from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.rounds import medians
 from hydrajax.decoding.executor import Executor
@@ -50,14 +49,10 @@ def pool_for(model: LanguageModel, tree: CandidateTree | None, sizes: PoolSizes)
 def tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
     """Return the tree measured by `generate`, searched or default, for this batch size.
 
-    Without one of its own, a larger batch gets the likeliest nodes of the tree for one sequence.
+    Plain steps are chosen by measurement here, so that a batch too large for a tree keeps two nodes.
     """
-    if (tree := _measured(model, batch_size)) is not None:
-        return tree
-    one, found = model.default_tree(), model.default_tree(batch_size)
-    if batch_size > 1 and found == one:
-        return with_size(_measured(model, 1) or one, ops.step_rows() // batch_size)
-    return found
+    found = _measured(model, batch_size) or model.default_tree(batch_size)
+    return found if found.size > 1 else with_size(model.default_tree(), 2)
 
 
 def _measured(model: LanguageModel, batch_size: int) -> CandidateTree | None:

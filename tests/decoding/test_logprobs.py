@@ -9,9 +9,13 @@ from helpers.lab import NEW, VOCAB
 from helpers.log_probabilities import check_top, of_whole_text
 from hydrajax.api import make_decode_fn
 from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.decode import make_decode_fn as of_program
 from hydrajax.decoding.processors import Penalties
+from hydrajax.decoding.program import Program
+from hydrajax.decoding.prompt_batch import right_padded
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.scoring import token_logprobs
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
@@ -75,3 +79,22 @@ def test_k_is_at_most_the_vocabulary(lab):
     for k in (-1, VOCAB + 1):
         with pytest.raises(HydrajaxError, match=f"logprobs: got {k}, expected 0 to the vocabulary's {VOCAB}"):
             make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, logprobs=k)
+
+
+@pytest.mark.parametrize("rule", [ExactSampling(0.7, top_k=9), RejectionSampling(0.7), Greedy()], ids=repr)
+def test_log_probabilities_at_the_sampling_temperature_are_those_of_the_text(lab, rule):
+    """Of the tempered distribution without truncation, as a policy's trainer computes them from whole texts."""
+    program = Program(lab.drafters["hydra"], TREE, type(rule), NEW, logprobs=0, tempered_logprobs=True)
+    decode = of_program(lab.model, program)
+    out = lab.decode(decode, 0, lab.draft("hydra", 0), PROMPTS, rule=how(rule), seed=1)
+    texts = [[*prompt, *ids] for prompt, ids in zip(PROMPTS, out.ids(), strict=True)]
+    packed, _ = right_padded(texts, 64)
+    temperature = getattr(rule, "temperature", 1.0)
+    found = token_logprobs(lab.model, lab.base(0), packed, temperature)
+    for row, prompt in enumerate(PROMPTS):
+        ids = np.array(out.ids()[row])
+        tempered = jax.nn.log_softmax(of_whole_text(lab.model, lab.base(0), prompt, ids.tolist()) / temperature)
+        expected = tempered[np.arange(len(ids)), ids]
+        np.testing.assert_allclose(out.logprobs[row, : len(ids)], expected, atol=1e-5)
+        np.testing.assert_allclose(found[row, len(prompt) : len(texts[row])], expected, atol=1e-5)
+        assert found[row, 0] == 0
