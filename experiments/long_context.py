@@ -110,8 +110,8 @@ def measured(lengths: list[int], repeats: int):
             slots = pool.cache_len_for(length + (repeats + 1) * STEPS * pool.longest_path() + pool.headroom)
             found = {"tokens": length, "places": slots, "read_ms_per_1000": 1e6 * seconds / length}
             found["last_piece_ms"] = 1e3 * statistics.median(chunks[-3:]) if chunks else None
-            found["step_ms"] = step(pool.tile(state, 1, slots))
-            found["step_ms_in_the_largest"] = step(pool.tile(state, 1, pool.cache_lens[-1]))
+            found["step_ms"] = step(pool.shapes.tile(state, 1, slots))
+            found["step_ms_in_the_largest"] = step(pool.shapes.tile(state, 1, pool.cache_lens[-1]))
             found["cache_mb"] = pool.shapes.nbytes(1, slots) / 1e6
             found["beside_mb"] = temporary_bytes(pool, slots) / 1e6
         last = "" if found["last_piece_ms"] is None else f"{found['last_piece_ms']:.1f}"

@@ -179,8 +179,7 @@ class RefilledBatch:
         executor, batch = self._executor, len(self._rows)
         one, (constraint,) = executor.parted(sequence)
         if self._state is None:
-            shapes = StateShapes(executor, self._sampling, (batch, self._slots(batch)))
-            rows, constraints = shapes.gather(one, [0] * batch, self._slots(batch)), [None] * batch
+            rows, constraints = self._shapes(batch).tile(one, batch, self._slots(batch)), [None] * batch
         else:
             rows, constraints = executor.parted(self._state)
             rows = put_sequence(rows, at, one)
@@ -220,11 +219,13 @@ class RefilledBatch:
 
     def _moved(self, live: list[int], batch: int) -> State:
         """Return the state of the live rows in a smaller batch; other rows are copies, which take no step."""
-        executor, slots = self._of(batch), self._slots(batch)
         (rows, constraints), self._state = self._executor.parted(self._state), None
-        order = live + live[:1] * (batch - len(live))
-        rows = executor.stay(StateShapes(executor, self._sampling, (batch, slots)).reshape(rows, order, slots))
-        return executor.joined(rows, [constraints[at] for at in live] + [None] * (batch - len(live)))
+        others = batch - len(live)
+        rows = self._shapes(batch).reshape(rows, live + live[:1] * others, self._slots(batch))
+        return self._of(batch).joined(rows, [constraints[at] for at in live] + [None] * others)
+
+    def _shapes(self, batch: int) -> StateShapes:
+        return StateShapes(self._of(batch), self._sampling, (batch, self._slots(batch)))
 
     def _of(self, batch: int) -> Executor:
         """Return the executor for a batch size: the present one for the present size."""

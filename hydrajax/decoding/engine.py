@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +72,7 @@ class Engine(Step):
             extra: Processors for the first root alone.
         """
         forward, cache, draft, counts = self._read(params, prompt, lengths, sampling, slots)
-        return self._with_root(params, cache, draft, forward, prompt, lengths, sampling, counts, extra)
+        return self._started(params, lambda root: cache, draft, forward, prompt, lengths, sampling, counts, extra)
 
     @exact
     def read(
@@ -108,7 +108,7 @@ class Engine(Step):
         """
         cache, draft, counts, last, forward = beginning
         one = jnp.ones_like(cache.lengths)
-        return self._with_root(params, cache, draft, forward, last, one, sampling, counts, extra)
+        return self._started(params, lambda root: cache, draft, forward, last, one, sampling, counts, extra)
 
     @exact
     def extend(
@@ -136,9 +136,7 @@ class Engine(Step):
         Raises:
             HydrajaxError: For a processor that counts tokens if the earlier text was decoded without counting.
         """
-        cache, (batch, width) = state.target.cache, text.shape
-        sampling = self._of_rows(sampling, batch)
-        counts = None
+        cache, width, counts = state.target.cache, text.shape[1], None
         if count_tokens(sampling.processors):
             if state.output.counts is None:
                 raise HydrajaxError(
@@ -148,11 +146,9 @@ class Engine(Step):
         positions = cache.lengths[:, None] + jnp.arange(width)
         mask = causal_mask(width, lengths)
         forward = self.bind(params).forward(text, positions, mask, cache, self.aux_hidden_layers)
-        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
+        given = state.draft, forward, text, lengths, sampling, counts, extra
         # The root comes from the last hidden state, which has read every layer's cache.
-        cache = append(cache, forward.block, lengths, after=root)
-        target = TargetState(cache, root, logprobs)
-        return self._ready(params, target, state.draft, forward, text, lengths, sampling, counts)
+        return self._started(params, lambda root: append(cache, forward.block, lengths, after=root), *given)
 
     def empty(self, batch: int, slots: int, sampling: SamplingParams) -> DecodeState:
         """Return sequences without text, to prefill a prompt in chunks: `feed` all chunks but the last, which `extend`
@@ -244,45 +240,26 @@ class Engine(Step):
             counts = TokenCounts.of_prompt(prompt, lengths, self.model.config.vocab_size)
         return forward, cache, draft, counts
 
-    def _with_root(
-        self, params: Params, cache: KVCache, draft, forward: Forward, tokens, lengths, sampling, counts, extra
-    ) -> DecodeState:
-        """Choose the roots after the first ``lengths`` of these tokens, which the cache has, and let the draft read."""
-        sampling = self._of_rows(sampling, len(lengths))
-        sampling, root, logprobs = self._first_root(params, forward, lengths, sampling, counts, extra)
-        target = TargetState(cache, root, logprobs)
-        return self._ready(params, target, draft, forward, tokens, lengths, sampling, counts)
-
     def _of_rows(self, sampling: SamplingParams, batch: int) -> SamplingParams:
         """Return the sampling parameters with one value per sequence."""
         return sampling._replace(rule=broadcast(sampling.rule, batch), processors=broadcast(sampling.processors, batch))
 
-    def _first_root(
-        self, params: Params, forward: Forward, lengths, sampling: SamplingParams, counts, extra
-    ) -> tuple[SamplingParams, Int[Array, " B"], Logprobs | None]:
-        """Return the sampling parameters with a key per sequence, the token after the last of ``lengths[b]``, its
-        logprobs.
-        """
-        batch = len(lengths)
-        keys = row_keys(sampling.rng, batch)
+    def _started(
+        self, params: Params, cache_after: Callable[[Array], KVCache], draft, forward: Forward, tokens, lengths,
+        sampling: SamplingParams, counts: TokenCounts | None, extra: Sequence[Any],
+    ) -> DecodeState:  # fmt: skip
+        """Choose the roots after the first ``lengths`` of these tokens, and let the draft read the tokens."""
+        batch, base = len(lengths), self.bind(params)
+        sampling = self._of_rows(sampling, batch)._replace(rng=row_keys(sampling.rng, batch))
         last_hidden = jnp.take_along_axis(forward.hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-        first_place = position_keys(keys, jnp.zeros(batch, jnp.int32))
-        logits = self.bind(params).logits(last_hidden)
-        context = NodeContext(jnp.zeros(batch, jnp.int32), counts)
-        root = sampling.rule.first_root(process((*sampling.processors, *extra), logits, context), first_place)
+        logits = base.logits(last_hidden)
+        processed = process((*sampling.processors, *extra), logits, NodeContext(jnp.zeros(batch, jnp.int32), counts))
+        root = sampling.rule.first_root(processed, position_keys(sampling.rng, jnp.zeros(batch, jnp.int32)))
         logprobs = None
         if self.program.logprobs is not None:
             logprobs = Logprobs.of(self.tempered(logits, sampling.rule), root, self.program.logprobs)
-        return sampling._replace(rng=keys), root, logprobs
-
-    def _ready(
-        self, params, target: TargetState, draft, forward, tokens, lengths, sampling: SamplingParams, counts
-    ) -> DecodeState:
-        """Return the state after the first ``lengths`` of these tokens were prefilled."""
-        base = self.bind(params)
-        draft = self.program.drafter.begin(
-            params.draft, draft, forward.aux_hidden_states, tokens, lengths, target.root, base
-        )
+        target = TargetState(cache_after(root), root, logprobs)
+        draft = self.program.drafter.begin(params.draft, draft, forward.aux_hidden_states, tokens, lengths, root, base)
         limits = sampling.limits
         most = self.program.max_new_tokens if limits is None else jnp.clip(limits, 0, self.program.max_new_tokens)
         limits = jnp.clip(self.model.config.max_positions - target.cache.lengths, 0, most)

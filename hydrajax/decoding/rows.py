@@ -30,8 +30,8 @@ MOVED_TOGETHER = 128 << 20  # bytes that exist twice while a batch changes its s
 class StateShapes:
     """The shapes of an executor's states by batch size and cache length.
 
-    A sequence with another cache length must be rewound before it is used, if only to its present length
-    (`hydrajax.drafters.drafter.Drafter.rewind`).
+    A sequence with another cache length is rewound to its present length (`hydrajax.drafters.drafter.Drafter.rewind`);
+    `gather` and `take` leave that to the caller.
     """
 
     def __init__(self, executor: Executor, sampling: SamplingParams, largest: tuple[int, int], snapshots: int = 0):
@@ -43,6 +43,7 @@ class StateShapes:
             largest: the largest batch size and cache length.
             snapshots: of its recurrent layers that each sequence may keep; `nbytes` counts them.
         """
+        self._stay = executor.stay
         self._state = functools.cache(lambda batch, cache_len: executor.abstract_state(batch, cache_len, sampling))
         # The same parts for all shapes, so that their programs are few.
         self._parts = _parts([_bytes_of(x) for x in jax.tree.leaves(self._state(*largest))])
@@ -62,8 +63,27 @@ class StateShapes:
         """Copy the given slots into a new state, in that order; only the first slot may be repeated."""
         return _gather(state, slots, self._state(len(slots), cache_len))
 
+    def take(self, state: State, slot: int, cache_len: int) -> State:
+        """Copy one slot into a state of batch size 1; rewind it before use."""
+        return self.gather(state, [slot], cache_len)
+
+    def tile(self, state: State, batch: int, cache_len: int) -> State:
+        """Copy a state of batch size 1 into every slot of a new batch."""
+        return self._stay(self.gather(state, [0] * batch, cache_len))
+
+    def fitted(self, sequence: State, cache_len: int) -> State:
+        """Return a state of batch size 1 with this cache length: the given one, or a copy."""
+        return sequence if self.has(sequence, 1, cache_len) else self.tile(sequence, 1, cache_len)
+
+    def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
+        """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
+        return put_sequence(state, slot, self.fitted(sequence, cache_len))
+
     def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
-        """Like `gather`, but delete old arrays after their copy, so that at most `MOVED_TOGETHER` bytes exist twice."""
+        """Move the given slots of ``state`` into a batch of another shape.
+
+        Old arrays are deleted after their copy, so that at most `MOVED_TOGETHER` bytes exist twice.
+        """
         leaves, treedef = jax.tree.flatten(state)
         wanted = jax.tree.leaves(self._state(len(slots), cache_len))
         for few in self._parts:
@@ -71,7 +91,7 @@ class StateShapes:
             leaves[few] = _gather(old, slots, wanted[few])
             for array in old:
                 array.delete()
-        return jax.tree.unflatten(treedef, leaves)
+        return self._stay(jax.tree.unflatten(treedef, leaves))
 
 
 def _bytes_of(like: jax.ShapeDtypeStruct) -> int:

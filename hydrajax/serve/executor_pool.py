@@ -319,37 +319,13 @@ class ExecutorPool:
         start from the text's end, as earlier states are gone; only guesses depend on that.
         """
         start = self.read_from(read, len(ids))
-        one = self.take(state, slot, self.prefill_cache_len(start, len(ids)))
+        one = self.shapes.take(state, slot, self.prefill_cache_len(start, len(ids)))
         one = self.finish(self.rewind(one, start, ids), ids[start:], self.neutral)
         return self._with_draft(state, slot, one, cache_len)
 
     def _with_draft(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
         """Replace the draft's state of a slot; ``state`` is donated."""
-        return state._replace(draft=put_sequence(state.draft, slot, self._fitted(sequence, cache_len).draft))
-
-    # --- moves between states ---------------------------------------------------------------------------------
-
-    def take(self, state: State, slot: int, cache_len: int) -> State:
-        """Copy one slot into a state of batch size 1; `rewind` it before use."""
-        return self.shapes.gather(state, [slot], cache_len)
-
-    def tile(self, state: State, batch: int, cache_len: int) -> State:
-        """Copy a state of batch size 1 into every slot of a new batch."""
-        return self._prefill.stay(self.shapes.gather(state, [0] * batch, cache_len))
-
-    def put(self, state: State, slot: int, sequence: State, cache_len: int) -> State:
-        """Copy a state of batch size 1 into a slot of ``state``, which has this cache length and is donated."""
-        return put_sequence(state, slot, self._fitted(sequence, cache_len))
-
-    def _fitted(self, sequence: State, cache_len: int) -> State:
-        """Return a state of batch size 1 with this cache length: the given one, or a copy."""
-        if self.shapes.has(sequence, 1, cache_len):
-            return sequence
-        return self._prefill.stay(self.shapes.gather(sequence, [0], cache_len))
-
-    def reshape(self, state: State, slots: Sequence[int], cache_len: int) -> State:
-        """Move the given slots of ``state``, which is deleted, into a batch of another shape."""
-        return self._prefill.stay(self.shapes.reshape(state, slots, cache_len))
+        return state._replace(draft=put_sequence(state.draft, slot, self.shapes.fitted(sequence, cache_len).draft))
 
     # --- compilation ------------------------------------------------------------------------------------------
 
@@ -390,7 +366,7 @@ class ExecutorPool:
         if cache_len not in self._moved:
             one = self._blank(cache_len)
             for other in self.cache_lens:
-                self.take(one, 0, other)
+                self.shapes.take(one, 0, other)
             self._moved.add(cache_len)
         match kind:
             case Kind.PREFILL | Kind.UNREAD_PREFILL:
@@ -407,20 +383,20 @@ class ExecutorPool:
     def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
         """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
         one = self._blank(cache_len)
-        state = self.tile(one, batch, cache_len)
+        state = self.shapes.tile(one, batch, cache_len)
         state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
-        state = self.put(state, 0, one, cache_len)
+        state = self.shapes.put(state, 0, one, cache_len)
         if self.drops_draft:
             state = self._with_draft(state, 0, self._blank(cache_len), cache_len)
-        self.take(state, batch - 1, cache_len)
-        self.reshape(self.tile(one, batch, cache_len), range(batch), cache_len)
+        self.shapes.take(state, batch - 1, cache_len)
+        self.shapes.reshape(self.shapes.tile(one, batch, cache_len), range(batch), cache_len)
 
     def _compile_constrained(self, batch: int, cache_len: int) -> None:
         """Compile steps in which every sequence has a constraint, by one step of every plan."""
         ids = np.zeros(self.last_chunks[0], np.int32)
         for constraint in self._constrained[batch].stand_ins():
             state = self.finish(self.empty(cache_len), ids, self.neutral, constraint)
-            state = self.tile(state, batch, cache_len)
+            state = self.shapes.tile(state, batch, cache_len)
             self.advance(state, cache_len, np.zeros(batch, bool), 1, True, (constraint,) * batch)
 
     def _blank(self, cache_len: int) -> State:

@@ -32,7 +32,7 @@ def idle_times(pool: ExecutorPool) -> IdleTimes:
         return pool.finish(pool.empty(cache_len), ids, endless, read=read)
 
     def stepping(batch: int, speculative: bool) -> Callable[[], Any]:
-        state = pool.tile(prefilled(True), batch, cache_len)
+        state = pool.shapes.tile(prefilled(True), batch, cache_len)
 
         def some_steps() -> None:
             nonlocal state

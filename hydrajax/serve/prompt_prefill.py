@@ -89,6 +89,6 @@ class PromptPrefill:
         """Copy the cached prefix, or start empty."""
         if self.prefix is None:
             return self._pool.empty(self.cache_len)
-        state = self._pool.take(self.prefix.state, 0, self.cache_len)
+        state = self._pool.shapes.take(self.prefix.state, 0, self.cache_len)
         self.prefix = None  # so that an evicted entry is freed
         return self._pool.rewind(state, self.cached, self.handle.request.ids, self.snapshots.at(self.cached))

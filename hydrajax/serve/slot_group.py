@@ -153,13 +153,13 @@ class SlotGroup:
         batch, cache_len = self._needed_with(sequence.extent)
         if self._state is None:
             copied = not self._pool.shapes.has(state, batch, cache_len)
-            self._state = self._pool.tile(state, batch, cache_len) if copied else state
+            self._state = self._pool.shapes.tile(state, batch, cache_len) if copied else state
             self._set_slots([sequence] + [None] * (batch - 1), cache_len)
             return copied
         if batch > len(self.slots) or cache_len > self.cache_len:
             self._reshape(batch, cache_len)
         slot = self.slots.index(None)
-        self._state = self._pool.put(self._state, slot, state, self.cache_len)
+        self._state = self._pool.shapes.put(self._state, slot, state, self.cache_len)
         with self._lock:
             self.slots[slot] = sequence
         return True
@@ -195,7 +195,7 @@ class SlotGroup:
             state = self._state
             self._clear()
             return state
-        return self._pool.take(self._state, slot, cache_len)
+        return self._pool.shapes.take(self._state, slot, cache_len)
 
     @property
     def _extents(self) -> list[Extent]:
@@ -230,9 +230,9 @@ class SlotGroup:
         left = {slot: self._steps_left(sequence.extent) for slot, sequence in self.live}
         for slot, sequence in self.live:
             if left[slot] and sequence in self._parked:
-                self._state = self._pool.put(self._state, slot, self._parked.pop(sequence), self.cache_len)
+                self._state = self._pool.shapes.put(self._state, slot, self._parked.pop(sequence), self.cache_len)
             elif not left[slot] and sequence not in self._parked:
-                self._parked[sequence] = self._pool.take(self._state, slot, self.cache_len)
+                self._parked[sequence] = self._pool.shapes.take(self._state, slot, self.cache_len)
         return min([steps, *filter(None, left.values())]) if any(left.values()) else 0
 
     def _steps_left(self, extent: Extent) -> int:
@@ -251,7 +251,7 @@ class SlotGroup:
         """Move running sequences to the front; free slots become copies of the first one, which take no step."""
         live = [slot for slot, _ in self.live]
         order = live + [live[0] if live else 0] * (batch - len(live))
-        self._state = self._pool.reshape(self._state, order, cache_len)
+        self._state = self._pool.shapes.reshape(self._state, order, cache_len)
         self._set_slots([self.slots[slot] for slot in live] + [None] * (batch - len(live)), cache_len)
 
     def _clear(self) -> None:

@@ -351,9 +351,9 @@ def test_a_reshaped_state_holds_the_gathered_slots_and_the_old_one_is_deleted(sm
     monkeypatch.setattr(small.shapes, "_parts", rows._parts(sizes))
     (cache_len,) = small.cache_lens
     first, second = (small.finish(small.empty(cache_len), ids, small.neutral) for ids in (np.arange(9), np.arange(5)))
-    state = small.put(small.tile(first, 2, cache_len), 1, second, cache_len)
+    state = small.shapes.put(small.shapes.tile(first, 2, cache_len), 1, second, cache_len)
     wanted = small.shapes.gather(state, [1, 0], cache_len)
-    found = small.reshape(state, [1, 0], cache_len)
+    found = small.shapes.reshape(state, [1, 0], cache_len)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     for x, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -210,7 +210,7 @@ def begun(executors, ids, read: bool):
     """Prefill a text into a batch of one."""
     rest = executors.neutral.replace(max_new_tokens=30)
     state = executors.finish(executors.empty(128), ids, rest, read=read)
-    return executors.tile(state, 1, 128)
+    return executors.shapes.tile(state, 1, 128)
 
 
 def test_after_catching_up_the_draft_has_read_the_text_and_the_base_is_as_before(executors):
