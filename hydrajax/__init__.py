@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hydrajax.conversation import Chat
     from hydrajax.decoding.acceptance import Greedy
     from hydrajax.decoding.decode import DecodeResult
+    from hydrajax.decoding.inside import export_checks
     from hydrajax.decoding.processors import AllowedTokens, LogitBias, Penalties
     from hydrajax.decoding.program import Program
     from hydrajax.decoding.rejection import RejectionSampling
@@ -61,6 +62,7 @@ __all__ = [
     "TreeTopology",
     "Typical",
     "assets",
+    "export_checks",
     "from_params",
     "generate",
     "load",
@@ -78,6 +80,7 @@ HOMES = {
     "hydrajax.conversation": ("Chat",),
     "hydrajax.decoding.acceptance": ("Greedy",),
     "hydrajax.decoding.decode": ("DecodeResult",),
+    "hydrajax.decoding.inside": ("export_checks",),
     "hydrajax.decoding.processors": ("AllowedTokens", "LogitBias", "Penalties"),
     "hydrajax.decoding.rejection": ("RejectionSampling",),
     "hydrajax.decoding.program": ("Program",),

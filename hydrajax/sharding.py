@@ -104,7 +104,12 @@ def on_mesh(mesh: Mesh | None) -> contextlib.AbstractContextManager:
     """Return a context in which programs are traced for a mesh, so that our kernels run on each of its devices
     (`hydrajax.ops.sharded`).
     """
-    return contextlib.nullcontext() if mesh is None or mesh.size == 1 else jax.set_mesh(mesh)
+    if mesh is None or mesh.size == 1:
+        return contextlib.nullcontext()
+    try:
+        return jax.set_mesh(mesh)
+    except ValueError:  # within `jax.vmap` or `jax.grad`
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 class JitOnMesh:

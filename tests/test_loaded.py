@@ -137,6 +137,12 @@ def test_prompts_that_are_none(m, unchecked):
     refused(lambda: m.stream(None, tree="root"), "prompt: got None, expected text, token ids or messages")
 
 
+def test_a_rule_of_traced_parameters(unchecked):
+    todo = "make the ExactSampling outside of the program and pass it as an argument"
+    message = f"top_p: got a traced value, expected a number: {todo}"
+    refused(lambda: jax.eval_shape(lambda share: hydrajax.ExactSampling(top_p=share), 0.5), message)
+
+
 def test_a_decode_function_of_a_loaded_model_ends_at_eos(m):
     decode_fn = hydrajax.make_decode_fn(m, tree="chain-2", rule="greedy", max_new_tokens=NEW)
     out = decode_fn(m.params, *m.encode([PROMPT, ENDING]))

@@ -123,6 +123,7 @@ def test_a_draft_model_is_replicated_or_sharded_like_the_base(llama_checkpoint, 
     assert shapes["single"] == shapes["replicated"] == [WIDTH, N_KV_HEADS, *per_head]
     assert shapes["sharded"] == [WIDTH, 1, *per_head]
     assert found["replicated"] == found["sharded"] == found["single"]
+    assert found["single"]["vmap"] == found["single"]["steps"] == found["single"]["shard_map"]
     assert any(max(map(max, lengths)) > 0 for _, lengths in found["single"].values())
 
 

@@ -14,10 +14,11 @@ from hydrajax import ops
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.inputs import settled_inputs
+from hydrajax.decoding.inside import check_types, frozen
 from hydrajax.decoding.logprobs import TopTokens
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request, SamplingParams
-from hydrajax.decoding.state import OutputState, Params, ParamsCheck
+from hydrajax.decoding.state import DecodeState, OutputState, Params, ParamsCheck
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel
@@ -78,9 +79,10 @@ def result_of(output: OutputState) -> DecodeResult:
 class DecodeFn(Protocol):
     """A function that decodes a batch of prompts, the result of `hydrajax.make_decode_fn`.
 
-    The function is pure, compiles once per (B, bucket) and may be called inside `jax.jit`. A sequence's output does not
-    depend on the rest of the batch. It ends at the first EOS id, after ``max_new_tokens``, or when prompt and output
-    fill the context.
+    The function is pure, compiles once per (B, bucket) and may be called inside `jax.jit` and JAX's other
+    transformations (docs/inside_other_programs.md). A sequence's output does not depend on the rest of the batch. It
+    ends at the first EOS id, after ``max_new_tokens``, or when prompt and output fill the context. ``prefill``,
+    ``decode_step`` and ``result`` are the same function in parts, for a loop of your own.
 
     Attributes:
         engine: drives single steps: ``prefill``, ``propose``, ``verify``, ``accept``, ``commit``, ``observe`` and
@@ -127,6 +129,25 @@ class DecodeFn(Protocol):
         """
         ...
 
+    def prefill(self, params: Params, prompt: Any, lengths: Any = None, *arguments: Any, **named: Any) -> DecodeState:
+        """Prefill a batch of prompts, with the arguments of the whole function. Nothing is emitted yet.
+
+        ``output`` of the result (`OutputState`) has the ``tokens``, ``lengths`` and ``done`` of each sequence.
+        """
+        ...
+
+    def decode_step(self, params: Params, state: DecodeState) -> DecodeState:
+        """Emit between 1 and K+1 tokens for every unfinished sequence; other sequences keep their output.
+
+        ``state`` is kept, which copies the KV cache. ``jax.jit(decode_fn.decode_step, donate_argnums=1)`` and JAX's
+        loops update it in place.
+        """
+        ...
+
+    def result(self, state: DecodeState) -> DecodeResult:
+        """Return the tokens that were emitted so far."""
+        ...
+
 
 def make_decode_fn(model: BaseModel, program: Program, request: Request | None = None) -> DecodeFn:
     """Build a decode function, ``decode_fn(params, prompt, lengths=None, rng=None, ...)``: see `DecodeFn`.
@@ -147,21 +168,37 @@ def make_decode_fn(model: BaseModel, program: Program, request: Request | None =
     program.check(model.config)
     request.check(model.config.vocab_size)
     engine, config = Engine(model, program), model.config
-    outermost, inner = decode_programs(engine)
     check = ParamsCheck(model, program.drafter)
 
-    def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
-        check(params)
-        given = settled_inputs(program, config, prompt, lengths, rng, limits, rule, processors, request)
-        called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
-        if called_in_jit:
-            return inner(params, *given)
-        with on_mesh(mesh_of(params)):
-            return outermost(params, *given)
+    def call(programs, params, settle):
+        with jax.enable_x64(False):
+            check(params)
+            arguments = settle()
+            check_types((params, arguments))
+            outermost, inner = programs
+            called_in_jit = isinstance(jnp.zeros(()), jax.core.Tracer)
+            if called_in_jit:
+                return inner(params, *arguments)
+            with on_mesh(mesh_of(params)):
+                return outermost(params, *arguments)
 
+    def of_prompts(programs):
+        def decode_fn(params, prompt, lengths=None, rng=None, limits=None, rule=None, processors=None):
+            given = program, config, prompt, lengths, rng, limits, rule, processors, request
+            return call(programs, params, lambda: settled_inputs(*given))
+
+        return decode_fn
+
+    whole, step = decode_programs(engine), program_pair(engine, engine.decode_step)
+    decode_fn = of_prompts(whole)
+    decode_fn.prefill = of_prompts(program_pair(engine, engine.prefill))
+    decode_fn.decode_step = lambda params, state: call(step, params, lambda: (state,))
+    decode_fn.result = lambda state: result_of(state.output)
+    for name in ("prefill", "decode_step", "result"):
+        getattr(decode_fn, name).__doc__ = getattr(DecodeFn, name).__doc__
     decode_fn.__qualname__, decode_fn.__doc__ = "decode_fn", DecodeFn.__call__.__doc__
     decode_fn.engine, decode_fn.program, decode_fn.request = engine, program, request
-    decode_fn.jitted = outermost
+    decode_fn.jitted, _ = whole
     return cast(DecodeFn, decode_fn)
 
 
@@ -172,13 +209,21 @@ def refuse_grammar(grammar: object) -> None:
 
 
 def decode_programs(engine: Engine) -> tuple[Callable[..., DecodeResult], Callable[..., DecodeResult]]:
-    """Return the jitted ``decode(params, prompt, lengths, sampling)``, and the variant to call inside another
-    program.
-    """
+    """Return `program_pair` of ``decode(params, prompt, lengths, sampling)``."""
 
     def run(params: Params, prompt, lengths, sampling: SamplingParams) -> DecodeResult:
         return result_of(run_steps(engine, params, engine.prefill(params, prompt, lengths, sampling)).output)
 
+    return program_pair(engine, run)
+
+
+def program_pair(engine: Engine, run: Callable) -> tuple[Callable, Callable]:
+    """Return the jitted ``run(params, ...)``, and the variant to call inside another program; without gradients."""
+
+    def without_gradient(*arguments):
+        return run(*frozen(arguments, engine.program.logprobs is not None))
+
     options = ops.compiler_options()
-    outermost = jax.jit(run, compiler_options=options)
-    return outermost, jax.jit(run) if options else outermost  # JAX takes options of an outermost function only
+    outermost = jax.jit(without_gradient, compiler_options=options)
+    # JAX takes options of an outermost function only.
+    return outermost, jax.jit(without_gradient) if options else outermost

@@ -46,30 +46,30 @@ def settled_inputs(
         HydrajaxError: For an invalid argument. Of a traced prompt only the shape and dtype are checked.
     """
     request = request or program.request()
-    traced = isinstance(prompt, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer)
-    xp = jnp if traced else np  # padding on the host compiles nothing for a new prompt width
-    ids = _array(xp, "prompt", prompt, "int32 [batch, tokens]")
-    if ids.ndim != 2 or not len(ids) or not xp.issubdtype(ids.dtype, xp.integer):
+    ids = _array("prompt", prompt, "int32 [batch, tokens]")
+    if not all(isinstance(size, int) for size in ids.shape):
+        raise HydrajaxError(f"prompt: got the symbolic shape {ids.shape}, expected integers: export once per shape")
+    if ids.ndim != 2 or not len(ids) or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise HydrajaxError(f"prompt: got {ids.dtype} {list(ids.shape)}, expected int32 [batch, tokens]")
     batch = ids.shape[0]
     if lengths is None:
         lengths = np.full(batch, ids.shape[1], np.int32)
-    lengths = _array(xp, "lengths", lengths, "int32 [batch]")
-    if not xp.issubdtype(lengths.dtype, xp.integer):
+    lengths = _array("lengths", lengths, "int32 [batch]")
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise HydrajaxError(f"lengths: got {lengths.dtype}, expected int32 [batch]")
     if lengths.shape != ids.shape[:1]:
         raise HydrajaxError(f"lengths: got shape {lengths.shape} for prompts {ids.shape}, expected one per prompt")
-    if not traced:
+    if _xp(ids) is np and _xp(lengths) is np:
         check_prompts(ids, lengths, config)
     padding = bucket(ids.shape[1], config.max_positions) - ids.shape[1]
     ready = isinstance(prompt, jax.Array) and prompt.dtype == jnp.int32 and not padding
     if not ready:  # a prompt placed on a mesh at full width keeps its sharding
-        prompt = xp.pad(ids.astype(xp.int32), ((0, 0), (0, padding)))
+        prompt = _xp(ids).pad(ids.astype(np.int32), ((0, 0), (0, padding)))
     if limits is None:  # an array all the same, so that limits compile nothing
         limits = np.full(lengths.shape, request.max_new_tokens, np.int32)
     else:
-        limits = _array(xp, "limits", limits, "int32 [batch]")
-        if limits.shape != lengths.shape or not xp.issubdtype(limits.dtype, xp.integer):
+        limits = _array("limits", limits, "int32 [batch]")
+        if limits.shape != lengths.shape or not jnp.issubdtype(limits.dtype, jnp.integer):
             raise HydrajaxError(f"limits: got {limits.dtype} {list(limits.shape)}, expected int32 [batch]")
     rule = _rule_of_rows(program, request.rule if rule is None else rule, batch)
     if rng is None:
@@ -81,13 +81,18 @@ def settled_inputs(
     rows = _of_each_row(request.processors if processors is None else tuple(processors), batch)
     ignore_eos = np.ones(batch, bool) if request.ignore_eos else None
     sampling = SamplingParams(rng, rule, batched_processors(rows, config.vocab_size), limits, ignore_eos)
-    return Inputs(prompt, lengths.astype(xp.int32), sampling)
+    return Inputs(prompt, lengths.astype(np.int32), sampling)
 
 
-def _array(xp: Any, field: str, given: Any, expected: str) -> Any:
+def _xp(given: Any) -> Any:
+    """Return NumPy for an array that is not traced: padding on the host compiles nothing for a new prompt width."""
+    return jnp if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)) else np
+
+
+def _array(field: str, given: Any, expected: str) -> Any:
     refuse_mapping(given, field, expected)
     try:
-        return xp.asarray(given)
+        return _xp(given).asarray(given)
     except (TypeError, ValueError):
         raise HydrajaxError(f"{field}: got {one_line(repr(given), 60)}, expected {expected}") from None
 

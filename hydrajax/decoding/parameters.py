@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from hydrajax.errors import HydrajaxError
+
 T = TypeVar("T")
 LARGEST = np.int32(2**31 - 1)  # as top_k it keeps every token
 # Bounds within which float32 logits stay finite. Below the least temperature the most likely token has all probability
@@ -28,6 +30,13 @@ def parameters_as_arrays(cls: type[T]) -> type[T]:
     JAX puts in their place, and are not validated.
     """
     names = [field.name for field in dataclasses.fields(cls)]
+    validate = getattr(cls, "__post_init__", lambda item: None)
+
+    def __post_init__(item):
+        if traced := [name for name in names if isinstance(getattr(item, name), jax.core.Tracer)]:
+            todo = f"make the {cls.__name__} outside of the program and pass it as an argument"
+            raise HydrajaxError(f"{traced[0]}: got a traced value, expected a number: {todo}")
+        validate(item)
 
     def flatten(item):
         return [(jax.tree_util.GetAttrKey(name), effective(item, name)) for name in names], is_mixed(item)
@@ -40,7 +49,7 @@ def parameters_as_arrays(cls: type[T]) -> type[T]:
         return item
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-    cls.__repr__ = _shown
+    cls.__repr__, cls.__post_init__ = _shown, __post_init__
     return cls
 
 

@@ -46,6 +46,7 @@ class Platform:
         devices: Number of devices.
         capability: Compute capability of an NVIDIA GPU, such as 9.0; 0.0 for everything else.
         present: The process has these devices, so that kernels are compared with NumPy before they are used.
+        cpu_kernels: Use our CPU kernels (HYDRAJAX_CPU_KERNELS=0: do not).
         gpu_kernels: Use our GPU kernels and cuDNN's attention (HYDRAJAX_GPU_KERNELS=0: do not).
         tpu_kernels: Use our TPU kernels (HYDRAJAX_TPU_KERNELS=0: do not).
         cuda_graphs: Run a decode loop as one CUDA graph (HYDRAJAX_CUDA_GRAPHS=0: do not).
@@ -56,6 +57,7 @@ class Platform:
     devices: int
     capability: float = 0.0
     present: bool = False
+    cpu_kernels: bool = _unless_zero("HYDRAJAX_CPU_KERNELS")
     gpu_kernels: bool = _unless_zero("HYDRAJAX_GPU_KERNELS")
     tpu_kernels: bool = _unless_zero("HYDRAJAX_TPU_KERNELS")
     cuda_graphs: bool = _unless_zero("HYDRAJAX_CUDA_GRAPHS")
@@ -158,7 +160,7 @@ def on_tpu() -> bool:
 
 def has_cpu_kernels() -> bool:
     """Return whether programs may contain our CPU kernels: on one device, as XLA cannot partition custom kernels."""
-    return on_cpu() and on_one_device() and library.available()
+    return on_cpu() and on_one_device() and platform().cpu_kernels and library.available()
 
 
 def has_few_bits() -> bool:
@@ -166,7 +168,7 @@ def has_few_bits() -> bool:
 
     All devices of the process count, not those of a program: weights are stored for the kernel.
     """
-    return on_cpu() and jax.device_count() == 1 and library.available()
+    return on_cpu() and jax.device_count() == 1 and platform().cpu_kernels and library.available()
 
 
 def on_ampere() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 import hydrajax
 from helpers.programs import answer
@@ -17,7 +18,7 @@ from hydrajax.decoding.inputs import settled_inputs
 from hydrajax.decoding.keywords import RULES
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.formats.draft_registry import KINDS, without_weights
-from hydrajax.sharding import Placement, make_mesh
+from hydrajax.sharding import Placement, make_mesh, on_mesh
 
 PROMPTS = np.array([[5, 17, 60, 2, 33], [9, 1, 4, 0, 0], [8, 12, 50, 29, 8], [3, 3, 3, 3, 0]], np.int32)
 LENGTHS = np.array([5, 3, 5, 4], np.int32)
@@ -104,7 +105,23 @@ def draft_model(base: str, draft: str) -> dict:
             decode = hydrajax.make_decode_fn(m.model, m.drafter, tree, rule, max_new_tokens=16)
             out = decode(m.params, PROMPTS[:2], LENGTHS[:2], rng=jax.random.key(3))
             found[name][rule + tree] = [out.tokens.tolist(), out.accept_lengths.tolist()]
+        for program, out in inside_other_programs(decode, m.params, m.placement.base).items():
+            found[name][program] = [out.tokens.tolist(), out.accept_lengths.tolist()]
     return found
+
+
+def inside_other_programs(decode, params, mesh) -> dict:
+    """Return the results of a rule that draws, within `jax.vmap`, `jax.shard_map` and steps whose state is donated."""
+    prompt, lengths, keys = PROMPTS[:2], LENGTHS[:2], jax.random.split(jax.random.key(3), 2)
+    specs, rows = (P(), P("data"), P("data"), P("data")), P("data")
+    on_rows = jax.shard_map(decode, mesh=make_mesh(2, 4), in_specs=specs, out_specs=rows, check_vma=False)
+    state, step = decode.prefill(params, prompt, lengths, keys), jax.jit(decode.decode_step, donate_argnums=1)
+    with on_mesh(mesh):
+        while not state.output.done.all():
+            state = step(params, state)
+    mapped = jax.vmap(decode, (None, 0, 0, 0))(params, prompt[:, None], lengths[:, None], keys[:, None])
+    found = {"vmap": jax.tree.map(lambda x: x[:, 0], mapped), "steps": decode.result(state)}
+    return found | {"shard_map": jax.jit(on_rows)(params, prompt, lengths, keys)}
 
 
 if __name__ == "__main__":

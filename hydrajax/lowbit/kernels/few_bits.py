@@ -54,5 +54,5 @@ def matmul_experts(
     See `hydrajax.ops.cpu.experts.matmul_experts`.
     """
     out = jax.ShapeDtypeStruct((experts.size, width), jnp.float32)
-    call = jax.ffi.ffi_call("hydrajax_matmul_few_bits_experts", out)
+    call = jax.ffi.ffi_call("hydrajax_matmul_few_bits_experts", out, vmap_method="sequential")
     return call(x, experts.astype(jnp.int32), tiles, *scales)

@@ -23,4 +23,6 @@ def matmul_experts(
         dtype: Of the result; sums are float32.
     """
     out = jax.ShapeDtypeStruct((experts.size, weight.shape[2]), dtype)
-    return jax.ffi.ffi_call("hydrajax_matmul_experts", out)(x, experts.astype(jnp.int32), weight)
+    return jax.ffi.ffi_call("hydrajax_matmul_experts", out, vmap_method="sequential")(
+        x, experts.astype(jnp.int32), weight
+    )
