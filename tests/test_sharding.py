@@ -149,3 +149,14 @@ def test_an_axis_is_split_where_it_divides():
     ]:
         mesh = AbstractMesh((2, model), **AXES)
         assert sharding(mesh, shape, axes).spec == PartitionSpec(*expected)
+
+
+@pytest.mark.slow
+def test_parameters_of_another_programs_mesh_stay_where_they_are(tmp_path, on_eight_devices):
+    """On tunix' axes fsdp and tp, what our layout keeps is not copied, and no weight is gathered for a whole loop."""
+    found = on_eight_devices(tmp_path, "foreign_mesh")
+    assert found["equal"] == [True] * 3
+    assert found["mesh"] == {"data": 4, "model": 2}
+    assert found["share"] < 1.01 / 8
+    assert found["shared"] == [True] * 2
+    assert found["gathered"] == 0

@@ -14,6 +14,7 @@ from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.logprobs import Logprobs
 from hydrajax.decoding.state import DecodeState, OutputState, Params
 from hydrajax.models.arrays import Array
+from hydrajax.ops.sharded import gathered_in_each_step
 from hydrajax.processes import fetch
 
 BURSTS_PER_SECOND = 20  # more do not read more smoothly, and each returns to the host
@@ -52,7 +53,9 @@ def run_steps(
 
     def step(carry):
         state, taken = carry
-        return engine.decode_step(params, state), taken + 1
+        own, lengths = gathered_in_each_step(params, state.output.lengths)
+        state = state._replace(output=state.output._replace(lengths=lengths))
+        return engine.decode_step(own, state), taken + 1
 
     return jax.lax.while_loop(unfinished, step, (state, jnp.zeros((), jnp.int32)))[0]
 

@@ -69,6 +69,18 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
+def gathered_in_each_step(params: Any, changing: Array) -> tuple[Any, Array]:
+    """Return parameters and an array that every step of a loop changes, bound to each other on a mesh with ``data``.
+
+    XLA would gather parameters that are sharded over that axis until they are used (FSDP) once before the loop, into
+    memory of their own on every device.
+    """
+    mesh = mesh_in_use()
+    if mesh is None or mesh.shape[DATA] == 1:
+        return params, changing
+    return jax.lax.optimization_barrier((params, changing))
+
+
 def shard(array: Array, *axes: str | None) -> Array:
     """Return the array, sharded over these mesh axes where they divide it evenly."""
     if mesh_in_use() is None:
