@@ -5,8 +5,9 @@ where another program keeps each of them, so that one table serves all families.
 
     v vocabulary, d width, f features of an MLP, n heads, k key-value heads, h features of a head, x experts
 
-A digit is an index that is taken of that axis, ``l`` takes the layer's number, and ``e`` the expert's. So ``"1kdh"``
-are the values of a fused array, and ``"dlnh"`` is an array of all layers.
+``H`` are a head's features in the order of an interleaved rotary embedding, which turns neighbours instead of halves.
+A digit is an index that is taken of that axis, ``l`` takes the layer's place among the array's layers, and ``e`` the
+expert's number. So ``"1kdh"`` are the values of a fused array, and ``"dlnh"`` is an array of several layers.
 """
 
 from __future__ import annotations
@@ -55,12 +56,16 @@ class Place(NamedTuple):
     Attributes:
         path: of an array, with ``{i}`` for the layer's number.
         axes: of the array; empty if they are the tensor's own.
-        scale: the tensor is the array times this number.
+        scale: the tensor is the array times this number,
+        offset: plus this one.
+        layers: whose tensors the array has; None for all.
     """
 
     path: str
     axes: str = "d"
     scale: float = 1.0
+    offset: float = 0.0
+    layers: range | None = None
 
 
 Table = Mapping[str, Place | Sequence[Place]]  # by the end of transformers' name; the first place that exists
@@ -86,15 +91,24 @@ class Tensor(NamedTuple):
         """The letters of each of its axes."""
         return [many or one for many, one in re.findall(r"\((\w+)\)|(\w)", AXES.get(self.end, "d"))]
 
-    def index(self, axes: str) -> tuple[int | slice, ...]:
-        """Return the part of an array with these axes."""
-        taken = {"l": self.layer, "e": self.expert}
-        return tuple(int(axis) if axis.isdigit() else taken.get(axis, slice(None)) for axis in axes)
+    def index(self, place: Place) -> tuple[int | slice, ...]:
+        """Return its part of the array."""
+        taken = {"l": self.layer if place.layers is None else place.layers.index(self.layer), "e": self.expert}
+        return tuple(int(axis) if axis.isdigit() else taken.get(axis, slice(None)) for axis in place.axes)
 
 
 def _left(axes: str) -> str:
     """Return the axes of which nothing is taken."""
     return "".join(axis for axis in axes if not axis.isdigit() and axis not in "le")
+
+
+def _reordered(array: Any, axes: str, first: int | None) -> Any:
+    """Return an array whose axis ``H`` is a matrix of ``first`` rows that is transposed; None for two columns."""
+    if "H" not in axes:
+        return array
+    at, shape = axes.index("H"), array.shape
+    split = array.reshape(*shape[:at], first or shape[at] // 2, -1, *shape[at + 1 :])
+    return split.swapaxes(at, at + 1).reshape(shape)
 
 
 class ForeignTensors:
@@ -115,15 +129,18 @@ class ForeignTensors:
         array = self._merged(place, tensor)
         if not place.axes:
             return array
-        if _left(place.axes) != place.axes:
-            array = array[tensor.index(place.axes)]
-        order = [_left(place.axes).index(axis) for axis in "".join(tensor.groups)]
+        axes = _left(place.axes)
+        if axes != place.axes:
+            array = array[tensor.index(place)]
+        array = _reordered(array, axes, None)
+        order = [axes.lower().index(axis) for axis in "".join(tensor.groups)]
         if order != sorted(order):
             array = array.transpose(order)
         if array.ndim > len(tensor.groups):
             sizes = iter(array.shape)
             array = array.reshape([math.prod(next(sizes) for _ in group) for group in tensor.groups])
-        return array if place.scale == 1.0 else array * np.asarray(place.scale, array.dtype)
+        array = array if place.scale == 1.0 else array * np.asarray(place.scale, array.dtype)
+        return array if place.offset == 0.0 else array + np.asarray(place.offset, array.dtype)
 
     def _merged(self, place: Place, tensor: Tensor) -> Any:
         """Return an array with the product of its low-rank factors added, whose inputs are its contracted axes."""
@@ -158,15 +175,16 @@ def places_of(
     """
     found, used = {}, set()
     for name, shape in names.items():
-        tensor = Tensor.named(name)
         candidates = candidates_of(table, name)
-        place = next((place for place in candidates if place.path in arrays), None)
-        if place is None:
+        present = [place for place in candidates if place.path in arrays]
+        if not present:
             paths = " or ".join(dict.fromkeys(place.path for place in candidates))
             raise HydrajaxError(f"params: got no {paths or 'such tensor'}, expected {name} {list(shape)}")
-        got, sizes = list(arrays[place.path].shape), axis_sizes(tensor, shape, config)
-        expected = ["any" if axis.isdigit() else sizes[axis] for axis in place.axes] or list(shape)
-        if len(got) != len(expected) or any(b not in ("any", a) for a, b in zip(got, expected, strict=True)):
+        for place in present:
+            got, expected = list(arrays[place.path].shape), _shape(place, name, shape, config)
+            if len(got) == len(expected) and all(b in ("any", a) for a, b in zip(got, expected, strict=True)):
+                break
+        else:
             listed = ", ".join(map(str, expected))
             raise HydrajaxError(f"params: {place.path}: got the shape {got}, expected [{listed}]")
         found[name] = place
@@ -183,16 +201,26 @@ def candidates_of(table: Table | None, name: str) -> list[Place]:
         return [Place(name, "")]
     tensor = Tensor.named(name)
     found = table.get(tensor.end, ())
-    found = [found] if isinstance(found, Place) else found
-    return [place._replace(path=place.path.replace("{i}", str(tensor.layer))) for place in found]
+    return [
+        place._replace(path=place.path.replace("{i}", str(tensor.layer)))
+        for place in ([found] if isinstance(found, Place) else found)
+        if place.layers is None or tensor.layer in place.layers
+    ]
 
 
-def axis_sizes(tensor: Tensor, shape: Sequence[int], config: LlamaConfig) -> dict[str, int]:
-    """Return the size of each axis of a tensor that has ``shape`` in the checkpoint."""
+def _shape(place: Place, name: str, shape: Sequence[int], config: LlamaConfig, parts: Any = "any") -> list[Any]:
+    """Return the shape of the array of a tensor that has ``shape`` in the checkpoint.
+
+    Args:
+        parts: size of an axis of which an index is taken.
+    """
+    tensor = Tensor.named(name)
     c = config.of_layer(tensor.layer)
-    experts = config.any_experts.count if config.any_experts else 0
-    sizes = {"n": c.n_heads, "k": c.n_kv_heads, "h": c.head_dim, "p": c.per_layer_width, "l": c.n_layers, "e": experts}
-    return sizes | {group: size for group, size in zip(tensor.groups, shape, strict=True) if len(group) == 1}
+    sizes = {"n": c.n_heads, "k": c.n_kv_heads, "h": c.head_dim, "H": c.head_dim, "p": c.per_layer_width}
+    sizes["l"] = config.n_layers if place.layers is None else len(place.layers)
+    sizes["e"] = config.any_experts.count if config.any_experts else 0
+    sizes |= {group: size for group, size in zip(tensor.groups, shape, strict=True) if len(group) == 1}
+    return [parts if axis.isdigit() else sizes[axis] for axis in place.axes] or list(shape)
 
 
 def arrays_of(tensors: Mapping[str, np.ndarray], places: Mapping[str, Place], config: LlamaConfig) -> dict[str, Any]:
@@ -207,10 +235,11 @@ def arrays_of(tensors: Mapping[str, np.ndarray], places: Mapping[str, Place], co
         if not place.axes:
             found[place.path] = value
             continue
-        sizes = axis_sizes(tensor, value.shape, config)
-        theirs = "".join(tensor.groups)
-        value = value.reshape([sizes[axis] for axis in theirs]) / np.asarray(place.scale, value.dtype)
-        shape = [digits[place.path] if axis.isdigit() else sizes[axis] for axis in place.axes]
-        whole = found.setdefault(place.path, np.empty(shape, value.dtype))
-        whole[tensor.index(place.axes)] = value.transpose([theirs.index(axis) for axis in _left(place.axes)])
+        shape = _shape(place, name, value.shape, config, digits[place.path])
+        part = found.setdefault(place.path, np.empty(shape, value.dtype))[tensor.index(place)]
+        axes, theirs = _left(place.axes), "".join(tensor.groups)
+        sizes = dict(zip(axes.lower(), part.shape, strict=True))
+        value = (value - np.asarray(place.offset, value.dtype)) / np.asarray(place.scale, value.dtype)
+        value = value.reshape([sizes[axis] for axis in theirs]).transpose([theirs.index(axis) for axis in sizes])
+        part[...] = _reordered(value, axes, 2)
     return found

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.families.config_fields import FULL, SLIDING
 from hydrajax.families.family_registry import to_llama_config
 from hydrajax.formats.huggingface import read_config
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.expert_settings import Experts
+from hydrajax.models.llama_config import LayerKind, LlamaConfig
+from hydrajax.models.rope_scaling import RopeScaling
 
 CONTEXT = 32_768  # of configurations without one
 # tunix 0.1.7 rotates Llama 3 and Qwen 3 with this base, whatever the configuration's; so does the policy.
@@ -21,7 +24,7 @@ def config_of(given: Any, max_positions: int | None = None) -> LlamaConfig:
 
     Args:
         given: a `LlamaConfig`, a directory with a ``config.json``, the fields of one, or the configuration of a model
-            of tunix.
+            of tunix, gemma or MaxText.
         max_positions: the context; None for the configuration's own, or `CONTEXT` where it has none.
 
     Raises:
@@ -29,22 +32,35 @@ def config_of(given: Any, max_positions: int | None = None) -> LlamaConfig:
     """
     if isinstance(given, (str, Path)):
         given = read_config(given)
-    if isinstance(given, Mapping):
+    program = program_of(given)
+    if program is not None:
+        return PROGRAMS[program](given, max_positions or CONTEXT)
+    elif isinstance(given, Mapping):
         given = to_llama_config(dict(given), "config")
-    if not isinstance(given, LlamaConfig):
-        package, _, family = type(given).__module__.removesuffix(".model").rpartition(".models.")
-        if package != "tunix":
-            expected = "a LlamaConfig, the fields of a config.json, a directory with one, or a configuration of tunix"
-            raise HydrajaxError(f"config: got {type(given).__name__}, expected {expected}")
-        if family not in TUNIX:
-            raise not_allowed("config", f"tunix.models.{family}", TUNIX)
-        fields = {"max_position_embeddings": max_positions or CONTEXT} | _shared(given) | TUNIX[family](given)
-        given = to_llama_config(fields, f"config: tunix.models.{family}")
+    elif not isinstance(given, LlamaConfig):
+        expected = "a LlamaConfig, the fields of a config.json, a directory with one, or a configuration of "
+        raise HydrajaxError(f"config: got {type(given).__name__}, expected {expected}{', '.join(PROGRAMS)}")
     return given if max_positions is None else given.replace(max_positions=max_positions)
 
 
+def program_of(given: Any) -> str | None:
+    """Return the program whose configuration this is."""
+    if isinstance(given, Mapping):
+        return "maxtext" if "base_emb_dim" in given else None
+    package = type(given).__module__.partition(".")[0].lower()
+    return package if package in PROGRAMS else None
+
+
+def _tunix(given: Any, context: int) -> LlamaConfig:
+    family = type(given).__module__.removesuffix(".model").rpartition(".")[2]
+    if family not in TUNIX:
+        raise not_allowed("config", f"tunix.models.{family}", TUNIX)
+    fields = {"max_position_embeddings": context} | _shared(given) | TUNIX[family](given)
+    return to_llama_config(fields, f"config: tunix.models.{family}")
+
+
 def _shared(c: Any) -> dict[str, Any]:
-    """Return the fields that all models of tunix have."""
+    """Return the fields that all models of tunix and gemma have."""
     return {
         "vocab_size": getattr(c, "vocab_size", None) or c.num_embed,
         "hidden_size": c.embed_dim,
@@ -80,7 +96,7 @@ def _qwen3(c: Any) -> dict[str, Any]:
 
 
 def _types(kinds: Any) -> list[str]:
-    return ["sliding_attention" if kind.name == "LOCAL_SLIDING" else "full_attention" for kind in kinds]
+    return [SLIDING if kind.name == "LOCAL_SLIDING" else FULL for kind in kinds]
 
 
 def _gemma(c: Any) -> dict[str, Any]:
@@ -97,17 +113,32 @@ def _gemma(c: Any) -> dict[str, Any]:
 
 
 def _gemma3(c: Any) -> dict[str, Any]:
-    by_heads = c.query_pre_attn_norm.name == "BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS"
+    per_head = c.embed_dim // c.num_heads
+    scalars = {  # the scale to the power of -2
+        "BY_EMBED_DIM_DIV_NUM_HEADS": float(per_head) ** -2,
+        "BY_ONE_OVER_SQRT_EMBED_DIM_DIV_NUM_HEADS": per_head,
+    }
     rope = {
-        "full_attention": _rope(c.global_base_frequency, c.global_scale_factor),
-        "sliding_attention": _rope(c.local_base_frequency, c.local_scale_factor),
+        FULL: _rope(c.global_base_frequency, c.global_scale_factor),
+        SLIDING: _rope(c.local_base_frequency, c.local_scale_factor),
     }
     return {
         "model_type": "gemma3_text",
-        "query_pre_attn_scalar": c.embed_dim // c.num_heads if by_heads else c.head_dim,
+        "query_pre_attn_scalar": scalars.get(c.query_pre_attn_norm.name, c.head_dim),
         "sliding_window": c.sliding_window_size,
         "rope_parameters": rope,
     }
+
+
+def _gemma_package(c: Any, context: int) -> LlamaConfig:
+    """Return the configuration of Gemma 2 or 3 in google-deepmind's gemma: one class has all their settings."""
+    module = type(c).__module__
+    if not module.endswith("nn._config"):
+        raise HydrajaxError(f"config: got a {type(c).__name__} of {module}, expected one of Gemma 2 or 3")
+    fields = {"max_position_embeddings": context} | _shared(c) | _gemma(c) | _gemma3(c)
+    return to_llama_config(fields, "config: gemma").replace(
+        qk_norm=c.use_qk_norm, attention_softcap=c.attn_logits_soft_cap
+    )
 
 
 def _rope(theta: float, factor: float) -> dict[str, Any]:
@@ -116,3 +147,112 @@ def _rope(theta: float, factor: float) -> dict[str, Any]:
 
 
 TUNIX = {"llama3": _llama3, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma3": _gemma3}  # by package
+
+
+# Decoder blocks of MaxText, and whether the scale of the scores is folded into the weights of the queries.
+BLOCKS = {"llama2": True, "mistral": True, "gemma2": True} | dict.fromkeys(
+    ("gemma3", "qwen2", "qwen3", "qwen3_moe"), False
+)
+MAXTEXT = {  # values of base.yml that are not 0
+    "mlp_activations": ("silu", "linear"),
+    "normalization_layer_epsilon": 1e-5,
+    "normalize_embedding_logits": True,
+    "param_scan_axis": 1,
+    "rope_linear_scaling_factor": 1.0,
+    "rope_max_timescale": 10_000,
+    "rope_min_timescale": 1,
+    "rope_type": "default",
+    "rope_use_scale": True,
+}
+UNSUPPORTED = ("attention_sink", "fused_mlp", "fused_qkv", "mlp_bias", "share_kv_projections")
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu_tanh"}
+
+
+class MaxText:
+    """The fields of a configuration of MaxText.
+
+    Args:
+        given: an object of its ``pyconfig``, or a dict: a model's YAML file with its ``model_name``.
+    """
+
+    def __init__(self, given: Any):
+        self._get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+        for name in ("model_name", "vocab_size", "emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"):
+            if not getattr(self, name):
+                raise HydrajaxError(f"config: got no {name}, expected the field of MaxText's configuration")
+        for name in UNSUPPORTED:
+            if getattr(self, name):
+                raise HydrajaxError(f"config: got {name}={getattr(self, name)}, expected none")
+
+    def __getattr__(self, name: str) -> Any:
+        for found in (self._get(name), self._get(f"base_{name}"), MAXTEXT.get(name)):
+            if found is not None:
+                return getattr(found, "value", found)  # of an enum
+        return None
+
+    @property
+    def interleaved(self) -> bool:
+        """The rotary embedding turns neighbours."""
+        return self.model_name.startswith("llama3.1") or self.rope_type.lower().startswith("llama3.1")
+
+    def config(self, context: int) -> LlamaConfig:
+        """Return the configuration that means MaxText's arrays as they are.
+
+        Queries have the scale of the scores in them, Gemma's embedding has its scale in it, by which logits are
+        divided, and norms multiply by their weight.
+        """
+        block, gate, *others = self.decoder_block, *self.mlp_activations
+        if block not in BLOCKS:
+            raise not_allowed("config: decoder_block", block, BLOCKS)
+        if gate not in ACTIVATIONS or others != ["linear"]:
+            raise HydrajaxError(f"config: mlp_activations: got {[gate, *others]}, expected silu or gelu, and linear")
+        if not (self.interleaved or self.rope_type.lower() == "default") or self.rope_min_timescale != 1:
+            raise HydrajaxError(f"config: rope_type: got '{self.rope_type}', expected default or llama3.1")
+        theta, factor = float(self.rope_max_timescale), self.rope_linear_scaling_factor
+        scaling = RopeScaling("linear", factor) if factor != 1 else None
+        if self.interleaved:
+            scaling = RopeScaling("llama3", 8.0) if self.rope_use_scale else None
+        experts = None
+        if block == "qwen3_moe":
+            experts = Experts(self.num_experts, self.num_experts_per_tok, self.moe_mlp_dim, normalized=True)
+        tied = bool(self.logits_via_embedding)
+        c = LlamaConfig(
+            vocab_size=self.vocab_size,
+            width=self.emb_dim,
+            mlp_width=self.mlp_dim,
+            n_layers=self.num_decoder_layers * (2 if block == "gemma2" else 1),
+            n_heads=self.num_query_heads,
+            n_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_positions=context,
+            norm_eps=float(self.normalization_layer_epsilon),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tied_lm_head=tied,
+            qkv_bias=block == "qwen2" and bool(self.attention_bias),
+            qk_norm=block.startswith("qwen") and bool(self.use_qk_norm),
+            activation=ACTIVATIONS[gate],
+            attention_scale=1.0 if BLOCKS[block] else None,
+            attention_softcap=(block in ("llama2", "gemma2", "gemma3") and self.attn_logits_soft_cap) or None,
+            logits_divisor=self.emb_dim**0.5 if tied and self.normalize_embedding_logits else 1.0,
+            logits_softcap=(tied and self.final_logits_soft_cap) or None,
+            experts=experts,
+        )
+        return self._gemma(c) if block.startswith("gemma") else c
+
+    def _gemma(self, c: LlamaConfig) -> LlamaConfig:
+        if not (self.use_post_attn_norm and self.use_post_ffw_norm and c.norm_eps == 1e-6) or self.interleaved:
+            raise HydrajaxError("config: got other norms or rotary embeddings than those of MaxText's Gemma 2 and 3")
+        local, scaling, every = self.local_rope_max_timescale or 0, c.rope_scaling, 2
+        if self.decoder_block == "gemma3":
+            scalars = {"gemma3-4b": c.head_dim, "gemma3-12b": c.head_dim, "gemma3-27b": c.width // c.n_heads}
+            if self.model_name not in scalars:
+                raise not_allowed("config: model_name", self.model_name, scalars)
+            c, scaling, every = c.replace(qk_norm=True, attention_scale=scalars[self.model_name] ** -0.5), None, 6
+        full = LayerKind(None, c.rope_theta, c.rope_scaling)
+        sliding = LayerKind(self.sliding_window_size, float(local) if local > 0 else c.rope_theta, scaling)
+        kinds = [full if i % every == every - 1 else sliding for i in range(c.n_layers)]
+        return c.replace(norms="both").with_kinds(kinds)
+
+
+PROGRAMS = {"tunix": _tunix, "gemma": _gemma_package, "maxtext": lambda given, context: MaxText(given).config(context)}

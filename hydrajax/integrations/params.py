@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.errors import HydrajaxError, not_allowed, one_line
+from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.families.family_layout import base_layout
 from hydrajax.integrations.axes import LORA, ForeignTensors, Table, arrays_of, candidates_of, places_of
 from hydrajax.integrations.configs import config_of
-from hydrajax.integrations.layouts import LAYOUTS
+from hydrajax.integrations.layouts import table_of
 from hydrajax.language_model import LanguageModel
 from hydrajax.models.init import abstract_base
 from hydrajax.models.layout import Parameter, Stack, named_leaves, read, shapes, write
@@ -58,7 +58,8 @@ def from_params(
     donates its parameters deletes shared arrays too: call ``m.update_params`` after each update, or pass ``copy``.
 
     Args:
-        config: a `LlamaConfig`, a directory with a ``config.json``, the fields of one, or a configuration of tunix.
+        config: a `LlamaConfig`, a directory with a ``config.json``, the fields of one, or a configuration of tunix,
+            gemma or MaxText.
         params: an ``nnx.Module`` or ``nnx.State``, nested dicts, arrays by path (``"layers.0.attn.q_proj.w"``), or the
             directory of an Orbax checkpoint.
         layout: ``"tunix"``, ``"maxtext"``, ``"gemma"``, ``"hf"`` (transformers' names and axes), or a table of places
@@ -89,7 +90,7 @@ def from_params(
     """
     use_compilation_cache()
     arrays, c = arrays_by_path(params), config_of(config, max_positions)
-    reader = Reader(c, arrays, layout, dtype, mesh, lora_alpha, copy)
+    reader = Reader(c, arrays, layout, dtype, mesh, lora_alpha, copy, config)
     m = LanguageModel(
         reader.model,
         NoDrafter(),
@@ -108,14 +109,19 @@ def to_params(m: LanguageModel, layout: str | Table = "tunix", like: Any = None)
     Args:
         m: the model.
         layout: as in `from_params`.
-        like: parameters of that program, which decide between the forms that a layout has; None for its first.
+        like: parameters of that program, which decide between the forms that a layout has. By default the form is that
+            from which ``m`` was read, or the layout's first.
     """
-    tensors = write(base_layout(m.config), m.params.base)
-    table, given = _table(layout), None if like is None else arrays_by_path(like)
-    places = {}
-    for name in tensors:
-        candidates = candidates_of(table, name)
-        places[name] = next((place for place in candidates if given is None or place.path in given), candidates[0])
+    layout_of_base = base_layout(m.config)
+    reader = m.read_params if m.read_params is not None and m.read_params.layout == layout else None
+    table = table_of(layout, m.config) if reader is None else reader.table
+    if like is not None:
+        places = places_of(table, shapes(layout_of_base), arrays_by_path(like), m.config)
+    elif reader is not None:
+        places = reader.places
+    else:
+        places = {name: candidates_of(table, name)[0] for name in shapes(layout_of_base)}
+    tensors = write(layout_of_base, m.params.base)
     return arrays_of(tensors, places, m.config)
 
 
@@ -128,8 +134,13 @@ def arrays_by_path(params: Any) -> dict[str, Any]:
     if isinstance(params, (str, Path)):
         import orbax.checkpoint as ocp
 
+        folder, checkpointer = Path(params).absolute(), ocp.PyTreeCheckpointer()
+        folder = folder / "items" if (folder / "items").is_dir() else folder  # a step of MaxText's
         try:
-            params = ocp.StandardCheckpointer().restore(Path(params).absolute())
+            stored = checkpointer.metadata(folder).item_metadata
+            wanted = {} if stored is None else stored.tree
+            wanted = {"params": wanted["params"]} if "params" in wanted else wanted  # not the optimizer's state
+            params = checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=wanted, partial_restore=True))
         except (OSError, ValueError, KeyError) as error:
             raise HydrajaxError(f"params: {params}: got no Orbax checkpoint: {one_line(error, 200)}") from None
     if isinstance(params, nnx.Module):
@@ -138,16 +149,11 @@ def arrays_by_path(params: Any) -> dict[str, Any]:
         params = nnx.to_pure_dict(params)
     found = named_leaves(nn.unbox(params))
     found = {name.removesuffix(".value"): x for name, x in found.items()}
-    while all(name.startswith("params.") for name in found) and found:
-        found = {name.removeprefix("params."): x for name, x in found.items()}
+    for start in ("params.", "params.", "base."):  # of variables, of a train state's parameters, of MaxText in tunix
+        if all(name.startswith(start) for name in found):
+            found = {name.removeprefix(start): x for name, x in found.items()}
     # Other state, such as that of random numbers, has integers.
     return {name: x for name, x in found.items() if jnp.issubdtype(getattr(x, "dtype", int), jnp.floating)}
-
-
-def _table(layout: str | Table) -> Table | None:
-    if isinstance(layout, str) and layout not in LAYOUTS:
-        raise not_allowed("layout", layout, LAYOUTS)
-    return LAYOUTS[layout] if isinstance(layout, str) else layout
 
 
 class Reader:
@@ -155,6 +161,8 @@ class Reader:
 
     Attributes:
         model: the base.
+        layout: of the parameters, and its table.
+        places: of each tensor of a checkpoint among them.
         mesh: that it is sharded over; None for one device.
         shared: the paths of our parameters that are arrays of the other program, with those arrays' paths.
     """
@@ -168,9 +176,10 @@ class Reader:
         mesh: Mesh | None = None,
         lora_alpha: float | None = None,
         copy: bool = False,
+        given: Any = None,
     ):
-        self._table, self._layout = _table(layout), base_layout(config)
-        self._places = places_of(self._table, shapes(self._layout), arrays, config)
+        self.layout, self.table, self._layout = layout, table_of(layout, config, given), base_layout(config)
+        self.places = places_of(self.table, shapes(self._layout), arrays, config)
         self._form = _form(arrays)
         rank = next((x.shape[-1] for name, x in arrays.items() if name.endswith(LORA[0])), None)
         if rank is not None and lora_alpha is None:
@@ -218,7 +227,7 @@ class Reader:
         """
         arrays = arrays_by_path(params)
         if _form(arrays) != self._form:
-            places_of(self._table, shapes(self._layout), arrays, self.model.config)
+            places_of(self.table, shapes(self._layout), arrays, self.model.config)
             raise HydrajaxError("params: got other dtypes or forms of arrays than before, expected the same")
         arrays = {name: self._placed(x) for name, x in arrays.items()}
         old = named_leaves(old) if old is not None else self._empty()
@@ -234,7 +243,7 @@ class Reader:
 
     def _read(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return our parameters by path."""
-        tensors, found = ForeignTensors(arrays, self._places, self._lora_scale), {}
+        tensors, found = ForeignTensors(arrays, self.places, self._lora_scale), {}
 
         def keep(path: tuple[str, ...], parameter: Parameter | Stack) -> None:
             found[".".join(path)] = _traced(parameter).astype(self._expected[".".join(path)].dtype)
