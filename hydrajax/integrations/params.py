@@ -133,8 +133,10 @@ def arrays_by_path(params: Any) -> dict[str, Any]:
     """
     if isinstance(params, (str, Path)):
         import orbax.checkpoint as ocp
+        from etils import epath
 
-        folder, checkpointer = Path(params).absolute(), ocp.PyTreeCheckpointer()
+        folder = epath.Path(params if "://" in str(params) else Path(params).absolute())
+        checkpointer = ocp.PyTreeCheckpointer()
         folder = folder / "items" if (folder / "items").is_dir() else folder  # a step of MaxText's
         try:
             stored = checkpointer.metadata(folder).item_metadata
