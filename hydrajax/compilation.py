@@ -1,7 +1,5 @@
 """JAX's compilation cache on disk, which the commands and `hydrajax.load` enable."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 

@@ -1,7 +1,5 @@
 """A conversation that keeps the KV cache: each turn prefills only the new tokens."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The exception for mistakes that a user can correct."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches

@@ -4,8 +4,6 @@ Atomic also under a power cut: data reaches the disk before its name does. The o
 system's journal.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Keep freed host memory in the process for its next arrays, return it to the kernel, or use larger pages."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from collections.abc import Callable, Iterable

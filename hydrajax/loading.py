@@ -1,7 +1,5 @@
 """Load a draft, by name or directory, for a loaded base."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol

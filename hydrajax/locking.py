@@ -1,7 +1,5 @@
 """One process at a time per output, so that two cannot resume the same run."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """Describe the machine that measured times depend on."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """Optional dependencies, and one message for each that is missing."""
 
-from __future__ import annotations
-
 # Package: its use, and the argument of `pip install`.
 PACKAGES = {
     "matplotlib": ("pictures need", "'hydrajax[plots]'"),

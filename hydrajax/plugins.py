@@ -9,8 +9,6 @@ Nothing is imported before it is named, and installed packages are searched only
 (docs/adding_a_drafter.md).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

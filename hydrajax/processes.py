@@ -4,8 +4,6 @@ Every process runs the same program and holds its devices' shards of every array
 nothing. All except `is_main` must be called by every process, in the same order, from the main thread.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

@@ -4,8 +4,6 @@ A choice is stored with its date in ``$XDG_CACHE_HOME/hydrajax/trees``, for one 
 device. Without one, a tree that ``hydrajax tree search --save`` measured on this device is the choice.
 """
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Files of Amphista heads. They have our own format only; no released heads are known."""
 
-from __future__ import annotations
-
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.formats.interface import MOST, About, Files
 from hydrajax.formats.stacks import check_stack

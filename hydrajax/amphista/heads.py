@@ -11,8 +11,6 @@ encoder", is a LLaMA layer without mask and rotary embedding. A fresh draft ther
 predicts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 

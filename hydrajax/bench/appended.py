@@ -1,7 +1,5 @@
 """JSONL files that a run appends to and a later run resumes, with the settings they were made with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

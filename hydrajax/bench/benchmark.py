@@ -4,8 +4,6 @@ The baseline is autoregressive decoding by this package, timed in the same round
 section 7, "Honest speed").
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Bandwidth of the device's memory, bytes of arrays, and peak memory use."""
 
-from __future__ import annotations
-
 import resource
 from functools import partial
 from typing import Any

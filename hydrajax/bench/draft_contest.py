@@ -1,7 +1,5 @@
 """Contests of drafts: compare the speed of a base without a draft and with each of several drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

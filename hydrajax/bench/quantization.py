@@ -1,7 +1,5 @@
 """The effect of quantising a base on its logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Random weights in a published shape, for measuring speed without a checkpoint."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Interleaved timing: every round runs all entrants once, so that load on the machine affects all alike."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Shapes by name, for benchmarks, predictions and compilations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.families.family_registry import to_llama_config

@@ -1,7 +1,5 @@
 """Compare the split executor with the same base and draft in one program and in turn."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Record single decode steps: the proposed tree, the draft's probability of each path, and the accepted path."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A `fori_loop` iterates each phase in one call, which leaves out the host's dispa
 before it, so that XLA can neither hoist nor drop the work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any

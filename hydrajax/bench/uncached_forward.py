@@ -1,7 +1,5 @@
 """Logits of whole sequences without a cache, a tree or a loop: the reference for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

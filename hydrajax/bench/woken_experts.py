@@ -1,7 +1,5 @@
 """How many experts a pass reads: the more tokens it has, the more of them it wakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ guarantees that every accepted draft token passed its threshold. The references 
 base scores whole sequences (`hydrajax.bench.uncached_forward`), and NumPy does the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

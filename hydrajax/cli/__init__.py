@@ -6,8 +6,6 @@ commands as entry points of the group ``hydrajax.commands``. Only the chosen com
 """
 # PYTHON_ARGCOMPLETE_OK (argcomplete looks for this line where it is switched on for all programs)
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

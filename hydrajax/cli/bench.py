@@ -1,7 +1,5 @@
 """``hydrajax bench``: time decode steps and decoding with and without a draft on this device."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

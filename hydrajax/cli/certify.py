@@ -1,7 +1,5 @@
 """``hydrajax certify``: check that a draft, a tree and a rule do not change the base's output, here or on a server."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

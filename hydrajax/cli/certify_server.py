@@ -1,7 +1,5 @@
 """``hydrajax certify --server``: check that speculation does not change the text of an OpenAI-compatible server."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -1,7 +1,5 @@
 """``hydrajax chat``: a conversation in the terminal."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import sys

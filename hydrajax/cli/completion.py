@@ -1,7 +1,5 @@
 """Tab completion with argcomplete: the shell runs the program with ``_ARGCOMPLETE`` in the environment."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Sequence

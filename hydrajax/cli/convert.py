@@ -1,7 +1,5 @@
 """``hydrajax convert``: export, fetch and push draft heads, merge adapters, measure types of fewer bits."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ By default the shipped model continues held-out Python code, from the source fil
 downloaded. With ``--base``, an instruct model answers a few questions.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

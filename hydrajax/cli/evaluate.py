@@ -1,7 +1,5 @@
 """``hydrajax evaluate``: answer a question set with the base alone and with any number of drafts, in one run."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

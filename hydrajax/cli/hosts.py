@@ -1,7 +1,5 @@
 """One command in several processes: the main one prints, and one that fails ends the others."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import os

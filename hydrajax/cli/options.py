@@ -1,7 +1,5 @@
 """Arguments that several commands share, and the library objects that they name."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

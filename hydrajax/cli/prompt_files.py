@@ -1,7 +1,5 @@
 """Prompt files: plain text, or JSON lines with exactly one of ``prompt_ids``, ``prompt`` and ``turns``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``hydrajax report``: print the tables of the result files in a directory and write them as Markdown."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``hydrajax roofline``: predict decode step times from the traced program (medusa appendix G)."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Terminal output that several commands share: tables, progress, and text with drafted tokens marked."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """SIGTERM and Ctrl-C as exceptions in the main thread that cannot get lost."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading

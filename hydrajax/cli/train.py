@@ -3,8 +3,6 @@
 ``python -m hydrajax.train`` is the same command.
 """
 
-from __future__ import annotations
-
 import argparse
 from contextlib import ExitStack
 from itertools import groupby

@@ -1,7 +1,5 @@
 """``hydrajax tree``: search the tree that fits a drafter and this machine, or draw a tree."""
 
-from __future__ import annotations
-
 import argparse
 
 from hydrajax.cli import tree_search_command, tree_show

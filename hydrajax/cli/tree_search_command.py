@@ -1,7 +1,5 @@
 """``hydrajax tree search``: grow static trees by expected acceptance, time them and dynamic trees, save the fastest."""
 
-from __future__ import annotations
-
 import argparse
 import datetime
 from collections.abc import Callable

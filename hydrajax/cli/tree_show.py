@@ -1,7 +1,5 @@
 """``hydrajax tree show``: draw a tree, or with a model one of its steps: candidates and accepted path."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -21,8 +21,6 @@ Layer i of ``target_layer_ids`` is the base's layer whose *output* is read. The 
 transformers, which DeepSpec therefore refuses; -1 is the embedding.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.drafters.block import default_target_layers

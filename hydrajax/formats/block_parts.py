@@ -1,7 +1,5 @@
 """Parts that files of drafts of one pass share: the layers, their key map, and checks."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Directories written by an export. They appear whole, and replace nothing but an earlier export."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A small model in its own directory as the draft of a base with the same tokenizer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Commands, training, benchmarks and the roofline look kinds up here and import no drafter class.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax import plugins

@@ -20,8 +20,6 @@ EAGLE-3 reads the *inputs* of the base's layers 2, L // 2 and L - 3, counted fro
 is read, which are one lower. `hydrajax.models.base_model.BaseModel.__call__` counts from the last layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

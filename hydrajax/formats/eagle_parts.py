@@ -4,8 +4,6 @@ Key maps of EAGLE-1 and EAGLE-3, the fields of a draft's decoder layer, reduced 
 numbers of the base's layers that a draft reads. `hydrajax.formats.eagle_format` describes the files.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Export draft heads to formats of other programs and to our own: the exact inverse of `hydrajax.formats.load`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Write a base in a Hugging Face directory: ``config.json`` and weights as safetensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The official Hydra code writes only ``hydra_lm_head.pt``. A pickle is downloaded
 are read from it (`hydrajax.formats.torch_files.TorchFiles`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hydrajax.errors import HydrajaxError

@@ -1,7 +1,5 @@
 """Fingerprint of a base: its shapes and a hash of a few tensors. Heads record the fingerprint of their base."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

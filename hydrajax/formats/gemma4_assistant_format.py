@@ -4,8 +4,6 @@
 nothing else reads.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from typing import Any

@@ -5,8 +5,6 @@ Requests go through huggingface_hub, with its cache, login and environment varia
 ``.pt`` of `hydrajax.formats.fetch`, from which only tensors are read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -12,8 +12,6 @@ The official code writes ``hydra_lm_head.pt`` and ``config.json`` with ``hydra_n
 ``prefix_window`` is our extension: the official prefix layer attends to all tokens.
 """
 
-from __future__ import annotations
-
 from hydrajax.drafters.hydra import HydraHeads
 from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer

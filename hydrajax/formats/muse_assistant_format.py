@@ -5,8 +5,6 @@ slots ahead. Slots are embedded without the base's norm of embeddings, and guess
 base's multiplier and cap.
 """
 
-from __future__ import annotations
-
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.families.config_fields import rope_parameters
 from hydrajax.formats.block_parts import SLIDING, BlockFormat, block_size_of, mask_of, read_layers

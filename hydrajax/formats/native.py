@@ -5,8 +5,6 @@ all parameters, and the size and checksum of each file, as orbax does not notice
 matrices in int8 (`hydrajax.lowbit.quantized.Int8`), which are loaded as floats (see `is_int8`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import typing

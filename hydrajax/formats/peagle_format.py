@@ -5,8 +5,6 @@ as fc's input) and the mask token as ``ptd_token_id`` or ``pard_token``. specula
 ``peagle``, ``mask_token_id``, ``layers.0.*`` for ``midlayer.*``, and a trained ``embed_tokens``, which is read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.drafters.peagle import PEagle

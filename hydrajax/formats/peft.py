@@ -3,8 +3,6 @@
 Reads any LoRA of linear layers, also with ranks and alphas that differ by layer; other settings are refused by name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

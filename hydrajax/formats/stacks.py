@@ -1,7 +1,5 @@
 """Common parts of the Medusa and Hydra formats, both of which hold a stack of equal heads."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple

@@ -5,8 +5,6 @@ after each, so that the host never holds a whole model (measured by ``experiment
 file, a slice of a tensor can be read alone (`TensorFiles.view`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tensors by name in files of PyTorch, from which nothing but tensors is read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

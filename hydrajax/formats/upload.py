@@ -1,7 +1,5 @@
 """Upload an export to the Hugging Face Hub (`hydrajax.formats.hub`)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """JSON schemas that llguidance mishandles are refused, and its finished texts are checked by jsonschema."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections import defaultdict

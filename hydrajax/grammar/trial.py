@@ -3,8 +3,6 @@
 Run as a program, this file is that process, which imports llguidance alone.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

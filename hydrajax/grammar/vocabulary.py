@@ -1,7 +1,5 @@
 """A base's vocabulary as llguidance reads it: the bytes of every token, and how text is tokenized."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

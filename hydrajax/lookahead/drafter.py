@@ -23,8 +23,6 @@ first steps too; candidates with a common prefix share nodes, so that rules whic
 a fully correct candidate counts completely (there: without its last token).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

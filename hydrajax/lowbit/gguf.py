@@ -4,8 +4,6 @@ The directory holds ``config.json``, the tokenizer and an index of the tensors. 
 from the file and dequantised one at a time (`hydrajax.lowbit.gguf_tensors.GgufFiles`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

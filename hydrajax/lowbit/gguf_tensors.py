@@ -1,7 +1,5 @@
 """The tensors of a GGUF file that a directory in the user's cache describes (`hydrajax.lowbit.gguf`)."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

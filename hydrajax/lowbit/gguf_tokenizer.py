@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: read the vocabulary and its flags as llama.cpp does (its ``src/llama-vocab.cpp``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Kernels in 4 bits that keep the kernel's shape (`hydrajax.lowbit.quantized`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -3,8 +3,6 @@
 The types are in `hydrajax.lowbit.quantized` and `int4`, the products on a CPU in `hydrajax.lowbit.kernels.few_bits`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

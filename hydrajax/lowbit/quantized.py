@@ -3,8 +3,6 @@
 On one CPU device they lie in tiles (`hydrajax.lowbit.tiles`). The lm head, and an embedding that is one, take 8 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Round a kernel on the host to 8 or 4 bits, in groups of inputs with a scale each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

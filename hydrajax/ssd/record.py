@@ -1,7 +1,5 @@
 """Hits and misses of the speculation cache."""
 
-from __future__ import annotations
-
 import numpy as np
 from jaxtyping import Float
 

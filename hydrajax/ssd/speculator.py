@@ -6,8 +6,6 @@ that the others do not attend to, like the branches of a tree. One pass of the d
 outcome.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Output files of generation: one JSON object per prompt, written completely or not at all."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts for measurements for which the user gives none, written for this package."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.errors import HydrajaxError

@@ -1,7 +1,5 @@
 """Text and bytes of tokens that follow a prompt. Many tokenizers drop the space before the first word of a text."""
 
-from __future__ import annotations
-
 import codecs
 import functools
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Text that is not JSON is returned as a `HydrajaxError`, which strict callers rai
 skip.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

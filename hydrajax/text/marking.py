@@ -1,7 +1,5 @@
 """Split an output into drafted and base tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.text.answers import Generation

@@ -1,7 +1,5 @@
 """Prompts: text, token ids, or the messages of a conversation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

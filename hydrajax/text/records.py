@@ -1,7 +1,5 @@
 """Checks of the fields of JSON objects that are read back from files."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Streamed text: decode a growing list of token ids and cut it at stop strings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hydrajax.errors import HydrajaxError

@@ -1,7 +1,5 @@
 """Chat templates: encode messages with a tokenizer's own template or a built-in one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

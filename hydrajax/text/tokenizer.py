@@ -1,7 +1,5 @@
 """Load a tokenizer, decode token ids, and compare vocabularies."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

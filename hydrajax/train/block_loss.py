@@ -19,8 +19,6 @@ With a reduced vocabulary, p is the base's distribution over it, as in speculato
 by up to the probability of the other tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ A checkpoint is complete or absent: orbax writes to a temporary directory and re
 changed without an error. Several processes share the directory: each writes its shards, the main process the rest.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

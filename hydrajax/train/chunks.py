@@ -4,8 +4,6 @@ The gradient of a sum over positions is a sum too. Computing it while a chunk's 
 kept for a backward pass nor recomputed: 3 vocabulary matmuls per head, where rematerialisation needs 4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Nothing is allocated, and neither data nor weights are read. The mesh is simulat
 compiled for abstract sharded arrays; XLA's memory analysis gives the size of its temporaries.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -3,8 +3,6 @@
 MFU counts the operations of the model itself (PaLM, appendix B): no recomputation, and half of the causal attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ Heads with a reduced vocabulary learn the base's distribution over its tokens. A
 most likely token (for the text: the token itself) is outside, as in the released EAGLE-3 code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass

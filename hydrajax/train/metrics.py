@@ -1,7 +1,5 @@
 """Progress bar, ``metrics.jsonl`` and TensorBoard of a run. A resumed run neither repeats nor loses a line."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

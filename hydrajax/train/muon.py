@@ -5,8 +5,6 @@ the matrices are sharded over the devices of a mesh's ``data`` axis, and their m
 ``matmul_precision``. (The published code computes them in bfloat16.)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

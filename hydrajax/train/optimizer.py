@@ -1,7 +1,5 @@
 """AdamW or Muon with warm-up, decay and clipping; a joint run has two optimizers."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

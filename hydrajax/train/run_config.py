@@ -4,8 +4,6 @@ Every section is a frozen dataclass whose fields are the YAML keys. `load_config
 contradictory settings before anything is loaded.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import typing
 from collections.abc import Sequence

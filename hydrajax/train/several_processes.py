@@ -3,8 +3,6 @@
 Every process calls them, in the same order, from the main thread.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

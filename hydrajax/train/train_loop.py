@@ -4,8 +4,6 @@ A step is a function of the state, the data at that step and the seed, so a run 
 the same parameters as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

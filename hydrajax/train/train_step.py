@@ -1,7 +1,5 @@
 """One optimizer step of any task, with micro-batches and sharding; non-finite steps are skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol

@@ -4,8 +4,6 @@ Load on the machine affects all executors of a round alike, so confidence interv
 stage of tree search (hydra section 4) compares trees in this way.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

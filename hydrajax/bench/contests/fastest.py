@@ -4,8 +4,6 @@ The fastest tree depends on the device, the batch size, the draft and the text. 
 decoding without a draft, which may be the fastest.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import cycle, islice

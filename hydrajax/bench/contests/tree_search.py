@@ -4,8 +4,6 @@ Every tree costs a compilation, so N, D and K are chosen one after the other in 
 that remain run in one final contest on the same prompts, so that its figures are comparable.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

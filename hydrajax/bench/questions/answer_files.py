@@ -5,8 +5,6 @@ One file per contender, one line per question, with every field that these scrip
 of a model of that name), Medusa's and EAGLE's. They ignore the additional fields.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

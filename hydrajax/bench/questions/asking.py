@@ -1,7 +1,5 @@
 """Ask every question of a set to every contender, in one interleaved run."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Contenders of an evaluation: the base alone, and every draft with every tree."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

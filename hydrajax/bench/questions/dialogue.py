@@ -1,7 +1,5 @@
 """A conversation with given user messages and generated answers."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 

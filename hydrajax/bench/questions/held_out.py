@@ -1,7 +1,5 @@
 """Prompts for the bundled model: Python source files of this installation that it was not trained on."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Question sets of published evaluations, from files in their released formats or from the Hub."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

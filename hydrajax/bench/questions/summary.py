@@ -1,7 +1,5 @@
 """Tokens per step and per second of every contender, by category of question."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

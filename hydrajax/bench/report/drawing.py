@@ -1,7 +1,5 @@
 """Pictures of trees with matplotlib, an optional dependency."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from pathlib import Path

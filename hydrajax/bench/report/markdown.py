@@ -1,7 +1,5 @@
 """Results as tables, on the terminal and in a Markdown file."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence

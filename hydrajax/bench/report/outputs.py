@@ -1,7 +1,5 @@
 """Find results in a directory: result files, the records of commands (`hydrajax.bench.report.records`), and metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

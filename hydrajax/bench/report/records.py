@@ -1,7 +1,5 @@
 """Records that commands add to their JSON for `hydrajax report`: the field ``hydrajax_results``, a list of results."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

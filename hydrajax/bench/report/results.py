@@ -4,8 +4,6 @@ A file is JSON: ``{"hydrajax_result": 1, kind, source, title, command, machine, 
 commands holds a list of these under ``hydrajax_results``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables on the terminal and in Markdown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

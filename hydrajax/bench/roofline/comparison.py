@@ -1,7 +1,5 @@
 """Predict the steps of a benchmark on the present device and measure them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Device rates: published peaks and measurements."""
 
-from __future__ import annotations
-
 import math
 import re
 import statistics

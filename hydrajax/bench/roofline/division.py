@@ -1,7 +1,5 @@
 """Shard a model over the devices of a mesh that need not exist, by the rules of `hydrajax.sharding`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Measure the rates of the present device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Operators of a program: their operations and traffic, and sums of them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

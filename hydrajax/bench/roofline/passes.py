@@ -4,8 +4,6 @@ The traced functions are those of decoding (`BaseModel`, `Drafter`). ``base`` gi
 `Division` the counts are those of one device of a mesh, for its share of the batch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter

@@ -9,8 +9,6 @@ latency and the bytes that a device sends in a ring, at the bandwidth of its lin
 product is multiplied in 16 bits, also with int8 weights, which count as bytes only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

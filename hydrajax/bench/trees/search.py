@@ -8,8 +8,6 @@ Probabilities of paths come from ``ranks [K, steps]``: the rank of each true tok
 (`hydrajax.drafters.ranks`), one column per position where a step may begin.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ guesses, and the heads' inputs along the true path are the teacher-forced ones. 
 text it shows how well the heads would do if the base wrote this text.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from jaxtyping import Int
 

@@ -5,8 +5,6 @@ at every position; gamma, here K, the number of drafted tokens; c the time of on
 base. The paper's beta at a position is the sum over all tokens of min(p, q), and alpha is its mean (3.2).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError

@@ -1,7 +1,5 @@
 """Answers of an OpenAI-compatible server: whole responses and streams, of completions and chats."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

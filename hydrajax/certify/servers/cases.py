@@ -1,7 +1,5 @@
 """Prompts of mixed lengths, from the user's or the package's own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hydrajax.certify.servers.questions import Content, Question

@@ -1,7 +1,5 @@
 """The checks of a server's certificate: each compares answers of the two sides, or answers of the server alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 

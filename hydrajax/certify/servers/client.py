@@ -1,7 +1,5 @@
 """A client of OpenAI-compatible servers on the standard library: no retries, a time limit, one-line errors."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

@@ -1,7 +1,5 @@
 """Compare two answers, and tell a tie of two tokens from a fault by their log-probabilities."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A base that is loaded here as the reference: our own decoding without a draft."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several requests at once, on threads that do not delay the end of the program."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """A server's certificate as lines and as JSON."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hydrajax.certify.servers.checks import ServerCheck

@@ -1,7 +1,5 @@
 """Checks of sampling: seeds and several choices. Other draws than the reference's are allowed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from hydrajax.certify.servers.comparison import FAULT, Finding, common_length, shown

@@ -1,7 +1,5 @@
 """Checks of structured output and tool calls: valid, and equal to the reference's."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers of 4-bit integers and of float8_e4m3fn as our kernels store them: a file's own numbers, without rounding."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -4,8 +4,6 @@ A quantised layer ``X`` appears as ``X.weight`` in float32, widened when it is r
 `hydrajax.lowbit.files.kernels` takes a layer's integers instead.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

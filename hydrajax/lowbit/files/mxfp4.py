@@ -5,8 +5,6 @@ bits. ``X_scales`` is uint8 ``[experts, outputs, groups]``. Both appear as ``X``
 outputs]``, as transformers has it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

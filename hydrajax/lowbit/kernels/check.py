@@ -1,7 +1,5 @@
 """The part of `hydrajax.ops.check` that compares the kernels for few bits with NumPy."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

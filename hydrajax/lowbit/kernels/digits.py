@@ -1,7 +1,5 @@
 """Rows of x as two digits of 8 bits, so that they can be multiplied with int8 weights as integers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jaxtyping import Float, Int8
 

@@ -13,8 +13,6 @@ AMX multiplies 6 rows or more (int8) and 12 or more (int4). Sums of a tile are s
 multiplied: stored at once they take twice as long. docs/design.md and docs/low_bits.md have measurements.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Shaped

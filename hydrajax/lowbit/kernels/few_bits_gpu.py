@@ -7,8 +7,6 @@ of some groups in registers. The groups of a narrow weight are split among progr
 Written in Pallas for Triton, like `hydrajax.ops.gpu.tree_attention`. It needs compute capability 8.0.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ a program passes over blocks of inputs for some outputs, and Pallas fetches the 
 Compiled for described TPUs and compared with NumPy in Pallas's simulation of a TPU; they have not run on a TPU.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 A scale serves one, two or four tiles of a column.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,8 +3,6 @@
 Bad records are left out and returned with their place and the reason.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The standard library's source as training text, and a tokenizer trained on text."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Read, split, tokenise and pack the data of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Tokenise conversations and find the tokens that the assistant generates, which are the targets."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches of training sequences, prepared ahead in a thread. The sequences of a batch depend on the step alone."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import deque

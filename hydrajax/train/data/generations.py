@@ -1,7 +1,5 @@
 """Text that the base has generated, as token ids: the output of `hydrajax distill` and `generate --output`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple

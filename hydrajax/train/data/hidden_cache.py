@@ -3,8 +3,6 @@
 Runs on the same data and base can share a cache (``data.hidden_cache``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

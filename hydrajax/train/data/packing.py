@@ -1,7 +1,5 @@
 """Padding, packing and cutting of token documents into sequences of one length, and the held-out split."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar

@@ -5,8 +5,6 @@ rounding, so a resumed run forms the same batches: sequences that the file alrea
 their place in the batch.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The output file of distillation: one line per generated text or answer, resumed after an interruption."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Sequence

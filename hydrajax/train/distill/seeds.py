@@ -1,7 +1,5 @@
 """Seeds of self-distillation: beginnings of documents, and the user's messages of conversations."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The task ``base``: train a whole model on text, or on the distribution of a teacher."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Make the task of a run from its settings: read the data and load the base."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The task ``heads``: train draft heads on a frozen base."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The base's weights are frozen; only the low-rank adapter (`hydrajax.models.adapt
 original model, the teacher in self-distillation, is the base without the adapter and needs no second copy.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
