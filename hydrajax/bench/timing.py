@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from hydrajax import ops
 from hydrajax.bench.rounds import median_ms, seconds
@@ -21,15 +20,11 @@ from hydrajax.decoding.request import sampling_params
 from hydrajax.decoding.state import DecodeState, Params
 from hydrajax.drafters.drafter import Proposal
 from hydrajax.models.arrays import Array
-from hydrajax.models.cache import KVCache, after_reads
+from hydrajax.models.cache import after_reads
 from hydrajax.sharding import jit_on
 from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import Topology
-
-
-def _is_feature(x) -> bool:
-    return x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def random_like(shapes: Any, rng: Array) -> Any:
@@ -82,16 +77,6 @@ def example_topology(engine: Engine, batch: int) -> Topology:
     parents = np.concatenate([parents, [0] * min(branch, 1), np.arange(tree.size, tree.size + branch - 1)])
     parents = np.pad(parents, (0, window), constant_values=-1).astype(np.int32)
     return from_parents(np.tile(parents, (batch, 1)), engine.depth, most_children + (branch > 0))
-
-
-def verify_again(engine: Engine, params: Params, cache: KVCache, tokens: Int[Array, "B N"]):
-    """Verify tokens in the engine's tree; return a cache and tokens that depend on the result, for the next pass."""
-    _, logits = engine.verify(params, cache, Proposal(tokens, example_topology(engine, len(tokens))))
-    # A maximum over the vocabulary is the cheapest operation that reads all logits.
-    shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
-    # The lengths depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
-    cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
-    return cache, (tokens + shift) % engine.model.config.vocab_size
 
 
 class StepTimer:
@@ -184,8 +169,10 @@ class StepTimer:
             # The next root depends on every candidate, so none can be dropped. The hidden state depends on the root:
             # heads that read nothing else (Medusa's) would be hoisted out of the loop.
             root = jnp.sum(self.engine.propose(params, state).tokens, axis=1) % vocab
+            nudge = root[:, None] % 2 * jnp.float32(1e-6)
             draft = jax.tree.map(
-                lambda x: x + (root[:, None] % 2).astype(x.dtype) * 1e-6 if _is_feature(x) else x, state.draft
+                lambda x: x + nudge.astype(x.dtype) if x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.floating) else x,
+                state.draft,
             )
             return state._replace(target=state.target._replace(root=root), draft=draft)
 
@@ -194,11 +181,16 @@ class StepTimer:
     def verify(self) -> Timed:
         def body(params, carry):
             state, proposal = carry
-            cache, tokens = verify_again(self.engine, params, state.target.cache, proposal.tokens)
+            cache, tokens = state.target.cache, proposal.tokens
+            _, logits = self.engine.verify(params, cache, Proposal(tokens, example_topology(self.engine, len(tokens))))
+            # A maximum over the vocabulary is the cheapest operation that reads all logits.
+            shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+            # The lengths depend on the logits: otherwise masks and rotary angles are hoisted out of the loop.
+            cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
+            tokens = (tokens + shift) % self.engine.model.config.vocab_size
             return state._replace(target=state.target._replace(cache=cache)), proposal._replace(tokens=tokens)
 
-        state, proposal, *_ = self._start
-        return self._time(body, (state, proposal))
+        return self._time(body, self._start[:2])
 
     def accept_commit(self) -> Timed:
         def body(params, carry):

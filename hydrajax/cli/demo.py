@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> None:
         prompts = make_prompts(model, args.prompt)
     with status("loading drafts") as update:
         executors = make_executors(model, drafts)
-        rows = measure(executors, prompts, update, QUESTION_REPEATS if args.base else REPEATS)
+        ids = [np.array(prompt.ids, np.int32) for prompt in prompts]
+        repeats = QUESTION_REPEATS if args.base else REPEATS
+        rows = contest(executors, ids, batch_size=1, repeats=repeats, on_status=update)
         best = max(rows[1:], key=lambda row: row.tokens_per_second)
     if args.base:
         show_answers(console, prompts, questions, best.name, executors[best.name])
@@ -144,11 +146,6 @@ def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[s
                 program = each.program(tree=tree, max_new_tokens=NEW_TOKENS)
                 executors[f"{title} {name}"] = make_executor(each, program)
     return executors
-
-
-def measure(executors: dict[str, Executor], prompts: Sequence[NamedPrompt], on_status, repeats: int) -> list[Measured]:
-    ids = [np.array(prompt.ids, np.int32) for prompt in prompts]
-    return contest(executors, ids, batch_size=1, repeats=repeats, on_status=on_status)
 
 
 def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, executor: Executor) -> None:

@@ -176,8 +176,9 @@ def write_all(executor: Executor, seeds: Seeds, encoder: Any, spec: DistillSpec,
     totals = Totals()
 
     def add(generations):
-        for at, generation in enumerate(generations):
-            totals.add(generation, first_of_batch=at == 0)
+        seconds = totals.seconds + max(generation.wall_time for generation in generations)
+        for generation in generations:
+            totals.add(generation, seconds)
 
     with bar() as progress:
         task = progress.add_task("write", total=len(seeds.seeds))

@@ -123,13 +123,9 @@ def _grow(drawing: Tree, tree: TreeTopology, label: Callable[[int], Text], path:
             shown = [child for child in children if child in path or child in rejected]
         for child in shown:
             branches[child] = branches[node].add(label(child))
-        if hidden := _below(tree, [child for child in children if child not in shown]):
+        if folded := [child for child in children if child not in shown]:
+            hidden = tree.ancestor_mask[:, folded].any(axis=1).sum()  # with the nodes below them
             branches[node].add(Text(f"and {hidden} more", style="dim"))
-
-
-def _below(tree: TreeTopology, nodes: Sequence[int]) -> int:
-    """Count the nodes of the branches that start at ``nodes``."""
-    return int(tree.ancestor_mask[:, list(nodes)].any(axis=1).sum()) if nodes else 0
 
 
 def _percent(share: float) -> str:

@@ -180,8 +180,7 @@ def check(heads: BlockDrafter, base: LlamaConfig) -> None:
     if c.n_layers > interface.MOST:
         raise ValueError(f"config: got {c.n_layers} layers, expected at most {interface.MOST}")
     interface.check_sizes((c.vocab_size, c.width), base)
-    if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
-        raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
+    interface.check_layer(c)
     check_vocabulary(heads, base)
     check_aux_layers(heads, base)
 

@@ -242,28 +242,22 @@ class Speculators(FeatureFormat):
 def check(heads: EagleDrafter, base: LlamaConfig) -> None:
     """`Files.check`."""
     c: LlamaConfig = heads.config
-    for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= interface.MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
+    interface.check_counts(heads, "depth", "ttt_length")
     if c != c.plain_layer:
         raise ValueError(f"config: got {c}, expected LLaMA's plain layer")
     interface.check_sizes((c.vocab_size, c.width), base)
-    if max(c.mlp_width, c.n_heads * c.head_dim) > interface.MOST * c.width:
-        raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
+    interface.check_layer(c)
     parts.check_vocabulary(heads, base)
     if isinstance(heads, Eagle3):
         parts.check_aux_layers(heads, base)
 
 
 def about(heads: EagleDrafter) -> interface.About:
-    c: LlamaConfig = heads.config
-    rows = {"draft": f"one layer, up to {heads.depth} tokens ahead", "width, vocabulary": f"{c.width}, {c.vocab_size}"}
-    if heads.vocabulary is not None or isinstance(heads, Eagle3):
-        rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
     if not isinstance(heads, Eagle3):
-        return interface.About("EAGLE heads", "eagle", rows)
-    rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
-    return interface.About("EAGLE-3 heads", "eagle3", rows)
+        return interface.about_layers(heads, "EAGLE heads", "eagle", "one layer", heads.config.width)
+    found = interface.about_layers(heads, "EAGLE-3 heads", "eagle3", "one layer", heads.config.width)
+    found.rows["reads"] = f"{len(heads.aux_hidden_layers)} layers of the base"
+    return found
 
 
 EAGLE, EAGLE_3 = EagleFormat(), Eagle3Format()

@@ -134,9 +134,7 @@ def _embedding(drafter: Gemma4Assistant) -> Layout:
 
 def check(heads: Gemma4Assistant, base: LlamaConfig) -> None:
     """`Files.check`."""
-    for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= interface.MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
+    interface.check_counts(heads, "depth", "ttt_length")
     interface.check_sizes((heads.config.vocab_size, heads.base_width), base)
     heads.sources(base)
     check_vocabulary(heads, base)
@@ -144,15 +142,8 @@ def check(heads: Gemma4Assistant, base: LlamaConfig) -> None:
 
 def about(heads: Gemma4Assistant) -> interface.About:
     """`Files.about`."""
-    c = heads.config
-    rows = {
-        "draft": f"{c.n_layers} layers of width {c.width} over the base's keys and values, up to {heads.depth} tokens "
-        "ahead",
-        "width, vocabulary": f"{heads.base_width}, {c.vocab_size}",
-    }
-    if heads.vocabulary is not None:
-        rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
-    return interface.About("An assistant as Gemma 4's", "gemma4-assistant", rows)
+    layers = f"{heads.config.n_layers} layers of width {heads.config.width} over the base's keys and values"
+    return interface.about_layers(heads, "An assistant as Gemma 4's", "gemma4-assistant", layers, heads.base_width)
 
 
 FILES = interface.Files((AssistantFormat(),), check, about)

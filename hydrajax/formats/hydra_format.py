@@ -17,8 +17,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.formats.interface import CONFIG, About, Files, cannot_write, drafter_name, integer
 from hydrajax.formats.stacks import Naming, StackFormat, check_lm_head, check_stack, heads_layout, stack_rows
-from hydrajax.models.layout import Layout, Path, same
-from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.models.layout import same
 
 PLAIN = Naming(lambda k, i: f"hydra_mlp.{k}.{i}", ".linear", lambda k: f"hydra_lm_head.{k}")
 AFTER_PREFIX = Naming(lambda k, i: f"hydra_mlp.{k}.{2 * i + 1}", ".linear", lambda k: f"hydra_lm_head.{k}.1")
@@ -64,7 +63,10 @@ class Hydra(StackFormat):
     def layout(self, drafter, config):
         if drafter.prefix is None:
             return heads_layout(drafter, PLAIN)
-        return prefix_layout(drafter.prefix.config) + heads_layout(drafter, AFTER_PREFIX, ("heads",))
+        base, prefix = drafter.prefix.config, "prefix_embeding_layer."
+        layer = decoder_layer(("prefix", "layer"), f"{prefix}layers.0.", base.plain_layer)
+        norm = same(("prefix", "norm", "scale"), f"{prefix}norm.weight", base.width)
+        return [*layer, norm, *heads_layout(drafter, AFTER_PREFIX, ("heads",))]
 
     def config(self, drafter, made_for):
         grounded = isinstance(drafter, HydraHeads)
@@ -79,12 +81,6 @@ class Hydra(StackFormat):
             "grounded_heads": grounded,
             "hidden_state_offset": drafter.hidden_state_offset,
         } | ({} if window is None else {"prefix_window": window})
-
-
-def prefix_layout(base: LlamaConfig, path: Path = ("prefix",)) -> Layout:
-    """Return the key map of the prefix layer for a base of this shape."""
-    layer = decoder_layer((*path, "layer"), "prefix_embeding_layer.layers.0.", base.plain_layer)
-    return [*layer, same((*path, "norm", "scale"), "prefix_embeding_layer.norm.weight", base.width)]
 
 
 FILES = Files((Hydra(),), check_stack, lambda heads: About("Hydra heads", "hydra", stack_rows(heads)))

@@ -134,6 +134,28 @@ class Files:
     about: Callable[[Any], About]
 
 
+def check_counts(heads: Any, *names: str) -> None:
+    """Refuse settings outside 1 to `MOST`, with a ValueError."""
+    for name in names:
+        if not 1 <= (found := getattr(heads, name)) <= MOST:
+            raise ValueError(f"{name}: got {found}, expected 1 to {MOST}")
+
+
+def check_layer(c: LlamaConfig) -> None:
+    """Refuse a layer that is far wider than its hidden states, with a ValueError."""
+    if max(c.mlp_width, c.n_heads * c.head_dim) > MOST * c.width:
+        raise ValueError(f"config: got mlp_width {c.mlp_width} and {c.n_heads} heads of {c.head_dim}")
+
+
+def about_layers(heads: Any, title: str, tag: str, layers: str, width: int) -> About:
+    """Describe a draft of ``layers`` that runs once for every token ahead."""
+    size = heads.config.vocab_size
+    rows = {"draft": f"{layers}, up to {heads.depth} tokens ahead", "width, vocabulary": f"{width}, {size}"}
+    if heads.vocabulary is not None:
+        rows["draft vocabulary"] = str(heads.lm_head.size(size))
+    return About(title, tag, rows)
+
+
 def check_sizes(found_sizes: tuple[int, ...], base: LlamaConfig) -> None:
     """Refuse heads whose (vocabulary, width), the shape of an lm head, differ from the base's."""
     for name, found, wanted in zip(("vocabulary", "width"), found_sizes, (base.vocab_size, base.width), strict=False):

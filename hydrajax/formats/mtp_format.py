@@ -175,9 +175,7 @@ class NextNFormat(MTPFormat):
 
 def check(heads: MTP, base: LlamaConfig) -> None:
     """`Files.check`."""
-    for name in ("depth", "ttt_length"):
-        if not 1 <= getattr(heads, name) <= interface.MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {interface.MOST}")
+    interface.check_counts(heads, "depth", "ttt_length")
     interface.check_sizes((heads.config.vocab_size, heads.config.width), base)
     expected = MTP.layer_of(base).replace(max_positions=heads.config.max_positions)
     if heads.config != expected:
@@ -188,14 +186,7 @@ def check(heads: MTP, base: LlamaConfig) -> None:
 
 def about(heads: MTP) -> interface.About:
     """`Files.about`."""
-    c = heads.config
-    rows = {
-        "draft": f"one layer like the base's, up to {heads.depth} tokens ahead",
-        "width, vocabulary": f"{c.width}, {c.vocab_size}",
-    }
-    if heads.vocabulary is not None:
-        rows["draft vocabulary"] = str(heads.lm_head.size(c.vocab_size))
-    return interface.About("An MTP module", "mtp", rows)
+    return interface.about_layers(heads, "An MTP module", "mtp", "one layer like the base's", heads.config.width)
 
 
 FILES = interface.Files((MiMoFormat(), NextNFormat(), QwenFormat()), check, about)

@@ -107,7 +107,9 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
     except Exception as error:  # orbax raises many types for a damaged or foreign directory
         raise HydrajaxError(f"{WHAT}: {directory / PARAMS} is damaged: {one_line(error)}") from None
     if version == INT8:
-        params = jax.tree.map(_dequantized, params, is_leaf=_is_int8)
+        params = jax.tree.map(
+            lambda x: x["values"].astype(np.float32) * x["scale"] if _is_int8(x) else x, params, is_leaf=_is_int8
+        )
     dtype = jnp.dtype(saved if dtype is None else dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # too large numbers become infinite, as in other formats
         params = jax.tree.map_with_path(lambda path, x: np.asarray(x, parameter_dtype(path, dtype)), params)
@@ -116,10 +118,6 @@ def load_native(directory: Path, config: dict, base: LlamaConfig, dtype):
 
 def _is_matrix(x: Any) -> bool:
     return len(x.shape) > 1 and x.shape[0] >= FEWEST_INPUTS
-
-
-def _dequantized(x: Any) -> np.ndarray:
-    return x["values"].astype(np.float32) * x["scale"] if _is_int8(x) else x
 
 
 def _is_int8(x: Any) -> bool:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.formats.interface import MOST, HeadFormat, cannot_write, check_sizes
+from hydrajax.formats.interface import HeadFormat, cannot_write, check_counts, check_sizes
 from hydrajax.formats.tensors import TensorFiles
 from hydrajax.models.layout import Entry, Layout, Parameter, Path, same, transposed, zeros
 from hydrajax.models.llama_config import LlamaConfig
@@ -113,9 +113,7 @@ def _blocks_are_copies(heads, naming: Naming, files: TensorFiles) -> bool:
 
 def check_stack(heads, base: LlamaConfig) -> None:
     """`hydrajax.formats.interface.Files.check` of a stack of heads."""
-    for name in ("num_draft_heads", "n_layers"):
-        if not 1 <= getattr(heads, name) <= MOST:
-            raise ValueError(f"{name}: got {getattr(heads, name)}, expected 1 to {MOST}")
+    check_counts(heads, "num_draft_heads", "n_layers")
     if not 0 <= heads.hidden_state_offset <= base.n_layers:
         raise ValueError(f"hidden_state_offset: got {heads.hidden_state_offset}, expected 0 to {base.n_layers}")
     check_sizes((heads.vocab_size, heads.width), base)

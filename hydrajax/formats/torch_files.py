@@ -12,11 +12,6 @@ from hydrajax.formats.tensors import TensorFiles
 from hydrajax.optional_deps import needs
 
 
-def _starts_as_zip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
 class TorchFiles(TensorFiles):
     """State dicts saved by ``torch.save``, from which only tensors are unpickled."""
 
@@ -27,8 +22,9 @@ class TorchFiles(TensorFiles):
         if not path.is_file():
             raise HydrajaxError(f"{self._what}: no such file: {path}")
         try:
-            # Files of torch before 1.6 cannot be mapped and are read whole.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=_starts_as_zip(path))
+            with path.open("rb") as file:  # files of torch before 1.6 cannot be mapped and are read whole
+                is_zip = file.read(4) == b"PK\x03\x04"
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
             tensors, problem = self._plain(state, torch)
             storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}
             if sum(storages.values()) > path.stat().st_size:

@@ -258,7 +258,7 @@ class _GgufFile:
 
     def _field(self, name: str, kind: type, *default: Any) -> Any:
         """Return a field's value; without a default the field is required."""
-        field = self._raw(name)
+        field = self._reader.get_field(name)
         if field is None:
             if not default:
                 raise HydrajaxError(f"field '{name}' is missing")
@@ -271,9 +271,6 @@ class _GgufFile:
         if kind is int and abs(value) >= 2**31:
             raise unsupported(name, value, "an integer of 32 bits")
         return value
-
-    def _raw(self, name: str) -> Any | None:
-        return self._reader.get_field(name)
 
 
 def official_name(name: str, layer_tensors: dict[str, str] = LAYER_TENSORS) -> str | None:

@@ -345,7 +345,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     import yaml
 
     try:
-        raw = yaml.safe_load(_config_file(path).read_text(encoding="utf-8"))
+        file = Path(path) if Path(path).is_file() else recipes().get(str(path), Path(path))
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         named = "" if len(Path(path).parts) > 1 else f"; recipes: {', '.join(nearest_first(str(path), recipes()))}"
         raise HydrajaxError(f"config: cannot read {path}: {error.strerror}{named}") from None
@@ -377,11 +378,6 @@ def recipes() -> dict[str, Path]:
     for name, module in plugins.Group("recipes").items():
         found[name] = Path(module.__file__).with_name(f"{name}.yaml")
     return found
-
-
-def _config_file(path: str | Path) -> Path:
-    """Return the file, or without such a file the recipe of this name."""
-    return Path(path) if Path(path).is_file() else recipes().get(str(path), Path(path))
 
 
 def config_from(raw: dict) -> TrainConfig:

@@ -121,7 +121,7 @@ def test_different_outputs_end_with_exit_code_1(program, shipped, monkeypatch):
 
 
 def test_refusals_before_decoding(refused, base, shipped, monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "measure", lambda *_: pytest.fail("decoded"))
+    monkeypatch.setattr(demo, "contest", lambda *_, **__: pytest.fail("decoded"))
     plain = shutil.copytree(base, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jinja"))
 
     refused("--prompt: is empty", "demo", "--prompt", "")

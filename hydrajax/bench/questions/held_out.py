@@ -17,19 +17,15 @@ class NamedPrompt:
     ids: list[int]
 
 
-def source_folders() -> dict[str, Path]:
-    """Return the directory of each source in the names of `hydrajax.assets.about`."""
-    paths = sysconfig.get_paths()
-    return {"standard_library": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
-
-
 def held_out_files(folders: Mapping[str, Path] | None = None) -> Iterator[tuple[str, str]]:
     """Yield ``(name, text)`` of the held-out files that these folders contain.
 
     Args:
         folders: directory by source (the first part of a name); default: those of this Python.
     """
-    folders = source_folders() if folders is None else folders
+    if folders is None:
+        paths = sysconfig.get_paths()
+        folders = {"standard_library": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     for full_name in assets.about().get("held_out", []):
         source, _, name = full_name.partition("/")
         if source not in folders:

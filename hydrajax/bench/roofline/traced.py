@@ -286,7 +286,8 @@ class _Count:
         output: float = _bytes(eqn.outvars[0])
         operations = 2.0 * out.size * terms
         weight = next((value for value in read if value.weight), None)
-        division = _ProductDivision.of(weight, terms, self._has_divided(read))
+        reads_divided = any(self.products[i].is_divided for value in read for i in value.products)
+        division = _ProductDivision.of(weight, terms, reads_divided)
         exchanges: list[Operator] = []
         if division.anything:
             devices = self.division.model
@@ -324,9 +325,6 @@ class _Count:
             self.products.append(product)
         made_by = frozenset({len(self.products) - 1})
         return _Value(number=next(self.numbers), is_real=True, products=made_by, is_product=True)
-
-    def _has_divided(self, read: list[_Value]) -> bool:
-        return any(self.products[i].is_divided for value in read for i in value.products)
 
     def _join(self, read: list[_Value]) -> None:
         """Gather sharded outputs, each once, for a matmul that needs its input replicated."""

@@ -104,11 +104,13 @@ def _check(name: str, found: Compared) -> ServerCheck:
 
 def logprobs(sides: Sides, questions: Sequence[Question]) -> Compared:
     """Compare the log-probability of each token up to the first different text, and ask for an argmax."""
-    most = {chat: _most(sides, questions, chat) for chat in (False, True)}
+    firsts = {each.chat: each for each in reversed(questions)}
+    most = {chat: sides.server.most_logprobs(first) for chat, first in firsts.items()}
     offered = [each.but(logprobs=most[each.chat]) for each in questions if most[each.chat] is not None]
-    if not offered:
-        return _skipped("the server offers no log-probabilities")
     found = Compared()
+    if not offered:
+        found.refusals.append("the server offers no log-probabilities")
+        return found
     expected = sides.expected([each.but(logprobs=None) for each in offered])
     for number, (question, served) in enumerate(zip(offered, sides.served(offered), strict=True)):
         setting = "with logprobs"
@@ -117,11 +119,6 @@ def logprobs(sides: Sides, questions: Sequence[Question]) -> Compared:
         if isinstance(served, tuple) and isinstance(wanted, tuple):
             found.findings += _wrong_logprobs(sides, question, served[0], wanted[0], setting)
     return found
-
-
-def _most(sides: Sides, questions: Sequence[Question], chat: bool) -> int | None:
-    of_kind = [each for each in questions if each.chat == chat]
-    return sides.server.most_logprobs(of_kind[0]) if of_kind else None
 
 
 def _wrong_logprobs(sides: Sides, question: Question, answer: Answer, wanted: Answer, setting: str) -> list[Finding]:
@@ -149,12 +146,6 @@ def _logprob_fault(question: Question, setting: str, number: int, token: Token, 
     return Finding(
         "log-probability", FAULT, setting, question, f"token {number} {shown(token.text)}: {message}", details
     )
-
-
-def _skipped(reason: str) -> Compared:
-    found = Compared()
-    found.refusals.append(reason)
-    return found
 
 
 # --- stop strings ---------------------------------------------------------------------------------------------------

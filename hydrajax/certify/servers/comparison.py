@@ -54,9 +54,6 @@ class Gap:
     chosen: str
     other: str
 
-    def is_tie(self, tolerance: float) -> bool:
-        return self.value is not None and not self.at_least and self.value <= tolerance
-
 
 def common_length(one: str, other: str) -> int:
     """Return the number of characters after which two texts differ."""
@@ -133,7 +130,7 @@ def text_finding(
 ) -> Finding:
     """Describe two texts that differ, and decide whether the difference is a tie."""
     at = common_length(found.text, expected.text)
-    tie = gap.is_tie(tolerance)
+    tie = gap.value is not None and not gap.at_least and gap.value <= tolerance
     kind = "text"
     if not tie and at == len(found.text):
         kind = "text ends early"

@@ -49,8 +49,3 @@ def record_of(check: ServerCheck) -> dict[str, Any]:
         for each in check.findings
     ]
     return {"name": check.name, "outcome": WORDS[check.holds], "summary": check.summary, "findings": findings}
-
-
-def is_certified(checks: list[ServerCheck]) -> bool:
-    """Return whether no check fails and at least one holds."""
-    return all(check.holds is not False for check in checks) and any(check.holds for check in checks)

@@ -190,15 +190,13 @@ def _records(file: Path) -> Iterator[tuple[str, Any]]:
     whole = json_value(text, "file")
     if isinstance(whole, HydrajaxError) and any(isinstance(value, dict | list) for _, value in json_lines(text, file)):
         yield from json_lines(text, file)
-    elif isinstance(whole, list) and not _is_messages(whole):
+    elif isinstance(whole, list) and not (  # one conversation: a list of messages
+        whole and all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in whole)
+    ):
         for number, record in enumerate(whole, start=1):
             yield f"{file} record {number}", record
     elif text.strip():
         yield f"{file} record 1", whole
-
-
-def _is_messages(value: list) -> bool:
-    return bool(value) and all(isinstance(turn, dict) and {"role", "content"} <= set(turn) for turn in value)
 
 
 def _parse_all(

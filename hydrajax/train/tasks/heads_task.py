@@ -192,9 +192,9 @@ class HeadsTask:
         self.flops_per_token = self._flops()
         self.tokens_per_step: float | None = None  # of the last evaluation
         self._place = batch_placer(mesh)
-        self._ranks = jit_on(mesh, self._rank_heads, out_shardings=replicated(mesh))
         spec = drafter.spec
-        self._depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # of the guesses that are evaluated
+        self._depth = depth = min(max(self.tree.depth, spec.num_draft_heads), spec.depth)  # of evaluated guesses
+        self._ranks = jit_on(mesh, lambda *args: self.loss.ranks(*args, depth), out_shardings=replicated(mesh))
 
     def _flops(self) -> float:
         """A forward pass of the base (its lm head only for the teacher), forward and backward passes of the heads."""
@@ -220,9 +220,6 @@ class HeadsTask:
             return jax.tree.map(lambda x, home: distribute(np.asarray(x), home), params, shardings)
         init = jax.jit(lambda rng, base: self.master.init(rng, BoundBase(self.model, base)), out_shardings=shardings)
         return init(rng, self.frozen)
-
-    def _rank_heads(self, params, frozen, batch: Batch):
-        return self.loss.ranks(params, frozen, batch, self._depth)
 
     def evaluate(self, params, batches: Iterable[dict[str, np.ndarray]]) -> dict[str, Any]:
         """Return held-out ``tokens_per_step`` (simulated) and ``top1`` ... ``top5`` accuracies per head."""

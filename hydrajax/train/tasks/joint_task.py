@@ -122,14 +122,10 @@ class JointLoss(Loss):
         return with_adapter(frozen, optax.tree.cast(params["adapter"], self.heads.model.dtype))
 
     def nats(self, params, frozen, batch: Batch) -> Float[Array, ""]:
-        """Return the nats of the text, summed over targets, under the base with the adapter."""
-        return self._nats_of(self.heads.model, self.adapted(params, frozen), batch)
-
-    def nats_before(self, frozen, batch: Batch) -> Float[Array, ""]:
-        """Return the same without the adapter."""
-        return self._nats_of(self.original, frozen, batch)
-
-    def _nats_of(self, model: Llama, base_params, batch: Batch):
+        """Return the nats of the text, summed over targets, under the base with the adapter; None: without it."""
+        model, base_params = self.original, frozen
+        if params is not None:
+            model, base_params = self.heads.model, self.adapted(params, frozen)
         labels, segments = batch["labels"], batch.get("segments")
         hidden = run_base(model, base_params, batch["tokens"], segments=segments).hidden
         chunk_tokens = self.heads.objective.chunk_tokens
@@ -150,7 +146,6 @@ class JointTask(HeadsTask):
         self.abstract_params = {"adapter": self.abstract_adapter, "draft": self.abstract_params}
         self.param_shardings = {"adapter": tree_shardings(mesh, boxed), "draft": self.param_shardings}
         self._nats = jax.jit(self.loss.nats, out_shardings=replicated(mesh))
-        self._nats_before = jax.jit(self.loss.nats_before, out_shardings=replicated(mesh))
         self._before: float | None = None  # constant held-out nats per target without the adapter
 
     def _flops(self) -> float:
@@ -187,7 +182,7 @@ class JointTask(HeadsTask):
         placed = [self._place(batch) for batch in batches]
         loss = sum(float(self._nats(params, self.frozen, batch)) for batch in placed) / max(n_targets, 1)
         if self._before is None:
-            before = sum(float(self._nats_before(self.frozen, batch)) for batch in placed)
+            before = sum(float(self._nats(None, self.frozen, batch)) for batch in placed)
             self._before = before / max(n_targets, 1)
         to_bits = n_targets / max(n_bytes, 1) / math.log(2)
         report |= {"loss": loss, "loss_before": self._before}
