@@ -128,9 +128,12 @@ class RefilledBatch:
             some = list(itertools.islice(self._waiting, len(self._rows) + 1))
             new = [number for number in some if not (number and self._same(number, number - 1))]
             together = not self.refills or 2 * len(new) > len(some)
-            stay = len(self._rows) > 1 and self.refills
-            coming = self._waiting if stay else some[: len(self._rows)]
-            self._width = self._bucket(max(len(self._texts[number]) for number in coming))
+            longer_lived = self.refills and len(self._rows) > 1
+            coming = self._waiting if longer_lived else some[: len(self._rows)]
+            width = max(len(self._texts[number]) for number in coming)
+            width = bucket(width, self._executor.model.config.max_positions)
+            if width != self._width:
+                self._width, self._read = width, None  # whose cache has another length
             if together:
                 self._prefill()
         for at, row in enumerate(self._rows):
@@ -139,9 +142,6 @@ class RefilledBatch:
 
     def _same(self, number: int, other: int) -> bool:
         return np.array_equal(self._texts[number], self._texts[other])
-
-    def _bucket(self, length: int) -> int:
-        return bucket(length, self._executor.model.config.max_positions)
 
     def _prefill(self) -> None:
         """Prefill a prompt for each row in a new state; repeated prompts fill it up."""

@@ -173,6 +173,14 @@ def test_stop_strings_free_a_row(executor, expected):
 
 
 @pytest.mark.slow
+def test_rows_that_end_together_make_room_for_caches_of_another_length(m):
+    """A long prompt, and samples of a short one, which is prefilled again for the shorter cache."""
+    prompts, given = [LONG * 2, *[SHORT] * 6], [Request(ExactSampling(0.0), max_new_tokens=1, seed=3)] * 7
+    executor = executor_of(m, given)
+    assert told(generate(executor, prompts, requests=given, batch_size=4)) == alone(executor, prompts, given)
+
+
+@pytest.mark.slow
 def test_rows_follow_their_own_grammars(lab):
     grammars = [Table(3, VOCAB), None, Table(4, VOCAB)] * 4
     given = [one.replace(grammar=grammar) for one, grammar in zip(requests(), grammars, strict=False)]
@@ -182,7 +190,7 @@ def test_rows_follow_their_own_grammars(lab):
 
 
 def test_smaller_batches_have_their_own_trees(m, executor, expected):
-    larger = executor_of(m, requests(), presets.cartesian([4, 2, 2]))
+    larger = executor_of(m, requests(), presets.chain(4))  # deeper
     given = {"requests": requests(), "batch_size": BATCH}
     found = told(generate(executor, PROMPTS, executor_for=lambda size: larger, **given))
     assert [one[:3] for one in found] == [one[:3] for one in expected]
@@ -193,7 +201,8 @@ def test_smaller_batches_have_their_own_trees(m, executor, expected):
 
 
 def test_a_smaller_batch_is_compiled_when_larger_ones_have_lost_as_much_time(executor, expected, steps, monkeypatch):
-    compiled = {key: 60.0 for key in executor.compiled if key[:2] != ("steps", 1)}
+    smaller = [("steps", 1), ("steps", 2)]
+    compiled = {key: 60.0 for key in executor.compiled if key[:2] not in smaller}
     for lost, sizes in ((0.0, {BATCH}), (59.0, {BATCH}), (60.0, {1, BATCH})):
         monkeypatch.setattr(executor, "compiled", dict(compiled))
         monkeypatch.setattr(executor, "lost", defaultdict(lambda lost=lost: lost))
