@@ -27,7 +27,7 @@ from hydrajax.integrations.params import arrays_by_path, from_params
 from hydrajax.models.arrays import Array
 
 CHECKED = 8  # tokens on which our logits are compared with the module's
-TOLERANCE = {2: 0.1, 4: 1e-3}  # of the largest difference to the largest logit, by bytes of a number
+TOLERANCE = {2: 0.1, 4: 5e-3}  # of the largest difference to the largest logit, by bytes of a number
 
 
 class HydrajaxRollout(BaseRollout):
@@ -58,7 +58,7 @@ class HydrajaxRollout(BaseRollout):
         """Read the policy's parameters.
 
         Args:
-            rollout_actor: a model of `tunix.models`.
+            rollout_actor: a model of `tunix.models`, or MaxText's adapter of one of its own.
             tokenizer: tunix' adapter of a tokenizer.
             mesh: of the rollouts.
             rollout_config: its ``kv_cache_size`` is the context.
@@ -75,11 +75,11 @@ class HydrajaxRollout(BaseRollout):
         self._seeds, self._temperature, self.tokens_per_step = itertools.count(), 1.0, float("nan")
         self._heads: tuple[HeadsInLoop, int] | None = None
         self._calls = 0
-        arrays = arrays_by_path(rollout_actor)
+        arrays, policy = self._arrays(rollout_actor), getattr(rollout_actor, "base", rollout_actor)
         self.language_model = from_params(
-            rollout_actor.config if config is None else config,
+            policy.config if config is None else config,
             arrays,
-            "tunix",
+            "tunix" if policy is rollout_actor else "maxtext",
             draft=draft,
             eos_ids=[tokenizer.eos_id()],
             mesh=mesh,
@@ -88,7 +88,7 @@ class HydrajaxRollout(BaseRollout):
             corpus=corpus,
         )
         self.language_model.tempered_logprobs = True
-        trained = arrays_by_path(nnx.state(rollout_actor, nnx.LoRAParam)).keys() or arrays.keys()
+        trained = self._arrays(nnx.state(rollout_actor, nnx.LoRAParam)).keys() or arrays.keys()
         self._frozen = {name: x for name, x in arrays.items() if name not in trained}
         self._check()
         # On the trainer's own devices tunix sends no weights, as its engine reads the module's. On others it sends
@@ -182,7 +182,7 @@ class HydrajaxRollout(BaseRollout):
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Use new weights of the policy, all of them or the low-rank ones. Nothing is compiled; the corpus stays."""
-        self.language_model.update_params(self._frozen | arrays_by_path(params))
+        self.language_model.update_params(self._frozen | self._arrays(params))
 
     def pad_id(self) -> int:
         """Return the id of padding."""
@@ -196,10 +196,15 @@ class HydrajaxRollout(BaseRollout):
         """Return tunix' module, on the trainer's devices; on others a module without weights."""
         return self._model
 
+    @staticmethod
+    def _arrays(params: Any) -> dict[str, Any]:
+        """Return the policy's arrays by path, which MaxText's adapter has in a part of its own."""
+        return {name.removeprefix("base."): x for name, x in arrays_by_path(params).items()}
+
     def _refresh(self) -> None:
         """Read the module's weights again if the trainer has replaced them."""
         if self._model is self._actor:
-            arrays = arrays_by_path(self._actor)
+            arrays = self._arrays(self._actor)
             if any(self._seen[name]() is not x for name, x in arrays.items()):
                 self.language_model.update_params(arrays)
                 self._seen = _references(arrays)
@@ -223,7 +228,7 @@ class HydrajaxRollout(BaseRollout):
         theirs = np.asarray(jax.nn.log_softmax(theirs.astype(jnp.float32)))[0]
         ours = np.asarray(token_logprobs(m.model, m.params.base, ids))[0, 1:]
         apart = np.abs(ours - theirs[np.arange(CHECKED - 1), ids[0, 1:]]).max() / max(1.0, np.abs(ours).max())
-        if not apart <= TOLERANCE.get(m.model.dtype.itemsize, 1e-3):
+        if not apart <= TOLERANCE.get(m.model.dtype.itemsize, 5e-3):
             name = type(self._actor).__name__
             raise HydrajaxError(
                 f"config: log-probabilities are up to {apart:.1e} from those of {name}, pass another one"
