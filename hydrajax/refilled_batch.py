@@ -209,7 +209,7 @@ class RefilledBatch:
         sizes = [2**n for n in range(batch.bit_length()) if len(live) <= 2**n < batch]
         ready = [size for size in sizes if self._steps(size) in self._of(size).compiled]
         best, program = self._of(sizes[0]), self._steps(sizes[0])
-        if not ready and best.lost[program] >= self._executor.compiled[self._steps(batch)]:
+        if not ready and best.lost[program] >= self._executor.compiled.get(self._steps(batch), 0.0):
             ready = sizes
         self._losing = None if ready else (best.lost, program)
         if ready:

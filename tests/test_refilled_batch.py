@@ -175,9 +175,11 @@ def test_stop_strings_free_a_row(executor, expected):
 @pytest.mark.slow
 def test_rows_that_end_together_make_room_for_caches_of_another_length(m):
     """A long prompt, and samples of a short one, which is prefilled again for the shorter cache."""
-    prompts, given = [LONG * 2, *[SHORT] * 6], [Request(ExactSampling(0.0), max_new_tokens=1, seed=3)] * 7
+    given = [Request(ExactSampling(0.0), max_new_tokens=1, seed=3)] * 7
     executor = executor_of(m, given)
-    assert told(generate(executor, prompts, requests=given, batch_size=4)) == alone(executor, prompts, given)
+    for count in (5, 7):  # first with one that is left alone
+        prompts, own = [LONG * 2, *[SHORT] * (count - 1)], given[:count]
+        assert told(generate(executor, prompts, requests=own, batch_size=4)) == alone(executor, prompts, own)
 
 
 @pytest.mark.slow
@@ -195,6 +197,7 @@ def test_smaller_batches_have_their_own_trees(m, executor, expected):
     found = told(generate(executor, PROMPTS, executor_for=lambda size: larger, **given))
     assert [one[:3] for one in found] == [one[:3] for one in expected]
     assert [key[:2] for key in larger.compiled] == [("steps", 1)]
+    assert m.for_batch(executor, 1).program == executor.program.replace(tree=m.default_tree(1))
     other = m.executor(executor.program.replace(logprobs=0))
     with pytest.raises(HydrajaxError, match="executor_for: got another program for 1 rows"):
         list(generate(executor, PROMPTS, executor_for=lambda size: other, **given))
