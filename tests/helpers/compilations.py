@@ -27,4 +27,4 @@ def no_compilation():
     """Fail if anything compiles inside the context."""
     with compilations() as found:
         yield
-    assert not found
+    assert not found, found
