@@ -91,15 +91,18 @@ class Tensor(NamedTuple):
         """The letters of each of its axes."""
         return [many or one for many, one in re.findall(r"\((\w+)\)|(\w)", AXES.get(self.end, "d"))]
 
+    def left(self, place: Place) -> str:
+        """Return the axes of its array of which nothing is taken."""
+        taken = {*"0123456789le"} - {*"".join(self.groups)}
+        return "".join(axis for axis in place.axes if axis not in taken)
+
     def index(self, place: Place) -> tuple[int | slice, ...]:
         """Return its part of the array."""
+        left = self.left(place)
         taken = {"l": self.layer if place.layers is None else place.layers.index(self.layer), "e": self.expert}
-        return tuple(int(axis) if axis.isdigit() else taken.get(axis, slice(None)) for axis in place.axes)
-
-
-def _left(axes: str) -> str:
-    """Return the axes of which nothing is taken."""
-    return "".join(axis for axis in axes if not axis.isdigit() and axis not in "le")
+        return tuple(
+            slice(None) if axis in left else taken[axis] if axis in taken else int(axis) for axis in place.axes
+        )
 
 
 def _reordered(array: Any, axes: str, first: int | None) -> Any:
@@ -129,7 +132,7 @@ class ForeignTensors:
         array = self._merged(place, tensor)
         if not place.axes:
             return array
-        axes = _left(place.axes)
+        axes = tensor.left(place)
         if axes != place.axes:
             array = array[tensor.index(place)]
         array = _reordered(array, axes, None)
@@ -189,6 +192,10 @@ def places_of(
             raise HydrajaxError(f"params: {place.path}: got the shape {got}, expected [{listed}]")
         found[name] = place
         used |= {place.path, *(place.path + end for end in LORA)}
+    for i in range(config.n_layers):
+        if config.of_layer(i).shared_kv:  # Gemma 4 in other programs has keys and values that it does not use
+            for part in ("k_proj", "v_proj", "k_norm"):
+                used |= {place.path for place in candidates_of(table, f"model.layers.{i}.self_attn.{part}.weight")}
     if foreign := sorted(arrays.keys() - used):
         more = f" and {len(foreign) - 1} more" if foreign[1:] else ""
         raise HydrajaxError(f"params: got {foreign[0]}{more}, for which the configuration has no weight")
@@ -237,7 +244,7 @@ def arrays_of(tensors: Mapping[str, np.ndarray], places: Mapping[str, Place], co
             continue
         shape = _shape(place, name, value.shape, config, digits[place.path])
         part = found.setdefault(place.path, np.empty(shape, value.dtype))[tensor.index(place)]
-        axes, theirs = _left(place.axes), "".join(tensor.groups)
+        axes, theirs = tensor.left(place), "".join(tensor.groups)
         sizes = dict(zip(axes.lower(), part.shape, strict=True))
         value = (value - np.asarray(place.offset, value.dtype)) / np.asarray(place.scale, value.dtype)
         value = value.reshape([sizes[axis] for axis in theirs]).transpose([theirs.index(axis) for axis in sizes])

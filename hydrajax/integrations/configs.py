@@ -130,15 +130,51 @@ def _gemma3(c: Any) -> dict[str, Any]:
     }
 
 
+def _gemma4(c: Any) -> dict[str, Any]:
+    """Return the fields of a configuration of Gemma 4, in tunix or gemma."""
+    pattern = _types(getattr(c, "attention_types", None) or c.attention_pattern or ()) or [*[SLIDING] * 5, FULL]
+    types = [pattern[i % len(pattern)] for i in range(c.num_layers)]
+    sharing, wide = getattr(c, "kv_cache_sharing_config", c), c.override_kv_shared_ffw_hidden
+    own = int(c.num_layers - (sharing.frac_shared_layers if sharing else 0.0) * c.num_layers)
+    if own < c.num_layers and types[own - 2 : own] != [SLIDING, FULL]:
+        raise HydrajaxError(f"config: got {types[:own][-2:]} before shared keys and values, expected a window first")
+    others = {name: getattr(c, name, None) for name in ("attn_logits_soft_cap", "enable_moe")}
+    others["the last layer"] = types[-1] != FULL and types[-1]
+    others["override_kv_shared_ffw_hidden"] = wide not in (None, c.hidden_dim, 2 * c.hidden_dim) and wide
+    for name, value in others.items():
+        if value:
+            raise HydrajaxError(f"config: {name}: got {value}, expected that of a dense Gemma 4")
+    whole = {
+        "head_dim": c.global_key_size or c.head_dim,
+        "num_key_value_heads": c.num_global_kv_heads or c.num_kv_heads,
+    }
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": c.global_rope_proportion}
+    rope = {"rope_theta": float(c.global_base_frequency), "factor": c.global_scale_factor} | proportional
+    return {
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": c.k_eq_v_global,
+        "final_logit_softcapping": c.final_logit_softcap,
+        "hidden_size_per_layer_input": c.per_layer_input_dim,
+        "layer_types": types,
+        "num_kv_shared_layers": c.num_layers - own,
+        "per_layer_config": {str(i): whole for i, kind in enumerate(types) if kind == FULL},
+        "rope_parameters": {FULL: rope, SLIDING: _rope(c.local_base_frequency, c.local_scale_factor)},
+        "sliding_window": c.sliding_window_size,
+        "use_double_wide_mlp": wide == 2 * c.hidden_dim,
+        "vocab_size_per_layer_input": c.num_embed,
+    }
+
+
 def _gemma_package(c: Any, context: int) -> LlamaConfig:
-    """Return the configuration of Gemma 2 or 3 in google-deepmind's gemma: one class has all their settings."""
+    """Return a configuration of google-deepmind's gemma, where one class has all settings of Gemma 2 and 3."""
     module = type(c).__module__
-    if not module.endswith("nn._config"):
-        raise HydrajaxError(f"config: got a {type(c).__name__} of {module}, expected one of Gemma 2 or 3")
-    fields = {"max_position_embeddings": context} | _shared(c) | _gemma(c) | _gemma3(c)
-    return to_llama_config(fields, "config: gemma").replace(
-        qk_norm=c.use_qk_norm, attention_softcap=c.attn_logits_soft_cap
-    )
+    if not module.endswith(("nn._config", "gemma4._config")):
+        raise HydrajaxError(f"config: got a {type(c).__name__} of {module}, expected one of Gemma 2, 3 or 4")
+    fields = {"max_position_embeddings": context} | _shared(c)
+    if module.endswith("gemma4._config"):
+        return to_llama_config(fields | _gemma4(c), "config: gemma")
+    found = to_llama_config(fields | _gemma(c) | _gemma3(c), "config: gemma")
+    return found.replace(qk_norm=c.use_qk_norm, attention_softcap=c.attn_logits_soft_cap)
 
 
 def _rope(theta: float, factor: float) -> dict[str, Any]:
@@ -147,6 +183,7 @@ def _rope(theta: float, factor: float) -> dict[str, Any]:
 
 
 TUNIX = {"llama3": _llama3, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma3": _gemma3}  # by package
+TUNIX["gemma4"] = _gemma4
 
 
 # Decoder blocks of MaxText, and whether the scale of the scores is folded into the weights of the queries.

@@ -49,8 +49,14 @@ def _tunix(layer: str = "layers.{i}.") -> Table:
         "self_attn.q_proj.bias": Place(f"{layer}attn.q_bias", ""),
         "self_attn.k_proj.bias": Place(f"{layer}attn.k_bias", ""),
         "self_attn.v_proj.bias": Place(f"{layer}attn.v_bias", ""),
-        "self_attn.q_norm.weight": (Place(f"{layer}attn.q_norm.w"), Place(f"{layer}attn._query_norm.scale")),
-        "self_attn.k_norm.weight": (Place(f"{layer}attn.k_norm.w"), Place(f"{layer}attn._key_norm.scale")),
+        "embed_tokens_per_layer.weight": [
+            Place(f"embedder.per_layer_{name}", "vlp") for name in ("input_embedding", "embeddings")
+        ],
+        "per_layer_model_projection.weight": Place("embedder.per_layer_model_projection.w", "dlp"),
+        "per_layer_projection_norm.weight": Place("embedder.per_layer_projection_norm.scale"),
+        "per_layer_input_gate.weight": Place(f"{layer}per_layer_input_gate.w", "dp"),
+        "per_layer_projection.weight": Place(f"{layer}per_layer_projection.w", "pd"),
+        "layer_scalar": Place(f"{layer}skip_scale"),
         **{f"mlp.{name}_proj.weight": Place(f"{layer}mlp.{name}_proj.kernel", "df") for name in ("gate", "up")},
         "mlp.down_proj.weight": Place(f"{layer}mlp.down_proj.kernel", "fd"),
         "mlp.gate.weight": Place(f"{layer}mlp.router.kernel", "dx"),
@@ -68,13 +74,18 @@ def _tunix(layer: str = "layers.{i}.") -> Table:
             ),
             pre_feedforward_layernorm=("pre_ffw_norm.scale",),
             post_feedforward_layernorm=("post_ffw_norm.scale",),
+            post_per_layer_input_norm=("post_per_layer_input_norm.scale",),
+            **{
+                f"self_attn.{part[0]}_norm": tuple(f"attn.{name}" for name in (f"{part[0]}_norm.w", f"_{part}", part))
+                for part in ("query_norm.scale", "key_norm.scale")
+            },
         ),
     }
 
 
 def _gemma(c: LlamaConfig, given: Any) -> Table:
     """Return the table of google-deepmind's gemma 4.0.1, `gemma.gm.nn`, which has a fused gate in one of two orders."""
-    mlp, transposed = "layer_{i}.mlp.", getattr(given, "transpose_gating_einsum", None)
+    mlp, transposed = "layer_{i}.mlp.", getattr(given, "transpose_gating_einsum", True if c.names == "gemma4" else None)
     orders = [order for order, is_it in (("fd", True), ("df", False)) if transposed in (None, is_it)]
     return _tunix("layer_{i}.") | {
         "mlp.gate_proj.weight": [Place(f"{mlp}gating_einsum", f"0{order}") for order in orders],

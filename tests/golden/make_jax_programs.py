@@ -68,6 +68,7 @@ def tunix():
     import qwix
     from tunix.models.gemma import model as gemma
     from tunix.models.gemma3 import model as gemma3
+    from tunix.models.gemma4 import model as gemma4
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
@@ -88,21 +89,29 @@ def tunix():
         ("gemma3", gemma3.Gemma3, gemma3, windows | {"num_layers": 7, "global_scale_factor": 8.0, "hidden_dim": 8}),
         ("gemma3_mha", gemma3.Gemma3, gemma3, windows | {
             "num_layers": 2, "num_kv_heads": 4, "query_pre_attn_norm": by_width, "param_dtype": jnp.float32}),
+        ("gemma4", gemma4.Gemma4, gemma4, windows | {
+            "num_layers": 4, "num_kv_heads": 1, "per_layer_input_dim": 8,
+            "attention_pattern": (gemma4.AttentionType.LOCAL_SLIDING, gemma4.AttentionType.GLOBAL),
+            "frac_shared_layers": 0.5, "override_kv_shared_ffw_hidden": 48, "global_key_size": 16}),
         ("lora", qwen3.Qwen3, qwen3, usual),
     ):  # fmt: skip
         config = module.ModelConfig(**SHAPE | fields)
         model = model_class(config, rngs=nnx.Rngs(0))
+        around = 0.0 if name[:6] in ("gemma2", "gemma3") else 1.0
         inputs = jnp.asarray(TOKENS), jnp.asarray(POSITIONS), None, jnp.asarray(mask)
         if name == "lora":
             provider = qwix.LoraProvider(module_path=".*(q_proj|o_proj|gate_proj).*", rank=3, alpha=ALPHA)
             model = qwix.apply_lora_to_model(model, provider, *inputs, rngs=nnx.Rngs(1))
-        nnx.update(model, drawn(nnx.state(model), around=0.0 if "gemma" in name else 1.0))
+        nnx.update(model, drawn(nnx.state(model), around=around))
         state, more = nnx.to_pure_dict(nnx.state(model)), {"lora_alpha": ALPHA} if name == "lora" else {}
         save(f"tunix_{name}", state, type(config).__module__, fields_of(config), model(*inputs)[0], **more)
 
 
 def gemma():
     from gemma.gm.nn import _config, _modules, _transformer
+    from gemma.gm.nn.gemma4 import _config as _config4
+    from gemma.gm.nn.gemma4 import _modules as _modules4
+    from gemma.gm.nn.gemma4 import _transformer as _transformer4
 
     local, full = _modules.AttentionType.LOCAL_SLIDING, _modules.AttentionType.GLOBAL
     shared = {"num_embed": VOCABULARY, "use_post_attn_norm": True, "use_post_ffw_norm": True, "sliding_window_size": 4}
@@ -116,10 +125,16 @@ def gemma():
         ("gemma3", third | {"attention_types": (local, full), "global_scale_factor": 8.0,
                             "transpose_gating_einsum": True}),
         ("gemma3_mha", third | {"attention_types": (local, full), "num_kv_heads": 4, "query_pre_attn_norm": by_width}),
+        ("gemma4", {"attention_types": (local, full), "k_eq_v_global": True, "num_global_kv_heads": 1,
+                    "global_key_size": 16, "global_rope_proportion": 0.25, "local_rope_proportion": 1.0,
+                    "final_logit_softcap": 30.0, "global_base_frequency": 1_000_000}),
     ):  # fmt: skip
-        config = _config.TransformerConfig(**SHAPE | shared | fields)
-        model = _transformer.Transformer(config=config, dtype=jnp.float32, tokens="tokens")
-        params = drawn(model.init(jax.random.key(0), jnp.asarray(TOKENS)))
+        config_module, model_module = (_config4, _transformer4) if name == "gemma4" else (_config, _transformer)
+        if name == "gemma4":
+            fields["attention_types"] = tuple(_modules4.AttentionType[kind.name] for kind in fields["attention_types"])
+        config = config_module.TransformerConfig(**SHAPE | shared | fields)
+        model = model_module.Transformer(config=config, dtype=jnp.float32, tokens="tokens")
+        params = drawn(model.init(jax.random.key(0), jnp.asarray(TOKENS)), around=float(name == "gemma4"))
         logits = model.apply(params, jnp.asarray(TOKENS)).logits
         fields = fields_of(config) | {"num_layers": config.num_layers}
         save(f"gemma_{name}", params["params"], type(config).__module__, fields, logits)

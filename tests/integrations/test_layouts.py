@@ -5,6 +5,7 @@
 import io
 import json
 import lzma
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,8 +25,11 @@ from hydrajax.integrations.params import arrays_by_path
 FOLDER = Path(__file__).parents[1] / "golden" / "jax_programs"
 QUICK = {
     "gemma_gemma2_square", "gemma_gemma3", "maxtext_gemma2", "maxtext_gemma3", "maxtext_llama_interleaved",
-    "maxtext_llama_unscanned", "maxtext_mistral_tied", "tunix_gemma2", "tunix_llama3", "tunix_lora", "tunix_qwen3",
+    "maxtext_llama_unscanned", "maxtext_mistral_tied", "tunix_gemma2", "tunix_gemma4", "tunix_llama3", "tunix_lora",
+    "tunix_qwen3",
 }  # fmt: skip
+# Keys and values of layers of Gemma 4 that attend to those of others.
+UNUSED = r"layers\.[23]\.attn\.(kv_einsum\.w|_key_norm\.scale)"
 NAMES = sorted(file.name.removesuffix(".npz.xz") for file in FOLDER.iterdir())
 NAMES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in NAMES]
 
@@ -67,9 +71,10 @@ def check_logits(m, recorded: Recorded) -> None:
 
 
 def check_same(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
-    for path, x in expected.items():
-        np.testing.assert_array_equal(found[path], x, path)
+    unused = {path for path in expected if re.fullmatch(UNUSED, path)} if "layers.3.skip_scale" in expected else set()
+    assert found.keys() == expected.keys() - unused
+    for path, x in found.items():
+        np.testing.assert_array_equal(x, expected[path], path)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -150,12 +155,16 @@ def test_unsupported_maxtext(change, message):
         config_of(vars(Recorded.named("maxtext_gemma3").config) | change)
 
 
-def test_layout_of_another_program():
+def test_unsupported():
     recorded = Recorded.named("maxtext_llama")
     with pytest.raises(HydrajaxError, match="layout: got 'hf' for a configuration of MaxText, expected 'maxtext'"):
         hydrajax.from_params(recorded.config, recorded.arrays, "hf")
     with pytest.raises(HydrajaxError, match=r"config: got .* of gemma.gm.nn.gemma3n._config, expected"):
         config_of(stand_in({}, "gemma.gm.nn.gemma3n._config"))
+    config = Recorded.named("tunix_gemma4").config
+    for change in ({"enable_moe": True}, {"frac_shared_layers": 0.25}, {"override_kv_shared_ffw_hidden": 10}):
+        with pytest.raises(HydrajaxError, match=r"config: .*got .*, expected"):
+            config_of(stand_in(vars(config) | change, type(config).__module__))
 
 
 def test_maxtext_checkpoint(tmp_path):
