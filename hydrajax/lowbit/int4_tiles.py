@@ -1,9 +1,7 @@
 """Kernels in 4 bits in tiles (`hydrajax.lowbit.tiles`)."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +55,7 @@ class Int4Tiles(Tiles):
         zeros: UInt8[np.ndarray, "groups F"],
         shape: tuple[int, ...],
         order: Int[np.ndarray, " D"] | None = None,
-    ) -> Int4Tiles:
+    ) -> Self:
         """Return the kernel ``(numbers - zeros) * scale`` without rounding.
 
         Args:

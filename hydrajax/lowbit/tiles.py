@@ -3,12 +3,10 @@
 See `hydrajax.lowbit.kernels.few_bits`; `hydrajax.lowbit.int4_tiles` has those in 4 bits.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +27,7 @@ class Tiles(Quantized):
 
     @classmethod
     @abc.abstractmethod
-    def of_columns(cls, kernel: np.ndarray) -> Tiles:
+    def of_columns(cls, kernel: np.ndarray) -> Self:
         """Quantise a kernel, or some columns of a matrix."""
 
     @staticmethod

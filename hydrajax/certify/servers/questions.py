@@ -1,11 +1,9 @@
 """Questions to an OpenAI-compatible server, and their request bodies."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 Content = str | tuple[int, ...]
 
@@ -35,7 +33,7 @@ class Question:
     logprobs: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def but(self, **changes: Any) -> Question:
+    def but(self, **changes: Any) -> Self:
         """Return the question with other fields."""
         return dataclasses.replace(self, **changes)
 

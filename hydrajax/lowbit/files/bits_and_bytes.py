@@ -10,12 +10,10 @@ quantisation ``nested_blocksize`` and ``nested_offset``. Then ``weight.absmax`` 
 ``weight.nested_quant_map``. Its value is multiplied by ``weight.nested_absmax`` of its block and added to the offset.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -52,7 +50,7 @@ class BitsAndBytes(Method):
     low_dtypes = ("int8", "uint8")
 
     @classmethod
-    def of(cls, settings: Settings) -> BitsAndBytes:
+    def of(cls, settings: Settings) -> Self:
         return cls()
 
     def shape(self, linear: StoredLinear) -> Shape:
