@@ -28,9 +28,9 @@ import hydrajax
 from hydrajax import api, assets
 from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.calibration import Calibration, calibrate
-from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest, measure_trees
+from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.bench.questions.held_out import held_out_files
-from hydrajax.bench.report.results import Result, write_result
+from hydrajax.bench.report.results import FORMAT, Result, check
 from hydrajax.bench.rounds import in_rounds
 from hydrajax.bench.trees.search import Proposals, simulated
 from hydrajax.bench.trees.simulation import accepted_lengths, walk
@@ -118,6 +118,16 @@ def write(
     """Write the result file of a script."""
     result = Result(kind, source, title, rows, args.command, machine(), settings_of(args), list(remarks))
     write_result(args.file, result)
+
+
+def write_result(file: WholeFile, result: Result) -> None:
+    """Write a result file.
+
+    Raises:
+        HydrajaxError: rows do not have the fields of their kind.
+    """
+    check(asdict(result), "result")
+    file.write_json({"hydrajax_result": FORMAT} | asdict(result))
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -263,14 +273,15 @@ class Setup:
         repeats: int,
     ) -> list[Measured]:
         with CONSOLE.status("") as line:
-            return measure_trees(
-                self.executor(heads, presets.root()),
-                trees,
+            executor = self.executor(heads, presets.root())
+            entrants = {name: executor.with_program(tree=tree) for name, tree in trees.items()}
+            return contest(
+                {AUTOREGRESSIVE: executor.autoregressive()} | entrants,
                 prompts,
                 batch_size=batch_size,
                 repeats=repeats,
                 on_status=lambda text: line.update(f"{heads}, batch {batch_size}: {text}"),
-            )
+            )[1:]
 
     def fastest_tree(self, heads: str, batch_size: int, sizes: Sequence[int], repeats: int = 5) -> TreeTopology:
         """Return the searched tree that is fastest on calibration prompts, which are not measured later."""

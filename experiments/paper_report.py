@@ -85,6 +85,19 @@ def _quality(rows: list[dict]) -> Table:
     return ("set", *columns), cells
 
 
+def _prediction(rows: list[dict]) -> Table:
+    cells = []
+    for row in rows:
+        line = [row["batch"], row["context"], row["nodes"]]
+        for name in ("autoregressive_step", "step"):
+            predicted, measured = row[f"predicted_{name}"], row[name]
+            error = f"{predicted / measured - 1:+.0%}" if measured else ""
+            line += [f"{predicted:.3g}", f"{measured:.3g}", error]
+        cells.append(line)
+    columns = ("AR step predicted (ms)", "measured", "error", "step predicted (ms)", "measured", "error")
+    return ("batch", "context", "nodes", *columns), cells
+
+
 def _acceptance(rows: list[dict]) -> Table:
     cells = []
     for row in rows:
@@ -154,7 +167,7 @@ def _curve(rows: list[dict]) -> Table:
 
 
 TABLES = {"acceptance": _acceptance, "overhead": _overhead, "pareto": _pareto, "curve": _curve}
-TABLES |= {"program": _program, "tpu_program": _tpu_program, "quality": _quality}
+TABLES |= {"program": _program, "tpu_program": _tpu_program, "quality": _quality, "prediction": _prediction}
 
 
 if __name__ == "__main__":

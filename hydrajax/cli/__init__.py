@@ -35,7 +35,7 @@ COMMANDS = {
     "certify": "check that speculative decoding gives the base's tokens or distribution",
     "convert": "export draft heads to other formats, merge an adapter, fetch from and push to the Hub, "
     "measure quantisation",
-    "roofline": "predict decode step times on a device, and compare them with measurements on this one",
+    "roofline": "predict decode step times on a device",
     "report": "print the tables of the result files in a directory and write them as Markdown",
 }
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"  # `hydrajax.processes.ADDRESS`, which imports JAX

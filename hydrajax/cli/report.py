@@ -11,8 +11,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
         metavar="DIR",
-        help="directory, searched at any depth for the files of 'bench --json', 'tree search', 'evaluate' and "
-        "'roofline --json', metrics.jsonl of training, and results of experiments/",
+        help="directory, searched at any depth for the files of 'bench --json', 'tree search' and 'evaluate', "
+        "metrics.jsonl of training, and results of experiments/",
     )
     parser.add_argument("--output", metavar="FILE.md", help="Markdown file to write (default DIR/REPORT.md)")
 

@@ -5,20 +5,15 @@ import itertools
 from dataclasses import asdict
 
 import jax.numpy as jnp
-from rich.console import Console
 
 from hydrajax import api
 from hydrajax.bench.benchmark import first_nodes
-from hydrajax.bench.random_models import random_base, with_random_params
-from hydrajax.bench.report.records import of_roofline
 from hydrajax.bench.report.tables import cell, print_table
-from hydrajax.bench.roofline.comparison import Comparison, compare
 from hydrajax.bench.roofline.devices import DEVICES, Device
 from hydrajax.bench.roofline.division import Division
 from hydrajax.bench.roofline.prediction import Prediction, predict
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.cli import options
-from hydrajax.decoding.executor import Executor, FusedExecutor
 from hydrajax.decoding.program import Program
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.drafters.drafter import Drafter
@@ -26,15 +21,12 @@ from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.formats.hub import without_hub
 from hydrajax.formats.huggingface import read_config
-from hydrajax.machine import machine
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import DynamicTree, presets
 from hydrajax.trees.dynamic import CandidateTree
 
-HERE = "here"
 SIZES = (1, 4, 16, 64)  # nodes, for trees of at least this size
-PHASES = ("verify", "propose", "accept_commit", "observe")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--draft", metavar="DIR", help="use a draft model instead; only its config.json is read")
     parser.add_argument(
-        "--device",
-        choices=[*DEVICES, HERE],
-        default="H100",
-        help="device to predict for; 'here' measures the rates of this one (default %(default)s)",
+        "--device", choices=list(DEVICES), default="H100", help="device to predict for (default %(default)s)"
     )
-    options.add(parser, "--mesh", "--batch-sizes", "--repeats", "--json")
+    options.add(parser, "--mesh", "--batch-sizes", "--json")
     parser.add_argument("--quantize", choices=["int8"], help="store the base's weights in 8 bits")
     parser.add_argument("--tree", metavar="NAME|FILE.json|JSON", help="tree (default: the drafter's)")
     sizes = ",".join(map(str, SIZES))
@@ -75,45 +64,28 @@ def _numbers(text: str) -> list[float]:
 
 
 def run(args: argparse.Namespace) -> None:
-    compared = None
     with options.json_report(args.json) as write:
         config = _config(args)
         if max(args.context) > config.max_positions:
             most = config.max_positions
             raise HydrajaxError(f"--context: got {max(args.context)}, expected at most the model's {most}")
         dtype = jnp.dtype(api.DTYPES[args.dtype])
-        if args.device != HERE and args.dtype != "bfloat16":
+        if args.dtype != "bfloat16":
             raise HydrajaxError(f"--dtype: got '{args.dtype}', expected bfloat16 for the peaks of {args.device}")
         device, division = _device(args), Division(**args.mesh)
         division.check(config)
         drafter = _drafter(args, config, dtype)
-        trees = _trees(args, drafter, config)
+        trees = trees_of(args, drafter, config)
         taus = _tokens_per_step(args, trees)
-        if args.device == HERE:
-            with Console(stderr=True).status("measuring"):
-                executors, grid = _executors(config, dtype, drafter, trees), (args.batch_sizes, args.context)
-                compared = compare(executors, *grid, dtype.itemsize, taus, repeats=args.repeats)
-            device, rows = compared.device, compared.predicted
-        else:
-            grid = (trees, args.batch_sizes, args.context)
-            rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus, args.quantize, division))
-        write(_report(args, device, rows, compared))
-    if args.json == "-":
-        return
-    _print(args, device, rows)
-    if compared:
-        _print_comparison(compared)
+        grid = (trees, args.batch_sizes, args.context)
+        rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus, args.quantize, division))
+        cells = [{"predicted": asdict(row)} for row in rows]
+        write({"device": asdict(device), "arguments": options.recorded(args), "rows": cells})
+    if args.json != "-":
+        _print(args, device, rows)
 
 
-def _device(args: argparse.Namespace) -> Device | None:
-    """Return the device of the data sheets, None for this one."""
-    if args.device == HERE:
-        for flag in ("mesh", "quantize"):
-            if getattr(args, flag):
-                raise HydrajaxError(
-                    f"{flag}: cannot be used with --device {HERE}, which measures one device in a dtype"
-                )
-        return None
+def _device(args: argparse.Namespace) -> Device:
     device = DEVICES[args.device]
     if args.mesh.get("model", 1) > 1 and device.link is None:
         raise HydrajaxError(f"mesh: the bandwidth between several {device.name} is unknown; leave --mesh out")
@@ -137,7 +109,7 @@ def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
     return KINDS[args.draft_kind].build(config, dtype)
 
 
-def _trees(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
+def trees_of(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
     program = Program(drafter, presets.by_name(args.tree or drafter.spec.default_tree))
     program.check(config)
     tree = program.tree
@@ -158,28 +130,11 @@ def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) 
     return taus
 
 
-def _executors(config: LlamaConfig, dtype, drafter: Drafter, trees: dict[str, CandidateTree]) -> dict[str, Executor]:
-    model, base = random_base(config, dtype)
-    drafter, params = with_random_params(model, base, drafter)
-    return {name: FusedExecutor(model, params, Program(drafter, tree)) for name, tree in trees.items()}
-
-
-def _report(args: argparse.Namespace, device: Device, rows: list[Prediction], compared: Comparison | None) -> dict:
-    cells = [{"predicted": asdict(row)} for row in rows]
-    report = {"device": asdict(device), "arguments": options.recorded(args), "rows": cells}
-    if compared is None:
-        return report
-    for found, row in zip(cells, compared.measured, strict=True):
-        found["measured"] = asdict(row)
-    report |= {"machine": machine(), "drift": compared.drift}
-    return report | of_roofline(report)
-
-
 # --- on the terminal ------------------------------------------------------------------------------------------------
 
 
 def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> None:
-    name = machine()["device"] if args.device == HERE else device.name
+    name = device.name
     size = f"{rows[0].draft_bytes / 1e9:.3g} GB"
     draft = f"a draft model of {size}" if args.draft_kind == "model" else f"{size} of {args.draft_kind} heads"
     weights = args.dtype + (f" with {args.quantize} weights in the base" if args.quantize else "")
@@ -189,9 +144,6 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     print(f"{args.shape or args.base} with {draft}, {weights}, on {devices}: predicted ms per step")
     print(f"{cell(device.flops / 1e12)} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s", end="")
     print(f", {device.link / 1e9:.4g} GB/s between devices" if sizes.model > 1 and device.link else "")
-    for kind, rates in (("weights", device.weight_rates), ("attention", device.attention_rates)):
-        if rates:
-            print(f"GFLOP/s by rows, {kind}: " + ", ".join(f"{n}: {cell(rate / 1e9)}" for n, rate in rates))
     with_tau = rows[0].tokens_per_step is not None
     cells = []
     for row in rows:
@@ -227,22 +179,3 @@ def _print_memory(device: Device, rows: list[Prediction]) -> None:
         cells.append([batch, context, *(f"{size / 1e9:.2f}" for size in sizes), fit])
     print(f"GB on a device of {device.memory / 1e9:g} GB; activations, temporaries and the runtime take more:")
     print_table(("batch", "context", "base", "draft", "KV cache", "together", "fits"), cells)
-
-
-def _print_comparison(compared: Comparison) -> None:
-    steps, phases = [], []
-    for predicted, found in zip(compared.predicted, compared.measured, strict=True):
-        place, times = [predicted.batch, predicted.context, predicted.nodes], []
-        for key in ("autoregressive_step", "step"):
-            ours, theirs = getattr(predicted, key), getattr(found, key)
-            times += [ours, theirs, f"{ours / theirs - 1:+.0%}"]
-        steps.append([*place, *times, f"{found.break_even:.2f}"])
-        pairs = [(cell(getattr(predicted, name)), cell(getattr(found, name))) for name in PHASES]
-        phases.append([*place, *(f"{ours} ({theirs})" for ours, theirs in pairs)])
-    columns = ("AR step", "measured", "error", "step", "measured", "error", "even")
-    print_table(("batch", "context", "nodes", *columns), steps)
-    print("measured: median ms. error: of the prediction. even: as measured.")
-    print_table(("batch", "context", "nodes", *PHASES), phases)
-    print("ms predicted (measured). The prediction has only matrix products and traffic: it leaves out the sort of a")
-    print("top-k (in propose), the commit and the start of each operator.")
-    print(f"the measured rates changed by a factor of up to {compared.drift:.2f} meanwhile (1.00: a quiet machine)")

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.noise import noise
 from hydrajax.bench.calibration import calibrate
-from hydrajax.bench.contests.contest import measure_trees
+from hydrajax.bench.contests.contest import contest
 from hydrajax.bench.trees import search
 from hydrajax.bench.trees.search import simulated
 from hydrajax.bench.trees.speculation import estimate
@@ -39,7 +39,8 @@ def test_a_calibration_predicts_the_tokens_per_step_of_a_contest(tiny_model):
     assert all(end - start == 12 for _, start, end in found.spans)
     proposals = simulated(found.ranks, found.spans, 4)
     size = proposals.largest
-    (measured,) = measure_trees(executor, {"grown": proposals.tree(size)}, PROMPTS, batch_size=1, repeats=1)
+    entrants = {"plain": executor.autoregressive(), "grown": executor.with_program(tree=proposals.tree(size))}
+    _, measured = contest(entrants, PROMPTS, batch_size=1, repeats=1)
     assert measured.tokens_per_step == pytest.approx(proposals.tokens_per_step[size - 1])
     assert measured.equal
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hydrajax.bench.report.results import Result, write_result
-from hydrajax.files import WholeFile
+from helpers.report_examples import write_to
+from hydrajax.bench.report.results import Result
 
 FAST = ("--repeats", "1", "--context", "128")
 
@@ -50,8 +50,7 @@ ROW = {"drafter": "hydra", "head": 0, "top": 1, "accuracy": 0.5}
 
 @pytest.fixture
 def folder(tmp_path):
-    with WholeFile(tmp_path / "a.json", "--output") as file:
-        write_result(file, Result("accuracy", "amphista figure 1", "guesses", [ROW]))
+    write_to(tmp_path / "a.json", Result("accuracy", "amphista figure 1", "guesses", [ROW]))
     (tmp_path / "notes.json").write_text("{}")
     return tmp_path
 

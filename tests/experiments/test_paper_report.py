@@ -15,6 +15,7 @@ from hydrajax.bench.report.outputs import find_results
 def test_tables_hold_the_rows():
     for kind, row in {
         "acceptance": "medusa, typical, epsilon 0.2, 3.00, 2.000",
+        "prediction": "1, 512, 64, 3.3, 3, +10%, 9, 10, -10%",
         "overhead": "hydra_pp, 1.2, 0.6, 1.4, 20, 18",
         "quality": "gsm8k, exact match, greedy, hydra, 20, 31.50, 20.00 to 40.00, -1.50, -3.00 to +0.50, 2.50, 1.27x, "
         "yes",

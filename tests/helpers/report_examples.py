@@ -1,6 +1,8 @@
 """Results of every kind, shared by the tests of results and of reports."""
 
-from hydrajax.bench.report.results import Result, write_result
+from dataclasses import asdict
+
+from hydrajax.bench.report.results import FORMAT, Result
 from hydrajax.files import WholeFile
 
 RATE = {"tokens_per_step": 2.5, "tokens_per_second": 200.4, "low": 190.0, "high": 210.0, "speedup": 1.27}
@@ -104,4 +106,4 @@ def result(kind: str, source: str = "", **changes) -> Result:
 
 def write_to(path, found: Result) -> None:
     with WholeFile(path, "--output") as file:
-        write_result(file, found)
+        file.write_json({"hydrajax_result": FORMAT} | asdict(found))

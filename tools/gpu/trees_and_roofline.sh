@@ -14,8 +14,8 @@ mkdir -p "$out"
 quick=() ; context=1024 ; batches=1,2,4,8
 if [ "$shape" = tiny ]; then quick=(--count 2 --calibration 4 --repeats 1 --sizes 1,2 --batch-sizes 1); context=128; batches=1; fi
 
-python -m hydrajax roofline --shape "$shape" --device here --dtype "$dtype" --context "$context" \
-    --batch-sizes "$batches" --json "$out/roofline_$shape.json"
+python experiments/roofline_here.py --shape "$shape" --dtype "$dtype" --context "$context" \
+    --batch-sizes "$batches" --output "$out/roofline_$shape.json"
 for draft in medusa hydra++; do
     python -m hydrajax bench --random "$shape" --random-draft "$draft" --dtype "$dtype" --context "$context" \
         --tree-sizes 1,8,16,32,64 --batch-sizes "$batches" --json "$out/bench_${shape}_$draft.json"

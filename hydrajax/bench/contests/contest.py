@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from hydrajax.bench.rounds import in_rounds, seconds
 from hydrajax.decoding.executor import Executor
 from hydrajax.decoding.prompt_batch import batches
 from hydrajax.processes import fetch
-from hydrajax.trees.dynamic import CandidateTree
 
 AUTOREGRESSIVE = "autoregressive"  # the name of the baseline
 RESAMPLES = 2000
@@ -126,14 +124,6 @@ def contest(
         )
         for name, executor in executors.items()
     ]
-
-
-def measure_trees(
-    executor: Executor, trees: Mapping[str, CandidateTree], prompts: Sequence[np.ndarray], **arguments: Any
-) -> list[Measured]:
-    """Run a `contest` of one executor with several trees. The baseline has no draft and is left out of the result."""
-    entrants = {name: executor.with_program(tree=tree) for name, tree in trees.items()}
-    return contest({AUTOREGRESSIVE: executor.autoregressive()} | entrants, prompts, **arguments)[1:]
 
 
 def same_tokens(ours: Sequence, theirs: Sequence) -> bool:

@@ -138,20 +138,6 @@ def _steps(rows: list[dict]) -> Table:
     return ("tree", "batch", "nodes", *(f"{name.replace('_', ' ')} (ms)" for name in times), "τ to break even"), cells
 
 
-def _prediction(rows: list[dict]) -> Table:
-    cells = []
-    for row in rows:
-        line = [row["batch"], row["context"], row["nodes"]]
-        for name in ("autoregressive_step", "step"):
-            predicted, measured = row[f"predicted_{name}"], row[name]
-            error = f"{predicted / measured - 1:+.0%}" if measured else ""
-            line += [f"{predicted:.3g}", f"{measured:.3g}", error]
-        cells.append(line)
-    columns = ("AR step predicted (ms)", "measured", "error", "step predicted (ms)", "measured", "error")
-    return ("batch", "context", "nodes", *columns), cells
-
-
 TABLES: dict[str, MakeTable] = {
     "speed": _speed, "trees": _trees, "categories": _categories, "accuracy": _accuracy, "steps": _steps,
-    "prediction": _prediction,
 }  # fmt: skip

@@ -77,18 +77,6 @@ def of_evaluate(report: Mapping[str, Any]) -> dict[str, Any]:
     return records("evaluate", report, ("categories", f"answers to {report['arguments']['set']}", rows))
 
 
-def of_roofline(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the records of ``hydrajax roofline --device here``."""
-    rows = [
-        {name: cell["predicted"][name] for name in ("batch", "context", "nodes")}
-        | {f"predicted_{name}": cell["predicted"][name] for name in ("step", "autoregressive_step")}
-        | {name: cell["measured"][name] for name in ("step", "autoregressive_step")}
-        for cell in report["rows"]
-    ]
-    title = "steps predicted from the device's rates, and measured"
-    return records("roofline", report, ("prediction", title, rows))
-
-
 def of_training(evaluation: Mapping[str, Any], name: str) -> Sequence[Result]:
     """Return the result of a line of a training run's metrics; none without accuracies. ``name`` is the run's."""
     rows = [

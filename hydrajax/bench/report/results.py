@@ -5,11 +5,10 @@ commands holds a list of these under ``hydrajax_results``.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import shown
 from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, Kind, checked, list_of, or_null
 from hydrajax.text.records import INTEGER as WHOLE
@@ -39,9 +38,6 @@ KINDS: dict[str, dict[str, Kind]] = {
     # A decode step and its phases.
     "steps": {"tree": TEXT, "batch": WHOLE, "nodes": WHOLE, "autoregressive_step": NUMBER, "step": NUMBER}
     | {"propose": NUMBER, "verify": NUMBER, "accept_commit": NUMBER, "observe": NUMBER, "break_even": NUMBER},
-    # A step as predicted by the roofline and as measured.
-    "prediction": {"batch": WHOLE, "context": WHOLE, "nodes": WHOLE, "predicted_step": NUMBER, "step": NUMBER}
-    | {"predicted_autoregressive_step": NUMBER, "autoregressive_step": NUMBER},
 }
 
 
@@ -63,16 +59,6 @@ class Result:
     machine: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
-
-
-def write_result(file: WholeFile, result: Result) -> None:
-    """Write a result file.
-
-    Raises:
-        HydrajaxError: rows do not have the fields of their kind.
-    """
-    check(asdict(result), "result")
-    file.write_json({"hydrajax_result": FORMAT} | asdict(result))
 
 
 def result_from(content: Mapping[str, Any], where: str) -> Result:

@@ -1,20 +1,13 @@
-"""Device rates: published peaks and measurements."""
+"""Device rates: published peaks."""
 
-import math
 import re
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from hydrajax.bench.roofline.operators import Operator
 
 # Seconds, the same for all devices: nobody publishes it. NCCL takes 6 us for small sums of two H100 (NVIDIA/nccl issue
 # 1259), and 20 us over PCIe (haohervchb/sglang-V100 pull request 2, four V100).
 COLLECTIVE_LATENCY = 10e-6
-
-Rates = tuple[tuple[int, float], ...]  # (rows of the left matrix, FLOP/s), rows rising
 
 
 @dataclass(frozen=True)
@@ -27,33 +20,21 @@ class Device:
         memory: Bytes of memory.
         link: Bytes per second that a device sends to others of a ring in one machine or slice; None if unknown.
         latency: Seconds of a collective in addition to those of its bytes, assumed.
-        weight_rates, attention_rates: Measured FLOP/s by number of rows, for devices without a single peak, such as
-            CPUs.
     """
 
     name: str
     flops: float
     bandwidth: float
-    weight_rates: Rates = ()
-    attention_rates: Rates = ()
     memory: float | None = None
     link: float | None = None
     latency: float = COLLECTIVE_LATENCY
-
-    def rate(self, operator: Operator) -> float:
-        """Return the FLOP/s for this operator, interpolated between measured rows on a log-log scale."""
-        rates = {"weights": self.weight_rates, "attention": self.attention_rates}.get(operator.kind)
-        if not rates:
-            return self.flops
-        rows, flops = np.log(np.array(rates)).T
-        return float(np.exp(np.interp(math.log(operator.rows), rows, flops)))
 
     def seconds(self, operator: Operator) -> float:
         """Return the seconds of all ``count`` operators."""
         if operator.kind == "collective":
             assert self.link is not None
             return operator.count * (self.latency + operator.bytes / self.link)
-        return operator.count * max(operator.flops / self.rate(operator), operator.bytes / self.bandwidth)
+        return operator.count * max(operator.flops / self.flops, operator.bytes / self.bandwidth)
 
     def memory_bound(self, operator: Operator) -> bool:
         """Return True if the operator's memory traffic takes longer than its operations (left of the ridge)."""
@@ -99,26 +80,3 @@ def device_of(kind: str) -> Device | None:
     """Return the device with this `jax.Device.device_kind`; None if the table does not have it, as for CPUs."""
     matches = (device for device, part in _TABLE if re.search(rf"(?i)\b({part})(?![0-9a-z])", kind))
     return next(matches, None)
-
-
-def average(devices: Sequence[Device]) -> Device:
-    """Return the geometric mean of measurements of one device, on the same numbers of rows."""
-
-    def rates(name: str) -> Rates:
-        columns = zip(*(getattr(device, name) for device in devices), strict=True)
-        return tuple((column[0][0], statistics.geometric_mean(rate for _, rate in column)) for column in columns)
-
-    return Device(
-        devices[0].name,
-        statistics.geometric_mean(device.flops for device in devices),
-        statistics.geometric_mean(device.bandwidth for device in devices),
-        rates("weight_rates"),
-        rates("attention_rates"),
-    )
-
-
-def drift(devices: Sequence[Device]) -> float:
-    """Return the ratio of the fastest to the slowest measurement, for the rate that changed most."""
-    everything = [(*d.weight_rates, *d.attention_rates, (0, d.bandwidth)) for d in devices]
-    columns = zip(*everything, strict=True)
-    return max(max(rate for _, rate in column) / min(rate for _, rate in column) for column in columns)

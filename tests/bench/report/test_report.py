@@ -24,7 +24,6 @@ TABLES = {
     "categories": "qa, 10, 1.00x (τ 2.50), 1.90x (τ 2.50), yes",
     "accuracy": "hydra, 2, 20.0%, 60.0%",
     "steps": "chain-2, 1, 3, 2, 3, 2.5, 0.25, 0.125, 0.0625, 1.50",
-    "prediction": "1, 512, 64, 3.3, 3, +10%, 9, 10, -10%",
 }
 
 
@@ -72,12 +71,6 @@ def test_a_report_has_every_result(tmp_path):
     write_report(find_results(tmp_path)[0], tmp_path / "REPORT.md")
     headings = [line for line in (tmp_path / "REPORT.md").read_text().splitlines() if line.startswith("## ")]
     assert headings == [f"## Some {kind}" for kind in sorted(ROWS)]
-
-
-def test_a_measured_time_of_zero_has_no_error(tmp_path):
-    rows = [ROWS["prediction"][0] | {"step": 0.0}]
-    _, _, cells = cells_of(section(result("prediction", rows=rows), "r.json"))
-    assert cells[-3:] == ["9", "0", ""]
 
 
 def test_texts_of_a_file_become_no_link_and_no_html(tmp_path):
@@ -170,19 +163,11 @@ def test_tree_search_gives_trees(tmp_path):
     ]  # fmt: skip
 
 
-def test_evaluate_gives_categories_and_roofline_predictions(tmp_path):
+def test_evaluate_gives_categories(tmp_path):
     figures = {"questions": 3, **RATE, "equal": True, "steps": 7}
     summary = {"machine": {}, "arguments": {"set": "mt_bench"}, "results": {"hydra": {"qa": figures}}}
     write(tmp_path / "answers" / "summary.json", records.of_evaluate(summary))
-    cell = ROWS["prediction"][0]
-    times = {
-        "predicted": {"step": cell["predicted_step"], "autoregressive_step": cell["predicted_autoregressive_step"]},
-        "measured": {"step": cell["step"], "autoregressive_step": cell["autoregressive_step"]},
-    }
-    times["predicted"] |= {name: cell[name] for name in ("batch", "context", "nodes")}
-    write(tmp_path / "roofline.json", records.of_roofline({"machine": {}, "arguments": {}, "rows": [times]}))
     by_kind = {found.kind: found.rows for _, found in find_results(tmp_path)[0]}
-    assert by_kind["prediction"] == [cell]
     assert by_kind["categories"] == [{"name": "hydra", "category": "qa", "questions": 3, **RATE, "equal": True}]
 
 

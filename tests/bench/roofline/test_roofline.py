@@ -57,24 +57,12 @@ def test_prefill_computes_logits_of_the_last_token_only():
     }  # fmt: skip
 
 
-def test_seconds_and_rates_of_a_device():
-    """An operator takes the longer of arithmetic and traffic; measured rates are interpolated in logarithms and
-    averaged rate by rate.
-    """
+def test_seconds_of_a_device():
+    """An operator takes the longer of arithmetic and traffic."""
     device = Device("round", flops=100.0, bandwidth=10.0)
     computes, moves = Operator("a", 1000.0, 1.0, 1, "weights"), Operator("b", 1.0, 1000.0, 1, "weights", count=3)
     assert (device.seconds(computes), device.seconds(moves)) == (10, 300)
     assert (device.memory_bound(computes), device.memory_bound(moves)) == (False, True)
-    device = Device("here", 400.0, 1e9, weight_rates=((1, 100.0), (16, 400.0)))
-    rate = {rows: device.rate(Operator("", 1.0, 1.0, rows, "weights")) for rows in (1, 4, 16, 64)}
-    assert rate == pytest.approx({1: 100, 4: 200, 16: 400, 64: 400})
-    assert device.rate(Operator("", 1.0, 1.0, 1, "attention")) == 400  # none measured: the peak
-    slow, fast = (Device("here", k, 10 * k, ((1, k), (4, 2 * k)), ((1, k),)) for k in (100.0, 400.0))
-    mean = devices.average([slow, fast])
-    assert (mean.flops, mean.bandwidth) == pytest.approx((200, 2000))
-    assert dict(mean.weight_rates) == pytest.approx({1: 200, 4: 400})
-    assert dict(mean.attention_rates) == pytest.approx({1: 200})
-    assert devices.drift([slow, fast, mean]) == 4
 
 
 KINDS_OF_DEVICES = {

@@ -1,17 +1,11 @@
-"""``hydrajax roofline``: printed and written predictions, the comparison with measurements, and errors."""
+"""``hydrajax roofline``: printed and written predictions, and errors."""
 
-import dataclasses
 import json
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import pytest
 
 from helpers.runs import refused
-from hydrajax.bench.benchmark import BenchmarkRow
-from hydrajax.bench.roofline import comparison, meter
-from hydrajax.bench.roofline.devices import Device
-from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import COMMANDS, run_command
 from hydrajax.cli import roofline as command
 
@@ -38,7 +32,6 @@ def test_command_predicts_every_cell(program, tmp_path):
     cells = [row["predicted"] for row in report["rows"]]
     found = [(cell["context"], cell["batch"], cell["nodes"]) for cell in cells]
     assert found == [(s, b, n) for s in (1024, 4096) for b in (1, 8) for n in (1, 16, 64)]
-    assert all("measured" not in row for row in report["rows"])
     assert f"{cells[-1]['break_even']:.2f}" in result.out
     assert f"{cells[-1]['speedup']:.2f}x" in result.out
     assert "…" not in result.out
@@ -96,56 +89,6 @@ def test_command_counts_the_windows_of_short_convolutions(program, tmp_path):
     assert found["base_memory"] == 2 * (65536 * 2048 + layers + 2048)
 
 
-QUICKLY = ("--shape", "tiny", "--draft-kind", "medusa", "--tree-sizes", "4", "--context", "64", "--repeats", "1")
-
-
-@pytest.mark.slow
-def test_command_compares_predictions_with_measurements(program, monkeypatch, tmp_path):
-    """With given times; the slow test below measures."""
-    times = {"autoregressive_step": 4.0, "step": 8.0, "propose": 1.0, "verify": 6.0, "accept_commit": 0.5}
-    rest = ("observe", "draft_overhead", "prefill", "compile_seconds", "autoregressive_bandwidth_fraction")
-    others = dict.fromkeys(rest, 0.5)
-    cell = {"batch": 1, "context": 64, "tree": "first-4", "nodes": 4, "depth": 2, "break_even": 2.0}
-    sizes = {"autoregressive_bytes_per_step": 1, "peak_memory_bytes": 1}
-    rows = [BenchmarkRow(**cell, **times, **others, **sizes)]
-    monkeypatch.setattr(comparison, "run_benchmark", lambda *args, **settings: iter(rows))
-    peak = Device("here", 1e9, 1e9, ((1, 0.5e9), (4, 1e9)), ((1, 0.5e9), (4, 1e9)))
-    monkeypatch.setattr(comparison, "Meter", lambda *args: SimpleNamespace(measure=lambda: peak))
-    file = tmp_path / "here.json"
-    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json", file)
-    assert result.code == 0, result
-    report = json.loads(file.read_text())
-    predicted = report["rows"][0]["predicted"]
-    assert report["rows"][0]["measured"] == dataclasses.asdict(rows[0])
-    assert report["device"]["weight_rates"] == [[1, pytest.approx(0.5e9)], [4, pytest.approx(1e9)]]
-    assert f"{predicted['step'] / 8 - 1:+.0%}" in result.out
-    assert f"{predicted['verify']:.3g} (6)" in result.out
-    assert report["drift"] == 1
-    assert "…" not in result.out
-
-
-def test_measured_rates_are_positive_and_the_bandwidth_is_at_least_that_of_a_copy(monkeypatch):
-    monkeypatch.setattr(meter, "CPU_ROWS", (1, 4))
-    monkeypatch.setattr(meter, "MIN_SECONDS", 0.001)
-    monkeypatch.setattr(meter, "copy_bandwidth", lambda megabytes: 1e6)
-    tiny = PRESETS["tiny"]
-    here = meter.Meter(tiny, jnp.float32, weight_bytes=200_000, slots=32, repeats=1).measure()
-    assert [rows for rows, _ in here.weight_rates] == [rows for rows, _ in here.attention_rates] == [1, 4]
-    assert all(rate > 0 for _, rate in here.weight_rates + here.attention_rates)
-    assert here.flops == max(rate for _, rate in here.weight_rates)
-    assert here.bandwidth == max(1e6, 2 * here.weight_rates[0][1])  # 4 bytes for every 2 operations
-
-
-@pytest.mark.slow
-def test_command_measures_here(program):
-    result = program(*QUICKLY, "--device", "here", "--dtype", "float32", "--json")
-    assert result.code == 0, result
-    (row,) = json.loads(result.out)["rows"]
-    for verb in ("autoregressive_step", "step", "verify", "propose", "accept_commit"):
-        assert row["predicted"][verb] > 0, verb
-        assert row["measured"][verb] > 0, verb
-
-
 def test_mistakes_end_in_one_line(program, tmp_path):
     file = tmp_path / "no" / "such" / "file"
     for arguments, message in (
@@ -170,6 +113,5 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         ("--mesh model=5", "--mesh: got model=5, expected a divisor of the base's 32 heads"),
         ("--mesh rows=2", "got 'rows=2', expected model=M or data=D,model=M"),
         ("--device TPUv4i --mesh model=2", "--mesh: the bandwidth between several TPUv4i is unknown"),
-        ("--device here --quantize int8", "--quantize: cannot be used with --device here"),
     ):
         assert message in refused(program("--shape", "7b", *arguments.split())), arguments
