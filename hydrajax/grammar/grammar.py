@@ -1,11 +1,13 @@
 """Grammars as values: a JSON schema, a regular expression, choices or a Lark grammar, compiled by llguidance."""
 
+from __future__ import annotations
+
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.grammar.matcher import LIMITS, Matcher
@@ -41,7 +43,7 @@ class Grammar:
     is_valid: Callable[[str], bool] | None = field(default=None, compare=False)
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str | type, *, whitespace: bool = False) -> Self:
+    def json_schema(cls, schema: Mapping[str, Any] | str | type, *, whitespace: bool = False) -> Grammar:
         """Return the grammar of JSON values that are valid under a schema.
 
         Args:
@@ -68,24 +70,24 @@ class Grammar:
             raise HydrajaxError(f"json_schema: got a schema that JSON cannot hold ({one_line(error)})") from None
 
     @classmethod
-    def json_object(cls, *, whitespace: bool = False) -> Self:
+    def json_object(cls, *, whitespace: bool = False) -> Grammar:
         """Return the grammar of all JSON objects."""
         return cls.json_schema({"type": "object"}, whitespace=whitespace)
 
     @classmethod
-    def regex(cls, pattern: str) -> Self:
+    def regex(cls, pattern: str) -> Grammar:
         """Return the grammar of texts that match a regular expression from start to end (Rust's regex syntax)."""
         return cls("regex", _text("regex", pattern))
 
     @classmethod
-    def choices(cls, choices: Sequence[str]) -> Self:
+    def choices(cls, choices: Sequence[str]) -> Grammar:
         """Return the grammar of a few texts."""
         if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
             raise HydrajaxError(f"choices: got {one_line(repr(choices), 60)}, expected a list of texts")
         return cls("choices", json.dumps(list(dict.fromkeys(choices))))
 
     @classmethod
-    def lark(cls, grammar: str) -> Self:
+    def lark(cls, grammar: str) -> Grammar:
         """Return a context-free grammar in llguidance's dialect of Lark, whose first rule is ``start``."""
         return cls("lark", _text("lark", grammar))
 

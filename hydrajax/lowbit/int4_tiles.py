@@ -1,7 +1,9 @@
 """Kernels in 4 bits in tiles (`hydrajax.lowbit.tiles`)."""
 
+from __future__ import annotations
+
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +57,7 @@ class Int4Tiles(Tiles):
         zeros: UInt8[np.ndarray, "groups F"],
         shape: tuple[int, ...],
         order: Int[np.ndarray, " D"] | None = None,
-    ) -> Self:
+    ) -> Int4Tiles:
         """Return the kernel ``(numbers - zeros) * scale`` without rounding.
 
         Args:

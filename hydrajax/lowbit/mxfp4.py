@@ -4,8 +4,10 @@ A weight is a number of E2M1 (0, 0.5, 1, 1.5, 2, 3, 4 or 6, and a sign) times a 
 output, whose exponent is a byte (E8M0): 4.25 bits (Open Compute Project, Microscaling Formats 1.0).
 """
 
+from __future__ import annotations
+
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,7 @@ class Mxfp4Tiles(Tiles):
         return cls.of_codes(*in_groups(kernel, codes_of), kernel.shape)
 
     @classmethod
-    def of_codes(cls, codes: UInt8[np.ndarray, "D F"], exponents: UInt8[np.ndarray, "groups F"], shape) -> Self:
+    def of_codes(cls, codes: UInt8[np.ndarray, "D F"], exponents: UInt8[np.ndarray, "groups F"], shape) -> Mxfp4Tiles:
         """Return the kernel of a file's codes and exponents."""
         return cls(in_pairs(codes), tile_layout.per_group(exponents), shape)
 

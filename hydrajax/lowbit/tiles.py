@@ -3,10 +3,12 @@
 See `hydrajax.lowbit.kernels.few_bits`; `hydrajax.lowbit.int4_tiles` has those in 4 bits.
 """
 
+from __future__ import annotations
+
 import abc
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ class Tiles(Quantized):
 
     @classmethod
     @abc.abstractmethod
-    def of_columns(cls, kernel: np.ndarray) -> Self:
+    def of_columns(cls, kernel: np.ndarray) -> Tiles:
         """Quantise a kernel, or some columns of a matrix."""
 
     @staticmethod

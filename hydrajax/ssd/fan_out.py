@@ -1,8 +1,9 @@
 """The verification outcomes for which the draft model drafts ahead. NumPy only."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -35,7 +36,7 @@ class FanOut:
             )
 
     @classmethod
-    def from_budget(cls, depth: int, budget: int = DEFAULT_BUDGET) -> Self:
+    def from_budget(cls, depth: int, budget: int = DEFAULT_BUDGET) -> FanOut:
         """Return ``budget`` outcomes, for an acceptance rate of 2/3 and `power_law` with exponent 1."""
         if not 0 <= budget <= MOST_OUTCOMES:
             raise HydrajaxError(f"fan_out: got {budget}, expected 0 to {MOST_OUTCOMES}")
@@ -44,7 +45,7 @@ class FanOut:
     @classmethod
     def likeliest(
         cls, probabilities: Float[np.ndarray, "accept rank"] | Sequence[Sequence[float]], budget: int
-    ) -> Self:
+    ) -> FanOut:
         """Return the ``budget`` likeliest outcomes, which maximise the hit rate.
 
         Args:

@@ -21,12 +21,14 @@ On a mesh the counts are those of one device, with weights sharded as `hydrajax.
 - a lookup in a sharded table ends in an all-reduce; a replicated weight is multiplied on every device.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Jaxpr, jaxprs_in_params
@@ -112,7 +114,7 @@ class _Value(NamedTuple):
     experts: int = 0
 
     @classmethod
-    def of_input(cls, variable, weight: str | None) -> Self:
+    def of_input(cls, variable, weight: str | None) -> _Value:
         return cls(weight, variable.aval.dtype.itemsize, is_real=bool(weight) or _is_real(variable))
 
 
@@ -158,7 +160,7 @@ class _ProductDivision(NamedTuple):
         return self.inputs or self.outputs
 
     @classmethod
-    def of(cls, weight: _Value | None, terms: int, reads_divided: bool) -> Self:
+    def of(cls, weight: _Value | None, terms: int, reads_divided: bool) -> _ProductDivision:
         """Return the division of a product of this weight over ``terms`` terms, or of two activations."""
         if weight is None:
             return cls(reads_divided, reads_divided)

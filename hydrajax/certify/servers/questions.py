@@ -1,9 +1,11 @@
 """Questions to an OpenAI-compatible server, and their request bodies."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 Content = str | tuple[int, ...]
 
@@ -33,7 +35,7 @@ class Question:
     logprobs: int | None = None
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def but(self, **changes: Any) -> Self:
+    def but(self, **changes: Any) -> Question:
         """Return the question with other fields."""
         return dataclasses.replace(self, **changes)
 

@@ -5,8 +5,9 @@ A layer has ``qweight`` int32 ``[inputs, outputs / 8]``, ``qzeros`` int32 ``[gro
 on those of `ORDER`. A weight is ``(number - zero) * scale``.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Self
 
 from hydrajax.lowbit.files.stored_linear import FLOAT_TYPES, Integers, Method, Settings, StoredLinear, unpack
 from hydrajax.models.layout import Shape
@@ -24,7 +25,7 @@ class Awq(Method):
     integer_bits = (BITS,)
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: Settings) -> Awq:
         settings.one_of("bits", (BITS,), BITS)
         settings.one_of("zero_point", (True,), True)
         if settings.get("backend") == "llm-awq":

@@ -10,10 +10,12 @@ quantisation ``nested_blocksize`` and ``nested_offset``. Then ``weight.absmax`` 
 ``weight.nested_quant_map``. Its value is multiplied by ``weight.nested_absmax`` of its block and added to the offset.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +52,7 @@ class BitsAndBytes(Method):
     low_dtypes = ("int8", "uint8")
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: Settings) -> BitsAndBytes:
         return cls()
 
     def shape(self, linear: StoredLinear) -> Shape:

@@ -14,9 +14,10 @@ Which layers are quantised depends on the file's tensors, as ``ignore`` and ``ta
 settings of a layer are those of the group that has the shapes of its tensors.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Scheme:
     block: tuple[int, int] | None
 
     @classmethod
-    def of(cls, weights: stored_linear.Settings) -> Self:
+    def of(cls, weights: stored_linear.Settings) -> Scheme:
         kind = weights.one_of("type", ("int", "float"), "int")
         bits = weights.one_of("num_bits", (4, 8) if kind == "int" else (8,), 8)
         size = None if weights.get("group_size") is None else weights.group_size()
@@ -80,7 +81,7 @@ class Compressed(stored_linear.Method):
     integer_bits = property(lambda self: tuple(scheme.bits for scheme in self.schemes))
 
     @classmethod
-    def of(cls, settings: stored_linear.Settings) -> Self:
+    def of(cls, settings: stored_linear.Settings) -> Compressed:
         if settings.get("sparsity_config"):
             settings.inner("sparsity_config").one_of("format", ("dense",), "dense")
         if settings.get("transform_config"):  # rotates activations

@@ -9,8 +9,9 @@ A layer has ``weight`` float8_e4m3fn ``[outputs, inputs]`` and scales, by which 
 - ``fbgemm_fp8`` (transformers, ``integrations/fbgemm_fp8.py``): ``weight_scale``, one per output.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -28,12 +29,12 @@ class Fp8(stored_linear.Method):
     ignored = r".*\.(input_scale|input_scale_ub|activation_scale|[kqv]_scale|kv_scale)"
 
     @classmethod
-    def of(cls, settings: stored_linear.Settings) -> Self:
+    def of(cls, settings: stored_linear.Settings) -> Fp8:
         settings.one_of("fmt", ("e4m3",), "e4m3")
         return cls(settings.block("weight_block_size"))
 
     @classmethod
-    def of_fbgemm(cls, settings: stored_linear.Settings) -> Self:
+    def of_fbgemm(cls, settings: stored_linear.Settings) -> Fp8:
         return cls()
 
     def shape(self, linear: stored_linear.StoredLinear) -> Shape:

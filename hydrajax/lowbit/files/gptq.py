@@ -6,8 +6,9 @@ from the lowest bits on. A weight is ``(number - zero) * scale``. The format ``g
 ``gptq_v2`` stores it as it is.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Gptq(Method):
     integer_bits = property(lambda self: (self.bits,))
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
+    def of(cls, settings: Settings) -> Gptq:
         bits = settings.one_of("bits", (4, 8))
         settings.one_of("is_marlin_format", (False,), False)
         settings.one_of("pack_dtype", ("int32",), "int32")
