@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from common import write_result
 from paper_figures import draw, front
 from paper_report import TABLES, write_paper_report
 from score import quality_rows
@@ -10,6 +11,8 @@ from helpers.report_examples import RATE, ROWS, result, write_to
 from helpers.scripts import EXPERIMENTS
 from hydrajax.bench.report.drawing import save_png
 from hydrajax.bench.report.outputs import find_results
+from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
 
 
 def test_tables_hold_the_rows():
@@ -57,6 +60,13 @@ SHOWN = {
     "trees": (500, 300, 400, 290, 100, 1.6, 2.6),
     "pareto": (24, 2.1, 300, 2.4, 1.05),
 }
+
+
+def test_a_wrong_row_is_not_written(tmp_path):
+    wrong = pytest.raises(HydrajaxError, match=r"rows\[0\]: field name is missing")
+    with wrong, WholeFile(tmp_path / "r.json", "--output") as file:
+        write_result(file, result("speed", rows=[{}]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_pictures_show_the_rows():

@@ -8,7 +8,6 @@ import shutil
 from functools import partial
 from random import Random
 
-from hydrajax.bench.report.results import FEW
 from hydrajax.bench.report.results import KINDS as RESULTS
 from hydrajax.text.records import BOOL, INTEGER, NUMBER, TEXT, Kind
 from tools.faults.commands import check_call
@@ -30,8 +29,6 @@ HARMLESS = re.compile(r"!\[.*\]\(figures/[\w.-]+\.png\)|`[^`]*`")
 def value(wanted: Kind, random: Random) -> object:
     if wanted.holds(None) and random.random() < 0.3:
         return None
-    if wanted is FEW:
-        return [random.choice(FLOATS) for _ in range(random.choice((0, 1, 5, 400)))]
     values = {TEXT: TEXTS, INTEGER: WHOLES, NUMBER: FLOATS + WHOLES, BOOL: (True, False)}
     return random.choice({kind.words: found for kind, found in values.items()}[wanted.words.removesuffix(" or null")])
 
