@@ -1,7 +1,7 @@
 """Rollouts of tunix' reinforcement learning by hydrajax: speculative, with the policy's own distribution.
 
-ClusterConfig(rollout_engine=HydrajaxRollout, ...)
-ClusterConfig(rollout_engine=functools.partial(HydrajaxRollout, draft="lookup", batch_size=32), ...)
+The engine of a cluster is a class, ``ClusterConfig(rollout_engine=HydrajaxRollout, ...)``, or one with settings,
+``functools.partial(HydrajaxRollout, draft="lookup", batch_size=32)``.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HydrajaxRollout(BaseRollout):
         self._seeds, self._temperature, self.tokens_per_step = itertools.count(), 1.0, float("nan")
         self._heads: tuple[HeadsInLoop, int] | None = None
         self._calls = 0
-        arrays, policy = self._arrays(rollout_actor), getattr(rollout_actor, "base", rollout_actor)
+        arrays, policy = arrays_by_path(rollout_actor), getattr(rollout_actor, "base", rollout_actor)
         self.language_model = from_params(
             policy.config if config is None else config,
             arrays,
@@ -88,7 +88,7 @@ class HydrajaxRollout(BaseRollout):
             corpus=corpus,
         )
         self.language_model.tempered_logprobs = True
-        trained = self._arrays(nnx.state(rollout_actor, nnx.LoRAParam)).keys() or arrays.keys()
+        trained = arrays_by_path(nnx.state(rollout_actor, nnx.LoRAParam)).keys() or arrays.keys()
         self._frozen = {name: x for name, x in arrays.items() if name not in trained}
         self._check()
         # On the trainer's own devices tunix sends no weights, as its engine reads the module's. On others it sends
@@ -119,10 +119,15 @@ class HydrajaxRollout(BaseRollout):
         Args:
             prompts: texts; equal ones are prefilled once.
             rollout_config: tunix' settings.
+
+        Raises:
+            HydrajaxError: for prompts and completions that do not fit into the context.
         """
         self._refresh()
         c, m = rollout_config, self.language_model
         rows = [self._ids(prompt) for prompt in prompts]
+        if (room := max(map(len, rows)) + c.max_tokens_to_generate) > m.config.max_positions:
+            raise HydrajaxError(f"kv_cache_size: got {m.config.max_positions}, expected at least {room}")
         m.eos_ids = eos_ids = tuple(c.eos_tokens or [self.eos_id()])
         self._temperature = c.temperature or 1.0
         sampling: dict[str, Any] = {"temperature": c.temperature}
@@ -182,7 +187,7 @@ class HydrajaxRollout(BaseRollout):
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Use new weights of the policy, all of them or the low-rank ones. Nothing is compiled; the corpus stays."""
-        self.language_model.update_params(self._frozen | self._arrays(params))
+        self.language_model.update_params(self._frozen | arrays_by_path(params))
 
     def pad_id(self) -> int:
         """Return the id of padding."""
@@ -196,15 +201,10 @@ class HydrajaxRollout(BaseRollout):
         """Return tunix' module, on the trainer's devices; on others a module without weights."""
         return self._model
 
-    @staticmethod
-    def _arrays(params: Any) -> dict[str, Any]:
-        """Return the policy's arrays by path, which MaxText's adapter has in a part of its own."""
-        return {name.removeprefix("base."): x for name, x in arrays_by_path(params).items()}
-
     def _refresh(self) -> None:
         """Read the module's weights again if the trainer has replaced them."""
         if self._model is self._actor:
-            arrays = self._arrays(self._actor)
+            arrays = arrays_by_path(self._actor)
             if any(self._seen[name]() is not x for name, x in arrays.items()):
                 self.language_model.update_params(arrays)
                 self._seen = _references(arrays)

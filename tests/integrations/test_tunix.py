@@ -89,6 +89,8 @@ def test_greedy_rollouts_are_tunix_own_and_follow_the_trainer():
     second = ours.generate(PROMPTS, GREEDY)
     assert first.text != second.text
     assert_same(second, vanilla(model).generate(PROMPTS, GREEDY))
+    with pytest.raises(HydrajaxError, match=r"^kv_cache_size: got 64, expected at least 106$"):
+        ours.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens_to_generate=100))
     ends = dataclasses.replace(GREEDY, eos_tokens=[int(second.tokens[0][3])])
     assert_same(ours.generate(PROMPTS, ends), vanilla(model).generate(PROMPTS, ends))
 
