@@ -138,7 +138,9 @@ class LanguageModel(LoadedModel):
 
         Args:
             prompts: as in `generate`, to measure on; built-in prompts follow if there are too few.
-            draft, rule, parameters: as in `generate`. Choices are stored for each draft and kind of rule.
+            draft: as in `generate`. Choices are stored for each draft and kind of rule.
+            rule: as in `generate`.
+            parameters: sampling parameters, as in `generate`.
             batch_size: prompts decoded together.
             again: measure even if a choice is stored.
             quiet: do not print the choice.

@@ -178,7 +178,8 @@ class LoadedModel:
             draft: as in `hydrajax.load`.
             base_directory: the base's directory, to reject heads that record another base; None accepts them.
             draft_confidence: as in `hydrajax.load`.
-            corpus, draft_lm_head: as in `hydrajax.load`.
+            corpus: as in `hydrajax.load`.
+            draft_lm_head: as in `hydrajax.load`.
 
         Raises:
             HydrajaxError: as in `hydrajax.load`.

@@ -15,6 +15,7 @@ os.environ["HYDRAJAX_MEASURE_TREES"] = "0"  # tests/bench/contests covers measur
 
 from pathlib import Path
 
+import jaxtyping
 from jaxtyping import install_import_hook
 
 from helpers import programs, recordings, type_checks
@@ -198,3 +199,11 @@ def lab():
     from helpers.lab import shared_lab
 
     return shared_lab()
+
+
+@pytest.fixture
+def unchecked():
+    """As users call it, without the checks of annotations in tests."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -28,7 +28,7 @@ SAMPLES = [page for page in PAGES if blocks(page, "python")]
 
 @pytest.mark.quick("README")
 @pytest.mark.parametrize("page", SAMPLES, ids=[page.stem for page in SAMPLES])
-def test_python_samples_run(page, tmp_path, monkeypatch, capfd):
+def test_python_samples_run(page, tmp_path, monkeypatch, capfd, unchecked):
     """Run all samples of a page in order in an empty directory, on the shipped model, which is no download."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "sample"}

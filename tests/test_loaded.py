@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -116,14 +115,6 @@ def test_seeds_that_jax_would_wrap_or_refuse(m):
                 m.stream(PROMPT, rule="exact", seed=seed, tree="chain-2")
             with pytest.raises(HydrajaxError, match=r"^seed: got "):
                 m.chat(template="plain", rule="exact", seed=seed)
-
-
-@pytest.fixture
-def unchecked():
-    """As users call it, without the checks of annotations in tests."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_prompts_that_are_none(m, unchecked):

@@ -62,11 +62,12 @@ class HydrajaxRollout(BaseRollout):
             tokenizer: tunix' adapter of a tokenizer.
             mesh: of the rollouts.
             rollout_config: its ``kv_cache_size`` is the context.
-            draft, corpus: as in `hydrajax.load`.
+            draft: as in `hydrajax.load`.
             tree: as in `hydrajax.LanguageModel`.
             batch_size: sequences that are decoded together; others wait for a free row.
             config: of the model, as in `hydrajax.from_params`, if that of ``rollout_actor`` is not enough.
             lora_alpha: as in `hydrajax.from_params`.
+            corpus: as in `hydrajax.load`.
 
         Raises:
             HydrajaxError: as `hydrajax.from_params`, and if the logits are not those of the model.
