@@ -182,14 +182,19 @@ def _rope(theta: float, factor: float) -> dict[str, Any]:
     return {"rope_theta": float(theta)} | scaling
 
 
-TUNIX = {"llama3": _llama3, "qwen2": _qwen2, "qwen3": _qwen3, "gemma": _gemma, "gemma3": _gemma3}  # by package
-TUNIX["gemma4"] = _gemma4
+TUNIX = {  # by package
+    "llama3": _llama3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+}
 
 
-# Decoder blocks of MaxText, and whether the scale of the scores is folded into the weights of the queries.
-BLOCKS = {"llama2": True, "mistral": True, "gemma2": True} | dict.fromkeys(
-    ("gemma3", "qwen2", "qwen3", "qwen3_moe"), False
-)
+# MaxText's decoder blocks. The weights of queries of the first ones have the scale of the scores in them.
+FOLDED = "llama2", "mistral", "gemma2"
+BLOCKS = *FOLDED, "gemma3", "qwen2", "qwen3", "qwen3_moe"
 MAXTEXT = {  # values of base.yml that are not 0
     "mlp_activations": ("silu", "linear"),
     "normalization_layer_epsilon": 1e-5,
@@ -214,12 +219,14 @@ class MaxText:
 
     def __init__(self, given: Any):
         self._get = given.get if isinstance(given, Mapping) else lambda name: getattr(given, name, None)
+        if self.decoder_block not in BLOCKS:
+            raise not_allowed("config: decoder_block", self.decoder_block, BLOCKS)
         for name in ("model_name", "vocab_size", "emb_dim", "mlp_dim", "num_query_heads", "num_kv_heads", "head_dim"):
             if not getattr(self, name):
-                raise HydrajaxError(f"config: got no {name}, expected the field of MaxText's configuration")
+                raise HydrajaxError(f"config: {name}: got none, expected that of MaxText's configuration")
         for name in UNSUPPORTED:
             if getattr(self, name):
-                raise HydrajaxError(f"config: got {name}={getattr(self, name)}, expected none")
+                raise HydrajaxError(f"config: {name}: got {getattr(self, name)}, expected none")
 
     def __getattr__(self, name: str) -> Any:
         for found in (self._get(name), self._get(f"base_{name}"), MAXTEXT.get(name)):
@@ -239,20 +246,15 @@ class MaxText:
         divided, and norms multiply by their weight.
         """
         block, gate, *others = self.decoder_block, *self.mlp_activations
-        if block not in BLOCKS:
-            raise not_allowed("config: decoder_block", block, BLOCKS)
         if gate not in ACTIVATIONS or others != ["linear"]:
             raise HydrajaxError(f"config: mlp_activations: got {[gate, *others]}, expected silu or gelu, and linear")
         if not (self.interleaved or self.rope_type.lower() == "default") or self.rope_min_timescale != 1:
             raise HydrajaxError(f"config: rope_type: got '{self.rope_type}', expected default or llama3.1")
-        theta, factor = float(self.rope_max_timescale), self.rope_linear_scaling_factor
-        scaling = RopeScaling("linear", factor) if factor != 1 else None
+        scaling, tied = None, bool(self.logits_via_embedding)
         if self.interleaved:
             scaling = RopeScaling("llama3", 8.0) if self.rope_use_scale else None
-        experts = None
-        if block == "qwen3_moe":
-            experts = Experts(self.num_experts, self.num_experts_per_tok, self.moe_mlp_dim, normalized=True)
-        tied = bool(self.logits_via_embedding)
+        elif self.rope_linear_scaling_factor != 1:
+            scaling = RopeScaling("linear", self.rope_linear_scaling_factor)
         c = LlamaConfig(
             vocab_size=self.vocab_size,
             width=self.emb_dim,
@@ -263,18 +265,21 @@ class MaxText:
             head_dim=self.head_dim,
             max_positions=context,
             norm_eps=float(self.normalization_layer_epsilon),
-            rope_theta=theta,
+            rope_theta=float(self.rope_max_timescale),
             rope_scaling=scaling,
             tied_lm_head=tied,
             qkv_bias=block == "qwen2" and bool(self.attention_bias),
             qk_norm=block.startswith("qwen") and bool(self.use_qk_norm),
             activation=ACTIVATIONS[gate],
-            attention_scale=1.0 if BLOCKS[block] else None,
+            attention_scale=1.0 if block in FOLDED else None,
             attention_softcap=(block in ("llama2", "gemma2", "gemma3") and self.attn_logits_soft_cap) or None,
             logits_divisor=self.emb_dim**0.5 if tied and self.normalize_embedding_logits else 1.0,
             logits_softcap=(tied and self.final_logits_soft_cap) or None,
-            experts=experts,
         )
+        if block == "qwen3_moe":
+            return c.replace(
+                experts=Experts(self.num_experts, self.num_experts_per_tok, self.moe_mlp_dim, normalized=True)
+            )
         return self._gemma(c) if block.startswith("gemma") else c
 
     def _gemma(self, c: LlamaConfig) -> LlamaConfig:

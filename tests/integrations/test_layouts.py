@@ -141,9 +141,9 @@ def test_maxtext_configuration():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_name": None}, "got no model_name"),
+        ({"model_name": None}, "model_name: got none"),
         ({"decoder_block": "deepseek"}, "decoder_block: got 'deepseek', expected llama2"),
-        ({"fused_qkv": True}, "got fused_qkv=True"),
+        ({"fused_qkv": True}, "fused_qkv: got True"),
         ({"rope_type": "yarn"}, "rope_type: got 'yarn'"),
         ({"mlp_activations": ["relu"]}, "mlp_activations: got"),
         ({"model_name": "gemma3-1b"}, "model_name: got 'gemma3-1b', expected gemma3-4b"),
