@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, contest
-from hydrajax.bench.device_memory import copy_bandwidth, nbytes, peak_memory
+from hydrajax.bench.device_memory import asleep, copy_bandwidth, nbytes, peak_memory
 from hydrajax.bench.roofline.passes import state_bytes
 from hydrajax.bench.rounds import medians
 from hydrajax.bench.timing import StepTimer
-from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.executor import Executor
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.base_model import BaseModel

@@ -1,6 +1,7 @@
-"""Bandwidth of the device's memory, bytes of arrays, and peak memory use."""
+"""Bandwidth of the device's memory, bytes of arrays and of the experts that a pass reads, and peak memory use."""
 
 import resource
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax.bench.rounds import median_ms
+from hydrajax.models.llama_config import LlamaConfig
 
+KERNELS = ("gate_up", "down")  # the parameters that experts do not share
 COPIES = 8  # in one program: a launch takes a tenth of the time of a gigabyte on a large GPU
 
 
@@ -40,3 +43,24 @@ def peak_memory() -> int:
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def woken(count: float, per_token: float, tokens: int) -> float:
+    """Return the expected number of experts that ``tokens`` tokens choose, each ``per_token`` of ``count``.
+
+    Each token is assumed to choose without regard to the others, and all experts equally often. The nodes of a tree
+    continue one text and resemble each other, and a router has favourites, so this is an upper estimate.
+    """
+    return count * (1 - (1 - per_token / count) ** tokens)
+
+
+def asleep(params: Any, config: LlamaConfig, tokens: int, size: Callable[[Any], int] = nbytes) -> int:
+    """Return the bytes, or another ``size``, of the experts that a pass over ``tokens`` is expected not to read."""
+    unread = 0.0
+    for i, kind in enumerate(config.kinds):
+        if kind.experts:
+            experts = params[f"layers_{i}"]["experts"]
+            leaves = jax.tree.leaves([experts[name] for name in KERNELS])
+            share = 1 - woken(kind.experts.count, kind.experts.per_token, tokens) / kind.experts.count
+            unread += share * sum(map(size, leaves))
+    return round(unread)

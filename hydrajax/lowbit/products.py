@@ -12,7 +12,7 @@ from jaxtyping import Float, Shaped
 
 from hydrajax import ops
 from hydrajax.lowbit.kernels import tile_layout
-from hydrajax.lowbit.kernels.digits import DIGIT, digits
+from hydrajax.lowbit.rounding import DIGIT, digits
 from hydrajax.models.arrays import Array
 from hydrajax.ops import trace
 from hydrajax.ops.trace import mesh_in_use

@@ -1,13 +1,16 @@
-"""Round a kernel on the host to 8 or 4 bits, in groups of inputs with a scale each."""
+"""Round a kernel on the host to 8 or 4 bits, in groups of inputs with a scale each, and rows of x to two digits."""
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Float16
+from jaxtyping import Float, Float16, Int8
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.kernels import tile_layout
+from hydrajax.models.arrays import Array
 
+DIGIT = 254  # steps of the second digit in one of the first
 ROWS = 256  # rows of a kernel rounded at once, a multiple of every group
 
 
@@ -46,3 +49,15 @@ def steps_of(groups: Float[np.ndarray, "n size F"], scale: Float16[np.ndarray, "
     """Return numbers in whole steps."""
     step = scale[:, None].astype(np.float32)
     return np.rint(groups / np.where(step > 0, step, 1))
+
+
+def digits(x: Float[Array, "R D"]) -> tuple[Int8[Array, "R D"], Int8[Array, "R D"], Float[Array, "R 1"]]:
+    """Return two digits and a scale of each row, for products of integers: ``x = (first + second / 254) * scale``, to
+    1 / 64,516 of its largest number.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    scale = jnp.where(largest > 0, largest, 1) / 127
+    first = jnp.rint(x / scale)
+    second = jnp.rint((x / scale - first) * DIGIT)
+    return first.astype(jnp.int8), second.astype(jnp.int8), scale

@@ -10,8 +10,7 @@ import pytest
 from helpers.fake_openai import fake_server
 from helpers.outputs import write_lines
 from hydrajax.certify.servers.client import Client
-from hydrajax.certify.servers.parallel import in_parallel
-from hydrajax.certify.servers.sides import Settings, Sides
+from hydrajax.certify.servers.sides import Settings, Sides, in_parallel
 from hydrajax.certify.servers.structured_checks import tool_calls
 
 QUICK = ["--requests", 4, "--concurrency", "1,4", "--max-new-tokens", 24]

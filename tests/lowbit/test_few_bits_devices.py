@@ -11,8 +11,8 @@ from helpers.described_programs import interpreted
 from hydrajax.lowbit.int4 import Int4
 from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
-from hydrajax.lowbit.kernels.digits import DIGIT, digits
 from hydrajax.lowbit.quantized import Fp8, Int8
+from hydrajax.lowbit.rounding import DIGIT, digits
 from hydrajax.ops import trace
 
 PLATFORMS = {

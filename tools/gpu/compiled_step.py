@@ -23,10 +23,9 @@ from expert_blocks import moved_by_experts
 
 from hydrajax import ops, plugins
 from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
-from hydrajax.bench.device_memory import nbytes
+from hydrajax.bench.device_memory import asleep, nbytes
 from hydrajax.bench.shapes import SHAPES
 from hydrajax.bench.timing import verify_again
-from hydrajax.bench.woken_experts import asleep
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def expected_blocks(count: int, per_token: int, tokens: int, size: int) -> float:
     """Return the expected number of blocks of up to ``size`` tokens, each of which chooses ``per_token`` experts.
 
-    Under the assumption of `hydrajax.bench.woken_experts.woken`, to which this is equal for ``size >= tokens``.
+    Under the assumption of `hydrajax.bench.device_memory.woken`, to which this is equal for ``size >= tokens``.
     """
     p = per_token / count
     chances = (math.comb(tokens, n) * p**n * (1 - p) ** (tokens - n) for n in range(tokens + 1))

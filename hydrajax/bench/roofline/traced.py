@@ -34,9 +34,9 @@ import jax
 from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.extend.core import Literal as Constant
 
+from hydrajax.bench.device_memory import woken
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.operators import Operator, collective, elementwise, flops, joined_ranking, merged
-from hydrajax.bench.woken_experts import woken
 from hydrajax.models.weights import Quantized
 from hydrajax.ops.trace import Platform, tracing
 

@@ -3,7 +3,7 @@
 XLA's own products of 64 rows widen int8 on the vector unit, and write int4 with a scale per group out in 16 bits. Here
 a program passes over blocks of inputs for some outputs, and Pallas fetches the next block meanwhile.
 
-- int8: the matrix unit multiplies integers. x is split into two digits (`hydrajax.lowbit.kernels.digits`), whose sums
+- int8: the matrix unit multiplies integers. x is split into two digits (`hydrajax.lowbit.rounding.digits`), whose sums
   are added at the last block.
 - int4: numbers are scaled on the vector unit. Byte j of all groups is one block of the product, so that scales need
   not be repeated. The offsets are a product of their own, with the sums of x's groups.
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Float16, Int8, UInt8
 
-from hydrajax.lowbit.kernels.digits import DIGIT, digits
+from hydrajax.lowbit.rounding import DIGIT, digits
 from hydrajax.models.arrays import Array
 
 NAMES = {name: f"hydrajax_matmul_{name}_tpu" for name in ("int8", "int4")} | {"digits": "hydrajax_digits_tpu"}

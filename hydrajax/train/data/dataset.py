@@ -1,12 +1,15 @@
 """Read, split, tokenise and pack the data of a run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.train.data import conversations, corpus, encode, generations, packing
+from hydrajax.text.jsonl import read_jsonl
+from hydrajax.text.records import Kind, checked
+from hydrajax.train.data import conversations, corpus, encode, packing
 from hydrajax.train.data.packing import Document, Rows
 from hydrajax.train.run_config import DataConfig
 
@@ -118,7 +121,7 @@ def read(config: DataConfig, log: Log) -> tuple[list[Named], Callable]:
         log(f"data: {conversations.summary(found, skipped, 'texts')}")
         encode_with = encode_text
     elif config.format == "generations":
-        found = [(continuation.where, continuation) for continuation in generations.read(config.files)]
+        found = [(continuation.where, continuation) for continuation in read_generations(config.files)]
         encode_with = encode_generations
     else:
         if config.dataset:
@@ -128,6 +131,40 @@ def read(config: DataConfig, log: Log) -> tuple[list[Named], Callable]:
         log(f"data: {conversations.summary(chats, bad)}")
         found, encode_with = [(chat.where, chat) for chat in chats], encode_chat
     return [Named(*item) for item in found[: config.limit]], encode_with
+
+
+IDS = Kind(
+    "a list of token ids",
+    lambda ids: isinstance(ids, list) and all(type(token) is int and 0 <= token < 2**31 for token in ids),
+)
+
+
+class Continuation(NamedTuple):
+    """A prompt and the text that the base has generated after it.
+
+    Attributes:
+        where: file and line, such as ``"out.jsonl line 3"``.
+        ids: ``(prompt ids, generated ids)``.
+        conversation: equal for all answers of one conversation, whose prompts contain each other.
+    """
+
+    where: str
+    ids: tuple[list[int], list[int]]
+    conversation: tuple[str, int | str]
+
+
+def read_generations(files: Iterable[str | Path]) -> list[Continuation]:
+    """Read JSONL lines with ``prompt_ids`` and ``output_ids``; other fields are ignored."""
+    found = []
+    for file in files:
+        for where, line in read_jsonl(file, "data.files"):
+            number = line.get("conversation")  # in files of `hydrajax distill`; other lines are separate conversations
+            conversation = str(file), number if type(number) is int else where
+            checked(line, {"prompt_ids": IDS, "output_ids": IDS}, where)
+            found.append(Continuation(where, (line["prompt_ids"], line["output_ids"]), conversation))
+    if not found:
+        raise HydrajaxError(f"data.files: no generation in {', '.join(map(str, files))}")
+    return found
 
 
 def encode_text(config: DataConfig, tokenizer: Any, items: Sequence[Named], log: Log) -> list[Document]:

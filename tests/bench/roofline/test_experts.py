@@ -6,9 +6,9 @@ import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.bench.benchmark import autoregressive_bytes
+from hydrajax.bench.device_memory import woken
 from hydrajax.bench.roofline.division import Division
 from hydrajax.bench.roofline.passes import forward
-from hydrajax.bench.woken_experts import woken
 from hydrajax.models.expert_settings import Experts
 from hydrajax.models.llama import Llama
 from hydrajax.models.llama_config import LayerKind, LlamaConfig

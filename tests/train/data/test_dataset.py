@@ -9,7 +9,7 @@ import pytest
 from helpers.refusals import assert_refused
 from hydrajax.train.data import dataset
 from hydrajax.train.data.corpus import train_tokenizer
-from hydrajax.train.data.generations import read
+from hydrajax.train.data.dataset import read_generations
 from hydrajax.train.losses import IGNORED
 from hydrajax.train.run_config import DataConfig
 
@@ -121,7 +121,7 @@ def test_lines_in_order_with_their_place(tmp_path):
     whole = '{"prompt_ids": [1, 2], "output_ids": [3], "text": "ignored"}'
     first.write_text(whole + '\n\n{"prompt_ids": [], "output_ids": []}\n')
     second.write_text(json.dumps({"prompt_ids": [4], "output_ids": [5, 6]}))  # no newline at the end
-    found = read([first, second])
+    found = read_generations([first, second])
     assert [where for where, _, _ in found] == [f"{first} line 1", f"{first} line 3", f"{second} line 1"]
     assert [ids for _, ids, _ in found] == [([1, 2], [3]), ([], []), ([4], [5, 6])]
 
@@ -157,7 +157,7 @@ def test_bad_files(tmp_path):
         ('{"prompt_ids": [1], "output_ids": [2147483648]}', "output_ids: got "),
     ):
         path.write_text('{"prompt_ids": [1], "output_ids": [2]}\n' + line)
-        assert_refused(read, ([path], f"line 2: {message}"))
+        assert_refused(read_generations, ([path], f"line 2: {message}"))
     empty.write_text("\n")
     none = tmp_path / "none"
-    assert_refused(read, ([none], "data.files: no such file: ...none"), ([empty], "no generation in"))
+    assert_refused(read_generations, ([none], "data.files: no such file: ...none"), ([empty], "no generation in"))
