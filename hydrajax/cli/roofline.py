@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import jax.numpy as jnp
 
-from hydrajax import api
 from hydrajax.bench.benchmark import first_nodes
 from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.roofline.devices import DEVICES, Device
@@ -48,19 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context", metavar="S,S,...", type=options.positives, default=[1024], help="tokens of context (default 1024)"
     )
-    parser.add_argument(
-        "--dtype", choices=list(api.DTYPES), default="bfloat16", help="dtype of weights and cache (default %(default)s)"
-    )
-    parser.add_argument(
-        "--tokens-per-step", metavar="T,T,...", type=_numbers, help="τ of each tree size, to predict speed-ups"
-    )
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got '{text}', expected numbers separated by commas") from None
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,16 +55,12 @@ def run(args: argparse.Namespace) -> None:
         if max(args.context) > config.max_positions:
             most = config.max_positions
             raise HydrajaxError(f"--context: got {max(args.context)}, expected at most the model's {most}")
-        dtype = jnp.dtype(api.DTYPES[args.dtype])
-        if args.dtype != "bfloat16":
-            raise HydrajaxError(f"--dtype: got '{args.dtype}', expected bfloat16 for the peaks of {args.device}")
         device, division = _device(args), Division(**args.mesh)
         division.check(config)
-        drafter = _drafter(args, config, dtype)
+        drafter = _drafter(args, config)
         trees = trees_of(args, drafter, config)
-        taus = _tokens_per_step(args, trees)
         grid = (trees, args.batch_sizes, args.context)
-        rows = list(predict(device, config, drafter, *grid, dtype.itemsize, taus, args.quantize, division))
+        rows = list(predict(device, config, drafter, *grid, 2, quantize=args.quantize, division=division))
         cells = [{"predicted": asdict(row)} for row in rows]
         write({"device": asdict(device), "arguments": options.recorded(args), "rows": cells})
     if args.json != "-":
@@ -102,11 +84,11 @@ def _config(args: argparse.Namespace) -> LlamaConfig:
     return SHAPES[args.shape]
 
 
-def _drafter(args: argparse.Namespace, config: LlamaConfig, dtype) -> Drafter:
+def _drafter(args: argparse.Namespace, config: LlamaConfig) -> Drafter:
     if args.draft:
         args.draft_kind = "model"
-        return DraftModel(Llama(read_config(args.draft, "draft"), dtype), config.vocab_size)
-    return KINDS[args.draft_kind].build(config, dtype)
+        return DraftModel(Llama(read_config(args.draft, "draft"), jnp.dtype(jnp.bfloat16)), config.vocab_size)
+    return KINDS[args.draft_kind].build(config, jnp.dtype(jnp.bfloat16))
 
 
 def trees_of(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str, CandidateTree]:
@@ -118,18 +100,6 @@ def trees_of(args: argparse.Namespace, drafter, config: LlamaConfig) -> dict[str
     return dict(first_nodes(tree, args.tree_sizes or [*(size for size in SIZES if size < tree.size), tree.size]))
 
 
-def _tokens_per_step(args: argparse.Namespace, trees: dict[str, CandidateTree]) -> list[float]:
-    taus = args.tokens_per_step or []
-    if taus and len(taus) != len(trees):
-        raise HydrajaxError(
-            f"--tokens-per-step: got {len(taus)} values, expected one for each of {len(trees)} tree sizes"
-        )
-    for tau, tree in zip(taus, trees.values(), strict=False):
-        if not 1 <= tau <= tree.depth + 1:
-            raise HydrajaxError(f"--tokens-per-step: got {tau} for {tree.size} nodes, expected 1 to {tree.depth + 1}")
-    return taus
-
-
 # --- on the terminal ------------------------------------------------------------------------------------------------
 
 
@@ -137,25 +107,24 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     name = device.name
     size = f"{rows[0].draft_bytes / 1e9:.3g} GB"
     draft = f"a draft model of {size}" if args.draft_kind == "model" else f"{size} of {args.draft_kind} heads"
-    weights = args.dtype + (f" with {args.quantize} weights in the base" if args.quantize else "")
+    weights = "bfloat16" + (f" with {args.quantize} weights in the base" if args.quantize else "")
     sizes = Division(**args.mesh)
     count = sizes.data * sizes.model
     devices = f"{count} {name} ({sizes.data} x {sizes.model})" if count > 1 else name
     print(f"{args.shape or args.base} with {draft}, {weights}, on {devices}: predicted ms per step")
     print(f"{cell(device.flops / 1e12)} TFLOP/s, {device.bandwidth / 1e9:.4g} GB/s", end="")
     print(f", {device.link / 1e9:.4g} GB/s between devices" if sizes.model > 1 and device.link else "")
-    with_tau = rows[0].tokens_per_step is not None
     cells = []
     for row in rows:
         times = (row.autoregressive_step, row.step, row.verify, row.propose, row.observe, row.prefill)
         line = [row.batch, row.context, row.nodes, *times, f"{row.memory_bound:.0%}", f"{row.break_even:.2f}"]
-        cells.append(line + ([f"{row.tokens_per_step:.2f}", f"{row.speedup:.2f}x"] if with_tau else []))
+        cells.append(line)
     if sizes.model > 1:
         for row, line in zip(rows, cells, strict=True):
             line.insert(9, f"{cell(row.collective_time)} ({row.collectives})")
     columns = ["AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even"]
     columns[6:6] = ["exchange"] if sizes.model > 1 else []
-    print_table(("batch", "context", "nodes", *columns, *(("τ", "speed-up") if with_tau else ())), cells)
+    print_table(("batch", "context", "nodes", *columns), cells)
     print("memory: share of the step's time in memory-bound operators. even: step / AR step; the tree is faster if")
     print("tokens_per_step (τ) is larger.")
     if sizes.model > 1:

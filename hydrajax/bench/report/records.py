@@ -61,11 +61,6 @@ def of_tree_search(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return records("tree search", provenance, ("trees", f"trees searched for {drafter}, batch {batch}", rows))
 
 
-def family_of(nodes: int) -> str:
-    """Return the family of a tree grown from calibration text: a single node is the root and no tree."""
-    return "searched" if nodes > 1 else "root"
-
-
 def of_evaluate(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return the records of ``hydrajax evaluate``."""
     fields = [*KINDS["categories"]][2:]

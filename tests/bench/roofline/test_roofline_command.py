@@ -25,7 +25,7 @@ def program(capsys):
 def test_command_predicts_every_cell(program, tmp_path):
     file = tmp_path / "roofline.json"
     grid = ("--tree-sizes", "1,16,64", "--batch-sizes", "1,8", "--context", "1024,4096")
-    result = program("--shape", "7b", "--device", "H200", *grid, "--tokens-per-step", "1,2.5,3", "--json", file)
+    result = program("--shape", "7b", "--device", "H200", *grid, "--json", file)
     assert result.code == 0, result
     report = json.loads(file.read_text())
     assert report["device"]["name"] == "H200"
@@ -33,7 +33,6 @@ def test_command_predicts_every_cell(program, tmp_path):
     found = [(cell["context"], cell["batch"], cell["nodes"]) for cell in cells]
     assert found == [(s, b, n) for s in (1024, 4096) for b in (1, 8) for n in (1, 16, 64)]
     assert f"{cells[-1]['break_even']:.2f}" in result.out
-    assert f"{cells[-1]['speedup']:.2f}x" in result.out
     assert "…" not in result.out
 
 
@@ -100,15 +99,11 @@ def test_mistakes_end_in_one_line(program, tmp_path):
         assert message in refused(program(*arguments.split())), arguments
     for arguments, message in (
         ("--device B200", "invalid choice: 'B200'"),
-        ("--device A100 --dtype float32", "--dtype: got 'float32', expected bfloat16 for the peaks of A100"),
         ("--tree-sizes 65", "tree sizes: got 65, expected 1 to 64"),
         ("--tree chain-5", "got a depth of 5, expected at most"),
         ("--draft-kind lookup --tree dynamic-8-1-4", "expected a static tree because PromptLookup cannot fill dynamic"),
         ("--tree dynamic-8-1-4 --tree-sizes 2", "dynamic-8-1-4, expected a static tree for a sweep over tree sizes"),
         ("--batch-sizes 1,x", "got 'x', expected an integer from 1 up"),
-        ("--tree-sizes 1,16 --tokens-per-step 3", "-per-step: got 1 values, expected one for each of 2 tree sizes"),
-        ("--tree-sizes 64 --tokens-per-step 6", "got 6.0 for 64 nodes, expected 1 to 5"),
-        ("--tokens-per-step 1;2", "got '1;2', expected numbers separated by commas"),
         (f"--json {file}", "--json: cannot write"),
         ("--mesh model=5", "--mesh: got model=5, expected a divisor of the base's 32 heads"),
         ("--mesh rows=2", "got 'rows=2', expected model=M or data=D,model=M"),
