@@ -6,8 +6,6 @@ Trained on Python source: the standard library and the packages that hydrajax is
 There are also drafts for the base ``smollm2`` (`hydrajax.formats.known_bases`), whose weights are not bundled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

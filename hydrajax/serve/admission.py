@@ -1,7 +1,5 @@
 """Admission control, and the memory that the KV caches of all models of a server share."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple

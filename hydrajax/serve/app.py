@@ -1,7 +1,5 @@
 """The OpenAI-compatible API over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

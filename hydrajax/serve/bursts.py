@@ -4,8 +4,6 @@ While plain steps are faster, the draft is left out: it reads neither prompts no
 steps cost what they cost without a draft. Before speculative steps it reads what it has missed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import NamedTuple

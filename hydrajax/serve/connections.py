@@ -1,7 +1,5 @@
 """HTTP: the listening socket, uvicorn in a thread, and limits for connections that uvicorn does not have."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import json

@@ -3,8 +3,6 @@
 They spare running requests most measurements of the slower kind of steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Check the fields of a request against a served model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

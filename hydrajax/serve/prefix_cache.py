@@ -1,7 +1,5 @@
 """The KV caches of recent sequences, for new prompts that share a prefix with them."""
 
-from __future__ import annotations
-
 import threading
 from typing import NamedTuple
 

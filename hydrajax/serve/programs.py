@@ -3,8 +3,6 @@
 The batcher's thread runs compiled programs only: a compilation takes seconds, in which no other request would advance.
 """
 
-from __future__ import annotations
-
 import enum
 import threading
 from collections.abc import Callable, Iterable

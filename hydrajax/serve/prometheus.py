@@ -1,7 +1,5 @@
 """Metrics of a server for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial

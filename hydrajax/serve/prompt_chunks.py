@@ -1,7 +1,5 @@
 """The chunks in which prompts are prefilled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The prompt in prefill: one chunk per iteration of the batcher, between the steps of others."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from hydrajax.decoding.executor import State

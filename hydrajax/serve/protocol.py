@@ -4,8 +4,6 @@ Fields that would change the answer and are not supported are refused, so that n
 field that is null or has a neutral value changes nothing and counts as absent.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Response bodies of the OpenAI-compatible API."""
 
-from __future__ import annotations
-
 import itertools
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Token ids from prompts and conversations."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence

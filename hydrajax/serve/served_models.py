@@ -1,7 +1,5 @@
 """The models that clients choose by name: drafts and trees for one base."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields

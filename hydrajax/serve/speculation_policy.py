@@ -1,7 +1,5 @@
 """Choose between speculative and plain steps by measured throughput."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass

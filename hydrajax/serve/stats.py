@@ -1,7 +1,5 @@
 """Counts of a batcher, for its metrics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 
 

@@ -1,7 +1,5 @@
 """Server-sent events for clients of any speed."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing

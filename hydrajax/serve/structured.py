@@ -1,7 +1,5 @@
 """Structured output: the grammar of a chat request's answers, from its response format and tools."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

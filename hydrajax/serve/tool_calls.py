@@ -1,7 +1,5 @@
 """Formats of tool calls: the grammar of a call as a model writes it, and the calls in an answer's text."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Topologies that are built on the device, one tree per sequence (`hydrajax.trees.topology`)."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jaxtyping import Int
 

@@ -1,7 +1,5 @@
 """The choices of a static tree: rank paths, checked and sorted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ The sparse trees (``released_trees.json``) are published results of a search, re
 SafeAILab/EAGLE (branch v1, 4a9cf3a), 25 choices. In the file each digit is a rank, each word a choice.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Smaller trees for larger batches: the nodes of a tree that are most likely to be accepted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ folds into the program. A tree that is built on the device gives jax arrays with
 sequence with the same number of nodes. `take` and `Topology.at` read either kind, so the step and the rules exist once.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Tree files: JSON with the choices of a static tree or the sizes of a dynamic one, and optional other fields."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
