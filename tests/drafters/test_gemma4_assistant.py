@@ -13,9 +13,8 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 import hydrajax
-from helpers.family_pairs import random_pair
+from helpers.family_pairs import EXAMPLES, random_pair
 from helpers.family_settings import WINDOW
-from helpers.gemma4_settings import EXAMPLES
 from helpers.lab import quick_jit
 from helpers.refusals import refusal
 from hydrajax.formats.export import export_heads

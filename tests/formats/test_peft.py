@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM
 
-from helpers.family_settings import HYBRID_EXAMPLES
+from helpers.family_pairs import EXAMPLES
 from helpers.lora_files import LAYERS, apply_lora, linear_layers, write_lora
 from helpers.released import refusal
 from helpers.rounded import with_int8
@@ -40,7 +40,7 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     **{kind: {"model_type": kind, "pad_token_id": 0} for kind in ("gemma2", "gemma3_text", "olmo3", "granite", "phi3")},
     "qwen3_5_text": {"model_type": "qwen3_5_text"}
-    | HYBRID_EXAMPLES["qwen3_5_text"]
+    | EXAMPLES["qwen3_5_text"]
     | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": False},
 }
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")  # of Phi 3

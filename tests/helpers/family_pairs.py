@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from helpers import family_settings, gemma4_settings, latent_settings
-from helpers.family_settings import SHARED, VOCAB
+from helpers.family_settings import SHARED, VOCAB, example
 from helpers.lab import quick_jit
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.attention import causal_mask
@@ -30,11 +30,12 @@ from hydrajax.models.cache import append, init_cache
 from hydrajax.models.llama import Llama
 from hydrajax.models.packed_forward import run_base
 
-HYBRIDS = family_settings.HYBRID_EXAMPLES
 FAMILIES = family_settings.FAMILIES | family_settings.EXPERT_FAMILIES | family_settings.HYBRID_FAMILIES
 FAMILIES |= gemma4_settings.FAMILIES | latent_settings.FAMILIES
-EXPERTS = family_settings.EXPERT_EXAMPLES | latent_settings.EXAMPLES
-EXAMPLES = family_settings.EXAMPLES | EXPERTS | HYBRIDS | gemma4_settings.EXAMPLES
+COVERED = ("mistral", "qwen2", "gemma4_unified_text")  # by examples of families that read more settings
+EXAMPLES = {name: example(family) for name, family in FAMILIES.items() if name not in COVERED}
+HYBRIDS = family_settings.HYBRID_FAMILIES.keys()
+EXPERTS = family_settings.EXPERT_FAMILIES.keys() | latent_settings.FAMILIES.keys()
 BIAS = ("e_score_correction_bias", "expert_bias")
 MUSE_VISION = {
     "hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "patch_size": 2,
