@@ -104,8 +104,6 @@ def text_at(path: Path, *lines) -> Path:
     return path
 
 
-# --- answers and texts ------------------------------------------------------------------------------------------------
-
 WRITTEN = {"conversation": 0, "turn": 0, "prompt_ids": [1, 2], "output_ids": [3]}
 
 
@@ -167,8 +165,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-# --- trees ------------------------------------------------------------------------------------------------------------
-
 DYNAMIC = {"dynamic": {"nodes": 6, "expansions": 1, "top_k": 3}}
 
 
@@ -197,9 +193,6 @@ def searched_here(folder: Path) -> None:
 def remembered(folder: Path) -> Path:
     stored_trees._write(folder / "m.json", stored_trees.FastestTree(presets.chain(2), "chain-2", 1.2, None))
     return folder / "m.json"
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
 
 
 def reported(folder: Path) -> None:

@@ -309,6 +309,11 @@ def test_loading_a_model_imports_only_what_it_uses():
     assert loaded_after(program, {f"hydrajax.{name}" for name in UNUSED}) == set()
 
 
+def test_float_weights_need_no_module_of_low_bits():
+    program = 'import hydrajax\nhydrajax.load("shipped", "none").generate("x", max_new_tokens=1)'
+    assert loaded_after(program, {"hydrajax.lowbit"}) == set()
+
+
 def test_every_public_name_is_there():
     """Type checkers read the imports, the program a table."""
     (typed,) = (node for node in ast.parse(MODULES["hydrajax"].read_text()).body if isinstance(node, ast.If))

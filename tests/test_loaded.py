@@ -6,7 +6,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import hydrajax
@@ -83,18 +82,6 @@ def test_a_conversation_is_a_prompt(m, monkeypatch):
     refused(lambda: m.generate([[{"role": "user"}]]), wrong)
     wrong = "prompts: got one conversation, expected a list of prompts; write [messages]"
     refused(lambda: m.generate(messages), wrong)
-
-
-def test_penalties_and_log_probabilities_by_name(m):
-    settings = {"tree": "chain-2", "max_new_tokens": NEW, "logprobs": True}
-    plain = m.generate(PROMPT, **settings)
-    penalised = m.generate(PROMPT, repetition_penalty=3.0, **settings)
-    assert penalised.output_ids != plain.output_ids
-    assert all(value <= 0 for value in plain.logprobs)
-    pairs = zip(plain.output_ids, penalised.output_ids, strict=True)
-    first = next(at for at, (one, other) in enumerate(pairs) if one != other)
-    np.testing.assert_allclose(plain.logprobs[:first], penalised.logprobs[:first], atol=1e-4)
-    assert plain.logprobs[first] > penalised.logprobs[first]  # the base's own choice is the most likely token
 
 
 def test_a_seed_is_drawn_and_reported(m):

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
-from safetensors.numpy import save_file
 
 from helpers.refusals import assert_refused
+from helpers.released import Hydra, hydra_config, randomise, save
 from hydrajax.sharding import AXES, make_mesh, sharding
 
 BASE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
@@ -27,17 +27,8 @@ MESHES = {"single": None, "mesh": {"data": 2, "model": 4}}
 def found(llama_checkpoint, tmp_path_factory, on_eight_devices) -> dict:
     folder = tmp_path_factory.mktemp("sharding")
     base = llama_checkpoint(**BASE)
-    random = np.random.default_rng(11)
-    heads = {}
-    for k in range(2):
-        rows = {"linear.weight": (WIDTH, (k + 2) * WIDTH), "linear.bias": (WIDTH,)}
-        rows |= {"res_connection.weight": rows["linear.weight"], "res_connection.bias": (WIDTH,)}
-        tensors = {f"hydra_mlp.{k}.0.{name}": shape for name, shape in rows.items()}
-        tensors |= {f"hydra_lm_head.{k}.weight": (VOCAB, WIDTH), f"hydra_lm_head.{k}.bias": (VOCAB,)}
-        heads |= {name: random.standard_normal(shape).astype(np.float32) for name, shape in tensors.items()}
-    save_file(heads, folder / "hydra_lm_head.safetensors")
-    config = {"hydra_num_heads": 2, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
-    (folder / "config.json").write_text(json.dumps(config))
+    heads = randomise(Hydra(2, 1, VOCAB, embed=None))
+    save(folder, heads.state_dict(), hydra_config(2, 1))
     settings = {"prompts": PROMPTS, "tree": TREE, "max_new": MAX_NEW, "meshes": MESHES}
     (folder / "settings.json").write_text(json.dumps(settings))
     return on_eight_devices(folder, "decode_on_meshes", base, flags=QUICKLY)

@@ -17,11 +17,9 @@ import hydrajax
 from helpers import released
 from helpers.lora_files import write_lora
 from helpers.outputs import write_lines
-from helpers.torch_eagle import Eagle1, Eagle3
 from hydrajax.bench.quantization import logit_effect
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.models.kv_vectors import KV_CACHES
-from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 
 WIDTH, VOCAB, HEADS = 32, 320, 2  # of the fixtures
@@ -128,36 +126,6 @@ def test_heads_without_a_base_or_with_records_of_wrong_types(export, heads, base
 def test_without_torch_there_is_no_pt(export, heads, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert {path.name for path in export(heads, "out").iterdir()} == ALWAYS | {"medusa_lm_head.safetensors"}
-
-
-def released_eagle(folder: Path, version: int, without: str = "", **fields) -> Path:
-    """A released directory of random numbers, with changed fields and without a tensor."""
-    layer = LlamaConfig(96, WIDTH, 48, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=8)
-    config = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 96}
-    torch.manual_seed(1)
-    if version == 3:
-        state = Eagle3(layer, 3, 40).state_dict()
-        state |= {"d2t": torch.arange(40), "t2d": (torch.arange(96) % 2 == 0) & (torch.arange(96) < 80)}
-        config["draft_vocab_size"] = 40
-    else:
-        state = Eagle1(layer, bias=True).state_dict()
-    return released.save(folder, {name: x for name, x in state.items() if name != without}, config | fields)
-
-
-@pytest.mark.parametrize("version", [1, 3])
-def test_eagle_into_every_format_and_back(export, llama_checkpoint, tmp_path, version):
-    base = llama_checkpoint(num_hidden_layers=3)
-    source, own = released_eagle(tmp_path / "source", version), "eagle-3" if version == 3 else "eagle"
-    other = export(source, "other", "--format", "speculators", base=base)
-    native = export(other, "native", "--format", "native", base=base)
-    default = export(native, "default", base=base)
-    back = export(default, "back", "--format", own, base=base)
-    assert config_in(other)["speculators_config"]["verifier"]["name_or_path"] == str(base)
-    for folder in (default, back):
-        assert {path.name for path in folder.iterdir()} == ALWAYS | {"model.safetensors"}
-        same_tensors(source / "model.safetensors", folder / "model.safetensors")
-        assert f"| format | {own} |" in (folder / "README.md").read_text()
 
 
 def test_an_adapter_merged_or_not(program, base, tmp_path):

@@ -101,14 +101,3 @@ def test_export_and_back(program, with_module, tmp_path):
     for name, x in tensors.items():
         np.testing.assert_array_equal(x, own[name])
         np.testing.assert_array_equal(x, again[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "tree"),
-    [("greedy", "chain-3"), ("exact", "dynamic-8-2-3"), ("rejection", "dynamic-8-2-3"), ("typical", "chain-3")],
-)
-def test_certify(program, with_module, rule, tree):
-    flags = [] if rule == "greedy" else ["--temperature", 0.8, "--samples", 1024]
-    result = program("certify", "--base", with_module, "--draft", "mtp", "--tree", tree, "--rule", rule, *FEW, *flags)
-    assert result.out.endswith("\ncertified\n")

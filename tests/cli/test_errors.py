@@ -256,9 +256,6 @@ def test_a_library_that_panics():
     assert outcome == (2, "hydrajax: a library failed: index out of bounds")
 
 
-# --- the output of `hydrajax generate` --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def generate(program, base, monkeypatch):
     """``generate(then, *flags, code=0)``: `hydrajax generate`, whose decoding yields a text and then calls ``then``."""
@@ -317,9 +314,6 @@ def test_a_platform_that_is_not_there(generate, monkeypatch):
     monkeypatch.setattr("jax.devices", fails_with(RuntimeError("Unable to initialize backend 'cuda':\nno devices")))
     result = generate(fails_with(AssertionError()), code=2)
     assert "hydrajax: JAX_PLATFORMS: got 'cuda', which JAX cannot start here: Unable to initialize" in result.err
-
-
-# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def start(*argv):

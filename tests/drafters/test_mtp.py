@@ -32,7 +32,6 @@ from helpers.lab import quick_jit
 from helpers.refusals import refusal
 from hydrajax import load, make_decode_fn
 from hydrajax.drafters.mtp import MTP
-from hydrajax.drafters.none import NoDrafter
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.load import load_draft
 from hydrajax.models.base_model import BoundBase
@@ -242,25 +241,6 @@ def hybrid(tmp_path_factory):
     return Module("qwen").save(tmp_path_factory.mktemp("hybrid") / "base")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_drafts_of_a_hybrid_change_nothing(hybrid, quantize):
-    """Prompts of several lengths; some drafted tokens are accepted, and so states are committed along paths."""
-    model = load(hybrid, "mtp", quantize=quantize)
-    prompts, lengths = np.array([TEXT[:9], TEXT[3:12], TEXT[2:11]], np.int32), np.array([9, 4, 6], np.int32)
-
-    def decoded(drafter, params, tree):
-        decode = make_decode_fn(model.model, drafter, tree, max_new_tokens=24, eos_ids=())
-        found = decode(params, prompts, lengths)
-        return found.tokens[:, :24].tolist(), int(found.steps.sum())
-
-    plain, steps = decoded(NoDrafter(), model.params._replace(draft={}), "root")
-    for tree in ("chain-3", "cartesian-12x2x1", "dynamic-24-3-12"):
-        found, fewer = decoded(model.drafter, model.params, tree)
-        assert found == plain, tree
-        assert fewer < steps or tree == "chain-3", tree
-
-
 def test_experts_of_a_module_in_one_tensor(hybrid, tmp_path):
     """Modules are published with one tensor for all experts, and with those of each expert."""
     tensors = load_file(hybrid / "model.safetensors")
@@ -305,9 +285,6 @@ def test_a_short_training_lowers_the_loss(model):
         assert smallest > 0  # every parameter learns
         values.append(float(value))
     assert values[-1] < 0.7 * values[0]
-
-
-# --- files that are refused -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -68,9 +68,6 @@ def test_estimates():
             np.testing.assert_allclose(p, [*expected[line], *[0] * DEPTH][:DEPTH], rtol=1e-5)
 
 
-# --- the tree ---------------------------------------------------------------------------------------------------------
-
-
 def random_case(seed: int, rows: int):
     """Return a static tree filled with random tokens, and random chains, whose paths often meet."""
     rng, tree = np.random.default_rng(seed), random_tree(seed, 9, depth=3, widest=3)
@@ -124,9 +121,6 @@ def test_the_tree_has_the_best_paths(seed):
                 paths[node] = (*paths[parents[node]], tokens[node])  # a parent comes first
         assert len(set(paths.values())) == len(paths)
         assert set(paths.values()) == {(), *expected}
-
-
-# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick("greedy")
@@ -183,9 +177,6 @@ def test_typical_acceptance_covers_tree_and_branch(lab):
     for drafter, longest in ((with_lookup(hydra, 4), (4, 5)), (Several(hydra, BOTH, 6), (7,))):
         decode = make_decode_fn(lab.model, drafter, tree, rule, max_new_tokens=NEW)
         assert lab.decode(decode, 0, params, PROMPTS, rule=rule).accept_lengths.max() in longest
-
-
-# --- a branch of lookup -----------------------------------------------------------------------------------------------
 
 
 def chain_of(text: list[int], lookup: PromptLookup, length: int) -> list[int]:

@@ -19,8 +19,6 @@ from hydrajax.families.family_registry import FAMILIES, from_llama_config, to_ll
 from hydrajax.models.llama_config import LayerKind, LlamaConfig
 from hydrajax.models.rope_scaling import RopeScaling
 
-# --- fields left out ------------------------------------------------------------------------------------------
-
 # No value is the default of any family, and the defaults of 8 or 32 key-value heads go with 64 heads.
 FULL = {
     **sizes(128, 80, 3, 64, 16, 96),
@@ -91,8 +89,6 @@ def test_old_and_new_rope_fields():
         config = to_llama_config(raw)
         assert (config.rope_theta, config.rope_scaling) == (theta, scaling), fields
 
-
-# --- sliding windows ------------------------------------------------------------------------------------------
 
 SLIDING, FULL_ATTENTION = "sliding_attention", "full_attention"
 
@@ -201,9 +197,6 @@ def test_a_slip_in_the_number_of_layers_takes_no_memory():
         finally:
             tracemalloc.stop()
         assert peak < 10**6
-
-
-# --- refusals -------------------------------------------------------------------------------------------------
 
 
 def refused(raw: dict, *pieces: str) -> None:

@@ -318,12 +318,6 @@ RELEASED = {
             "num_local_experts": 64, "shared_intermediate_size": 1024,
         }, 6.939, 1.47,
     ),
-    "Nemotron-H-8B-Base-8K": (
-        NEMOTRON | sizes(4096, 21504, 52, 32, 8, 131072) | {
-            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "mamba_head_dim": 64,
-            "mamba_num_heads": 128, "max_position_embeddings": 8192,
-        }, 8.1,
-    ),
     "NVIDIA-Nemotron-Nano-9B-v2": (
         NEMOTRON | sizes(4480, 15680, 56, 40, 8, 131072) | {
             "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", "head_dim": 128,

@@ -187,8 +187,6 @@ def test_other_refusals(tmp_path):
         refusal(lambda n=n_layers: load_draft(tmp_path, BASE.replace(n_layers=n)), "draft", f"got {n_layers} layers")
 
 
-# --- exports --------------------------------------------------------------------------------------------------
-
 TOLERANCE = 1e-5  # relative to logits of magnitude 1 to 10
 ODD = Vocabulary(range(1, VOCAB, 2))
 MHA = BASE.replace(n_kv_heads=4, rope_theta=500.0, norm_eps=1e-5, mlp_width=48)

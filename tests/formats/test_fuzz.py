@@ -57,8 +57,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-# --- the readers under supervision of opened files, executed code, resources and errors -------------------------
-
 SECONDS, MEGABYTES = 5, 500  # limits of CPU time and additional memory per case
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FORBIDDEN = ("subprocess.", "socket.connect")
@@ -149,9 +147,6 @@ def copy(formats, tmp_path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(formats / name, tmp_path / name))
 
 
-# --- random damage --------------------------------------------------------------------------------------------
-
-
 def try_at_random(formats: Path, name: str, tmp_path: Path, cases: range) -> None:
     """Copy, damage, read; the format and the number of a case are its seed."""
     refused = 0
@@ -179,9 +174,6 @@ def test_random_damage(formats, tmp_path, name):
 @pytest.mark.parametrize("name", FORMATS)
 def test_much_random_damage(formats, tmp_path, name):
     try_at_random(formats, name, tmp_path, range(DEFAULT, DEFAULT + SLOW))
-
-
-# --- by name --------------------------------------------------------------------------------------------------
 
 
 LLAMA_3 = {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}

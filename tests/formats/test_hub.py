@@ -40,9 +40,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# --- what is fetched ------------------------------------------------------------------------------------------
-
-
 def test_a_model_or_draft_without_what_is_not_read(hub):
     for name, files in ((NAME, MODEL), ("org/draft", NATIVE)):
         hub.add(name, files | UNREAD)
@@ -97,8 +94,6 @@ def test_a_directory_wins(hub, tmp_path):
     assert resolve(tmp_path, "base") == tmp_path
     assert not hub.log
 
-
-# --- what is refused ------------------------------------------------------------------------------------------
 
 NO_IDS = [
     *("", "name", "/org/name", "./name", "../name", "~/name", "~user/name", "org/name/", "a/b/c", "org/na me"),
@@ -188,8 +183,6 @@ def test_a_full_disk(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.http_get", http_get)
     refused(f"{NOT_HERE}a file cannot be read or written: No space left on device: {Path('cache').absolute()}")
 
-
-# --- uploading ------------------------------------------------------------------------------------------------
 
 EXPORT = {
     "config.json": b"{}", "hydra_lm_head.safetensors": b"heads", "hydra_lm_head.pt": b"legacy",

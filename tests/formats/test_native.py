@@ -147,9 +147,6 @@ def test_matrices_in_int8(tiny_model, tmp_path):
     assert "dtype: got int8 for the format hydra, expected native" in text
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
-
-
 def refused(directory: Path, config, *pieces: str) -> str:
     return refusal(lambda: load_draft(directory, config), *pieces)
 

@@ -54,9 +54,6 @@ def agrees(drafter, params, official: nn.Module, base: BoundBase) -> None:
     np.testing.assert_allclose(ours, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-# --- the official heads ---------------------------------------------------------------------------------------
-
-
 def hydra(theirs, n_heads, n_layers, grounded=True, shared=True, prefix=False) -> tuple[nn.Module, dict]:
     layer = released.one_layer(theirs.config) if prefix else None
     settings = {"grounded": grounded, "prefix": layer, "shared": shared}
@@ -212,8 +209,6 @@ def test_medusa_2_is_its_own_base(theirs, tiny_checkpoint, base_state, base_conf
     )
 
 
-# --- what is refused ------------------------------------------------------------------------------------------
-
 REFUSED = [  # the directory, changes of its config.json, the message
     ("hydra", {"hydra_head_arch": "eagle-attn"}, "hydra_head_arch: got 'eagle-attn', expected 'mlp' or 'prefix-mlp'"),
     ("hydra", {"hydra_num_heads": 0}, "hydra_num_heads: got 0, expected an integer of at least 1"),
@@ -291,9 +286,6 @@ def test_each_configuration_is_read_once(monkeypatch):
     hydrajax.load("shipped", "hydra++")
     configs = [name for name in names if name.endswith("config.json") and "generation" not in name]
     assert configs == [str(assets.path(name) / "config.json") for name in ("base", "hydra_pp")]
-
-
-# --- what is written ------------------------------------------------------------------------------------------
 
 
 def test_what_text_generation_inference_and_vllm_need(base, theirs, tmp_path):

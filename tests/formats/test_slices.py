@@ -63,14 +63,6 @@ def test_every_slice_is_that_of_the_whole(layout, dtype):
             np.testing.assert_array_equal(found, whole[index], err_msg=f"{name} {index}")
 
 
-def test_what_is_read_is_a_copy():
-    """JAX on a CPU may use an array of NumPy in place."""
-    tensor = np.zeros((4, 4), np.float32)
-    for parameter in (Parameter((tensor,)), Parameter((tensor.T,)), Parameter((tensor, tensor), axis=1)):
-        assert not np.shares_memory(np.asarray(parameter), tensor)
-        assert not np.shares_memory(parameter[:2, :1], tensor)
-
-
 def test_rows_stay_in_the_order_of_the_file():
     """So that they are copied as they lie there; transposing numbers one by one is up to the device."""
     both = Parameter((np.zeros((1, 6, 8)), np.zeros((1, 6, 8))), order=(2, 0, 1))

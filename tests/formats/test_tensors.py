@@ -48,9 +48,6 @@ def same_parameters(one: Path, other: Path, dtype=jnp.float32) -> None:
     identical(params, others)
 
 
-# --- the same parameters --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_kind_of_file_holds_the_same_parameters(base_state, write, dtype):
     cast = {name: tensor.to(dtype) for name, tensor in base_state.items()}
@@ -92,9 +89,6 @@ def test_parameters_do_not_change_with_the_file(base_state, write, kind, dtype):
         file.write(b"\xff" * size)
     for (name, leaf), old in zip(jax.tree.leaves_with_path(params), before, strict=True):
         assert np.asarray(leaf).tobytes() == old.tobytes(), jax.tree_util.keystr(name)
-
-
-# --- one at a time --------------------------------------------------------------------------------------------
 
 
 def mapped(folder: Path) -> set[str]:
@@ -191,9 +185,6 @@ def test_written_tensors_come_back_bit_for_bit(tmp_path, kind):
         assert mine.dtype == array.dtype
         same_width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[array.itemsize]
         assert torchs.contiguous().view(same_width).numpy().tobytes() == array.tobytes() == mine.tobytes(), name
-
-
-# --- damaged and foreign files --------------------------------------------------------------------------------
 
 
 def refused(directory: Path, *pieces: str) -> str:

@@ -71,9 +71,6 @@ def started(tokenizer):
     return lambda grammar: grammar.start(tokenizer, VOCAB, (EOS,))
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
-
-
 def test_constructors(started):
     for same in (SCHEMA, json.dumps(SCHEMA)):
         assert Grammar.json_schema(same) == Grammar.json_schema(SCHEMA)
@@ -175,9 +172,6 @@ def test_a_long_chain_of_definitions_is_compiled(started, tokenizer):
         assert tokenizer.decode(started(grammar).forced(9)[:-1]).strip('"') == "x"
 
 
-# --- generate and stream ----------------------------------------------------------------------------------------------
-
-
 def generate(m, prompts, grammar, **keywords):
     return m.generate(prompts, grammar=grammar, tree="chain-3", **{"max_new_tokens": NEW} | keywords)
 
@@ -259,9 +253,6 @@ def test_decode_functions_and_other_executors_refuse_a_grammar(m):
     with refused:
         program = program.replace(drafter=DraftModel(m.model, VOCAB), tree=presets.chain(2))
         SplitExecutor(m.model, Params(m.params.base, m.params.base), program, placement=placement)
-
-
-# --- command line -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -170,9 +170,6 @@ def test_masks_of_another_node_would_be_noticed():
     assert all(one - other for one, other in zip(found[1:], expected[:-1], strict=True))
 
 
-# --- forced tokens ----------------------------------------------------------------------------------------------------
-
-
 def completion(rng: random.Random, matcher, most: int = 60) -> list[int]:
     """Return random allowed tokens to the end of the text."""
     text: list[int] = []
@@ -239,8 +236,6 @@ def test_nothing_follows_the_end():
     assert text[-1] == EOS
     assert matcher.error is None
 
-
-# --- errors -----------------------------------------------------------------------------------------------------------
 
 ONE_BRANCH_FAILS = 'start: "a" X | "b" Y\nX: /[xy]+/\nY: /([a-z]{1,30}[0-9]{1,30}){1,%d}!/'
 

@@ -131,9 +131,6 @@ def test_k_quants_are_dequantised_exactly(tmp_path, monkeypatch, kind):
     np.testing.assert_array_equal(files.read("x", 4), expected[:4])
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.quick("llama-Q4_1-settings1", "qwen2-F16-settings4", "qwen3-Q8_0-settings5")
 @pytest.mark.parametrize(
     ("family", "kind", "settings"),
@@ -238,9 +235,6 @@ def test_tokens_that_end_generation(write):
         assert Checkpoint(resolve(write(fields=fields), "base")).eos_ids == ids
 
 
-# --- tokenizers -------------------------------------------------------------------------------------------------------
-
-
 def test_the_tokenizer_is_the_original_one(write, tokenizer, tmp_path):
     file = write()
     ours = load_tokenizer(resolve(file, "base"))
@@ -265,9 +259,6 @@ def test_torch_is_not_asked_for_and_an_unknown_way_to_split_is_warned_of(write, 
     directory = resolve(write(), "base")
     monkeypatch.setitem(sys.modules, "torch", None)
     assert load_tokenizer(directory)("the tree").input_ids[0] == 1
-
-
-# --- the cache --------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_start_reads_the_cache(write, cache, monkeypatch):
@@ -302,9 +293,6 @@ def test_threads_make_one_directory(write, monkeypatch):
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(resolve, [file] * 4, ["base"] * 4))
     assert len(set(made)) == len(calls) == 1
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 REFUSED = [  # fields, the message

@@ -55,9 +55,6 @@ def identical(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_layers_and_models_are_widened_exactly(quantised, floats, tmp_path, case):
     config, pack, settings = CASES[case]
@@ -96,9 +93,6 @@ def test_a_zero_of_0_in_gptq_borrows_from_the_next_number(tmp_path):
     save_safetensors(tmp_path / "model.safetensors", {f"a.{part}": x for part, x in parts.items()})
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CASES["gptq"][0]}))
     assert open_base_tensors(tmp_path, "base").read("a.weight")[:, 0].tolist() == [0, -2, 0, 0, 0, 0, 0, 0]
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["awq", "packed_4", "fp8", "bnb_nf4"])
@@ -246,8 +240,6 @@ def test_two_groups_of_settings(quantised, mixed):
     down = "model.layers.0.mlp.down_proj.weight"
     identical(files.read(down), weights[down])
 
-
-# --- what is refused --------------------------------------------------------------------------------------------------
 
 INT_8 = CASES["int_8"][0]
 STATE = "weight.quant_state.bitsandbytes__nf4"

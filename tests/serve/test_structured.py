@@ -50,9 +50,6 @@ def client(address):
     return openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
 
 
-# --- response_format --------------------------------------------------------------------------------------------------
-
-
 class Answer(pydantic.BaseModel):
     a: Literal["ab", "ba"]
     b: int = pydantic.Field(ge=0, le=11)
@@ -94,9 +91,6 @@ def test_any_object(client):
 def test_text_is_not_constrained(client):
     free = client.chat.completions.create(**ONE)
     assert client.chat.completions.create(**ONE, response_format={"type": "text"}).choices == free.choices
-
-
-# --- tools ------------------------------------------------------------------------------------------------------------
 
 
 def checked(message, allowed=tuple(SCHEMAS)) -> list[str]:
@@ -301,9 +295,6 @@ def test_grammars_are_compiled_outside_the_event_loop(client, monkeypatch):
     monkeypatch.setattr(Grammar, "start", observed)
     client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required")
     assert in_loop == [False]
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def of(schema, **more) -> dict:

@@ -23,7 +23,6 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
-from hydrajax.models.packed_forward import chunk_width
 from hydrajax.train.chunks import sum_over_chunks
 from hydrajax.train.losses import IGNORED, Objective, draft_loss, language_model_loss
 
@@ -100,13 +99,6 @@ def test_values_and_gradients_equal_torch(base, example, name):
     expected_grads = jax.jit(pull)(params, aux_hidden_states, *slopes)
     for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
-
-
-def test_chunks_cover_the_row_evenly():
-    assert chunk_width(8, (2, 11)) == 4  # 3 chunks of 4, not 4 + 4 + 3 padded to more
-    assert chunk_width(2048, (2, 11)) == 11
-    assert chunk_width(1, (2, 11)) == 1  # never less than one position of every row
-    assert chunk_width(2048, (16, 257)) == 86
 
 
 def vocabulary_shapes(fn, *arrays) -> set[int]:

@@ -66,23 +66,12 @@ def test_seconds_of_a_device():
 
 
 KINDS_OF_DEVICES = {
-    "NVIDIA H200": ("H200", 989e12),
-    "NVIDIA H100 80GB HBM3": ("H100", 989e12),
     "NVIDIA H100 PCIe": ("H100-PCIe", 756e12),
-    "NVIDIA H100 NVL": ("H100-NVL", 835e12),
-    "NVIDIA A100-SXM4-80GB": ("A100", 312e12),
-    "NVIDIA A100 80GB PCIe": ("A100-PCIe", 312e12),
     "NVIDIA A100-PCIE-40GB": ("A100-PCIe", 312e12),
-    "NVIDIA L4": ("L4", 121e12),
     "NVIDIA L40S": None,  # another chip, of three times the speed
-    "Tesla T4": ("T4", 65e12),
-    "TPU v4": ("TPUv4", 275e12),
     "TPU v4 lite": ("TPUv4i", 137e12),
     "TPU v5 lite": ("TPUv5e", 197e12),
-    "TPU v5e": ("TPUv5e", 197e12),
     "TPU v5": ("TPUv5p", 459e12),
-    "TPU v6 lite": ("TPUv6e", 918e12),
-    "TPU7x": ("TPUv7x", 1153e12),
     "NVIDIA GH200 480GB": ("GH200", 989e12),
     "cpu": None,
 }
@@ -106,21 +95,6 @@ def test_a_7b_step_at_batch_1_is_memory_bound():
     assert small.memory_bound > 0.95
     assert large.verify / large.autoregressive_step > 2  # medusa G.3: beyond batch 32 "may even have a negative effect"
     assert large.memory_bound < 0.5
-
-
-def test_break_even_and_speedup():
-    one, many = predictions(sizes=(1, 64), tokens_per_step=[1.0, 3.5])
-    assert many.break_even == many.step / many.autoregressive_step
-    assert many.speedup == pytest.approx(3.5 / many.break_even)
-    assert one.speedup < 1  # a tree of one node still runs the prefix layer
-    assert many.step == pytest.approx(many.propose + many.verify + many.accept_commit + many.observe)
-
-
-def test_a_faster_memory_and_a_smaller_draft_are_faster():
-    steps = [predictions(device=device, sizes=(4,))[0].step for device in ("H200", "H100", "A100")]
-    assert steps == sorted(steps)
-    draft = [predictions(kind=kind, sizes=(4,))[0].step for kind in ("medusa", "hydra", "hydra++")]
-    assert draft == sorted(draft)
 
 
 def test_a_draft_without_weights_costs_nothing():
