@@ -20,45 +20,16 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-# The core: how a base and a draft decode. A part may import itself and the parts above it, never one below it, and no
+# The core: how a base and a draft decode. A part may import itself and the parts before it, never one after it, and no
 # satellite. A module belongs to the longest matching name.
 CORE = (
-    "errors",
-    "plugins",
-    "optional_deps",
-    "files",
-    "locking",
-    "assets",
-    "processes",
-    "compilation",
-    "host_memory",
-    "models.arrays",
-    "ops",
-    "models.rope_scaling",
-    "models.expert_settings",
-    "models.latent_settings",
-    "models.recurrent_settings",
-    "models.llama_config",
-    "models",
-    "sharding",
-    "families",
-    "trees",
-    "drafters",
-    "text",
-    "formats",
-    "decoding",
-    "sequences",
-    "refilled_batch",
-    "generation",
-    "conversation",
-    "machine",
-    "stored_trees",
-    "loading",
-    "loaded_model",
-    "language_model",
-    "api",
+    "errors", "plugins", "optional_deps", "files", "locking", "assets", "processes", "compilation", "host_memory",
+    "models.arrays", "ops", "models.rope_scaling", "models.expert_settings", "models.latent_settings",
+    "models.recurrent_settings", "models.llama_config", "models", "sharding", "families", "trees", "drafters", "text",
+    "formats", "decoding", "sequences", "refilled_batch", "generation", "conversation", "machine", "stored_trees",
+    "loading", "loaded_model", "language_model", "api",
     "",  # hydrajax/__init__.py
-)
+)  # fmt: skip
 # A satellite may import the core and the satellites named here.
 SATELLITES = {
     "lowbit": (),

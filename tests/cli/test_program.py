@@ -72,14 +72,9 @@ def test_settings_may_stand_anywhere():
 
 
 LOADING = [
-    "generate --base B --prompt x",
-    "chat --base B",
-    "bench --base B",
-    "evaluate --base B --set mt_bench --output O",
-    "certify --base B",
-    "tree search --base B --prompts P --save",
-    "convert int8 --base B",
-]
+    "generate --base B --prompt x", "chat --base B", "bench --base B", "evaluate --base B --set mt_bench --output O",
+    "certify --base B", "tree search --base B --prompts P --save", "convert int8 --base B",
+]  # fmt: skip
 
 
 def parsed(*argv):

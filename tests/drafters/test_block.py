@@ -10,8 +10,6 @@ import pytest
 from helpers.draft_heads import random_params
 from helpers.lab import quick_jit
 from helpers.refusals import refusal
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.state import Params
 from hydrajax.drafters import block
 from hydrajax.drafters.block import BlockSettings, default_target_layers
 from hydrajax.drafters.dflash import DFlash, JetSpec
@@ -189,17 +187,6 @@ def test_q_is_what_children_are_drawn_from(made, kind):
     np.testing.assert_allclose(log_q[0, 0], logits[0, 0], atol=1e-5)
     np.testing.assert_allclose(log_q[0, 1:], logits[:, 1], atol=1e-5)
     assert np.allclose(log_q[0, 1], log_q[0, 2]) == (kind == "dflash")
-
-
-@pytest.mark.slow
-def test_an_impossible_threshold_leaves_the_root_alone(made):
-    model, base, _, _ = made("dspark")
-    drafter = dataclasses.replace(
-        DSpark.for_base(model.config, jnp.float32, DSparkSettings(1, 4, markov_rank=3)), confidence=0.999
-    )
-    params = drafter.init(jax.random.key(0), BoundBase(model, base))
-    out = make_decode_fn(model, drafter, "best-8", max_new_tokens=10)(Params(base, params), text(2, 6))
-    assert out.tokens_per_step() == 1
 
 
 def test_default_layers_are_those_of_released_drafts():

@@ -11,8 +11,6 @@ from helpers.lab import VOCAB, quick_jit
 from helpers.noise import noise
 from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
-from hydrajax.api import make_decode_fn
-from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.drafters.draft_model import DraftModel
 from hydrajax.models.attention import QUERY_CHUNK, causal_mask
 from hydrajax.models.base_model import BoundBase
@@ -22,7 +20,6 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
 
-PROMPTS = [[3, 1, 4, 1, 5], [2, 7], [1] * 17]
 # Three families and sizes, with a vocabulary equal to the base's, a smaller and a larger one.
 SMALL = LlamaConfig(61, 16, 24, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8)
 MODELS = {
@@ -130,18 +127,6 @@ def test_a_long_message_after_an_answer(lab, waits):
         jax.tree.leaves(state.cache.layers), jax.tree.leaves(whole_pass(drafter.model, params, text)[0]), strict=True
     ):
         np.testing.assert_allclose(mine[0, :, : len(text)], full[0], atol=5e-4, rtol=1e-3)
-
-
-@pytest.mark.slow
-def test_the_base_as_draft_gets_every_token_accepted(lab):
-    """Also every sample: with p = q the ratio min(1, p / q) is 1."""
-    texts, _ = lab.references(0, PROMPTS)
-    for rule in (None, RejectionSampling(0.8)):
-        decode_fn = make_decode_fn(lab.model, lab.drafters["the base"], presets.chain(4), rule, max_new_tokens=20)
-        out = lab.decode(decode_fn, 0, lab.base(0), PROMPTS, rule=rule, seed=3)
-        assert (out.accept_lengths[:, :4] == 4).all()
-        for row, prompt in enumerate(PROMPTS):
-            assert rule or out.tokens[row].tolist() == lab.expected(texts[row], len(prompt), 20)
 
 
 @pytest.mark.slow

@@ -335,16 +335,11 @@ RELEASED = {
     ),
 }  # fmt: skip
 NAMED = {
-    "deepseek-v3": "DeepSeek-V3",
-    "glm-4.7-flash": "GLM-4.7-Flash, transformers' defaults",
-    "mixtral-8x7b": "Mixtral-8x7B-v0.1",
-    "qwen3-30b-a3b": "Qwen3-30B-A3B",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "gpt-oss-120b": "gpt-oss-120b",
-    "olmoe-1b-7b": "OLMoE-1B-7B-0924",
-    "glm-4.5-air": "GLM-4.5-Air",
+    "deepseek-v3": "DeepSeek-V3", "glm-4.7-flash": "GLM-4.7-Flash, transformers' defaults",
+    "mixtral-8x7b": "Mixtral-8x7B-v0.1", "qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "gpt-oss-20b",
+    "gpt-oss-120b": "gpt-oss-120b", "olmoe-1b-7b": "OLMoE-1B-7B-0924", "glm-4.5-air": "GLM-4.5-Air",
     "muse-glimmer-30b": "Muse-Glimmer-30B, text, transformers' defaults",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RELEASED)

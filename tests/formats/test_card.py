@@ -75,17 +75,9 @@ def test_names_of_bases(tiny_model, tmp_path):
     for name in ("lab/tiny", "meta-llama/Llama-2-7b-hf", "Qwen/Qwen2.5-0.5B", "a/b"):
         assert card(tiny_model, tmp_path, base_name=name)[0]["base_model"] == name
     paths = (
-        "",
-        "vicuna",
-        "/models/vicuna",
-        "/vicuna",
-        "./vicuna",
-        "../vicuna",
-        "a/b/c",
-        "~/vicuna",
-        "lab/",
+        "", "vicuna", "/models/vicuna", "/vicuna", "./vicuna", "../vicuna", "a/b/c", "~/vicuna", "lab/",
         "lab/my tiny",
-    )
+    )  # fmt: skip
     for name in (*paths, "lab/tiny@v1.5"):
         front, _, rows = card(tiny_model, tmp_path, base_name=name)
         assert "base_model" not in front

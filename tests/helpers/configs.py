@@ -43,12 +43,7 @@ def as_transformers_reads(folder: Path) -> LlamaConfig:
 
 def sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int | None, vocab: int) -> dict:
     fields = {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "hidden_act": "silu",
-    }
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab, "hidden_act": "silu",
+    }  # fmt: skip
     return {name: value for name, value in fields.items() if value is not None}

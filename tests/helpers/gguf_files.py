@@ -55,19 +55,14 @@ def write_gguf(
     rope = config.rope_parameters["full_attention"] if gemma3 else config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
-        f"{name}.block_count": config.num_hidden_layers,
-        f"{name}.context_length": config.max_position_embeddings,
-        f"{name}.embedding_length": config.hidden_size,
-        f"{name}.feed_forward_length": config.intermediate_size,
+        f"{name}.block_count": config.num_hidden_layers, f"{name}.context_length": config.max_position_embeddings,
+        f"{name}.embedding_length": config.hidden_size, f"{name}.feed_forward_length": config.intermediate_size,
         f"{name}.attention.head_count": config.num_attention_heads,
-        f"{name}.attention.head_count_kv": config.num_key_value_heads,
-        f"{name}.attention.key_length": head_dim,
+        f"{name}.attention.head_count_kv": config.num_key_value_heads, f"{name}.attention.key_length": head_dim,
         f"{name}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        f"{name}.rope.freq_base": float(rope["rope_theta"]),
-        f"{name}.rope.dimension_count": head_dim,
-        f"{name}.vocab_size": config.vocab_size,
-        "general.name": "tiny",
-    }
+        f"{name}.rope.freq_base": float(rope["rope_theta"]), f"{name}.rope.dimension_count": head_dim,
+        f"{name}.vocab_size": config.vocab_size, "general.name": "tiny",
+    }  # fmt: skip
     if tokenizer is not None:
         values |= tokenizer_fields(tokenizer)
     if gemma3:
@@ -109,14 +104,10 @@ def tokenizer_fields(tokenizer: Any) -> dict[str, Any]:
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = [tokenizer.convert_ids_to_tokens(i) for i in range(len(tokenizer))]
     return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in tokenizer.all_special_tokens else 1 for token in tokens],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
-        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
-        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
-        "tokenizer.ggml.unknown_token_id": tokenizer.unk_token_id,
-        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id, "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.unknown_token_id": tokenizer.unk_token_id, "tokenizer.ggml.add_bos_token": True,
         "tokenizer.chat_template": tokenizer.chat_template,
-    }
+    }  # fmt: skip

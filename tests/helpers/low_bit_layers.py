@@ -200,15 +200,10 @@ def compressed(format: str, **weights) -> dict:
     group = {"targets": ["Linear"], "input_activations": None, "output_activations": None}
     defaults = {"type": "int", "symmetric": True, "group_size": None, "block_structure": None, "dynamic": False}
     return {
-        "quant_method": "compressed-tensors",
-        "format": format,
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "sparsity_config": {},
-        "transform_config": {},
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "sparsity_config": {}, "transform_config": {},
         "config_groups": {"group_0": group | {"weights": defaults | weights}},
-    }
+    }  # fmt: skip
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}

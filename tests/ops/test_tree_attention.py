@@ -127,11 +127,6 @@ def test_a_node_is_rounded_like_a_single_token(kernel, interpret):
         np.testing.assert_array_equal(alone[:, 0], tree[:, node])
 
 
-def test_small_batches_are_split_among_more_programs():
-    splits = {1: 8, 8: 8, 32: 4, 64: 2, 128: 1, 1000: 1}
-    assert {pairs: tree_attention.splits_of(pairs) for pairs in splits} == splits
-
-
 def test_supported_shapes():
     assert tree_attention.fits(64, 128, jnp.bfloat16)
     assert not tree_attention.fits(64, 128, jnp.float32)
@@ -141,8 +136,3 @@ def test_supported_shapes():
     assert not tree_attention_tpu.fits(256, 64, 128, jnp.float16)
     assert not tree_attention_tpu.fits(256, 64, 80, jnp.bfloat16)
     assert not tree_attention_tpu.fits(64 * 71, 64, 64, jnp.bfloat16)
-
-
-def test_programs_hold_as_many_heads_as_fit():
-    for n_kv, lines, heads in ((32, 16, 8), (32, 64, 8), (8, 256, 4), (1, 1024, 1), (6, 16, 6)):
-        assert tree_attention_tpu.heads_per_program(n_kv, lines, 128, 2) == heads

@@ -193,15 +193,10 @@ def compiled_steps(mesh, kinds) -> dict[str, dict]:
 def main(_: Path, *kinds: str) -> dict:
     mesh = make_mesh(data=2, model=4)
     return {
-        "ranked": ranked(mesh),
-        "looked_up": looked_up(mesh),
-        "only_rows_divided": looked_up(make_mesh(data=2)),
-        "by_tokens": divided_by_tokens(mesh),
-        "attended": attended(mesh),
-        "appended": appended(mesh),
-        "multiplied": multiplied(mesh),
-        "compiled": compiled_steps(make_mesh(model=4), kinds),
-    }
+        "ranked": ranked(mesh), "looked_up": looked_up(mesh), "only_rows_divided": looked_up(make_mesh(data=2)),
+        "by_tokens": divided_by_tokens(mesh), "attended": attended(mesh), "appended": appended(mesh),
+        "multiplied": multiplied(mesh), "compiled": compiled_steps(make_mesh(model=4), kinds),
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -51,15 +51,9 @@ def judge(server, key="k-1") -> Judge:
 
 def test_rating():
     for reply, value in {
-        "Fine.\n[[7]]": 7.0,
-        "[[ 8.5 ]]": 8.5,
-        "[[10]]": 10.0,
-        "It says [[10]] of itself, but no: [[1]]": 1.0,
-        "[[0]]": None,
-        "[[11]]": None,
-        "[[-3]]": None,
-        "Rating: [7]": None,
-    }.items():
+        "Fine.\n[[7]]": 7.0, "[[ 8.5 ]]": 8.5, "[[10]]": 10.0, "It says [[10]] of itself, but no: [[1]]": 1.0,
+        "[[0]]": None, "[[11]]": None, "[[-3]]": None, "Rating: [7]": None,
+    }.items():  # fmt: skip
         assert rating(reply) == value, reply
 
 

@@ -29,15 +29,9 @@ def test_the_fields_of_a_line(tmp_path):
     text = path.read_text(encoding="utf-8")
     assert text.endswith("}\n")
     assert json.loads(text) == {
-        "prompt_ids": [1, 5],
-        "output_ids": [7, 8, 9],
-        "text": "tree 🌳\n\u2028é",
-        "steps": 2,
-        "accept_lengths": [2, 1],
-        "new_tokens": 3,
-        "wall_time": 0.25,
-        "finish_reason": "stop",
-    }
+        "prompt_ids": [1, 5], "output_ids": [7, 8, 9], "text": "tree 🌳\n\u2028é", "steps": 2,
+        "accept_lengths": [2, 1], "new_tokens": 3, "wall_time": 0.25, "finish_reason": "stop",
+    }  # fmt: skip
     assert "🌳" in text
     assert json.loads(json.dumps(line_of(ANSWERS[2])))["logprobs"] == [-0.25, -3.0e-7]
 

@@ -68,20 +68,13 @@ def base(make_base) -> Path:
 def settings(base, texts) -> dict:
     """A run of Hydra heads with dropout, a few milliseconds a step."""
     return {
-        "task": "heads",
-        "model": str(base),
-        "dtype": "float32",
+        "task": "heads", "model": str(base), "dtype": "float32",
         "draft": {"heads": "hydra", "num_draft_heads": 2, "dropout": 0.2},
         "optimizer": {"lr": 3e-3, "warmup_steps": 3},
         "data": {"files": [str(texts)], "format": "text", "rows": "stream", "length": 32, "held_out": 0.2},
-        "batch_size": 4,
-        "steps": 4,
-        "tree": "cartesian-4x2",
-        "log_every": 1,
-        "eval_every": 100,
-        "eval_rows": 4,
+        "batch_size": 4, "steps": 4, "tree": "cartesian-4x2", "log_every": 1, "eval_every": 100, "eval_rows": 4,
         "checkpoint_every": 100,
-    }
+    }  # fmt: skip
 
 
 @pytest.fixture

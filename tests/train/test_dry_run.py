@@ -22,15 +22,11 @@ D, MLP, V = 4096, 11_008, 32_000  # Vicuna 7B
 
 def settings(**changes) -> TrainConfig:
     defaults = {
-        "output": "nowhere",
-        "model": "tiny",
-        "dtype": "float32",
+        "output": "nowhere", "model": "tiny", "dtype": "float32",
         "draft": draft_of(num_draft_heads=2, n_layers=2, prefix=True),
-        "data": DataConfig(files=("absent.json",), length=32),
-        "tree": "cartesian-2x2",
-        "batch_size": 8,
+        "data": DataConfig(files=("absent.json",), length=32), "tree": "cartesian-2x2", "batch_size": 8,
         "steps": 1000,
-    }
+    }  # fmt: skip
     return TrainConfig(**(defaults | changes))
 
 

@@ -104,16 +104,8 @@ def test_labels_are_short_and_valid_in_file_names():
 
 def test_by_name_lists_the_allowed_names():
     for name in (
-        "",
-        "chain",
-        "chain-",
-        "chain--1",
-        "chain-4 ",
-        "cartesian-",
-        "cartesian-2x",
-        "cartesian-x2",
-        "mc_sim_7",
-    ):
+        "", "chain", "chain-", "chain--1", "chain-4 ", "cartesian-", "cartesian-2x", "cartesian-x2", "mc_sim_7",
+    ):  # fmt: skip
         allowed = ("root", "chain-K", "cartesian-S1xS2x...", *RELEASED, ".json")
         refusal(lambda name=name: presets.by_name(name), f"got '{name}'", *allowed)
     refusal(lambda: presets.sparse("mc_sim_8b"), "mc_sim_8b", "mc_sim_7b_63")

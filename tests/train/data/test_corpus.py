@@ -10,16 +10,10 @@ from hydrajax.train.data import corpus
 def library(tmp_path):
     """A small stand-in for a library folder, with what must be left out."""
     for name, text in {
-        "a.py": "x = 1\n" * 50,
-        "pkg/b.py": "def f():\n    return 2\n" * 20,
-        "pkg/c.py": "naïve = 'é'\n" * 20,
-        "d.py": "import os\n" * 40,
-        "test/test_a.py": "TEST\n",
-        "pkg/tests/deep.py": "TEST\n",
-        "site-packages/other.py": "OTHER\n",
-        "notes.txt": "TEXT\n",
-        "empty.py": "",
-    }.items():
+        "a.py": "x = 1\n" * 50, "pkg/b.py": "def f():\n    return 2\n" * 20, "pkg/c.py": "naïve = 'é'\n" * 20,
+        "d.py": "import os\n" * 40, "test/test_a.py": "TEST\n", "pkg/tests/deep.py": "TEST\n",
+        "site-packages/other.py": "OTHER\n", "notes.txt": "TEXT\n", "empty.py": "",
+    }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     (tmp_path / "latin.py").write_bytes(b"caf\xe9 = 1\n")
