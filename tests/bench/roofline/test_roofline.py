@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from helpers.operator_counts import abstract_params, flops, moved
 from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
