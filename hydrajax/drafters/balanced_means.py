@@ -1,7 +1,5 @@
 """Balanced k-means of the rows of an lm head, on the host and without random numbers."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -3,8 +3,6 @@
 The likelihood of a path is then a product of marginals, so the best paths follow from the K best tokens of each depth.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -9,8 +9,6 @@ known token, followed by mask tokens. Only the block passes through the layers. 
 The cache holds keys and values of the context alone, so rejected tokens never enter it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

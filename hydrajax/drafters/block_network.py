@@ -1,7 +1,5 @@
 """The network of drafts of one pass (`hydrajax.drafters.block`), their state, and the texts that they train on."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

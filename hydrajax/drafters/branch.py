@@ -4,8 +4,6 @@ The chain shares nodes of the tree as far as these hold its tokens and continues
 twice.
 """
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jaxtyping import Int
 

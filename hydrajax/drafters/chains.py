@@ -4,8 +4,6 @@ Prompt lookup finds such places in the text itself, the suffix corpus in past ou
 the estimate of acceptance comes from the length of the match and from how many matches agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

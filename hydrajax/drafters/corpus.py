@@ -11,8 +11,6 @@ fewer steps, so the time of an answer can show that somebody asked for it before
 may know this.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Search a suffix corpus for the end of each text, inside a decode step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ DFlash's slots see the whole block (a block diffusion model of one step). JetSpe
 trees are wide (``fanout-N-K``).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -6,8 +6,6 @@ and state are passed in and returned. `Drafter` is the interface for decoding;
 docs/adding_a_drafter.md explains how to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable

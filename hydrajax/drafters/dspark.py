@@ -4,8 +4,6 @@ DeepSpec, the released training code, has a variant of DFlash with the same slot
 heads.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

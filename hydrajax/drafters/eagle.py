@@ -6,8 +6,6 @@ predictions build on it: at a drafted node the layer reads its own output at the
 (`hydrajax.drafters.eagle3`) has another network and the same procedure.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """EAGLE-3 (Li et al. 2025): EAGLE that reads the base at three depths and need not predict its hidden states."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

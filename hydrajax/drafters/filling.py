@@ -1,7 +1,5 @@
 """Fill a tree level by level from the logits of a drafter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -16,8 +16,6 @@ transformers drafts chains so (its ``SinglePositionMultiTokenCandidateGenerator`
 rejected tokens' keys and values stay visible there until the next pass. Here they are gone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

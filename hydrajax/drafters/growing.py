@@ -1,7 +1,5 @@
 """Grow a dynamic tree from the logits of a drafter (EAGLE-2, Li et al. 2024)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

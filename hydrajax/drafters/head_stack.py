@@ -1,7 +1,5 @@
 """Stacks of draft heads: each head is residual blocks, then an lm head. Kinds of heads differ in what they read."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property

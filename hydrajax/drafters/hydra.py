@@ -1,7 +1,5 @@
 """Hydra heads: sequentially dependent predictions (hydra section 3)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """A kind of drafter, as the group ``drafters`` of `hydrajax.plugins` names it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hydrajax.drafters.drafter import Drafter

@@ -6,8 +6,6 @@ so it misses them, and prompts too. Later it reads them again as a prompt
 output.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

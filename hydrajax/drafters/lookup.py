@@ -5,8 +5,6 @@ text so far, and what followed them there is proposed (prompt lookup decoding, S
 ``prompt_lookup_num_tokens`` in transformers). Several occurrences give a tree of continuations.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """DSpark's Markov head: a low-rank correction of a block's logits by the token before (arXiv 2607.05147)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import flax.linen as nn

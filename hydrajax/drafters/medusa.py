@@ -1,7 +1,5 @@
 """Medusa heads: independent predictions from the last hidden state (medusa 2.1.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """One tree out of a drafter's tree and chains of tokens: the nodes that are most likely to be accepted."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

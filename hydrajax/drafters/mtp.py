@@ -13,8 +13,6 @@ before or after its final norm. For further tokens the one module is applied aga
 SGLang and in vLLM's MiMo. A base with several modules, one for each further token, is used with its first.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

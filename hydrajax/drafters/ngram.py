@@ -7,8 +7,6 @@ tokens are compared at every position: nothing is missed, and collisions cost on
 many entries as the text has positions, so there is less than one extra link on average.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

@@ -4,8 +4,6 @@ The baseline is therefore the same engine, cache and jit as tree decoding; the e
 acceptance compile to nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

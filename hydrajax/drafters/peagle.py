@@ -10,8 +10,6 @@ than 1 and ``num_anchors`` is at least the length of the text: the first guess i
 g only in ``retention ** g`` of the rollouts, all of which have guess g - 1 too. Dropped guesses are not computed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

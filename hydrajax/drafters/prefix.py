@@ -1,7 +1,5 @@
 """The Hydra++ prefix layer (hydra 3.1): a decoder layer over the base's hidden states, in front of the draft heads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

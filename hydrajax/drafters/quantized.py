@@ -1,7 +1,5 @@
 """Draft parameters with kernels in few bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks of the true tokens among each head's guesses, from one teacher-forced pass over text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

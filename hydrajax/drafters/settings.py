@@ -5,8 +5,6 @@ values that are out of range or contradict each other; the drafter's ``for_base`
 base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ drafter's. `with_lookup` keeps the drafter's tree whole and adds lookup's chain 
 as many nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Trained drafters: what stacks of heads and other kinds share beyond drafting, and the training of stacks."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 A base consists of a Flax module (`BaseModel`) and its parameters; `BoundBase` holds both for callers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 

@@ -6,8 +6,6 @@ A cache needs room for the longest text and one more tree, because `dynamic_upda
 fit.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """The settings of a mixture of experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError, not_allowed

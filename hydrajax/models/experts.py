@@ -4,8 +4,6 @@ A router scores all experts for each token, and a token's output is a weighted s
 with an MLP that every token passes through.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The gated delta layer in place of attention (arXiv 2412.06464; Qwen3-Next, OLMo hybrid)."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

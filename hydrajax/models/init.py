@@ -1,7 +1,5 @@
 """Random and abstract parameters of base models."""
 
-from __future__ import annotations
-
 import functools
 
 import flax.linen as nn

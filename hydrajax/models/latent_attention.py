@@ -5,8 +5,6 @@ Tokens attend to a cache by the latents themselves. A head's key is ``W_UK c`` f
 features of its keys. A text without a cache is expanded to keys and values by head, which costs a third.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import flax.linen as nn

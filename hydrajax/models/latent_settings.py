@@ -1,7 +1,5 @@
 """The settings of latent attention (MLA)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError

@@ -4,8 +4,6 @@ The base model, the Hydra++ prefix layer and EAGLE use the same layer. A layer n
 keys and values of the tokens fed now (the block), and the decode step writes only the accepted ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

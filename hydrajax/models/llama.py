@@ -1,7 +1,5 @@
 """The frozen base model: a LLaMA-family decoder as a pure Flax module. Families differ in their configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The Mamba-2 layer in place of attention (arXiv 2405.21060; Granite 4, Nemotron-H)."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Forward passes over whole rows of tokens without a cache, for training and calibration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

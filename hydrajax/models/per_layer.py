@@ -8,8 +8,6 @@ where the table T and the product P have p features for each layer. The table is
 billion parameters of Gemma 4 E2B), but a token reads one row.
 """
 
-from __future__ import annotations
-
 import flax.linen as nn
 from jaxtyping import Float, Int
 

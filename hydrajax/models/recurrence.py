@@ -15,8 +15,6 @@ Shapes: B sequences, G heads of queries and keys, r value heads for each of thes
 sums over whole texts.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The settings of layers that keep a state in place of keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hydrajax.errors import HydrajaxError

@@ -1,7 +1,5 @@
 """Scalings of the rotary frequencies for longer contexts."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The short convolution in place of attention (LFM2, LFM3)."""
 
-from __future__ import annotations
-
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Float
