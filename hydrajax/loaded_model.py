@@ -103,7 +103,7 @@ class LoadedModel:
         """The past outputs that the draft reads; None without (`hydrajax.drafters.corpus.Corpus`)."""
         return self.params.corpus
 
-    def default_tree(self, batch_size: int = 1) -> CandidateTree:
+    def default_tree(self, batch_size: int = 1, of_one: CandidateTree | None = None) -> CandidateTree:
         """Return the tree for decoding without measurements: the draft's own for this batch size, else its drafter's.
 
         Sequences share the nodes that a step should have (`hydrajax.ops.step_rows`): larger batches have smaller trees,
@@ -113,12 +113,16 @@ class LoadedModel:
         every node costs arithmetic: the drafter's tree is cut to its `CPU_NODES` likeliest nodes. With int8 or int4
         weights there any tree that was not searched for them is cut to the root and one guess, as a step reads fewer
         bytes for the same arithmetic.
+
+        Args:
+            batch_size: sequences decoded together.
+            of_one: a tree for one sequence to make smaller ones of; None for the default one.
         """
         tree = self._nearest_tree(batch_size)
         if batch_size == 1 or self.drafter.spec.window_nodes or tree != self._nearest_tree(1):
             return tree
         nodes = ops.step_rows() // batch_size
-        return presets.root() if nodes < 2 else with_size(tree, nodes)
+        return presets.root() if nodes < 2 else with_size(of_one or tree, nodes)
 
     def _nearest_tree(self, batch_size: int) -> CandidateTree:
         """Return the tree that was searched for the nearest batch size up to this one, else the drafter's."""

@@ -47,10 +47,14 @@ def pool_for(model: LanguageModel, tree: CandidateTree | None, sizes: PoolSizes)
 def tree_for(model: LanguageModel, batch_size: int) -> CandidateTree:
     """Return the tree measured by `generate`, searched or default, for this batch size.
 
-    Plain steps are chosen by measurement here, so that a batch too large for a tree keeps two nodes.
+    Without one of its own, a larger batch gets the likeliest nodes of the tree for one sequence, at least two: plain
+    steps are chosen by measurement here.
     """
-    found = _measured(model, batch_size) or model.default_tree(batch_size)
-    return found if found.size > 1 else with_size(model.default_tree(), 2)
+    if (tree := _measured(model, batch_size)) is not None:
+        return tree
+    of_one = _measured(model, 1)
+    found = model.default_tree(batch_size, of_one)
+    return found if found.size > 1 else with_size(of_one or model.default_tree(), 2)
 
 
 def _measured(model: LanguageModel, batch_size: int) -> CandidateTree | None:

@@ -1,6 +1,8 @@
 """Smaller trees keep the most likely nodes."""
 
 from hydrajax import ops
+from hydrajax.drafters.none import NoDrafter
+from hydrajax.loaded_model import LoadedModel
 from hydrajax.serve.served_models import tree_for
 from hydrajax.stored_trees import FastestTree
 from hydrajax.trees import presets
@@ -55,9 +57,11 @@ class Searched:
 
     def __init__(self, measured: dict[int, FastestTree] | None = None, **trees: str):
         self._trees = {int(name[1:]): presets.by_name(tree) for name, tree in trees.items()}
-        self.measured_tree = (measured or {}).get
+        self.measured_tree, self.drafter = (measured or {}).get, NoDrafter()
 
-    def default_tree(self, batch_size: int = 1):
+    default_tree = LoadedModel.default_tree
+
+    def _nearest_tree(self, batch_size: int = 1):
         return self._trees[max(size for size in self._trees if size <= batch_size)]
 
 
