@@ -30,6 +30,8 @@ def config_of(given: Any, max_positions: int | None = None) -> LlamaConfig:
     Raises:
         HydrajaxError: for a configuration that is not supported.
     """
+    if max_positions is not None and max_positions < 1:
+        raise HydrajaxError(f"max_positions: got {max_positions}, expected at least 1")
     if isinstance(given, (str, Path)):
         given = read_config(given)
     program = program_of(given)

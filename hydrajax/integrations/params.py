@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from hydrajax.api import DTYPES
 from hydrajax.compilation import use_compilation_cache
 from hydrajax.decoding.state import Params
 from hydrajax.drafters.none import NoDrafter
-from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.errors import HydrajaxError, not_allowed, one_line
 from hydrajax.families.family_layout import base_layout
 from hydrajax.integrations.axes import LORA, ForeignTensors, Table, arrays_of, candidates_of, places_of
 from hydrajax.integrations.configs import config_of
@@ -182,12 +183,12 @@ class Reader:
     ):
         self.layout, self.table, self._layout = layout, table_of(layout, config, given), base_layout(config)
         self.places = places_of(self.table, shapes(self._layout), arrays, config)
-        self._form = _form(arrays)
+        self._form = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         rank = next((x.shape[-1] for name, x in arrays.items() if name.endswith(LORA[0])), None)
         if rank is not None and lora_alpha is None:
             raise HydrajaxError(f"lora_alpha: got none for weights of rank {rank}, expected the alpha of qwix' rule")
         self._lora_scale = lora_alpha / rank if rank and lora_alpha is not None else None
-        self.model = Llama(config, jnp.dtype(dtype or _most_common_dtype(arrays)))
+        self.model = Llama(config, _dtype_of(dtype or _most_common_dtype(arrays)))
         boxed = abstract_base(self.model)
         self._expected = named_leaves(nn.unbox(boxed))
         first = next(iter(arrays.values()))
@@ -204,7 +205,7 @@ class Reader:
             self._homes = named_leaves(tree_shardings(self.mesh, boxed))
             if any(DATA in _spec(x) for x in arrays.values() if _is_sharded(x)):  # sharded until they are used (FSDP)
                 self._homes = {path: _over_data(home, self._expected[path].shape) for path, home in self._homes.items()}
-        self.shared = {} if copy else self._unchanged(arrays)
+        self.shared = {} if copy else self._unchanged()
         copied = {
             path: in_order(home, self._order(path)) for path, home in self._homes.items() if path not in self.shared
         }
@@ -228,10 +229,13 @@ class Reader:
             HydrajaxError: for parameters of another form.
         """
         arrays = arrays_by_path(params)
-        if _form(arrays) != self._form:
+        if {name: x.shape for name, x in arrays.items()} != {name: x.shape for name, x in self._form.items()}:
             places_of(self.table, shapes(self._layout), arrays, self.model.config)
-            raise HydrajaxError("params: got other dtypes or forms of arrays than before, expected the same")
-        arrays = {name: self._placed(x) for name, x in arrays.items()}
+            raise HydrajaxError("params: got another form of arrays than before, expected the same")
+        dtypes = {name: x.dtype for name, x in self._form.items()}
+        arrays = {
+            name: self._placed(x if x.dtype == dtypes[name] else x.astype(dtypes[name])) for name, x in arrays.items()
+        }
         old = named_leaves(old) if old is not None else self._empty()
         found = self._copies({path: x for path, x in old.items() if path not in self.shared}, arrays)
         nested: dict = {}
@@ -253,13 +257,12 @@ class Reader:
         read(self._layout, tensors, keep)
         return found
 
-    def _unchanged(self, arrays: Mapping[str, Any]) -> dict[str, str]:
+    def _unchanged(self) -> dict[str, str]:
         """Return which of our parameters are arrays of the other program as they are: transposed twice, or never."""
-        given = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-        program, out = jax.make_jaxpr(self._read, return_shape=True)(given)
-        names = sorted(given)
+        program, out = jax.make_jaxpr(self._read, return_shape=True)(self._form)
+        names = sorted(self._form)
         origins = {
-            var: (name, tuple(range(len(given[name].shape))))
+            var: (name, tuple(range(len(self._form[name].shape))))
             for var, name in zip(program.jaxpr.invars, names, strict=True)
         }
         for eqn in program.eqns:
@@ -297,8 +300,14 @@ def _traced(parameter: Parameter | Stack) -> jax.Array:
     return joined if parameter.order is None else joined.transpose(parameter.order)
 
 
-def _form(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: (x.shape, x.dtype) for name, x in arrays.items()}
+def _dtype_of(given: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(given)
+    except TypeError:
+        found = np.dtype(int)
+    if found.name not in DTYPES:
+        raise not_allowed("dtype", str(given), DTYPES)
+    return found
 
 
 def _most_common_dtype(arrays: Mapping[str, Any]) -> Any:
