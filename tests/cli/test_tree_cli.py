@@ -127,14 +127,8 @@ def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
 def test_show(program, refused, tmp_path):
     done = program("tree", "show", "cartesian-2x2", "--picture", tmp_path / "tree.png")
     assert done.out.splitlines() == [
-        "root (7 nodes, depth 2)",
-        "├── 0",
-        "│   ├── 0",
-        "│   └── 1",
-        "└── 1",
-        "    ├── 0",
-        "    └── 1",
-    ]
+        "root (7 nodes, depth 2)", "├── 0", "│   ├── 0", "│   └── 1", "└── 1", "    ├── 0", "    └── 1",
+    ]  # fmt: skip
     assert (tmp_path / "tree.png").read_bytes().startswith(b"\x89PNG")
     assert program("tree", "show", "root").out == "root (1 nodes, depth 0)\n"
     refused("--picture: cannot write", "tree", "show", "root", "--picture", tmp_path / "no" / "tree.png")

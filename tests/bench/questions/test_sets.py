@@ -65,15 +65,10 @@ def test_every_field_that_holds_text(tmp_path):
     )
     asked = "Summarise this article in a few sentences.\n\nRain fell. {x}\n\nSummary:"
     assert read_questions(str(path)) == [
-        Question(7, "a", ("one", "two")),
-        Question(2, "mine", ("how?",)),
-        Question(3, "mine", ("do\n\nthis",)),
-        Question(4, "mine", ("do",)),
-        Question("T/5", "mine", ("def f():\n",)),
-        Question(9, "mine", ("one", "two")),
-        Question("ab1", "mine", (asked,)),
-        Question(8, "mine", ("What fell?",)),
-    ]
+        Question(7, "a", ("one", "two")), Question(2, "mine", ("how?",)), Question(3, "mine", ("do\n\nthis",)),
+        Question(4, "mine", ("do",)), Question("T/5", "mine", ("def f():\n",)), Question(9, "mine", ("one", "two")),
+        Question("ab1", "mine", (asked,)), Question(8, "mine", ("What fell?",)),
+    ]  # fmt: skip
     assert [question.record.get("highlights") for question in read_questions(str(path))[-2:]] == ["It rained.", None]
 
 
