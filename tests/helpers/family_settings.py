@@ -82,7 +82,7 @@ def phi3(part: float) -> st.SearchStrategy[dict]:
     count = int(4 * part)
     short, long = (
         st.just(few[:count]) | st.lists(st.floats(1.0, 8.0), min_size=count, max_size=count)
-        for few in ([1.0, 1.5, 3.0, 5.0], [1.0, 4.0, 9.0, 16.0])
+        for few in ([1.0, 1.5, 3.0, 2.0], [1.0, 4.0, 9.0, 8.0])
     )
     longrope = merged(
         fields(rope_type=["longrope"], short_factor=short, long_factor=long),
@@ -117,7 +117,7 @@ FAMILIES = {
     "olmo3": merged(TYPES, fields(num_key_value_heads=[4, 1], rope_parameters=by_type(1e4))),
     "granite": fields(
         embedding_multiplier=[12.0, 1.0], attention_multiplier=[0.35, 0.015625, 1.0], residual_multiplier=[0.22, 1.0],
-        logits_scaling=[3.0, 1.0, 8.0], tie_word_embeddings=[True, False], rope_parameters=ROPES,
+        logits_scaling=[3.0, 1.0], tie_word_embeddings=[True, False], rope_parameters=ROPES,
     ),
     "smollm3": fields(
         no_rope_layers=by_layer([1, 0, 1], 0, 1) | st.none(),
