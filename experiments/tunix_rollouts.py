@@ -102,12 +102,13 @@ def main() -> None:
     engines: dict[str, Any] = {
         "tunix": VanillaRollout(policy, tokenizer, CacheConfig(room, c.n_layers, c.n_kv_heads, c.head_dim))
     }
-    for draft in ("none", "lookup", "lookup+corpus", *given.draft):
+    for draft in ("none", "lookup+corpus", *given.draft):
         engines[draft] = HydrajaxRollout(policy, tokenizer, None, config, draft=draft, batch_size=given.batch_size)
     rows: list[dict[str, Any]] = []
     repeated = [text for text in texts for _ in range(given.samples)]
-    for temperature in given.temperature or [0.9, 1.0]:
-        for turn in range(given.rounds + 1):
+    temperatures = given.temperature or [0.9, 1.0]
+    for temperature in temperatures:
+        for turn in range(temperature != temperatures[0], given.rounds + 1):  # another one compiles nothing
             names = list(engines)
             random.Random(turn).shuffle(names)
             for name in names:
@@ -122,7 +123,7 @@ def main() -> None:
                 print(f"{name:24} T={temperature} round {turn}: {seconds:6.1f} s {tokens / seconds:7.1f} tokens/s, "
                       f"{row['tokens_per_step']:.2f} tokens per step", flush=True)  # fmt: skip
     print(f"\n{'engine':24} {'T':>4} {'tokens/s':>9} {'of tunix':>9} {'of none':>8} {'tokens per step':>16}")
-    for temperature in given.temperature or [0.9, 1.0]:
+    for temperature in temperatures:
         counted = [row for row in rows if row["temperature"] == temperature and row["round"]]
         rates = {
             name: statistics.median(row["tokens"] / row["seconds"] for row in counted if row["engine"] == name)
