@@ -37,7 +37,7 @@ def made(lab, name: str = "lookup", rule=None, **keywords):
     return decode_fn, Params(lab.base(0), lab.draft(name, 0))
 
 
-@pytest.mark.quick("lookup-greedy", "model-exact")
+@pytest.mark.quick("model-exact")
 @pytest.mark.parametrize("rule", ["greedy", "exact"])
 @pytest.mark.parametrize("drafter", ["lookup", "model", "corpus with hydra"])
 def test_steps_of_ones_own(lab, drafter, rule):

@@ -81,7 +81,10 @@ def test_k_is_at_most_the_vocabulary(lab):
             make_decode_fn(lab.model, lab.drafters["none"], presets.root(), max_new_tokens=NEW, logprobs=k)
 
 
-@pytest.mark.parametrize("rule", [ExactSampling(0.7, top_k=9), RejectionSampling(0.7), Greedy()], ids=repr)
+@pytest.mark.quick("exact")
+@pytest.mark.parametrize(
+    "rule", [ExactSampling(0.7, top_k=9), RejectionSampling(0.7), Greedy()], ids=["exact", "rejection", "greedy"]
+)
 def test_log_probabilities_at_the_sampling_temperature_are_those_of_the_text(lab, rule):
     """Of the tempered distribution without truncation, as a policy's trainer computes them from whole texts."""
     program = Program(lab.drafters["hydra"], TREE, type(rule), NEW, logprobs=0, tempered_logprobs=True)

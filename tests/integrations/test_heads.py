@@ -22,6 +22,7 @@ def steps_of(m: LanguageModel) -> tuple[list[list[int]], int]:
     return [one.output_ids for one in found], sum(one.steps for one in found)
 
 
+@pytest.mark.quick("medusa")
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 def test_heads_follow_the_policy_and_change_no_text(kind):
     model, base = random_base(CONFIG)

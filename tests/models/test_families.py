@@ -208,7 +208,7 @@ def test_the_rope_scaling_matters_here(pairs, name):
     [
         ("gemma3_text", "hydra++"),
         ("mistral", "none"),
-        ("qwen3_next", "hydra++"),
+        pytest.param("qwen3_next", "hydra++", marks=pytest.mark.slow),
         ("olmo_hybrid", "lookup"),
         ("lfm3", "hydra++"),
         ("nemotron_h", "lookup"),

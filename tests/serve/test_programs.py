@@ -282,6 +282,7 @@ def test_times_are_measured_while_no_request_runs(small):
     assert while_idle(lambda: times.pop(0), [Busy(small)], lambda seconds: False) is None
 
 
+@pytest.mark.slow
 def test_steps_of_both_kinds_are_timed_for_every_batch_size(found):
     found.warm_up()  # nothing after the test above
     times = idle_times(found)

@@ -80,6 +80,7 @@ def test_a_cancelled_prompt_is_not_prefilled_again(small, start, held):
     assert again.cached == 31  # the last token must be run
 
 
+@pytest.mark.slow
 def test_prompts_continue_from_snapshots_of_recurrent_layers(start):
     """Snapshots are near the end of each prompt and where it leaves an earlier text."""
     served = model(lab=hybrid_lab())

@@ -105,6 +105,7 @@ def test_marked_text_is_the_decoded_text(tokenizer, output):
     assert "".join(text for text, _ in pieces(tokenizer, result)) == result.text
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(text=st.text(min_size=1, max_size=30), data=st.data())
 def test_marked_text_is_the_text_of_real_unicode(tokenizer, text, data):
