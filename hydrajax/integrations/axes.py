@@ -120,11 +120,11 @@ class ForeignTensors:
     Attributes:
         arrays: by path; NumPy's, JAX's or tracers.
         places: the place of each tensor of the checkpoint.
-        lora_scale: alpha / rank of low-rank factors next to the arrays.
+        lora_alpha: of low-rank factors next to the arrays, whose product is multiplied by alpha / rank.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], places: Mapping[str, Place], lora_scale: float | None = None):
-        self.arrays, self.places, self.lora_scale = arrays, places, lora_scale
+    def __init__(self, arrays: Mapping[str, Any], places: Mapping[str, Place], lora_alpha: float | None = None):
+        self.arrays, self.places, self.lora_alpha = arrays, places, lora_alpha
 
     def view(self, name: str) -> Any:
         """Return one tensor by transformers' name."""
@@ -159,7 +159,7 @@ class ForeignTensors:
         a, b = (x.astype(jnp.float32) for x in factors)
         a, b = a.reshape([*map(sizes.get, inputs), -1]), b.reshape([-1, *map(sizes.get, outputs)])
         delta = jnp.einsum(f"{inputs}R,R{outputs}->{axes}", a, b, precision=jax.lax.Precision.HIGHEST)
-        return (array.astype(jnp.float32) + self.lora_scale * delta).astype(array.dtype)
+        return (array.astype(jnp.float32) + self.lora_alpha / len(b) * delta).astype(array.dtype)
 
 
 def places_of(

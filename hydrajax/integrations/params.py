@@ -187,7 +187,7 @@ class Reader:
         rank = next((x.shape[-1] for name, x in arrays.items() if name.endswith(LORA[0])), None)
         if rank is not None and lora_alpha is None:
             raise HydrajaxError(f"lora_alpha: got none for weights of rank {rank}, expected the alpha of qwix' rule")
-        self._lora_scale = lora_alpha / rank if rank and lora_alpha is not None else None
+        self._lora_alpha = lora_alpha
         self.model = Llama(config, _dtype_of(dtype or _most_common_dtype(arrays)))
         boxed = abstract_base(self.model)
         self._expected = named_leaves(nn.unbox(boxed))
@@ -249,7 +249,7 @@ class Reader:
 
     def _read(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Return our parameters by path."""
-        tensors, found = ForeignTensors(arrays, self.places, self._lora_scale), {}
+        tensors, found = ForeignTensors(arrays, self.places, self._lora_alpha), {}
 
         def keep(path: tuple[str, ...], parameter: Parameter | Stack) -> None:
             found[".".join(path)] = _traced(parameter).astype(self._expected[".".join(path)].dtype)

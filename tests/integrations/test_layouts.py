@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -19,6 +20,7 @@ import hydrajax
 from helpers.compilations import no_compilation
 from hydrajax.bench.uncached_forward import all_logits
 from hydrajax.errors import HydrajaxError
+from hydrajax.integrations.axes import ForeignTensors, Place
 from hydrajax.integrations.configs import config_of
 from hydrajax.integrations.params import arrays_by_path
 
@@ -177,3 +179,18 @@ def test_maxtext_checkpoint(tmp_path):
         check_same(arrays_by_path(folder), recorded.arrays)
     with pytest.raises(HydrajaxError, match="got no Orbax checkpoint"):
         arrays_by_path(tmp_path / "1")
+
+
+def test_low_rank_weights_of_several_ranks():
+    """Each product is multiplied by alpha / its own rank, as qwix' rules may differ by module."""
+    random, arrays = np.random.default_rng(0), {}
+    for name, inputs, outputs, rank in (("q_proj.w", (8,), (2, 4), 2), ("o_proj.w", (2, 4), (8,), 4)):
+        for end, shape in (("", (*inputs, *outputs)), ("_lora_a", (*inputs, rank)), ("_lora_b", (rank, *outputs))):
+            arrays[f"layers.0.attn.{name}{end}"] = jnp.asarray(random.normal(size=shape), jnp.float32)
+    axes = {"q": "dnh", "o": "nhd"}
+    places = {f"model.layers.0.self_attn.{x}_proj.weight": Place(f"layers.0.attn.{x}_proj.w", axes[x]) for x in "qo"}
+    tensors = ForeignTensors(arrays, places, lora_alpha=6.0)
+    for name, place in places.items():
+        weight, a, b = (np.asarray(arrays[place.path + end], np.float64) for end in ("", "_lora_a", "_lora_b"))
+        merged = (weight + 6.0 / len(b) * np.tensordot(a, b, 1)).reshape(8, 8)
+        np.testing.assert_allclose(tensors.view(name), merged.T, rtol=1e-6)
