@@ -92,6 +92,9 @@ class LanguageModel(LoadedModel):
     ) -> Program:
         """Return the program with a tree, or without a draft if that was measured to be faster; a choice is printed.
 
+        Without a choice, a batch that is too large for a tree decodes without a draft that has weights, which would
+        read the text for nothing. With rules whose output depends on the tree every batch size has the same tree.
+
         Args:
             program: the compiled configuration, apart from drafter and tree.
             request: what is measured.
@@ -105,19 +108,19 @@ class LanguageModel(LoadedModel):
         """
         if tree is not None and tree != AUTO:
             return program.replace(drafter=self.drafter, tree=presets.tree_of(tree))
-        program = program.replace(drafter=self.drafter, tree=self.default_tree(batch_size))
+        rows = batch_size if program.rule.same_output else 1
+        program = program.replace(drafter=self.drafter, tree=self.default_tree(rows))
         if request.grammar is not None:
             request.grammar.start(self.tokenizer, self.config.vocab_size, self.eos_ids)
         if tree == AUTO:
             choice = self._measured(request, prompts, batch_size, on_status)
         else:
             choice = self.measured_tree(batch_size, request)
-        if choice is None:
-            return program
-        print(choice, file=sys.stderr)
-        if choice.tree is None:
-            return program.autoregressive().replace(forced_nodes=program.forced_nodes)
-        return program.replace(tree=choice.tree)
+        drafts = program.tree.size > 1 or self.draft_directory is None
+        if choice is not None:
+            print(choice, file=sys.stderr)
+            drafts, program = choice.tree is not None, program.replace(tree=choice.tree or program.tree)
+        return program if drafts else program.autoregressive().replace(forced_nodes=program.forced_nodes)
 
     def autotune(
         self,

@@ -11,7 +11,11 @@ import pytest
 import hydrajax
 from helpers.compilations import no_compilation
 from hydrajax.cli import run_command
+from hydrajax.decoding.keywords import make_request
 from hydrajax.decoding.state import Params
+from hydrajax.drafters.lookup import PromptLookup
+from hydrajax.drafters.medusa import MedusaHeads
+from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.trees import presets
@@ -145,6 +149,15 @@ def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     assert without_one.default_tree() == presets.tree_of([[0], [0, 0], [0, 0, 0], [1], [0, 0, 0, 0]])
     sizes = [without_one.default_tree(batch_size).size for batch_size in (2, 4, 5, 6, 64)]
     assert sizes == [5, 2, 2, 1, 1]  # of a step's 10 rows
+    for draft, batch_size, rule, expected in (
+        (m, 5, "greedy", (MedusaHeads, 2)),
+        (m, 6, "greedy", (NoDrafter, 1)),  # heads would read the text for nothing
+        (m.with_draft("lookup"), 6, "greedy", (PromptLookup, 1)),  # the last sequences have guesses
+        (m, 6, "typical", (MedusaHeads, m.default_tree().size)),  # whose output depends on the tree
+    ):
+        request = make_request(rule)
+        program = draft.with_tree(draft.program(request), request, batch_size=batch_size)
+        assert (type(program.drafter), program.tree.size) == expected
     int4 = dataclasses.replace(m, model=m.model.clone(quantize="int4"))
     assert int4.default_tree() == presets.chain(1)
     searched = {None: presets.chain(3), "int4": presets.chain(2)}  # it is not cut for the type that it was searched for
