@@ -87,7 +87,7 @@ def main() -> None:
     given = parser.parse_args()
     m = hydrajax.load(given.base, dtype="float32")
     tokenizer, policy = TokenizerAdapter(m.tokenizer), policy_of(m)
-    tokenizer.pad_id()  # which tunix sets if there is none
+    tokenizer.pad_id()  # sets the padding of a tokenizer that has none
     texts = prompts_of(m, given.questions, given.prompts)
     longest = max(len(m.tokenizer.encode(text)) for text in texts)
     room = longest + given.max_new_tokens + 1

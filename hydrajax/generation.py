@@ -48,7 +48,7 @@ def generate(
         executor_for: the executor for a smaller batch size, such as one with a larger tree; its program differs in the
             tree alone. By default ``executor``, always with rules whose output depends on the tree.
         on_status: called with ``"compiling ..."`` before a new shape is compiled, and ``"decoding"`` before decoding
-            begins or goes on.
+            begins or continues.
 
     Returns:
         A generator that yields the results in the order of the prompts, each when it and all before it are done.

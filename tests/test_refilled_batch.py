@@ -105,7 +105,7 @@ def test_every_result_is_that_of_its_prompt_alone_in_fewer_steps(executor, expec
 
 
 def refilled(counts: list[int], rows: int) -> int:
-    """Return the steps of sequences that take so many each, if the row that ends first takes the next one."""
+    """Return the steps of a batch whose sequences take ``counts`` steps, each in the row that ends first."""
     ends = [0] * rows
     for count in counts:
         ends[ends.index(min(ends))] += count

@@ -64,7 +64,7 @@ def test_steps_of_ones_own(lab, drafter, rule):
 
 
 def test_transformations_trace(lab):
-    """What our kernels, NumPy on the host and 64-bit numbers once refused. Tokens are compared on the page."""
+    """Trace through our kernels, NumPy on the host and 64-bit mode. The page compares tokens."""
     decode_fn, params = made(lab)
     of_limits = jax.vmap(lambda limits: decode_fn(params, PROMPT, limits=limits))
     assert jax.eval_shape(of_limits, jnp.ones((3, 2), jnp.int32)).tokens.shape == (3, 2, NEW)

@@ -286,7 +286,7 @@ OF_FAMILIES = [
     ("glm4_moe_lite", {"mlp_layer_types": ["dense", "wide", "sparse"]}, ("layer_types", "'wide'", "dense or sparse")),
     *(("mistral", {"sliding_window": window}, ("at least 1",)) for window in (0, -5)),
     ("mistral", {"sliding_window": "wide"}, ("wrong type",)),
-    # Two refusals say the same for all families; the others are tried on a few.
+    # Refusals of fields that all families share are tried on three of them.
     *((kind, *row) for kind in ("llama", "qwen2", "gemma2") for row in REFUSED),
 ]
 
