@@ -117,7 +117,12 @@ class LoadedModel:
         Args:
             batch_size: sequences decoded together.
             of_one: a tree for one sequence to make smaller ones of; None for the default one.
+
+        Raises:
+            HydrajaxError: for a batch of no sequences.
         """
+        if batch_size < 1:
+            raise HydrajaxError(f"batch_size: got {batch_size}, expected at least 1")
         tree = self._nearest_tree(batch_size)
         if batch_size == 1 or self.drafter.spec.window_nodes or tree != self._nearest_tree(1):
             return tree

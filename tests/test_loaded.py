@@ -47,6 +47,11 @@ def test_one_text_gives_one_result_and_a_list_gives_a_list(m):
     assert one.seed is None  # nothing was drawn
 
 
+def test_a_batch_has_a_sequence(m):
+    for draft in (None, "lookup"):
+        refused(partial(m.generate, ["x"], draft=draft, batch_size=0), "batch_size: got 0, expected at least 1")
+
+
 def test_no_prompts_give_no_results(m):
     assert m.generate([]) == []
     assert list(hydrajax.generate(m.executor(), [])) == []

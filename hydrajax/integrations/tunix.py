@@ -78,7 +78,7 @@ class HydrajaxRollout(BaseRollout):
         self._calls = 0
         arrays, policy = arrays_by_path(rollout_actor), getattr(rollout_actor, "base", rollout_actor)
         self.language_model = from_params(
-            policy.config if config is None else config,
+            getattr(policy, "config", None) if config is None else config,
             arrays,
             "tunix" if policy is rollout_actor else "maxtext",
             draft=draft,
@@ -122,8 +122,10 @@ class HydrajaxRollout(BaseRollout):
             rollout_config: tunix' settings.
 
         Raises:
-            HydrajaxError: for prompts and completions that do not fit into the context.
+            HydrajaxError: for no prompts, and for prompts and completions that do not fit into the context.
         """
+        if not prompts:
+            raise HydrajaxError("prompts: got none, expected at least one")
         self._refresh()
         c, m = rollout_config, self.language_model
         rows = [self._ids(prompt) for prompt in prompts]

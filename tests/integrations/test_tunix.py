@@ -91,6 +91,8 @@ def test_greedy_rollouts_are_tunix_own_and_follow_the_trainer():
     assert_same(second, vanilla(model).generate(PROMPTS, GREEDY))
     with pytest.raises(HydrajaxError, match=r"^kv_cache_size: got 64, expected at least 106$"):
         ours.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens_to_generate=100))
+    with pytest.raises(HydrajaxError, match=r"^prompts: got none, expected at least one$"):
+        ours.generate([], GREEDY)
     ends = dataclasses.replace(GREEDY, eos_tokens=[int(second.tokens[0][3])])
     assert_same(ours.generate(PROMPTS, ends), vanilla(model).generate(PROMPTS, ends))
 
@@ -152,6 +154,8 @@ def test_a_module_that_computes_something_else_is_refused():
     HydrajaxRollout(model, TOKENIZER, None, GREEDY)
     fields = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128, "rope_theta": 10.0}
+    with pytest.raises(HydrajaxError, match=r"^config: got NoneType, expected a LlamaConfig"):
+        HydrajaxRollout(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), TOKENIZER, None, GREEDY)
     with pytest.raises(HydrajaxError, match=r"config: log-probabilities are up to .* from those of Qwen3"):
         HydrajaxRollout(model, TOKENIZER, None, GREEDY, config=fields)
 
