@@ -1,12 +1,8 @@
 """The OpenAI-compatible API over HTTP."""
 
 import asyncio
-import json
-import logging
-import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +21,7 @@ from starlette.routing import Route
 from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
-from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.api_errors import error_response
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.protocol import (
@@ -41,8 +37,9 @@ from hydrajax.serve.protocol import (
     parse_body,
 )
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
+from hydrajax.serve.reply import Reply, ending_in_errors
 from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.requests import Closed, QueueFull, Submission
+from hydrajax.serve.requests import Submission
 from hydrajax.serve.served_models import ServedModel, total
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
@@ -53,9 +50,6 @@ from hydrajax.text.templates import text_of
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
 SHORT_CONTENT = 1 << 11  # bytes, characters or ids that take no longer than to hand them to a thread
-LOG = logging.getLogger("uvicorn.error")
-FAILED = "the server failed; its log has the reason"
-ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
 # The page loads nothing from other hosts, and no other page may embed it.
 POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -101,7 +95,7 @@ class Api:
                 *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
             middleware=middleware,
-            exception_handlers=dict.fromkeys((HTTPException, HydrajaxError, Exception), _error_response),
+            exception_handlers=dict.fromkeys((HTTPException, HydrajaxError, Exception), error_response),
         )
 
     async def models(self, request: Request) -> Response:
@@ -251,7 +245,7 @@ class Api:
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
-        reply = _Reply(batcher, self._metrics, request, self._options.timeout)
+        reply = Reply(batcher, self._metrics, request, self._options.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
             options = (self._encoder.after, body.wants_logprobs(), top, body.stream_options.include_drafts)
@@ -261,7 +255,7 @@ class Api:
             ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
-                return EventStream(_ending_in_errors(events), self._options.write_timeout, reply.close)
+                return EventStream(ending_in_errors(events), self._options.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:
@@ -291,110 +285,3 @@ def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
         return FileResponse(Path(__file__).with_name("page") / name, headers={"content-security-policy": POLICY})
 
     return answer
-
-
-class _Reply:
-    """The choices of one request in progress; cancelled if the client disconnects or after ``timeout`` seconds.
-
-    The caller must `close` it.
-    """
-
-    def __init__(self, batcher: Batcher, metrics: ServerMetrics, request: Request, timeout: float):
-        self._batcher, self._metrics, self._request = batcher, metrics, request
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
-        self.choices: list[ReplyChoice] = []
-        self._disconnect = asyncio.create_task(self._until_disconnect())
-        self._deadline = self._loop.call_later(timeout, self._cancel)
-
-    def changed(self) -> None:
-        """Wake the event loop from the batcher's thread."""
-        with suppress(RuntimeError):  # the loop is closed after the server's end
-            self._loop.call_soon_threadsafe(self._news.set)
-
-    async def _until_disconnect(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self._cancel()
-
-    def _cancel(self) -> None:
-        for choice in self.choices:
-            if not choice.handle.done:
-                self._batcher.cancel(choice.handle)
-
-    def close(self) -> None:
-        self._disconnect.cancel()
-        self._deadline.cancel()
-        self._cancel()
-        for choice in self.choices:
-            self._metrics.ended(choice.handle)
-
-    async def _change(self) -> None:
-        await self._news.wait()
-        self._news.clear()
-
-    async def wait(self) -> None:
-        """Wait for all choices. Raises the error of a failed one."""
-        while not all(choice.handle.done for choice in self.choices):
-            await self._change()
-        for choice in self.choices:
-            if choice.handle.error is not None:
-                raise choice.handle.error
-
-    async def events(self, form: ReplyFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
-        """Yield server-sent events, those of one moment together.
-
-        usage_for: choices per prompt if the token counts are wanted.
-        """
-        choices, new = self.choices, form.opening(self.choices)
-        while True:
-            for choice in choices:
-                if choice.handle.error is not None:
-                    yield _written([*new, _error(str(choice.handle.error), 503)])
-                    return
-                new += form.events(choice)
-            if all(choice.ended for choice in choices):
-                break
-            if new:
-                yield _written(new)
-                new = []
-            await self._change()
-        if usage_for is not None:
-            new.append(form.closing(choices, usage(choices, usage_for)))
-        yield _written(new) + "data: [DONE]\n\n"
-
-
-def _written(events: Sequence[dict[str, Any]]) -> str:
-    """Return events as one piece of a stream: each write would wake the client, which may share our processor."""
-    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
-
-
-async def _ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Pass events on. An exception, which no status can tell any more, becomes the last event."""
-    try:
-        async with aclosing(events):
-            async for event in events:
-                yield event
-    except Exception:
-        LOG.exception("a stream failed")
-        yield _written([_error(FAILED, 500)])
-
-
-PARAM = re.compile(r"[a-z][\w.]*(?=: )")  # messages begin with the field, such as messages.0.role
-
-
-def _error(message: str, status: int) -> dict[str, Any]:
-    kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    param = PARAM.match(message)
-    return {"error": {"message": message, "type": kind, "param": param and param[0], "code": None}}
-
-
-async def _error_response(request: Request, error: Exception) -> Response:
-    """Clients retry after 429 and 503."""
-    if isinstance(error, HTTPException):
-        status, message, headers = error.status_code, error.detail, error.headers
-    elif not isinstance(error, HydrajaxError):  # starlette then raises it again, and uvicorn logs it
-        status, message, headers = 500, FAILED, None
-    else:
-        status = 429 if isinstance(error, QueueFull) else 503 if isinstance(error, Closed) else 400
-        message, headers = str(error), {"retry-after": "1"} if status == 429 else None
-    return JSONResponse(_error(message, status), status_code=status, headers=headers)

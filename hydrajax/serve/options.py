@@ -10,7 +10,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from hydrajax.decoding.keywords import make_rule
-from hydrajax.serve.protocol import MOST_ALTERNATIVES, distinct, naming_fields
+from hydrajax.serve.json_objects import MOST_ALTERNATIVES, distinct, naming_fields
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 

@@ -6,45 +6,32 @@ field that is null or has a neutral value changes nothing and counts as absent.
 
 import dataclasses
 import functools
-import json
-import reprlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import SEED_BITS
-from hydrajax.errors import HydrajaxError
-from hydrajax.text.jsonl import shown
+from hydrajax.serve.json_objects import (
+    IGNORED,
+    MOST_ALTERNATIVES,
+    MOST_CHOICES,
+    MOST_PROMPTS,
+    MOST_STOPS,
+    JsonObject,
+    distinct,
+    naming_fields,
+)
+from hydrajax.serve.messages import ChatMessage, NamedTool, Tool
 
-MOST_CHOICES, MOST_STOPS, MOST_PROMPTS, MOST_ALTERNATIVES = 128, 16, 128, 20
 Body = TypeVar("Body", bound=BaseModel)
 
 Text = Annotated[StrictStr, Field(min_length=1)]
 TokenIds = Annotated[list[StrictInt], Field(min_length=1)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS)
-FunctionName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-NUMBERS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-KINDS = {  # of pydantic's errors
-    "int_type": "an integer", "int_parsing_size": "a smaller integer", "float_type": "a finite number",
-    "bool_type": "true or false", "bool_parsing": "true or false",
-    "list_type": "a list", "dict_type": "an object", "model_type": "an object",
-    "string_pattern_mismatch": "1 to 64 letters, digits, _ and -",
-}  # fmt: skip
-UNIONS = {
-    "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
-    "stop": f"a text or a list of up to {MOST_STOPS} texts",
-    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
-    "functions": "none; use tools, which replace it",
-    "function_call": "none; use tool_choice, which replaces it",
-    "suffix": "none, as this server only continues prompts",
-}
-IGNORED = object()  # stands for any value in the tables of what changes nothing
 TEMPLATE_DEFAULTS = {
     "add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}, "media_io_kwargs": {},
     "mm_processor_kwargs": {}, "documents": [],
@@ -67,30 +54,10 @@ CHAT_DEFAULTS = REQUEST_DEFAULTS | TEMPLATE_DEFAULTS | {
 COMPLETION_DEFAULTS = REQUEST_DEFAULTS | {"add_special_tokens": True, "response_format": {"type": "text"}, "suffix": ""}
 
 
-class JsonObject(BaseModel):
-    """An object of a request, without unknown fields. Null and the values of ``NEUTRAL`` count as absent."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    NEUTRAL: ClassVar[dict[str, Any]] = {}
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _without_neutral_fields(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        return {name: value for name, value in fields.items() if not cls._is_neutral(name, value)}
-
-    @classmethod
-    def _is_neutral(cls, name: str, value: Any) -> bool:
-        neutral = cls.NEUTRAL.get(name)
-        same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)  # False == 0
-        return value is None or neutral is IGNORED or same
-
-
 class StreamOptions(JsonObject):
     """``include_drafts`` is an extension that marks drafted tokens."""
 
-    NEUTRAL = {"continuous_usage_stats": False, "include_obfuscation": IGNORED}
+    NEUTRAL: ClassVar = {"continuous_usage_stats": False, "include_obfuscation": IGNORED}
     include_usage: bool = False
     include_drafts: bool = False
 
@@ -156,79 +123,8 @@ class CompletionBody(RequestBody):
         return self
 
 
-class TextPart(JsonObject):
-    type: Literal["text"]
-    text: StrictStr
-
-
-class CalledFunction(JsonObject):
-    NEUTRAL = {"parsed_arguments": IGNORED}  # OpenAI's client adds it
-    name: FunctionName
-    arguments: StrictStr
-
-    @pydantic.field_validator("arguments")
-    @classmethod
-    def _arguments_are_an_object(cls, value: str) -> str:
-        try:
-            valid = isinstance(json.loads(value), dict)
-        except (ValueError, RecursionError):
-            valid = False
-        if not valid:
-            raise ValueError(f"got {_shown(value)}, expected a JSON object as text")
-        return value
-
-
-class ToolCall(JsonObject):
-    """A call in an assistant message of the conversation."""
-
-    NEUTRAL = {"index": IGNORED}  # from a stream
-    id: StrictStr
-    type: Literal["function"]
-    function: CalledFunction
-
-    def plain(self) -> dict[str, Any]:
-        """Return the call for chat templates, which write the arguments as JSON themselves."""
-        function = {"name": self.function.name, "arguments": json.loads(self.function.arguments)}
-        return {"id": self.id, "type": self.type, "function": function}
-
-
-class ChatMessage(JsonObject):
-    NEUTRAL = {"annotations": [], "tool_calls": [], "parsed": IGNORED}  # OpenAI's client adds parsed
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
-    tool_call_id: StrictStr | None = None
-    reasoning_content: StrictStr | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _fields_of_the_role(self):
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError(f"tool_calls: got a list, expected none in a message of role {self.role}")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError(f"tool_call_id: {'is missing' if self.role == 'tool' else 'requires role tool'}")
-        if self.content is None and self.tool_calls is None:
-            raise ValueError("content: is missing")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """Return the message for chat templates, which call OpenAI's developer the system."""
-        content = self.content or ""
-        if not isinstance(content, str):
-            content = [part.model_dump() for part in content]
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.tool_calls is not None:
-            found["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if self.reasoning_content and self.role == "assistant":  # as Qwen's templates name it, and gpt-oss's
-            found["reasoning_content"] = self.reasoning_content
-            found |= {} if content else {"thinking": self.reasoning_content}
-        if self.role == "tool":
-            found |= {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
-        return found
-
-
 class JsonSchema(JsonObject):
-    NEUTRAL = {"strict": IGNORED}  # every answer is valid under the schema
+    NEUTRAL: ClassVar = {"strict": IGNORED}  # every answer is valid under the schema
     name: StrictStr
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     description: str | None = None
@@ -244,31 +140,6 @@ class ResponseFormat(JsonObject):
             missing = self.json_schema is None
             raise ValueError(f"json_schema: {'is missing' if missing else 'requires response_format.type=json_schema'}")
         return self
-
-
-class FunctionDefinition(JsonObject):
-    NEUTRAL = {"strict": IGNORED}  # all arguments are valid under the schema
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(JsonObject):
-    type: Literal["function"]
-    function: FunctionDefinition
-
-    def plain(self) -> dict[str, Any]:
-        """Return the tool for chat templates."""
-        return self.model_dump(exclude_unset=True)
-
-
-class FunctionReference(JsonObject):
-    name: StrictStr
-
-
-class NamedTool(JsonObject):
-    type: Literal["function"]
-    function: FunctionReference
 
 
 class ChatBody(RequestBody):
@@ -374,60 +245,3 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
         kind = _with_fields(kind, tuple((name, own) for name, (own, _) in sampling_fields().items()))
     with naming_fields():
         return kind.model_validate_json(body)
-
-
-@contextmanager
-def naming_fields() -> Iterator[None]:
-    """Raise pydantic's errors as a `HydrajaxError` that names the first wrong field."""
-    try:
-        yield
-    except pydantic.ValidationError as error:
-        raise HydrajaxError(_message(error.errors(include_url=False)[0])) from None
-
-
-def distinct(field: str, names: Sequence[str]) -> None:
-    """Raise ``ValueError`` if a name is repeated."""
-    if repeated := [name for index, name in enumerate(names) if name in names[:index]]:
-        raise ValueError(f"{field}: got {repeated[0]} twice, expected different names")
-
-
-def _message(error: dict[str, Any]) -> str:
-    message, found = error["msg"].removeprefix("Value error, "), _shown(error["input"])
-    if error["type"] == "json_invalid":
-        return f"the body is not JSON ({message.removeprefix('Invalid JSON: ')})"
-    # In a union, pydantic appends the type that it tried.
-    field = ".".join(str(part) for part in error["loc"] if _is_field(part)) or "the body"
-    if error["type"] == "value_error":  # of a validator that names the field itself, or of the field's own
-        return message if not error["loc"] else f"{field}{': ' if message.startswith('got ') else '.'}{message}"
-    if error["type"] == "missing":
-        return f"{field}: is missing"
-    if error["type"] == "extra_forbidden" and field not in UNIONS:
-        return f"{field}: this field is not supported"
-    if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
-        return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
-    return f"{field}: got {found}, expected {_expected(error['type'], message, error.get('ctx', {}))}"
-
-
-def _shown(value: Any) -> str:
-    return reprlib.repr(value) if isinstance(value, str) else shown(value)
-
-
-def _expected(kind: str, message: str, numbers: dict[str, Any]) -> str:
-    """Return the allowed values of a field in our words; ``numbers`` are the limits that pydantic names."""
-    if kind in ("too_long", "too_short", "string_too_long", "string_too_short"):
-        number = numbers.get("max_length", numbers.get("min_length"))
-        unit = "character" if kind.startswith("string") else "item"
-        return f"at {'most' if kind.endswith('long') else 'least'} {number} {unit}{'s' * (number != 1)}"
-    for name, words in NUMBERS.items():
-        if name in numbers:
-            number = numbers[name]
-            return f"{words} {number:g}" if isinstance(number, float) else f"{words} {number}"
-    if kind in KINDS:
-        return KINDS[kind]
-    if kind.startswith("string_"):
-        return "a text"
-    return message.removeprefix("Input should be ")
-
-
-def _is_field(part: str | int) -> bool:
-    return isinstance(part, int) or (part.isidentifier() and part not in ("str", "bool", "constrained"))

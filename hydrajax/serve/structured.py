@@ -9,7 +9,8 @@ from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.matcher import can_begin
 from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve.harmony import Harmony
-from hydrajax.serve.protocol import ChatBody, NamedTool, Tool
+from hydrajax.serve.messages import NamedTool, Tool
+from hydrajax.serve.protocol import ChatBody
 from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer, Schema
 
 
