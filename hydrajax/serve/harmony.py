@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from hydrajax.serve.tool_calls import Reading, call_in, json_rule, lark
+from hydrajax.serve.tool_calls import CallFormat, Reading, call_in, json_rule, lark
 from hydrajax.text.answers import Generation
 from hydrajax.text.continuation import Continuation
 
@@ -22,8 +22,8 @@ ENDS = re.compile(r"<\|(?:end|call|return)\|>")
 FUNCTION = re.compile(r"\bto=functions\.([a-zA-Z0-9_-]+)")
 
 
-class Harmony:
-    """The format with the special tokens of one tokenizer, a `hydrajax.serve.tool_calls.CallFormat`."""
+class Harmony(CallFormat):
+    """The format with the special tokens of one tokenizer, of gpt-oss."""
 
     def __init__(self, tokenizer: Any):
         self.special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hydrajax.serve.harmony import Harmony, MarkedText
+from hydrajax.serve.harmony import MarkedText
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
 from hydrajax.text.continuation import INCOMPLETE, Continuation
@@ -54,7 +54,7 @@ class ReplyChoice:
         self._echo = echo.rstrip(INCOMPLETE) if self._marked.begun else echo
         self._sent, self._tokens = 0, 0  # characters and tokens sent
         self._calls = None if calls is None else CallDeltas(calls)
-        special = calls.special if isinstance(calls, Harmony) else {}
+        special = {} if calls is None else calls.special
         self._with_special = MarkedText(special, after(handle.request.ids)) if special else None
         self.ended = False  # its end has been sent
 

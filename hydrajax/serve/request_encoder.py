@@ -11,8 +11,9 @@ import numpy as np
 from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
+from hydrajax.serve.call_formats import call_format
 from hydrajax.serve.harmony import Harmony
-from hydrajax.serve.tool_calls import CallFormat, call_format
+from hydrajax.serve.tool_calls import CallFormat
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import PromptEncoder, make_encoder, text_of

@@ -82,9 +82,10 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
         schemas = {named: schemas[named]}
     several = named is None and body.parallel_tool_calls is not False
     answer, field = _answer(body) if choice in (None, "auto") else (None, "")
+    reader = calls.reader(schemas)
     if answer is None:
         grammar = calls.grammar(schemas, text=choice in (None, "auto"), several=several)
-        return Structure(_checked(grammar, calls, schemas), "tools", calls)
+        return Structure(_checked(grammar, reader, schemas), "tools", reader)
     source, heads = _of_schema(answer, field).source, calls.heads(schemas)
     for name, head in heads.items():
         if can_begin(source, head):
@@ -92,7 +93,7 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
                 f"{field}: allows JSON that begins as a call of {name} does; set additionalProperties to false, or "
                 "tool_choice to none or required"
             )
-    reader = CallsOrAnswer(calls, heads.values()) if heads else calls
+    reader = CallsOrAnswer(reader, heads.values()) if heads else reader
     grammar = calls.grammar(schemas, several=several, answer=answer)
     return Structure(_checked(grammar, reader, schemas, answer), "tools", reader)
 
@@ -100,9 +101,9 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
 def _checked(grammar: Grammar, reader: CallReader, schemas: dict[str, Schema], answer: Schema | None = None) -> Grammar:
     """Return the grammar with a check of complete answers: of the arguments of calls, or of the answer without any.
 
-    Harmony's has none, as an answer's text lacks the special tokens.
+    There is none if the reader reads special tokens, which the text of a check lacks.
     """
-    if isinstance(reader, Harmony):
+    if reader.special:
         return grammar
 
     def is_valid(text: str) -> bool:

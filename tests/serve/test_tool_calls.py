@@ -5,7 +5,8 @@ import pytest
 from helpers.json_letters import END_TAG, SCHEMAS, TAG, accepts
 from helpers.json_letters import shipped_tokenizer as tokenizers
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer, PlainCalls, TaggedCalls, call_format
+from hydrajax.serve.call_formats import PlainCalls, TaggedCalls, call_format
+from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer
 
 BODY = '{"name": "ab", "arguments": {"a": "</tool_call>"}}'
 CLOSED = f"{TAG}\n{BODY}\n{END_TAG}"
