@@ -27,10 +27,10 @@ MOST_BYTES = 1 << 17  # of a grammar's text
 class Grammar:
     """The texts that a model may generate, for ``grammar=`` of `hydrajax.LanguageModel.generate`.
 
-    Use the class methods `json_schema`, `json_object`, `regex`, `choices` and `lark`.
+    Use the class methods `json_schema`, `json_object`, `regex`, `choices`, `lark` and `gbnf`.
 
     Attributes:
-        kind: ``json_schema``, ``regex``, ``choices`` or ``lark``; names the grammar in messages.
+        kind: ``json_schema``, ``regex``, ``choices``, ``lark`` or ``gbnf``; names the grammar in messages.
         text: The schema, the expression, the choices as a JSON list, or the grammar.
         whitespace: JSON may contain any whitespace between its tokens. By default there is one space after ``,`` and
             ``:``, as Python's ``json.dumps`` writes, so that more tokens are forced.
@@ -90,6 +90,16 @@ class Grammar:
     def lark(cls, grammar: str) -> Grammar:
         """Return a context-free grammar in llguidance's dialect of Lark, whose first rule is ``start``."""
         return cls("lark", _text("lark", grammar))
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Grammar:
+        """Return a context-free grammar in GBNF, the EBNF of llama.cpp and xgrammar, whose first rule is ``root``."""
+        return cls("gbnf", _text("gbnf", grammar))
+
+    @classmethod
+    def of_text(cls, grammar: str) -> Grammar:
+        """Return the grammar of a text in Lark, or in GBNF if it defines rules by ``::=``."""
+        return (cls.gbnf if "::=" in grammar else cls.lark)(grammar)
 
     @functools.cached_property
     def source(self) -> str:

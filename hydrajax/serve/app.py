@@ -138,7 +138,13 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
-        return await self._answer(request, body, await self._prompts(body.prompts()), chat=False)
+        structure, wanted = FREE, body.wanted()
+        if wanted is not None:
+            encoder = self._encoder
+            structure = await self._on_thread(
+                lambda: structure_of(body, encoder.call_format, added=encoder.added_tokens), [str(wanted.value)]
+            )
+        return await self._answer(request, body, await self._prompts(body.prompts()), False, structure)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
@@ -146,13 +152,11 @@ class Api:
 
         def encoded() -> tuple[np.ndarray, Structure]:
             ids = self._encoder.conversation(plain, tools)
-            return ids, structure_of(body, self._encoder.call_format, self._encoder.harmony)
+            encoder = self._encoder
+            return ids, structure_of(body, encoder.call_format, encoder.harmony, encoder.added_tokens)
 
         ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
-        try:
-            return await self._answer(request, body, [ids], True, structure)
-        except HydrajaxError as error:
-            raise structure.named(error) from None
+        return await self._answer(request, body, [ids], True, structure)
 
     # --- prompts ----------------------------------------------------------------------------------------------
 
@@ -241,7 +245,10 @@ class Api:
             requests = made()
         else:
             common["grammar"] = grammar
-            requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
+            try:
+                requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
+            except HydrajaxError as error:
+                raise structure.named(error) from None
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]

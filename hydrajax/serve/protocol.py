@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, Stric
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import SEED_BITS
+from hydrajax.serve.answer_formats import AnswerFormat
 from hydrajax.serve.json_objects import (
     IGNORED,
     MOST_ALTERNATIVES,
@@ -51,7 +52,7 @@ CHAT_DEFAULTS = REQUEST_DEFAULTS | TEMPLATE_DEFAULTS | {
     "add_special_tokens": False, "echo": False, "include_reasoning": True, "verbosity": "medium",
     "function_call": "none", "prediction": IGNORED,
 }  # fmt: skip
-COMPLETION_DEFAULTS = REQUEST_DEFAULTS | {"add_special_tokens": True, "response_format": {"type": "text"}, "suffix": ""}
+COMPLETION_DEFAULTS = REQUEST_DEFAULTS | {"add_special_tokens": True, "suffix": ""}
 
 
 class StreamOptions(JsonObject):
@@ -62,7 +63,7 @@ class StreamOptions(JsonObject):
     include_drafts: bool = False
 
 
-class RequestBody(JsonObject):
+class RequestBody(AnswerFormat, JsonObject):
     """The common fields, to which `parse_body` adds `sampling_fields`. None means the server's default."""
 
     TOP_LOGPROBS: ClassVar[str]  # the field with the number of most likely tokens
@@ -89,6 +90,10 @@ class RequestBody(JsonObject):
         """Return the parameters of rule and processors, None for absent ones and for values without effect."""
         given = {name: (getattr(self, name), nothing) for name, (_, nothing) in sampling_fields().items()}
         return {name: None if value in nothing else value for name, (value, nothing) in given.items()}
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call; they are part of the prompt."""
+        return []
 
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False  # a number in completions, a flag in chats
@@ -123,25 +128,6 @@ class CompletionBody(RequestBody):
         return self
 
 
-class JsonSchema(JsonObject):
-    NEUTRAL: ClassVar = {"strict": IGNORED}  # every answer is valid under the schema
-    name: StrictStr
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    description: str | None = None
-
-
-class ResponseFormat(JsonObject):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _schema_if_named(self):
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            missing = self.json_schema is None
-            raise ValueError(f"json_schema: {'is missing' if missing else 'requires response_format.type=json_schema'}")
-        return self
-
-
 class ChatBody(RequestBody):
     """``POST /v1/chat/completions``."""
 
@@ -154,7 +140,6 @@ class ChatBody(RequestBody):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] | None = None
 
     def limit(self) -> int | None:
@@ -177,7 +162,6 @@ class ChatBody(RequestBody):
         return self
 
     def callable_tools(self) -> list[Tool]:
-        """Return the tools that the model may call; they are part of the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -85,6 +86,12 @@ class RequestEncoder:
     def harmony(self) -> Harmony | None:
         """The format of all answers to conversations; None if they are free text."""
         return Harmony.of(self._chat_encoder().source, self._tokenizer)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """The ids of added tokens that no text under a grammar contains: special ones, and those like ``<think>``."""
+        added = {} if self._tokenizer is None else self._tokenizer.added_tokens_decoder
+        return {x.content: i for i, x in added.items() if x.special or re.fullmatch("<.+>", x.content)}
 
     def _chat_encoder(self) -> PromptEncoder:
         if self._chat is None:

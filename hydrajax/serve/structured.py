@@ -1,16 +1,18 @@
-"""Structured output: the grammar of a chat request's answers, from its response format and tools."""
+"""Structured output: the grammar of a request's answers, from its fields and tools."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.matcher import can_begin
 from hydrajax.grammar.schema_faults import JsonCheck
+from hydrajax.serve.answer_formats import Wanted
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.messages import NamedTool, Tool
-from hydrajax.serve.protocol import ChatBody
+from hydrajax.serve.protocol import ChatBody, RequestBody
+from hydrajax.serve.structural_tags import tags_grammar
 from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer, Schema
 
 
@@ -36,18 +38,24 @@ class Structure:
 FREE = Structure()
 
 
-def structure_of(body: ChatBody, call_format: Callable[[], CallFormat], harmony: Harmony | None = None) -> Structure:
+def structure_of(
+    body: RequestBody,
+    call_format: Callable[[], CallFormat],
+    harmony: Harmony | None = None,
+    added: Mapping[str, int] = {},
+) -> Structure:
     """Return the form of the answers to a request.
 
     Args:
         body: the request.
         call_format: returns the format of calls, or raises `HydrajaxError`; called only for requests with tools.
         harmony: the format of all answers, None for free text.
+        added: ids of the base's added tokens that no text contains, for structural tags.
 
     Raises:
-        HydrajaxError: for a tool's schema that llguidance refuses, and for fields that contradict each other.
+        HydrajaxError: for a grammar or a schema that llguidance refuses, and for fields that contradict each other.
     """
-    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body, harmony)
+    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body, harmony, added)
     if found.grammar is not None:
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(body, name):
@@ -56,22 +64,33 @@ def structure_of(body: ChatBody, call_format: Callable[[], CallFormat], harmony:
     return found
 
 
-def _of_format(body: ChatBody, harmony: Harmony | None) -> Structure:
-    schema, field = _answer(body)
-    if schema is None:
+def _of_format(body: RequestBody, harmony: Harmony | None, added: Mapping[str, int]) -> Structure:
+    if (wanted := body.wanted()) is None:
         return Structure(calls=harmony)
-    grammar = _of_schema(schema, field)
-    return Structure(grammar if harmony is None else harmony.grammar({}, answer=schema), field, harmony)
+    kind, value, field = wanted
+    if (schema := _schema(wanted)) is not None:
+        grammar = _of_schema(schema, field)
+        return Structure(grammar if harmony is None else harmony.grammar({}, answer=schema), field, harmony)
+    if harmony is not None:
+        raise HydrajaxError(f"{field}: got one for a base that answers in channels, expected JSON")
+    try:
+        if kind == "structural_tag":
+            grammar = tags_grammar(value, field, added, _of_schema)
+        else:
+            grammar = {"regex": Grammar.regex, "choice": Grammar.choices, "grammar": Grammar.of_text}[kind](value)
+        _ = grammar.source
+    except HydrajaxError as error:
+        raise _named(error, field) from None
+    except RecursionError:
+        raise HydrajaxError(f"{field}: is nested too deeply") from None
+    return Structure(grammar, field)
 
 
-def _answer(body: ChatBody) -> tuple[Schema | None, str]:
-    """Return the JSON schema of a request's answers, None for free text, and the field that it comes from."""
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None, ""
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        return {"type": "object"}, "response_format"
-    return wanted.json_schema.schema_, "response_format.json_schema.schema"
+def _schema(wanted: Wanted | None) -> Schema | None:
+    """Return the JSON schema that answers follow, None for free text and other grammars."""
+    if wanted is None or wanted.kind not in ("json", "json_object"):
+        return None
+    return {"type": "object"} if wanted.kind == "json_object" else wanted.value
 
 
 def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
@@ -81,7 +100,10 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
     if named is not None:
         schemas = {named: schemas[named]}
     several = named is None and body.parallel_tool_calls is not False
-    answer, field = _answer(body) if choice in (None, "auto") else (None, "")
+    wanted = body.wanted() if choice in (None, "auto") else None
+    answer, field = _schema(wanted), "" if wanted is None else wanted.field
+    if wanted is not None and answer is None:
+        raise HydrajaxError(f"{field}: got one with tools, expected JSON, or tool_choice none or required")
     reader = calls.reader(schemas)
     if answer is None:
         grammar = calls.grammar(schemas, text=choice in (None, "auto"), several=several)
@@ -140,6 +162,6 @@ def _of_schema(schema: Schema, field: str) -> Grammar:
 
 def _named(error: HydrajaxError, field: str) -> HydrajaxError:
     """Return an error with the request's field if it begins with a kind of grammar."""
-    if error.field not in ("json_schema", "lark", "grammar"):
+    if error.field not in ("json_schema", "lark", "grammar", "gbnf", "regex", "choices"):
         return error
     return HydrajaxError(f"{field}: {str(error).removeprefix(f'{error.field}: ')}")

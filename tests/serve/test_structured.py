@@ -93,6 +93,43 @@ def test_text_is_not_constrained(client):
     assert client.chat.completions.create(**ONE, response_format={"type": "text"}).choices == free.choices
 
 
+BOUND = {"type": "object", "properties": {"a": {"enum": ["ab", "ba"]}}, "required": ["a"], **CLOSED}
+TAGGED = {"begin": "a:", "schema": BOUND, "end": ","}
+SEVERAL = {"type": "tags_with_separator", "separator": "0", "at_least_one": True}
+SEVERAL["tags"] = [{"type": "tag", "begin": "a:", "content": {"type": "json_schema", "json_schema": BOUND}, "end": ","}]
+OF_BOUND = r'\{"a": "(ab|ba)"\}'
+FORMS = [  # fields, and a regular expression of their answers
+    ({"structured_outputs": {"json": BOUND}}, OF_BOUND),
+    ({"structured_outputs": {"json": json.dumps(BOUND), "disable_any_whitespace": True}}, OF_BOUND),
+    ({"structured_outputs": {"regex": "[ab]{2}(0|1)"}}, "[ab]{2}[01]"),
+    ({"structured_outputs": {"choice": ["ab0", "ba1"], "json": None}}, "ab0|ba1"),
+    ({"structured_outputs": {"grammar": 'root ::= "a" x "b"\nx ::= [01] | "1" x'}}, "a1*[01]b"),
+    ({"structured_outputs": {"grammar": 'start: "a" X "b"\nX: /1*[01]/'}}, "a1*[01]b"),
+    ({"structured_outputs": {"structural_tag": json.dumps({"format": SEVERAL})}}, f"a:{OF_BOUND},(0a:{OF_BOUND},)*"),
+    ({"response_format": {"type": "structural_tag", "format": SEVERAL}}, f"a:{OF_BOUND},(0a:{OF_BOUND},)*"),
+    (
+        {"response_format": {"type": "structural_tag", "structures": [TAGGED], "triggers": ["a"]}},
+        f"([^a]*a:{OF_BOUND},)*[^a]*",
+    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": BOUND}}}, OF_BOUND),
+    ({"guided_json": BOUND}, OF_BOUND),
+    ({"guided_regex": "[ab]{2}(0|1)"}, "[ab]{2}[01]"),
+    ({"guided_choice": ["ab0", "ba1"]}, "ab0|ba1"),
+    ({"guided_grammar": 'root ::= "a" x "b"\nx ::= [01] | "1" x'}, "a1*[01]b"),
+]
+
+
+def test_grammars_of_vllm_in_chats_and_completions(address):
+    for fields, pattern in FORMS:
+        for route, prompt in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "ab"})):
+            body = prompt | fields | {"max_tokens": 60, "logit_bias": {str(letters.END): 4, str(IDS["b"]): 1}}
+            answer = httpx.post(f"{address}/v1/{route}", json=body, timeout=SECONDS).json()
+            choice = answer["choices"][0]
+            text = choice["text"] if route == "completions" else choice["message"]["content"]
+            assert choice["finish_reason"] == "stop", (fields, text)
+            assert re.fullmatch(pattern, text), (fields, text)
+
+
 def checked(message, allowed=tuple(SCHEMAS)) -> list[str]:
     """Check the calls of a message and return their names."""
     for call in message.tool_calls:
@@ -335,7 +372,28 @@ REFUSED = [
         {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
         "response_format.json_schema: requires response_format.type=json_schema",
     ),
-    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object' or "),
+    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object', "),
+    (
+        {"response_format": {"type": "json_object", "format": {}}},
+        "response_format.format: requires response_format.type=structural_tag",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs: got none, expected one of json, regex, choice, grammar, "),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: got regex and choice, expected one"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: got [], expected a list of texts"),
+    ({"structured_outputs": {"json": "["}}, "structured_outputs.json: got a text that is not a JSON object"),
+    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar: Failed to convert the grammar"),
+    ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern: this field is not"),
+    (
+        {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
+        "guided_regex: got one with structured_outputs.regex",
+    ),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens: got 1 with structured_outputs.regex"),
+    ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs.structural_tag.format.type: got"),
+    (
+        tool() | {"guided_regex": "a"},
+        "guided_regex: got one with tools, expected JSON, or tool_choice none",
+    ),
     (of({}) | {"ignore_eos": True}, "ignore_eos: got true with response_format.json_schema.schema"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens: got 2 with response_format"),
     ({"tools": [{}]}, "tools.0.type: is missing"),
