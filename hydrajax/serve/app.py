@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Api:
         """``hosts``: host names under which clients may connect, None for any."""
         self._hosts, self._warm_up = hosts, warm_up
         self._models, self._encoder, self._options = {model.name: model for model in models}, encoder, options
-        self._metrics = ServerMetrics(self._stats)
+        self._metrics = ServerMetrics(self._stats, {name: model.batcher for name, model in self._models.items()})
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
 
     def _stats(self) -> Stats:
@@ -252,7 +253,7 @@ class Api:
         echoed = [""] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
-        reply = Reply(batcher, self._metrics, request, self._options.timeout)
+        reply = Reply(batcher, partial(self._metrics.ended, model.name), request, self._options.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
             options = (self._encoder.after, body.wants_logprobs(), top, body.stream_options.include_drafts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import time
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.decoding.decode_loop import Snapshot
 from hydrajax.decoding.executor import State
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.sequences import remember, row_result
 from hydrajax.serve.admission import CacheBudget, CacheMemory
-from hydrajax.serve.bursts import BurstRunner
+from hydrajax.serve.bursts import Burst, BurstRunner
+from hydrajax.serve.draft_counts import DraftCounts
 from hydrajax.serve.executor_pool import ExecutorPool
 from hydrajax.serve.new_request import new_request
 from hydrajax.serve.prefix_cache import CachedPrefix, shared_length
@@ -70,7 +71,7 @@ class Batcher:
         self._asked_until = 0.0  # a client may ask again
         self._queue: deque[RequestHandle] = deque()
         self._closing, self._failed, self._finished = False, False, True
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts, self._drafts = dict.fromkeys(COUNTS, 0), DraftCounts(pool.longest_path() - 1)
         self._thread = threading.Thread(target=self._run, name="hydrajax batcher", daemon=True)
 
     # --- for any thread ---------------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ class Batcher:
             raise HydrajaxError(
                 f"n: got {len(requests)} sequences (prompts x n), expected at most {most}, the server's slots and queue"
             )
-        handles = [RequestHandle(request, on_change) for request in requests]
+        handles = [RequestHandle(request, on_change, self._pool.longest_path() - 1) for request in requests]
         with self._lock:
             if self._failed:
                 raise Closed("the server has failed; see its log")
@@ -164,6 +165,11 @@ class Batcher:
                 limit_nbytes=self.memory.limit,
                 failed=self._failed,
             )
+
+    def draft_counts(self) -> DraftCounts:
+        """Return the counts of speculative steps since the start."""
+        with self._lock:
+            return copy.deepcopy(self._drafts)
 
     def refuse(self) -> None:
         """Refuse new requests."""
@@ -286,7 +292,7 @@ class Batcher:
             if not self._budget.admit(self._batch.usages, request, self._batch.nbytes, found.prefix):
                 found.group.reserved = None
                 return False
-            self._prefill, handle.cached = found, found.cached
+            self._prefill, handle.cached, handle.started = found, found.cached, time.perf_counter()
             self._queue.remove(handle)
             self._counts["prompt_tokens"] += len(request.ids)
             self._counts["cached"] += handle.cached
@@ -341,7 +347,7 @@ class Batcher:
                 self._counts["speculative_steps"] += burst.sequence_steps * burst.speculative
             # Clients first: copies for the prefix cache take milliseconds.
             stepped = group.stepping
-            ended = [(slot, each) for slot, each in stepped if self._update(group, slot, each, burst.snapshot)]
+            ended = [(slot, each) for slot, each in stepped if self._update(group, slot, each, burst)]
             if ended:
                 self._asked_until = time.perf_counter() + ASKS_AGAIN
             for slot, sequence in ended:
@@ -349,11 +355,12 @@ class Batcher:
         self._batch.drop_empty()
         return bool(groups)
 
-    def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, snapshot: Snapshot) -> bool:
+    def _update(self, group: SlotGroup, slot: int, sequence: RunningSequence, burst: Burst) -> bool:
         """Update a request's handle; free its slot and return True at the end."""
-        request, handle = sequence.handle.request, sequence.handle
+        request, handle, snapshot = sequence.handle.request, sequence.handle, burst.snapshot
         done = bool(snapshot.done[slot])
-        emitted, sequence.steps = snapshot.tokens[slot, : snapshot.lengths[slot]], int(snapshot.steps[slot])
+        emitted, first = snapshot.tokens[slot, : snapshot.lengths[slot]], sequence.steps
+        sequence.steps = int(snapshot.steps[slot])
         sequence.text.grow(emitted.tolist(), final=done)
         sequence.output = emitted
         done |= sequence.text.stopped
@@ -363,6 +370,8 @@ class Batcher:
         with self._lock:
             self._counts["tokens"] += result.new_tokens - (0 if before is None else before.new_tokens)
             self._counts["steps"] += result.steps - (0 if before is None else before.steps)
+            for counts in (self._drafts, handle.drafts) if burst.candidates else ():
+                counts.add(burst.candidates, result.emitted_per_step[first:])
         handle.update(result if done else replace(result, finish_reason=None))
         if not done:
             return False

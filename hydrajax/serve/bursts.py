@@ -25,6 +25,7 @@ class Burst(NamedTuple):
         steps: most steps of a sequence. A burst ends early if a sequence ends.
         sequence_steps, tokens: sums over the sequences.
         speculative: the kind of steps.
+        candidates: of a step per sequence, 0 for plain steps.
     """
 
     snapshot: Snapshot
@@ -32,6 +33,7 @@ class Burst(NamedTuple):
     sequence_steps: int
     tokens: int
     speculative: bool
+    candidates: int
 
 
 class BurstRunner:
@@ -113,4 +115,5 @@ class BurstRunner:
         if not speculative:
             for (_, sequence), count in zip(group.stepping, emitted, strict=True):
                 sequence.miss(count)
-        return Burst(snapshot, max(*taken, 1), sum(taken), sum(emitted), speculative)
+        candidates = self._pool.candidates(len(group.slots), any(group.constraints)) if speculative else 0
+        return Burst(snapshot, max(*taken, 1), sum(taken), sum(emitted), speculative, candidates)

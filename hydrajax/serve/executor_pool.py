@@ -169,6 +169,12 @@ class ExecutorPool:
         made = self._constrained if constrained else self._speculative
         return 1 + max(each.engine.depth for each in made.values())
 
+    def candidates(self, batch: int, constrained: bool) -> int:
+        """Return the nodes per sequence that a speculative step can accept, without a draft 0."""
+        program = self._speculative[batch].program
+        drafted = program.drafter.spec.candidate_nodes(program.tree) - 1
+        return drafted + FORCED_NODES if drafted and constrained else drafted
+
     @property
     def nodes(self) -> int:
         """Tokens per sequence that a step feeds to the base, root included."""

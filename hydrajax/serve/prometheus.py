@@ -1,32 +1,33 @@
 """Metrics of a server for Prometheus."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.stats import Stats
-
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+from hydrajax.serve.vllm_metrics import SECONDS, TOKEN_SECONDS, VllmMetrics
 
 
 class ServerMetrics:
-    """A Prometheus registry; ``stats`` is called at every scrape."""
+    """A Prometheus registry; ``stats`` is called at every scrape. batchers: of each model by name."""
 
-    def __init__(self, stats: Callable[[], Stats]):
+    def __init__(self, stats: Callable[[], Stats], batchers: Mapping[str, Batcher]):
         self._stats, self._registry = stats, CollectorRegistry()
         self._registry.register(self)
+        self._vllm = VllmMetrics(batchers, self._registry)
         histogram = partial(Histogram, namespace="hydrajax", registry=self._registry)
         self._first = histogram("time_to_first_token_seconds", "Time to the first token", buckets=SECONDS)
         self._token = histogram("time_per_token_seconds", "Mean time per later token", buckets=TOKEN_SECONDS)
         self._request = histogram("request_seconds", "Time from arrival to end", buckets=SECONDS)
 
-    def ended(self, handle: RequestHandle) -> None:
-        """Record the times of a request that has ended."""
+    def ended(self, model: str, handle: RequestHandle) -> None:
+        """Record a sequence of a model that has ended."""
+        self._vllm.ended(model, handle)
         if handle.first is None or handle.ended is None:
             return
         self._first.observe(handle.first - handle.arrived)

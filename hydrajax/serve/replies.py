@@ -145,7 +145,7 @@ class ReplyFormat:
             content = {"message": message} if self._chat else {"text": delta.text}
             found.append(self._choice(choice, content, choice.logprobs(delta, self._chat), choice.finish_reason))
         name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": found, "usage": usage, "hydrajax": extensions(choices)}
+        return {**self._head, "object": name, "choices": found, "usage": usage, **statistics(choices)}
 
     def opening(self, choices: Sequence[ReplyChoice]) -> list[dict[str, Any]]:
         """Return the first events of a stream."""
@@ -169,7 +169,7 @@ class ReplyFormat:
 
     def closing(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
         """Return the event with the token counts."""
-        return self._chunk([]) | {"usage": usage, "hydrajax": extensions(choices)}
+        return self._chunk([]) | {"usage": usage, **statistics(choices)}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self._chat else "text_completion"
@@ -189,21 +189,30 @@ def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:
     """Count tokens; the prompt of ``n`` choices counts once."""
     results = [choice.handle.result for choice in choices if choice.handle.result is not None]
     tokens, steps = sum(result.new_tokens for result in results), sum(result.steps for result in results)
-    firsts = [choice.handle for choice in choices[::n]]
+    firsts, drafts = [choice.handle for choice in choices[::n]], [choice.handle.drafts for choice in choices]
     prompt = sum(len(handle.request.ids) for handle in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": tokens,
         "total_tokens": prompt + tokens,
         "prompt_tokens_details": {"cached_tokens": sum(handle.cached for handle in firsts)},
-        "completion_tokens_details": {"accepted_prediction_tokens": tokens - steps},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": tokens - steps,
+            "rejected_prediction_tokens": sum(each.drafted - each.accepted for each in drafts),
+        },
     }
 
 
-def extensions(choices: Sequence[ReplyChoice]) -> dict[str, Any]:
-    """Return the fields beyond OpenAI's: each choice's seed (None if greedy) and decode steps."""
-    results = [choice.handle.result for choice in choices]
+def statistics(choices: Sequence[ReplyChoice]) -> dict[str, Any]:
+    """Return the fields beyond OpenAI's: vLLM's counts of a single choice that is drafted; each choice's seed (None if
+    greedy) and decode steps.
+    """
+    results, drafts = [choice.handle.result for choice in choices], [choice.handle.drafts for choice in choices]
+    counted = len(drafts) == 1 and len(drafts[0].histogram) > 1
     return {
-        "seeds": [choice.handle.request.wanted.seed for choice in choices],
-        "steps": [0 if result is None else result.steps for result in results],
+        "metrics": {"speculative_decoding": drafts[0].summary()} if counted else None,
+        "hydrajax": {
+            "seeds": [choice.handle.request.wanted.seed for choice in choices],
+            "steps": [0 if result is None else result.steps for result in results],
+        },
     }

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from hydrajax.serve.api_errors import FAILED, error_body
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
+from hydrajax.serve.requests import RequestHandle
 
 LOG = logging.getLogger("uvicorn.error")
 
@@ -20,11 +20,11 @@ LOG = logging.getLogger("uvicorn.error")
 class Reply:
     """The choices of one request in progress; cancelled if the client disconnects or after ``timeout`` seconds.
 
-    The caller must `close` it.
+    The caller must `close` it, which calls ``on_end`` for each sequence.
     """
 
-    def __init__(self, batcher: Batcher, metrics: ServerMetrics, request: Request, timeout: float):
-        self._batcher, self._metrics, self._request = batcher, metrics, request
+    def __init__(self, batcher: Batcher, on_end: Callable[[RequestHandle], None], request: Request, timeout: float):
+        self._batcher, self._on_end, self._request = batcher, on_end, request
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         self.choices: list[ReplyChoice] = []
         self._disconnect = asyncio.create_task(self._until_disconnect())
@@ -50,7 +50,7 @@ class Reply:
         self._deadline.cancel()
         self._cancel()
         for choice in self.choices:
-            self._metrics.ended(choice.handle)
+            self._on_end(choice.handle)
 
     async def _change(self) -> None:
         await self._news.wait()

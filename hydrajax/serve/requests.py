@@ -12,6 +12,7 @@ import numpy as np
 from hydrajax.decoding.constraints import Constraint
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
+from hydrajax.serve.draft_counts import DraftCounts
 from hydrajax.text.answers import Generation
 
 
@@ -53,18 +54,30 @@ class RequestHandle:
         error: why the request failed, or None.
         cached: prompt tokens taken from the prefix cache.
         arrived, first, ended: `time.perf_counter` at submission, first token and end; None if not yet reached.
+        started: `time.perf_counter` when its prefill began.
         first_tokens: tokens in the first result.
+        gaps: of each later result, the seconds per new token and their number.
+        drafts: counts of its speculative steps.
     """
 
-    def __init__(self, request: Submission, on_change: Callable[[], None] | None = None):
-        """``on_change`` is called on the batcher's thread after each new result and at the end."""
+    def __init__(self, request: Submission, on_change: Callable[[], None] | None = None, depth: int = 0):
+        """Build the handle of a request that waits.
+
+        Args:
+            request: the request.
+            on_change: called on the batcher's thread after each new result and at the end.
+            depth: of the draft's tree.
+        """
         self.request = request
         self.result: Generation | None = None
         self.error: HydrajaxError | None = None
         self.cached = 0
         self.arrived = time.perf_counter()
         self.first: float | None = None
+        self.started = self.arrived
         self.first_tokens = 0
+        self.gaps: list[tuple[float, int]] = []
+        self.drafts = DraftCounts(depth)
         self.ended: float | None = None
         self.cancelled = False
         self._on_change = on_change or (lambda: None)
@@ -90,9 +103,12 @@ class RequestHandle:
     # --- for the batcher --------------------------------------------------------------------------------------
 
     def update(self, result: Generation) -> None:
+        now = time.perf_counter()
         if self.first is None:
-            self.first, self.first_tokens = time.perf_counter(), result.new_tokens
-        self.result = result
+            self.first, self.first_tokens = now, result.new_tokens
+        elif new := result.new_tokens - self.result.new_tokens:
+            self.gaps.append(((now - self._latest) / new, new))
+        self.result, self._latest = result, now
         self._on_change()
 
     def finish(self, error: HydrajaxError | None = None) -> None:

@@ -288,7 +288,7 @@ def test_plain_steps_leave_the_draft_out(drafted, served_with):
     batcher, kinds, reads, caught_up = served_with([False])
     check_answer(drafted, batcher)
     assert (set(kinds), reads, caught_up) == ({False}, [False], [])
-    assert batcher.stats().speculative_steps == 0
+    assert batcher.stats().speculative_steps == batcher.draft_counts().steps == 0
 
 
 def test_a_prompt_is_read_for_speculative_steps(drafted, served_with):
@@ -309,6 +309,7 @@ def test_plain_steps_begin_at_once_because_they_need_no_preparation(drafted, ser
     batcher, kinds, reads, caught_up = served_with([True, True, False])
     check_answer(drafted, batcher)
     assert (kinds.index(False), kinds[-1]) == (3, False)  # after a single step and two bursts
+    assert batcher.draft_counts().steps == batcher.stats().speculative_steps == 5
     assert (reads, caught_up) == ([True], [])
 
 
