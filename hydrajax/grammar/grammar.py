@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, one_line
+from hydrajax.grammar.after_reasoning import AfterMark
 from hydrajax.grammar.matcher import LIMITS, Matcher
 from hydrajax.grammar.schema_faults import JsonCheck, mishandled, names_and_patterns
 from hydrajax.grammar.trial import TOO_MUCH, fault_of
@@ -100,6 +101,14 @@ class Grammar:
     def of_text(cls, grammar: str) -> Grammar:
         """Return the grammar of a text in Lark, or in GBNF if it defines rules by ``::=``."""
         return (cls.gbnf if "::=" in grammar else cls.lark)(grammar)
+
+    def after(self, mark: str | int) -> AfterMark:
+        """Return the texts that are free up to a mark, such as ``</think>``, and follow this grammar after it.
+
+        Args:
+            mark: the name of one token of the base's vocabulary, or its id.
+        """
+        return AfterMark(self, mark)
 
     @functools.cached_property
     def source(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from helpers.host_grammars import END, Brackets, Changed, Place, Table
+from helpers.host_grammars import END, Brackets, Changed, Place, Reasoned, Table
 from helpers.how import sampling
 from helpers.lab import CONTEXT, DRAFTERS, NEW, VOCAB, shared_lab
 from hydrajax.bench.uncached_forward import all_logits, last_logits
@@ -30,6 +30,7 @@ from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.after_reasoning import AfterMark, AfterToken
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import guesses_of
 from hydrajax.trees.static_tree import TreeTopology
@@ -66,9 +67,9 @@ def stepped(lab):
 padded = functools.partial(right_padded, width=8)
 
 
-def decoded(executor, prompts, grammars, limits=None):
+def decoded(executor, prompts, grammars, limits=None, seed: int = 2):
     """Decode prompts under a grammar each, None for none."""
-    given = settled_inputs(executor.program, executor.model.config, *padded(prompts), jax.random.key(2), limits)
+    given = settled_inputs(executor.program, executor.model.config, *padded(prompts), jax.random.key(seed), limits)
     requests = [executor.request.replace(grammar=grammar) for grammar in grammars]
     sampled = given.sampling._replace(constraints=executor.constraints(requests))
     *_, last = executor.run(given._replace(sampling=sampled), np.zeros(len(prompts), bool), NEW)
@@ -318,6 +319,42 @@ def test_sequences_without_a_grammar_are_those_of_a_batch_without(lab, stepped):
         free[1],
         constrained(lab, PROMPTS[2]),
     ]
+
+
+class Unseen(AfterToken):
+    """Wrong: as vllm#36138, a mark among the drafts is ignored."""
+
+    def allow(self, tokens, parents, allowed):
+        super().allow(np.where(tokens == self._end, -1, tokens), parents, allowed)
+
+
+@pytest.mark.parametrize("cases", [30, pytest.param(1_002, marks=pytest.mark.slow)])
+def test_a_grammar_begins_after_the_reasoning(lab, stepped, monkeypatch, cases):
+    """Drafts continue over the mark, and the text before it is the free one; greedy and sampled, token for token."""
+    executor = stepped("medusa", "small", ExactSampling(1.3), eos_ids=(END,), forced_nodes=3)
+    baseline, rng, ended, wrong = executor.autoregressive(), np.random.default_rng(cases), 0, 0
+    for seed in range(cases // len(PROMPTS)):
+        rule = {"rule": ExactSampling(float(rng.choice([0, 1.3])))}
+        prompts = [rng.integers(0, VOCAB, rng.integers(1, 9)).tolist() for _ in PROMPTS]
+        marks = rng.integers(END + 1, VOCAB, len(PROMPTS)).tolist()
+        inner = Brackets(least=int(rng.integers(4))) if rng.random() < 0.5 else Table(int(rng.integers(99)), VOCAB)
+        after, oracle = (
+            [kind(mark) for mark in marks]
+            for kind in (functools.partial(AfterMark, inner), functools.partial(Reasoned, inner, VOCAB))
+        )
+        found = decoded(executor.with_request(**rule), prompts, after, seed=seed)
+        plain = baseline.with_request(**rule)
+        assert found == decoded(plain, prompts, oracle, seed=seed)
+        for text, free, mark in zip(found, decoded(plain, prompts, [None] * 3, seed=seed), marks, strict=True):
+            place = text.index(mark) + 1 if mark in text else len(text)
+            assert text[:place] == free[:place]
+            assert all(text[at] in inner.after(tuple(text[place:at])) for at in range(place, len(text)))
+            ended += place < len(text)
+        with monkeypatch.context() as patch:
+            patch.setattr("hydrajax.grammar.after_reasoning.AfterToken", Unseen)
+            wrong += found != decoded(executor.with_request(**rule), prompts, after, seed=seed)
+    assert ended > cases / 5
+    assert wrong > cases / 50  # batches in which a token after a mark within a draft is not allowed
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------

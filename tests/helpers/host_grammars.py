@@ -137,3 +137,22 @@ class Changed(HostGrammar):
 
     def forced(self, text, most):
         return self.inner.forced(text, most) if self.forces is None else list(self.forces[:most])
+
+
+@dataclass(frozen=True)
+class Reasoned(HostGrammar):
+    """Another grammar after free text that ends with a mark, for `hydrajax.grammar.after_reasoning`: token by token.
+
+    begin: The free text must begin with this token, or the grammar applies from the start; None: there is free text.
+    """
+
+    inner: HostGrammar
+    vocab_size: int
+    end: int
+    begin: int | None = None
+
+    def after(self, text):
+        if self.begin is not None and text[:1] != (self.begin,):
+            return self.inner.after(text) | (frozenset() if text else {self.begin})
+        found = text.index(self.end) + 1 if self.end in text else None
+        return frozenset(range(self.vocab_size)) if found is None else self.inner.after(text[found:])
