@@ -41,6 +41,9 @@ from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.reply import Reply, ending_in_errors
 from hydrajax.serve.request_encoder import RequestEncoder
 from hydrajax.serve.requests import Submission
+from hydrajax.serve.response_store import ResponseStore
+from hydrajax.serve.responses import ResponsesFormat
+from hydrajax.serve.responses_body import ResponsesBody, renamed
 from hydrajax.serve.served_models import ServedModel, total
 from hydrajax.serve.stats import Stats
 from hydrajax.serve.stream import EventStream
@@ -72,6 +75,7 @@ class Api:
         self._models, self._encoder, self._options = {model.name: model for model in models}, encoder, options
         self._metrics = ServerMetrics(self._stats, {name: model.batcher for name, model in self._models.items()})
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
+        self._stored = ResponseStore(options.stored_responses, options.stored_memory * 1_000_000)
 
     def _stats(self) -> Stats:
         return total([model.batcher for model in self._models.values()])
@@ -88,6 +92,9 @@ class Api:
                 Route("/v1/models/{name:path}", self.models),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/responses", self.responses, methods=["POST"]),
+                Route("/v1/responses/{name}", self.response, methods=["GET"]),
+                Route("/v1/responses/{name}", self.delete_response, methods=["DELETE"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/version", self.version),
@@ -148,7 +155,29 @@ class Api:
         return await self._answer(request, body, await self._prompts(body.prompts()), False, structure)
 
     async def chat(self, request: Request) -> Response:
-        body = await self._body(request, ChatBody)
+        return await self._chat(request, await self._body(request, ChatBody))
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, ResponsesBody)
+        items = self._stored.conversation(body.previous_response_id, body.items())
+        store = partial(self._stored.put, items=items) if body.store else lambda response: None
+        form = ResponsesFormat(self._served(body.model).name, body, self._options.temperature, store)
+        try:
+            return await self._chat(request, body.chat(items), form)
+        except HydrajaxError as error:
+            raise renamed(error) from None
+
+    async def response(self, request: Request) -> Response:
+        self._check_key(request)
+        stored = self._stored.get(request.path_params["name"], "id")
+        return Response(stored.response, media_type="application/json")
+
+    async def delete_response(self, request: Request) -> Response:
+        self._check_key(request)
+        self._stored.delete(name := request.path_params["name"], "id")
+        return JSONResponse({"id": name, "object": "response", "deleted": True})
+
+    async def _chat(self, request: Request, body: ChatBody, form: ResponsesFormat | None = None) -> Response:
         plain, tools = _plain(body.messages), _plain(body.callable_tools())
 
         def encoded() -> tuple[np.ndarray, Structure]:
@@ -157,7 +186,7 @@ class Api:
             return ids, structure_of(body, encoder.call_format, encoder.harmony, encoder.added_tokens)
 
         ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
-        return await self._answer(request, body, [ids], True, structure)
+        return await self._answer(request, body, [ids], True, structure, form)
 
     # --- prompts ----------------------------------------------------------------------------------------------
 
@@ -219,10 +248,16 @@ class Api:
         return parse_body(kind, bytes(body)) if short else await run_in_threadpool(parse_body, kind, bytes(body))
 
     async def _answer(
-        self, request: Request, body: RequestBody, prompts: list, chat: bool, structure: Structure = FREE
+        self,
+        request: Request,
+        body: RequestBody,
+        prompts: list,
+        chat: bool,
+        structure: Structure = FREE,
+        form: ReplyFormat | ResponsesFormat | None = None,
     ) -> Response:
         model = self._served(body.model)
-        batcher, form = model.batcher, ReplyFormat(model.name, chat)
+        batcher, form = model.batcher, form or ReplyFormat(model.name, chat)
         n, sampling = body.n or 1, body.sampling()
         if sampling["temperature"] is None and self._options.temperature:
             sampling["temperature"] = self._options.temperature
@@ -263,7 +298,7 @@ class Api:
             ]
             if body.stream:
                 events = reply.events(form, n if body.stream_options.include_usage else None)
-                return EventStream(ending_in_errors(events), self._options.write_timeout, reply.close)
+                return EventStream(ending_in_errors(events, form), self._options.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:

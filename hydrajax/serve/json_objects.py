@@ -23,6 +23,8 @@ UNIONS = {
     "prompt": f"a text, a list of token ids, or a list of up to {MOST_PROMPTS} of either",
     "stop": f"a text or a list of up to {MOST_STOPS} texts",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+}
+REFUSED = {
     "functions": "none; use tools, which replace it",
     "function_call": "none; use tool_choice, which replaces it",
     "suffix": "none, as this server only continues prompts",
@@ -75,8 +77,9 @@ def _message(error: dict[str, Any]) -> str:
         return message if not error["loc"] else f"{field}{': ' if message.startswith('got ') else '.'}{message}"
     if error["type"] == "missing":
         return f"{field}: is missing"
-    if error["type"] == "extra_forbidden" and field not in UNIONS:
-        return f"{field}: this field is not supported"
+    if error["type"] == "extra_forbidden":
+        expected = REFUSED.get(field)
+        return f"{field}: got {found}, expected {expected}" if expected else f"{field}: this field is not supported"
     if field.split(".")[0] in UNIONS:  # pydantic names the type that it tried first
         return f"{field}: got {found}, expected {UNIONS[field.split('.')[0]]}"
     return f"{field}: got {found}, expected {_expected(error['type'], message, error.get('ctx', {}))}"

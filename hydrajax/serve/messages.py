@@ -1,19 +1,33 @@
 """Messages and tools of conversations, as requests name them."""
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import pydantic
-from pydantic import Field, StrictStr
+from pydantic import Discriminator, Field, StrictStr, Tag
 
+from hydrajax.errors import one_of
 from hydrajax.serve.json_objects import IGNORED, JsonObject, quoted
 
+Part = TypeVar("Part")
 FunctionName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+# A text or its parts. Tags in brackets are left out of the names of wrong fields.
+TextOr = Annotated[
+    Annotated[StrictStr, Tag("[text]")] | Annotated[list[Part], Tag("[parts]")],
+    Discriminator(lambda content: "[parts]" if isinstance(content, list) else "[text]"),
+]
 
 
 class TextPart(JsonObject):
     type: Literal["text"]
     text: StrictStr
+
+    @pydantic.field_validator("type", mode="before")
+    @classmethod
+    def _text_only(cls, value: Any) -> Any:
+        if value not in (kinds := get_args(cls.model_fields["type"].annotation)):
+            raise ValueError(f"got {quoted(value)}, expected {one_of(kinds)}, as this server takes text only")
+        return value
 
 
 class CalledFunction(JsonObject):
@@ -50,7 +64,7 @@ class ToolCall(JsonObject):
 class ChatMessage(JsonObject):
     NEUTRAL: ClassVar = {"annotations": [], "tool_calls": [], "parsed": IGNORED}  # OpenAI's client adds parsed
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: StrictStr | list[TextPart] | None = None
+    content: TextOr[TextPart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: StrictStr | None = None

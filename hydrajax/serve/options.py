@@ -80,6 +80,10 @@ class ServerOptions(BaseModel):
     """Support penalties and min_tokens, for 5 bytes per sequence and token of the vocabulary."""
     top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
     """Support log-probabilities of this many most likely tokens, up to 20."""
+    stored_responses: int = Field(1000, ge=0)
+    """Keep the latest responses of /v1/responses in memory for requests that continue them, at most this many."""
+    stored_memory: Positive = 64
+    """Limit the stored responses and their conversations to this many megabytes."""
     warm_up: bool = True
     """Compile all programs while the server answers; otherwise each at its first use."""
 

@@ -225,7 +225,12 @@ def _with_fields(kind: type[Body], fields: tuple[tuple[str, Any], ...]) -> type[
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Parse a request body. Raises `HydrajaxError` that names the first wrong field."""
-    if issubclass(kind, RequestBody):
-        kind = _with_fields(kind, tuple((name, own) for name, (own, _) in sampling_fields().items()))
     with naming_fields():
-        return kind.model_validate_json(body)
+        return complete(kind).model_validate_json(body)
+
+
+def complete(kind: type[Body]) -> type[Body]:
+    """Return a class of bodies with the sampling parameters."""
+    if not issubclass(kind, RequestBody):
+        return kind
+    return _with_fields(kind, tuple((name, own) for name, (own, _) in sampling_fields().items()))

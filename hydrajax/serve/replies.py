@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from hydrajax.serve.api_errors import error_body
 from hydrajax.serve.harmony import MarkedText
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
@@ -128,6 +129,8 @@ class ReplyChoice:
 class ReplyFormat:
     """The response to a chat or to a completion, whole or as a stream of events."""
 
+    END = "data: [DONE]\n\n"  # of a stream
+
     def __init__(self, model: str, chat: bool):
         self._chat, prefix = chat, "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -167,9 +170,15 @@ class ReplyFormat:
             found.append(self._chunk([self._choice(choice, content, None, choice.finish_reason)]))
         return found
 
-    def closing(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
-        """Return the event with the token counts."""
-        return self._chunk([]) | {"usage": usage, **statistics(choices)}
+    def closing(self, choices: Sequence[ReplyChoice], usage_for: int | None) -> list[dict[str, Any]]:
+        """Return the event with the token counts if they are wanted: for ``usage_for`` choices per prompt."""
+        if usage_for is None:
+            return []
+        return [self._chunk([]) | {"usage": usage(choices, usage_for), **statistics(choices)}]
+
+    def failed(self, message: str, status: int) -> list[dict[str, Any]]:
+        """Return the event of an error."""
+        return [error_body(message, status)]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self._chat else "text_completion"

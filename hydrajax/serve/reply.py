@@ -9,10 +9,11 @@ from typing import Any
 
 from starlette.requests import Request
 
-from hydrajax.serve.api_errors import FAILED, error_body
+from hydrajax.serve.api_errors import FAILED
 from hydrajax.serve.batcher import Batcher
-from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
+from hydrajax.serve.replies import ReplyChoice, ReplyFormat
 from hydrajax.serve.requests import RequestHandle
+from hydrajax.serve.responses import ResponsesFormat
 
 LOG = logging.getLogger("uvicorn.error")
 
@@ -64,7 +65,7 @@ class Reply:
             if choice.handle.error is not None:
                 raise choice.handle.error
 
-    async def events(self, form: ReplyFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
+    async def events(self, form: ReplyFormat | ResponsesFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
         """Yield server-sent events, those of one moment together.
 
         usage_for: choices per prompt if the token counts are wanted.
@@ -73,7 +74,7 @@ class Reply:
         while True:
             for choice in choices:
                 if choice.handle.error is not None:
-                    yield written([*new, error_body(str(choice.handle.error), 503)])
+                    yield written([*new, *form.failed(str(choice.handle.error), 503)])
                     return
                 new += form.events(choice)
             if all(choice.ended for choice in choices):
@@ -82,17 +83,20 @@ class Reply:
                 yield written(new)
                 new = []
             await self._change()
-        if usage_for is not None:
-            new.append(form.closing(choices, usage(choices, usage_for)))
-        yield written(new) + "data: [DONE]\n\n"
+        yield written([*new, *form.closing(choices, usage_for)]) + form.END
 
 
 def written(events: Sequence[dict[str, Any]]) -> str:
     """Return events as one piece of a stream: each write would wake the client, which may share our processor."""
-    return "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events)
+    heads = (f"event: {event['type']}\n" if "type" in event else "" for event in events)
+    return "".join(
+        f"{head}data: {json.dumps(event, ensure_ascii=False)}\n\n" for head, event in zip(heads, events, strict=True)
+    )
 
 
-async def ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+async def ending_in_errors(
+    events: AsyncGenerator[str, None], form: ReplyFormat | ResponsesFormat
+) -> AsyncGenerator[str, None]:
     """Pass events on. An exception, which no status can tell any more, becomes the last event."""
     try:
         async with aclosing(events):
@@ -100,4 +104,4 @@ async def ending_in_errors(events: AsyncGenerator[str, None]) -> AsyncGenerator[
                 yield event
     except Exception:
         LOG.exception("a stream failed")
-        yield written([error_body(FAILED, 500)])
+        yield written(form.failed(FAILED, 500))
