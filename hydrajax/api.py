@@ -230,6 +230,7 @@ def load(
         placement,
         adapter_directory=adapter,
         base_directory=files.directory,
+        base_name=str(base),
     )
     return m.with_draft(
         ref, base_directory=None if force else files, draft_confidence=draft_confidence, corpus=corpus,

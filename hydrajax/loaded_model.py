@@ -62,6 +62,7 @@ class LoadedModel:
         draft_directory: directory of the draft's weights, None for a drafter without weights.
         adapter_directory: directory of the base's adapter, also of a merged one.
         base_directory: directory of the base, whose MTP module the draft ``mtp`` is; None if unknown.
+        base_name: by which the base was loaded, as the caller gave it; None if unknown.
         read_params: reads the base's parameters in another program's form (`hydrajax.from_params`), overwriting older
             ones; None for our own form.
         tempered_logprobs: as in `hydrajax.decoding.program.Program`, of the programs that it makes.
@@ -76,6 +77,7 @@ class LoadedModel:
     draft_directory: Path | None = None
     adapter_directory: Path | None = None
     base_directory: Path | None = None
+    base_name: str | None = None
     read_params: Callable[[Any, Any], dict] | None = None
     tempered_logprobs: bool = False
     _executors: dict = field(default_factory=dict, init=False)  # not shared with a model of other parameters

@@ -73,6 +73,7 @@ class Api:
         """``hosts``: host names under which clients may connect, None for any."""
         self._hosts, self._warm_up = hosts, warm_up
         self._models, self._encoder, self._options = {model.name: model for model in models}, encoder, options
+        self._by_name = {alias: model for model in models for alias in model.aliases} | self._models
         self._metrics = ServerMetrics(self._stats, {name: model.batcher for name, model in self._models.items()})
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
         self._stored = ResponseStore(options.stored_responses, options.stored_memory * 1_000_000)
@@ -205,13 +206,13 @@ class Api:
     # --- a request --------------------------------------------------------------------------------------------
 
     def _model(self, name: str) -> ServedModel:
-        if name not in self._models:
+        if name not in self._by_name:
             raise HTTPException(404, f"model: got '{name}', expected one of: {', '.join(self._models)}")
-        return self._models[name]
+        return self._by_name[name]
 
     def _served(self, name: str) -> ServedModel:
         """Return the model of a request, the first one for a request that names none."""
-        if not name or (self._options.any_model and name not in self._models):
+        if not name or (self._options.any_model and name not in self._by_name):
             return next(iter(self._models.values()))
         return self._model(name)
 
@@ -308,8 +309,8 @@ class Api:
 
 def _listed(model: ServedModel) -> dict[str, Any]:
     """An entry of ``/v1/models``."""
-    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "hydrajax"}
-    return entry | {"hydrajax": dict(model.about)}
+    entry = {"id": model.name, "object": "model", "created": 0, "owned_by": "hydrajax", "root": model.root}
+    return entry | {"parent": None, "max_model_len": model.batcher.context, "hydrajax": dict(model.about)}
 
 
 def _plain(items: Sequence[ChatMessage] | Sequence[Tool]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
 KEY = "HYDRAJAX_API_KEY"
+DEFAULT_NAME = "hydrajax"  # of a model whose base has no name; the first model always answers to it
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
@@ -34,8 +35,8 @@ class ServerOptions(BaseModel):
     """Require this key below /v1 (default: $HYDRAJAX_API_KEY, or no key)."""
     cors: list[str] = []
     """Let web pages of this origin ask the server, such as https://example.org, or * for all; repeatable."""
-    name: str = "hydrajax"
-    """Name the model for clients."""
+    name: str | None = None
+    """Name the model for clients (default: the name of the base, or of its directory)."""
     also: list[str] | dict[str, Any] = []
     """Also serve the base with another draft, or with none, as model NAME:DRAFT[@TREE]; repeatable. In Python also a
     mapping from names to such texts, or to models made by `hydrajax.LanguageModel.with_draft`."""
@@ -96,7 +97,12 @@ class ServerOptions(BaseModel):
     @property
     def others(self) -> dict[str, Any]:
         """The further models by name: ``DRAFT[@TREE]``, or a model."""
-        return self.also if isinstance(self.also, dict) else {f"{self.name}:{text}": text for text in self.also}
+        return self.also if isinstance(self.also, dict) else {f"{self.first}:{text}": text for text in self.also}
+
+    @property
+    def first(self) -> str:
+        """The name of the first model."""
+        return DEFAULT_NAME if self.name is None else self.name
 
     @property
     def key(self) -> str | None:
@@ -106,8 +112,8 @@ class ServerOptions(BaseModel):
     @pydantic.model_validator(mode="after")
     def _check_texts(self):
         names = [
-            self.name,
-            *(self.also if isinstance(self.also, dict) else [f"{self.name}:{one}" for one in self.also]),
+            self.first,
+            *(self.also if isinstance(self.also, dict) else [f"{self.first}:{one}" for one in self.also]),
         ]
         distinct("name", names)
         make_rule(self.rule, **{"temperature": self.temperature} if self.temperature else {})
@@ -116,7 +122,7 @@ class ServerOptions(BaseModel):
             ("host", self.host, address),
             *(("name", name, "printable characters without outer spaces") for name in names),
         ):
-            if not _is_plain(text):
+            if not is_plain(text):
                 raise ValueError(f"{field}: got {text!r}, expected {expected}")
         for text in self.others.values():
             if isinstance(text, str):
@@ -124,7 +130,7 @@ class ServerOptions(BaseModel):
         field = KEY if self.api_key is None else "api_key"
         if self.key == "":
             raise ValueError(f"{field}: got an empty key; to serve without a key, leave it out and unset {KEY}")
-        if self.key is not None and not _is_plain(self.key):
+        if self.key is not None and not is_plain(self.key):
             raise ValueError(
                 f"{field}: got a key that no header can hold, expected printable characters, no outer spaces"
             )
@@ -137,6 +143,6 @@ def draft_and_tree(text: str) -> tuple[str, str | None, CandidateTree | None]:
     return draft, name or None, presets.by_name(name) if at else None
 
 
-def _is_plain(text: str) -> bool:
+def is_plain(text: str) -> bool:
     """Return whether headers and JSON can hold a text: bytes that are not UTF-8, among others, are not printable."""
     return text != "" and text.isprintable() and text == text.strip()

@@ -1,5 +1,6 @@
 """The models that clients choose by name: drafts and trees for one base."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,7 @@ from hydrajax.language_model import LanguageModel
 from hydrajax.loaded_model import make_executor
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
+from hydrajax.serve.options import DEFAULT_NAME, is_plain
 from hydrajax.serve.stats import Stats
 from hydrajax.trees.dynamic import CandidateTree
 from hydrajax.trees.smaller import with_size
@@ -29,11 +31,27 @@ class ServedModel:
         name: in requests.
         batcher: runs its sequences.
         about: further fields of ``/v1/models``.
+        root: by which the base was loaded.
+        aliases: other names in requests.
     """
 
     name: str
     batcher: Batcher
     about: dict[str, Any] = field(default_factory=dict)
+    root: str = DEFAULT_NAME
+    aliases: tuple[str, ...] = ()
+
+
+def base_names(base: str | None) -> list[str]:
+    """Return the names of a base for clients: the one to list, what the user gave, and `DEFAULT_NAME`.
+
+    A directory is listed by its last part, a GGUF file without its suffix, and a repository without its revision.
+    """
+    if base is None:
+        return [DEFAULT_NAME]
+    path = os.path.realpath(base)
+    listed = os.path.basename(path).removesuffix(".gguf") if os.path.exists(path) else base.partition("@")[0]
+    return [name for name in (listed, base, DEFAULT_NAME) if is_plain(name)]
 
 
 def pool_for(model: LanguageModel, tree: CandidateTree | None, sizes: PoolSizes) -> ExecutorPool:

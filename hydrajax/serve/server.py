@@ -20,7 +20,7 @@ from hydrajax.serve.executor_pool import ExecutorPool, PoolSizes
 from hydrajax.serve.idle_times import idle_times
 from hydrajax.serve.options import ServerOptions, draft_and_tree
 from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.served_models import ServedModel, close_all, plain_step_seconds, pool_for, while_idle
+from hydrajax.serve.served_models import ServedModel, base_names, close_all, plain_step_seconds, pool_for, while_idle
 from hydrajax.serve.warm_up import WarmUp
 from hydrajax.trees import presets
 
@@ -41,7 +41,7 @@ class Server:
         m = hydrajax.load("shipped", "hydra++")
         with hydrajax.serve.Server(m, port=0, also=["none"]) as server:
             client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
-            client.completions.create(model="hydrajax", prompt="def area(", max_tokens=32)
+            client.completions.create(model="shipped", prompt="def area(", max_tokens=32)
         ```
     """
 
@@ -68,6 +68,8 @@ class Server:
             HydrajaxError: for wrong options, for a tree that does not suit the draft, for a chat template that cannot
                 be used, and for models with different bases.
         """
+        if options.get("name") is None:
+            options["name"] = base_names(model.base_name)[0]
         checked = ServerOptions.checked(options)
         sizes = PoolSizes(
             checked.slots,
@@ -83,7 +85,7 @@ class Server:
             self.choice, tree = model.autotune(quiet=True, on_status=on_status), None
         elif tree is None:
             self.choice = model.measured_tree()
-        found = {checked.name: (model, "", name, None if tree is None else presets.tree_of(tree))}
+        found = {checked.first: (model, "", name, None if tree is None else presets.tree_of(tree))}
         for other, wanted in checked.others.items():
             if isinstance(wanted, str):
                 draft, tree_name, own = draft_and_tree(wanted)
@@ -100,8 +102,8 @@ class Server:
             name: {"draft": draft or title_of(each.drafter), "tree": tree_name or f"{pools[name].nodes} nodes"}
             for name, (each, draft, tree_name, _) in found.items()
         }
-        abouts[checked.name] |= about or {}
-        self._set_up(checked, pools, abouts, on_status)
+        abouts[checked.first] |= about or {}
+        self._set_up(checked, pools, abouts, on_status, model.base_name)
 
     def _set_up(
         self,
@@ -109,9 +111,10 @@ class Server:
         pools: Mapping[str, ExecutorPool],
         about: Mapping[str, dict[str, Any]],
         on_status: Callable[[str], None],
+        base: str | None = None,
     ) -> None:
         executor = next(iter(pools.values())).executor
-        self._options, self._pools, self.on_status = options, pools, on_status
+        self._options, self._pools, self._base, self.on_status = options, pools, base, on_status
         self._encoder = RequestEncoder(executor.tokenizer, executor.model.config, options.template, options.max_prompt)
         self._about = {name: {"conversations": self._encoder.has_chat_template} | own for name, own in about.items()}
         self._memory()  # checks the limit
@@ -149,7 +152,7 @@ class Server:
         options, pools = self._options, self._pools
         listener, memory = listener or listen(options.host, options.port), self._memory()
         batchers = {name: Batcher(pool, queue=options.queue, cache_memory=memory) for name, pool in pools.items()}
-        served = [ServedModel(name, batcher, dict(self._about[name])) for name, batcher in batchers.items()]
+        served = [self._served(name, batcher) for name, batcher in batchers.items()]
         warm_up = WarmUp(list(pools.values()), partial(self._measure, served)) if options.warm_up else None
         app = Api(served, self._encoder, options, local_names(listener), warm_up).app()
         limits = ConnectionLimits(most_connections(listener, options.max_connections))
@@ -192,6 +195,14 @@ class Server:
         atexit.unregister(self.stop)
         self._http, self._warm_up, self.batchers = None, None, {}
         return finished
+
+    def _served(self, name: str, batcher: Batcher) -> ServedModel:
+        """Return a model for clients. Its base's names may stand in place of the first model's."""
+        first = next(iter(self._pools))
+        rest, others = name.removeprefix(first), base_names(self._base)
+        alike = name == first or (name.startswith(first) and rest.startswith(":"))
+        aliases = tuple(other + rest for other in others) if alike else ()
+        return ServedModel(name, batcher, dict(self._about[name]), self._base or first, aliases)
 
     def _memory(self) -> CacheMemory:
         megabytes = self._options.cache_memory

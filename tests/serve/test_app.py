@@ -96,7 +96,9 @@ def test_concurrent_clients_get_the_answers_of_generate(served, address):
 
 def test_models_health_and_metrics(address, client):
     assert [model.id for model in client.models.list()] == ["letters"]
-    assert client.models.retrieve("letters").owned_by == "hydrajax"
+    listed = client.models.retrieve("letters")
+    assert (listed.owned_by, listed.root, listed.parent, listed.max_model_len) == ("hydrajax", "letters", None, 96)
+    assert client.models.retrieve("hydrajax") == listed
     with pytest.raises(openai.NotFoundError, match="model: got 'other', expected one of: letters"):
         client.models.retrieve("other")
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}

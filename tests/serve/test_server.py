@@ -1,6 +1,7 @@
 """`Server` in Python, and `hydrajax serve` as a process: starts, shutdowns, and answers of the shipped model."""
 
 import asyncio
+import dataclasses
 import signal
 import socket
 import sys
@@ -15,10 +16,12 @@ import hydrajax
 from helpers.letters import TREE
 from helpers.serving import SECONDS, expected, serving
 from hydrajax import assets
+from hydrajax.certify.servers.client import Client
 from hydrajax.cli import main
 from hydrajax.errors import HydrajaxError
 from hydrajax.optional_deps import needs
 from hydrajax.serve import Server
+from hydrajax.serve.served_models import base_names
 from hydrajax.trees import presets
 
 OPTIONS = {"tree": TREE, "port": 0, "slots": 1, "warm_up": False}
@@ -122,6 +125,31 @@ def test_several_models_share_the_cache_memory(served):
     assert found["hydrajax"] == {"conversations": True, "draft": "mine", "tree": f"{TREE.size} nodes"}
     assert found["plain"]["draft"] == "none"
     assert found["same"]["draft"]
+
+
+def test_the_model_has_the_name_of_its_base_and_other_names_stay_valid(served, tmp_path):
+    assert base_names(None) == ["hydrajax"]
+    assert base_names("org/model@main") == ["org/model", "org/model@main", "hydrajax"]
+    assert base_names(str(tmp_path / "..")) == [tmp_path.parent.name, f"{tmp_path}/..", "hydrajax"]
+    (tmp_path / "small-q4.gguf").touch()
+    assert base_names(f"{tmp_path}/small-q4.gguf")[0] == "small-q4"
+    loaded = dataclasses.replace(served, base_name="org/letters@main")
+    for options, first, others in (
+        ({"also": ["none"]}, "org/letters", ("org/letters@main", "hydrajax")),
+        ({"also": ["none"], "name": "mine"}, "mine", ("org/letters", "org/letters@main", "hydrajax")),
+        ({"also": {"hydrajax": "none"}}, "org/letters", ("org/letters@main",)),
+    ):
+        with (
+            Server(loaded, **OPTIONS | options) as server,
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="k") as client,
+        ):
+            listed = [model.id for model in client.models.list()]
+            assert listed == [first, "hydrajax" if "hydrajax" not in others else f"{first}:none"]
+            for other in others:
+                assert client.models.retrieve(other).id == first
+                assert ":none" not in listed[1] or client.models.retrieve(f"{other}:none").id == listed[1]
+            assert Client("server", server.url, model=others[0]).model == others[0]
+    assert hydrajax.load("shipped").base_name == "shipped"
 
 
 NEW = 60

@@ -4,8 +4,9 @@ import http.client
 import json
 import socket
 import ssl
+from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from hydrajax.certify.servers.answers import Answer, Malformed, streamed_answers, whole_answers
 from hydrajax.certify.servers.questions import Question
@@ -135,15 +136,26 @@ class Client:
             raise Refused(f"{status}: {said}")
         raise NoAnswer(f"{status}: {said}")
 
-    def _chosen(self, wanted: str | None) -> str:
+    def _got(self, path: str) -> tuple[int, bytes]:
+        """Return status and content of a GET request. Raises `HydrajaxError` if the server cannot be reached."""
         try:
-            connection, response = self._send("GET", "/models")
+            connection, response = self._send("GET", path)
             try:
-                status, content = response.status, response.read()
+                return response.status, response.read()
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException) as error:
             raise HydrajaxError(f"{self.field}: cannot reach {self.url}: {_reason(error)}") from None
+
+    def _knows(self, name: str) -> bool:
+        """Return whether the server has a model of this name, which it may not list."""
+        status, content = self._got(f"/models/{quote(name)}")
+        with suppress(ValueError):
+            return status == 200 and "id" in json.loads(content)
+        return False
+
+    def _chosen(self, wanted: str | None) -> str:
+        status, content = self._got("/models")
         if status in (401, 403, 429, 503):
             self._refuse(status, content)
         try:
@@ -157,7 +169,7 @@ class Client:
             )
         if not names:
             raise HydrajaxError(f"{self.field}: {self.url} lists no models; load one")
-        if wanted is not None and wanted not in names:
+        if wanted is not None and wanted not in names and not self._knows(wanted):
             flag = "model" if self.field == "server" else f"{self.field}_model"
             raise HydrajaxError(f"{flag}: got '{wanted}', expected one of: {', '.join(map(str, names))}")
         return wanted or names[0]
