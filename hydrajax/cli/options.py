@@ -133,8 +133,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "--repeats": {"metavar": "R", "type": positive, "default": 5, "help": "timed rounds (default %(default)s)"},
     "--seed": {"metavar": "S", "type": seed, "default": 0, "help": "seed of random numbers (default 0)"},
     "--template": {
-        "metavar": "NAME", "default": "auto",
-        "help": "chat template: auto (default: the tokenizer's own), vicuna, plain or raw",
+        "metavar": "NAME|FILE", "default": "auto",
+        "help": "chat template: auto (default: the tokenizer's own), vicuna, plain, raw, or a file in Jinja",
     },
     "--tree-sizes": {
         "metavar": "N,N,...", "type": positives, "help": "sweep subtrees of the tree's first N nodes",

@@ -26,7 +26,9 @@ FLAGS = {
         "host": "ADDRESS", "port": "PORT", "api_key": "KEY", "cors": "ORIGIN", "any_model": "", "name": "NAME",
         "also": "DRAFT[@TREE]", "timeout": "S", "grace": "S", "max_body": "BYTES", "max_connections": "N", "quiet": "",
     },
-    "defaults of requests": {"template": "NAME", "max_new_tokens": "N", "temperature": "T", "rule": "NAME"},
+    "defaults of requests": {
+        "template": "NAME|FILE", "tool_parser": "NAME", "max_new_tokens": "N", "temperature": "T", "rule": "NAME",
+    },
     "batch": {
         "slots": "B", "queue": "N", "chunk": "N", "max_prompt": "N", "cache_memory": "MB", "prefix_reuse": "",
         "penalties": "", "top_logprobs": "K", "warm_up": "",

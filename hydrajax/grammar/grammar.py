@@ -36,12 +36,14 @@ class Grammar:
         whitespace: JSON may contain any whitespace between its tokens. By default there is one space after ``,`` and
             ``:``, as Python's ``json.dumps`` writes, so that more tokens are forced.
         is_valid: judges a complete text; JSON is always checked against its schema.
+        special: the text that ``is_valid`` judges has special tokens.
     """
 
     kind: str
     text: str
     whitespace: bool = False
     is_valid: Callable[[str], bool] | None = field(default=None, compare=False)
+    special: bool = field(default=False, compare=False)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | type, *, whitespace: bool = False) -> Grammar:
@@ -162,7 +164,7 @@ class Grammar:
         """
         vocabulary, source = vocabulary_of(tokenizer, vocab_size, tuple(eos_ids)), self.source
         check = JsonCheck(self.text) if self.kind == "json_schema" else self.is_valid
-        found = Matcher(vocabulary, source, check and (lambda ids: check(decode_text(tokenizer, ids))))
+        found = Matcher(vocabulary, source, check and (lambda ids: check(decode_text(tokenizer, ids, self.special))))
         return_freed_memory()  # of earlier grammars: tens of megabytes each
         if found.error:
             raise HydrajaxError(f"{self.kind}: {found.error}")

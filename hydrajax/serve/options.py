@@ -10,6 +10,8 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
 from hydrajax.decoding.keywords import make_rule
+from hydrajax.errors import not_allowed
+from hydrajax.serve.call_formats import NAMES
 from hydrajax.serve.json_objects import MOST_ALTERNATIVES, distinct, naming_fields
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
@@ -57,7 +59,10 @@ class ServerOptions(BaseModel):
     quiet: bool = True
     """Log warnings only, not each request (logger ``uvicorn.access``). The command's default is False."""
     template: str = "auto"
-    """Use a chat template, as in `hydrajax.LanguageModel.chat`."""
+    """Use a chat template: that of the tokenizer (auto), vicuna, plain, raw, or a file in Jinja."""
+    tool_parser: str = "auto"
+    """Read and constrain tool calls in the format of this parser of vLLM: hermes, qwen3_coder, llama3_json,
+    llama4_pythonic, mistral, gemma4, functiongemma or openai; auto: the one that the chat template describes."""
     max_new_tokens: Positive = 256
     """Generate at most this many tokens, unless a request has a limit."""
     temperature: float = Field(0.0, ge=0)
@@ -116,6 +121,8 @@ class ServerOptions(BaseModel):
             *(self.also if isinstance(self.also, dict) else [f"{self.first}:{one}" for one in self.also]),
         ]
         distinct("name", names)
+        if self.tool_parser not in ("auto", *NAMES):
+            raise not_allowed("tool_parser", self.tool_parser, ("auto", *NAMES))
         make_rule(self.rule, **{"temperature": self.temperature} if self.temperature else {})
         address = "an address; 127.0.0.1 is reached from this machine only, 0.0.0.0 from all"
         for field, text, expected in (

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,8 @@ import numpy as np
 from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
-from hydrajax.serve.call_formats import call_format
+from hydrajax.serve.call_formats import call_format, separate_tokens
+from hydrajax.serve.default_tools import prompt_with_tools
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.tool_calls import CallFormat
 from hydrajax.text.continuation import Continuation
@@ -24,7 +24,14 @@ from hydrajax.text.tokenizer import run_tokenizer
 class RequestEncoder:
     """Encode and check prompts and conversations. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, config: LlamaConfig, template: str = "auto", max_prompt: int | None = None):
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: LlamaConfig,
+        template: str = "auto",
+        max_prompt: int | None = None,
+        tool_parser: str = "auto",
+    ):
         """Build the encoder.
 
         Args:
@@ -33,14 +40,15 @@ class RequestEncoder:
             template: chat template, as in `hydrajax.conversation.Chat`. With ``auto`` and a tokenizer that has no
                 template, only conversations are refused.
             max_prompt: longest prompt in tokens.
+            tool_parser: format of tool calls, a name in `hydrajax.serve.call_formats.NAMES`.
 
         Raises:
-            HydrajaxError: for a named template that cannot be used.
+            HydrajaxError: for a named template or a tool parser that cannot be used.
         """
         # A copy, because encoding may change the settings of the tokenizer that the batcher's thread decodes with.
         self._tokenizer, self._config, self._max_prompt = copy.deepcopy(tokenizer), config, max_prompt
         self._most_bytes = _most_bytes(self._tokenizer, min(max_prompt or config.max_positions, config.max_positions))
-        self._no_template, self._chat = "", None
+        self._no_template, self._chat, self._tool_parser = "", None, tool_parser
         try:
             if self._tokenizer is None:
                 raise HydrajaxError("the base has no tokenizer; give token ids to /v1/completions")
@@ -49,6 +57,8 @@ class RequestEncoder:
             if template != "auto":
                 raise
             self._no_template = f"messages: {str(error).removeprefix('template: ')}"
+        if tool_parser != "auto" and self._chat is not None:
+            self.call_format()  # checks it
 
     @property
     def has_chat_template(self) -> bool:
@@ -67,31 +77,35 @@ class RequestEncoder:
         texts = [_text_of(message) for message in messages]
         described = json.dumps(tools, ensure_ascii=False) if tools else ""
         self._check_bytes([*texts, described], "messages")
-        for number, (message, text) in enumerate(zip(messages, texts, strict=True)):
+        for number, text in enumerate(texts):
             if found := chat.special.search(text):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
-            if ("tool_calls" in message or message["role"] == "tool") and "tool" not in chat.source_for(tools):
-                raise HydrajaxError(f"messages.{number}: got a message of tools, which the chat template does not have")
         if found := chat.special.search(described):
             raise HydrajaxError(f"tools: contains the special token {found[0]}, expected plain text")
+        source, of_tools = chat.source_for(tools), any("tool_calls" in m or m["role"] == "tool" for m in messages)
+        if (tools and "tools" not in source) or (of_tools and "tool" not in source):
+            return self._checked(prompt_with_tools(chat, messages, tools), "messages")
         return self._checked(chat.prompt(messages, tools), "messages")
 
-    def call_format(self) -> CallFormat:
-        """Return the format of tool calls that the chat template describes."""
+    def call_format(self, forced: bool = False) -> CallFormat:
+        """Return the format of tool calls: ``tool_parser``, or the one that the chat template describes.
+
+        ``forced``: answers are calls whatever the template describes.
+        """
         chat = self._chat_encoder()
         # To name the template for tools; which ones does not matter.
-        return self.harmony or call_format(chat.source_for([{}]), self._tokenizer)
+        return self.harmony or call_format(chat.source_for([{}]), self._tokenizer, self._tool_parser, forced)
 
     @cached_property
     def harmony(self) -> Harmony | None:
         """The format of all answers to conversations; None if they are free text."""
-        return Harmony.of(self._chat_encoder().source, self._tokenizer)
+        source = self._chat_encoder().source
+        return Harmony.of(source, self._tokenizer) if self._tool_parser in ("auto", "openai") else None
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
-        """The ids of added tokens that no text under a grammar contains: special ones, and those like ``<think>``."""
-        added = {} if self._tokenizer is None else self._tokenizer.added_tokens_decoder
-        return {x.content: i for i, x in added.items() if x.special or re.fullmatch("<.+>", x.content)}
+        """The ids of added tokens that no text under a grammar contains."""
+        return {} if self._tokenizer is None else separate_tokens(self._tokenizer)
 
     def _chat_encoder(self) -> PromptEncoder:
         if self._chat is None:

@@ -40,7 +40,7 @@ FREE = Structure()
 
 def structure_of(
     body: RequestBody,
-    call_format: Callable[[], CallFormat],
+    call_format: Callable[[bool], CallFormat],
     harmony: Harmony | None = None,
     added: Mapping[str, int] = {},
 ) -> Structure:
@@ -48,14 +48,19 @@ def structure_of(
 
     Args:
         body: the request.
-        call_format: returns the format of calls, or raises `HydrajaxError`; called only for requests with tools.
+        call_format: returns the format of calls, given whether answers must be calls, or raises `HydrajaxError`; called
+            only for requests with tools.
         harmony: the format of all answers, None for free text.
         added: ids of the base's added tokens that no text contains, for structural tags.
 
     Raises:
         HydrajaxError: for a grammar or a schema that llguidance refuses, and for fields that contradict each other.
     """
-    found = _of_tools(body, call_format()) if body.callable_tools() else _of_format(body, harmony, added)
+    found = (
+        _of_tools(body, call_format(body.tool_choice not in (None, "auto")))
+        if body.callable_tools()
+        else _of_format(body, harmony, added)
+    )
     if found.grammar is not None:
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(body, name):
@@ -123,9 +128,9 @@ def _of_tools(body: ChatBody, calls: CallFormat) -> Structure:
 def _checked(grammar: Grammar, reader: CallReader, schemas: dict[str, Schema], answer: Schema | None = None) -> Grammar:
     """Return the grammar with a check of complete answers: of the arguments of calls, or of the answer without any.
 
-    There is none if the reader reads special tokens, which the text of a check lacks.
+    Harmony's has none: commentaries are content too.
     """
-    if reader.special:
+    if isinstance(reader, Harmony):
         return grammar
 
     def is_valid(text: str) -> bool:
@@ -135,7 +140,7 @@ def _checked(grammar: Grammar, reader: CallReader, schemas: dict[str, Schema], a
             checked = [(answer, content)]
         return all(JsonCheck(json.dumps(schema))(value) for schema, value in checked)
 
-    return replace(grammar, is_valid=is_valid)
+    return replace(grammar, is_valid=is_valid, special=bool(reader.special))
 
 
 def _arguments(number: int, tool: Tool) -> Schema:

@@ -128,10 +128,10 @@ def call_in(name: str, text: str, at: int) -> tuple[Call, int]:
     return Call(name, text[at:end], True), end
 
 
-def before_any(tag: str, text: str) -> str:
-    """Return the text without what may belong to a call: the begin of a tag at its end, and white space before it."""
+def without_begin(tag: str, text: str) -> str:
+    """Return the text without the begin of a tag at its end."""
     begun = next((n for n in range(len(tag) - 1, 0, -1) if text.endswith(tag[:n])), 0)
-    return text[: len(text) - begun].rstrip()
+    return text[: len(text) - begun]
 
 
 def lark(start: str, rules: Sequence[str]) -> Grammar:

@@ -1,9 +1,11 @@
 """Chat templates: encode messages with a tokenizer's own template or a built-in one."""
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,14 +123,18 @@ def make_encoder(
     """Return an encoder of conversations.
 
     Args:
-        template: ``auto`` for the tokenizer's own, or a name in `BUILT_IN`.
+        template: ``auto`` for the tokenizer's own, a name in `BUILT_IN`, or the path of a file in Jinja, which like the
+            tokenizer's own writes BOS itself.
         field, tokenizer_field: the options or settings that named template and tokenizer, for messages.
+
+    Raises:
+        HydrajaxError: for a template or a tokenizer that cannot be used.
     """
-    if template != "auto" and template not in BUILT_IN:
-        raise not_allowed(field, template, ("auto", *BUILT_IN))
     if not getattr(tokenizer, "is_fast", False):
         kind = type(tokenizer).__name__
         raise HydrajaxError(f"{tokenizer_field}: got {kind}, expected a fast tokenizer, which has offsets")
+    if template != "auto" and template not in BUILT_IN:
+        tokenizer, template = _with_template(tokenizer, template, field), "auto"
     source = _own_template(tokenizer, field) if template == "auto" else BUILT_IN[template]
     if template != "auto" and not tokenizer.eos_token:
         raise HydrajaxError(f"{field}: {template} ends answers with EOS, but the tokenizer has no EOS token")
@@ -194,6 +200,27 @@ def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
 def _is_read(number: int, content: Content, text: str) -> bool:
     marks = len(content[:1] if isinstance(content, str) else content)
     return f"form{number}z" not in text and all(f"q{number}x{index}z" in text for index in range(marks))
+
+
+def _with_template(tokenizer: Any, file: str, field: str) -> Any:
+    """Return a copy of the tokenizer with the chat template in a file."""
+    from jinja2 import TemplateSyntaxError
+
+    if not Path(file).is_file():
+        raise not_allowed(field, file, ("auto", *BUILT_IN), " or a file in Jinja")
+    tokenizer = copy.copy(tokenizer)
+    try:
+        tokenizer.chat_template = Path(file).read_text("utf-8")
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise HydrajaxError(f"{field}: {file}, line {error.lineno}: {one_line(error.message or '')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise HydrajaxError(f"{field}: {file} cannot be read as text ({one_line(error)})") from None
+    except Exception:  # a template may refuse this conversation
+        pass
+    if not tokenizer.chat_template.strip():
+        raise HydrajaxError(f"{field}: {file} is empty, expected a chat template in Jinja")
+    return tokenizer
 
 
 def _own_template(tokenizer: Any, field: str) -> str:

@@ -107,11 +107,11 @@ def without_panic_text() -> Iterator[None]:
             kept.write(re.sub(rb"\n?thread '[^\n]* panicked at .*", b"", written.read(), flags=re.DOTALL))
 
 
-def decode_text(tokenizer: Any | None, ids: Sequence[int]) -> str:
-    """Return a text's token ids as text, without special tokens; without a tokenizer, the ids."""
+def decode_text(tokenizer: Any | None, ids: Sequence[int], special: bool = False) -> str:
+    """Return a text's token ids as text, by default without special tokens; without a tokenizer, the ids."""
     if tokenizer is None:
         return " ".join(map(str, ids))
-    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:

@@ -116,7 +116,7 @@ def test_every_chat_with_such_a_template_is_read(tokenizer):
     tools = [{"type": "function", "function": {"name": "ab", "parameters": SCHEMAS["ab"]}}]
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMAS["a"]}}
     for more in ({}, {"tools": tools}, {"response_format": schema}, {"tools": tools, "response_format": schema}):
-        found = structure_of(ChatBody(**body, **more), lambda: form, form)
+        found = structure_of(ChatBody(**body, **more), lambda forced: form, form)
         assert found.calls is form
         assert (found.grammar is None) == (not more)
     past = {"role": "assistant", "content": "a", "reasoning_content": "so"}

@@ -18,6 +18,7 @@ from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG
 from helpers.serving import SECONDS, running
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.schema_faults import JsonCheck
+from hydrajax.serve import default_tools
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.request_encoder import RequestEncoder
 
@@ -438,20 +439,47 @@ def test_refusals(address):
         assert "\n" not in error["message"]
 
 
-def test_templates_without_tools(pool, monkeypatch):
-    unknown = "tools: the chat template describes calls in an unknown format"
-    result = messages({"role": "tool", "content": "a", "tool_call_id": "1"})
-    for template, body, message in (
-        ("", tool(), "tools: the chat template ignores tools; leave them out"),
-        ("{{ tools }}", tool(), unknown),
-        ("<tool_call><function=x>{{ tools }}", tool(), unknown),
-        ("", result, "messages.1: got a message of tools, which the chat template does not have"),
+def test_tools_of_templates_without_tools(pool, monkeypatch):
+    """The server describes the tools; the description of a real base would fill the tiny one's context."""
+    monkeypatch.setattr(default_tools, "DESCRIPTION", "ab")
+    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", letters.TEMPLATE)
+    named = {"type": "function", "function": {"name": "b"}}
+    with running(pool, model="letters") as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
+        asked = ONE | {"tools": TOOLS, "parallel_tool_calls": False}
+        for choice, bias, count in (("required", {}, 1), (named, {}, 1), ("auto", BEGIN, 1), ("auto", NEVER, 0)):
+            found = client.chat.completions.create(**asked, tool_choice=choice, logit_bias=bias).choices[0]
+            assert len(found.message.tool_calls or ()) == count
+            assert (found.finish_reason == "tool_calls") == bool(count)
+            if count:
+                names, message = checked(found.message), found.message
+                assert choice is not named or names == ["b"]
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "01"}
+        again = client.chat.completions.create(**asked | {"messages": [*HELLO, message, result]}, logit_bias=NEVER)
+        assert again.choices[0].message.content
+
+
+def test_templates_with_tools_in_another_form(pool, monkeypatch):
+    """Forced calls have the form of the grammar."""
+    unknown = "tools: the chat template describes calls in an unknown format; start the server with --tool-parser"
+    ignored = "tools: the chat template ignores tools; leave them out"
+    for template, message in (
+        ("{# tools #}", ignored),
+        ("{{ tools }}", unknown),
+        ("<tool_call><arg_key>{{ tools }}", unknown),
     ):
         monkeypatch.setattr(pool.executor.tokenizer, "chat_template", letters.TEMPLATE + template)
         with running(pool) as (address, _):
-            answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["message"].startswith(message)
+            body = {"messages": HELLO, "max_tokens": 60} | tool()
+            answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=SECONDS)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
+            if message == unknown:
+                body |= {"tool_choice": {"type": "function", "function": {"name": "a"}}}
+                (choice,) = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=SECONDS).json()["choices"]
+                assert [call["function"] for call in choice["message"]["tool_calls"]] == [
+                    {"name": "a", "arguments": "{}"}
+                ]
 
 
 def test_llguidance_is_optional(address, monkeypatch):

@@ -4,7 +4,6 @@ import pytest
 
 from helpers.json_letters import END_TAG, SCHEMAS, TAG, accepts
 from helpers.json_letters import shipped_tokenizer as tokenizers
-from hydrajax.errors import HydrajaxError
 from hydrajax.serve.call_formats import PlainCalls, TaggedCalls, call_format
 from hydrajax.serve.tool_calls import Call, CallDeltas, CallsOrAnswer
 
@@ -86,10 +85,14 @@ PERSON |= {"required": ["name", "age"], "additionalProperties": False, "$defs": 
 OR_PERSON = {"answer": PERSON}
 
 
-@pytest.fixture(scope="module", params=["text", "tokens"])
+@pytest.fixture(scope="module", params=["text", "tokens", "special"])
 def tagging(request):
     """The shipped tokenizer, which writes tags as text, and with tags and a mark of thoughts as tokens."""
-    return tokenizers() if request.param == "text" else tokenizers(TAG, END_TAG, "<think>")
+    if request.param == "text":
+        return tokenizers()
+    found = tokenizers(TAG, END_TAG, special=request.param == "special")
+    found.add_tokens("<think>")
+    return found
 
 
 def test_grammars_of_tagged_calls(tagging):
@@ -154,8 +157,3 @@ def test_grammars_of_plain_calls():
         form = call_format(LLAMA, tokenizer)
         assert isinstance(form, PlainCalls)
         assert accepts(tokenizer, form.grammar(SCHEMAS, **kind), text) == accepted
-
-
-def test_tags_that_texts_leave_out_are_refused():
-    with pytest.raises(HydrajaxError, match="tools: </tool_call> is a special token of the base"):
-        call_format(QWEN, tokenizers(TAG, END_TAG, special=True))

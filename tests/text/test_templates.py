@@ -67,7 +67,7 @@ class SlowTokenizer:
 def test_settings_that_do_not_go_together(tokenizer, plain_tokenizer):
     for changes, template, message in (
         ({}, "auto", "template: the tokenizer has no chat template; .*--template plain"),
-        ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain"),
+        ({}, "alpaca", "template: got 'alpaca', expected auto, vicuna, plain, raw or a file in Jinja"),
         ({"chat_template": {"tool_use": OWN}}, "auto", "template: .*multiple chat templates with no default"),
         ({"eos_token": None}, "vicuna", "template: vicuna ends answers with EOS, but the tokenizer has no EOS token"),
     ):
@@ -80,6 +80,30 @@ def test_settings_that_do_not_go_together(tokenizer, plain_tokenizer):
             make_encoder(SlowTokenizer(), "plain", **({} if field == "base" else {"tokenizer_field": field}))
     with pytest.raises(HydrajaxError, match=r"^style: got 'x'"):
         make_encoder(plain_tokenizer, "x", field="style")
+
+
+def test_a_template_in_a_file(tokenizer, plain_tokenizer, tmp_path):
+    """It is used as the tokenizer's own is, which stays as it was."""
+    file = tmp_path / "chat.jinja"
+    file.write_text(OWN, "utf-8")
+    before, tokenizer.chat_template = plain_tokenizer.chat_template, OWN
+    assert make_encoder(plain_tokenizer, str(file)).prompt(MESSAGES) == make_encoder(tokenizer).prompt(MESSAGES)
+    assert plain_tokenizer.chat_template == before
+    for content, message in (
+        (b"a\n{% for m in messages %}", r"style: .*chat.jinja, line 2: Unexpected end of template"),
+        (b" \n", r"style: .*chat.jinja is empty, expected a chat template in Jinja"),
+        (b"\xff", r"style: .*chat.jinja cannot be read as text"),
+        (
+            b"{{ messages.__class__.__base__ }}",
+            "the chat template failed: access to attribute '__class__' .* is unsafe",
+        ),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(HydrajaxError, match=message) as caught:
+            make_encoder(tokenizer, str(file), field="style").prompt(MESSAGES)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(HydrajaxError, match=r"^style: got '/', expected auto"):
+        make_encoder(tokenizer, "/", field="style")
 
 
 def test_a_template_that_fails_is_one_line(tokenizer):
