@@ -74,7 +74,7 @@ class Chat:
 
         Args:
             executor: decodes; ``max_new_tokens`` of its request limits each answer.
-            template: chat template, ``auto`` for the tokenizer's own, the built-in ``vicuna``, ``plain``, ``raw``, or a file.
+            template: chat template: ``auto`` for the tokenizer's, ``vicuna``, ``plain``, ``raw``, or a file in Jinja.
             seed: for sampling rules; None draws one.
 
         Raises:

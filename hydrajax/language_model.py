@@ -346,7 +346,7 @@ class LanguageModel(LoadedModel):
         """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
 
         Args:
-            template: chat template, ``auto`` for the tokenizer's own, the built-in ``vicuna``, ``plain``, ``raw``, or a file.
+            template: chat template: ``auto`` for the tokenizer's, ``vicuna``, ``plain``, ``raw``, or a file in Jinja.
             max_new_tokens: limit of each answer.
             grammar: of every answer, as in `generate`.
 

@@ -133,7 +133,7 @@ class DataConfig:
         format: ``auto`` detects the format of every conversation record. ``text`` is plain text, in which every token
             is a target. ``generations`` are lines with ``prompt_ids`` and ``output_ids`` (`hydrajax generate --output`,
             `hydrajax distill`).
-        template: ``auto`` is the tokenizer's own chat template; ``vicuna``, ``plain`` and ``raw`` are built in; else a file.
+        template: ``auto`` is the tokenizer's chat template; ``vicuna``, ``plain``, ``raw`` are built in; else a file.
         targets: ``assistant`` trains on the assistant's tokens, ``all`` on every token.
         tokenizer: a directory. Default: the model's.
         new_tokenizer: train a tokenizer with this many ids on the text.

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.json_letters import SCHEMAS, accepts, shipped_tokenizer
+from hydrajax.serve.draft_counts import DraftCounts
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.protocol import ChatBody
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat
@@ -47,7 +48,8 @@ def tokenizer():
 
 
 def reply(form, tokenizer) -> ReplyChoice:
-    handle = SimpleNamespace(result=None, done=False, request=SimpleNamespace(ids=[5], wanted=None))
+    request = SimpleNamespace(ids=[5], wanted=None)
+    handle = SimpleNamespace(result=None, done=False, request=request, drafts=DraftCounts(0))
     return ReplyChoice(0, handle, lambda ids: Continuation(tokenizer, ids), False, calls=form)
 
 
