@@ -258,7 +258,8 @@ class Api:
         form: ReplyFormat | ResponsesFormat | None = None,
     ) -> Response:
         model = self._served(body.model)
-        batcher, form = model.batcher, form or ReplyFormat(model.name, chat)
+        batcher, wanted = model.batcher, body.stream_options
+        form = form or ReplyFormat(model.name, chat, wanted.include_usage and wanted.continuous_usage_stats)
         n, sampling = body.n or 1, body.sampling()
         if sampling["temperature"] is None and self._options.temperature:
             sampling["temperature"] = self._options.temperature
@@ -292,13 +293,13 @@ class Api:
         reply = Reply(batcher, partial(self._metrics.ended, model.name), request, self._options.timeout)
         try:
             handles = batcher.submit(requests, reply.changed)
-            options = (self._encoder.after, body.wants_logprobs(), top, body.stream_options.include_drafts)
+            options = (self._encoder.after, body.wants_logprobs(), top, wanted.include_drafts)
             reply.choices = [
                 ReplyChoice(index, handle, *options, echoed[index // n], structure.calls)
                 for index, handle in enumerate(handles)
             ]
             if body.stream:
-                events = reply.events(form, n if body.stream_options.include_usage else None)
+                events = reply.events(form, n if wanted.include_usage else None)
                 return EventStream(ending_in_errors(events, form), self._options.write_timeout, reply.close)
             await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))

@@ -56,10 +56,11 @@ COMPLETION_DEFAULTS = REQUEST_DEFAULTS | {"add_special_tokens": True, "suffix": 
 
 
 class StreamOptions(JsonObject):
-    """``include_drafts`` is an extension that marks drafted tokens."""
+    """``include_drafts`` is an extension that marks drafted tokens; ``continuous_usage_stats`` is vLLM's."""
 
-    NEUTRAL: ClassVar = {"continuous_usage_stats": False, "include_obfuscation": IGNORED}
+    NEUTRAL: ClassVar = {"include_obfuscation": IGNORED}
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # no effect without include_usage
     include_drafts: bool = False
 
 

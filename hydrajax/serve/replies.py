@@ -65,6 +65,12 @@ class ReplyChoice:
         found = FINISH_REASONS.get((result and result.finish_reason) or "", "length")
         return "tool_calls" if found == "stop" and self._calls is not None and self._calls.complete else found
 
+    @property
+    def usage(self) -> dict[str, int]:
+        """Count the tokens that have been sent."""
+        prompt = len(self.handle.request.ids)
+        return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
+
     def delta(self, ended: bool) -> Delta:
         """Return the part of the answer that has not been sent; after its end all of it."""
         result = self.handle.result  # once, because another thread may replace it
@@ -131,8 +137,9 @@ class ReplyFormat:
 
     END = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, model: str, chat: bool):
-        self._chat, prefix = chat, "chatcmpl" if chat else "cmpl"
+    def __init__(self, model: str, chat: bool, continuous_usage: bool = False):
+        """``continuous_usage``: events of a stream have token counts so far."""
+        self._chat, self._continuous_usage, prefix = chat, continuous_usage, "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +175,7 @@ class ReplyFormat:
             choice.ended = True
             content = {"delta": {}} if self._chat else {"text": ""}
             found.append(self._chunk([self._choice(choice, content, None, choice.finish_reason)]))
-        return found
+        return [event | {"usage": choice.usage} for event in found] if self._continuous_usage else found
 
     def closing(self, choices: Sequence[ReplyChoice], usage_for: int | None) -> list[dict[str, Any]]:
         """Return the event with the token counts if they are wanted: for ``usage_for`` choices per prompt."""

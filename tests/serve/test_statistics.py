@@ -99,11 +99,15 @@ def test_responses_count_the_steps_of_generate_and_the_metrics_add_them_up(serve
 
 def test_streams_count_too_and_several_choices_do_not(served, address):
     (wanted,) = expected(served, ["a bad cafe"], limit=30)
-    body = {"prompt": "a bad cafe", "max_tokens": 30, "stream": True, "stream_options": {"include_usage": True}}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "a bad cafe", "max_tokens": 30, "stream": True, "stream_options": options}
     events = httpx.post(f"{address}/v1/completions", json=body, timeout=SECONDS).text.split("\n\n")
     *pieces, last = [json.loads(event[6:]) for event in events if event.startswith("data: {")]
     assert last["metrics"] == {"speculative_decoding": summary_of(wanted.emitted_per_step)}
     assert not any("metrics" in piece for piece in pieces)
+    so_far = [piece["usage"]["completion_tokens"] for piece in pieces]
+    assert so_far == sorted(so_far)
+    assert pieces[-1]["usage"] == {name: last["usage"][name] for name in pieces[-1]["usage"]}
     several = post(address, prompt="a bad cafe", n=2)
     assert several["metrics"] is None
     assert several["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 2 * (
