@@ -25,6 +25,7 @@ from hydrajax.machine import own_version
 from hydrajax.serve.api_errors import error_response
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.prometheus import ServerMetrics
+from hydrajax.serve.prompt_scores import PromptScorer
 from hydrajax.serve.protocol import (
     MOST_CHOICES,
     Body,
@@ -40,7 +41,7 @@ from hydrajax.serve.protocol import (
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat, usage
 from hydrajax.serve.reply import Reply, ending_in_errors
 from hydrajax.serve.request_encoder import RequestEncoder
-from hydrajax.serve.requests import Submission
+from hydrajax.serve.requests import RequestHandle, Submission
 from hydrajax.serve.response_store import ResponseStore
 from hydrajax.serve.responses import ResponsesFormat
 from hydrajax.serve.responses_body import ResponsesBody, renamed
@@ -76,6 +77,7 @@ class Api:
         self._by_name = {alias: model for model in models for alias in model.aliases} | self._models
         self._metrics = ServerMetrics(self._stats, {name: model.batcher for name, model in self._models.items()})
         self._long_contents = CapacityLimiter(LONG_CONTENTS)
+        self._scorer = PromptScorer(models[0].batcher.executor)  # all models have the same base
         self._stored = ResponseStore(options.stored_responses, options.stored_memory * 1_000_000)
 
     def _stats(self) -> Stats:
@@ -259,19 +261,22 @@ class Api:
     ) -> Response:
         model = self._served(body.model)
         batcher, wanted = model.batcher, body.stream_options
-        form = form or ReplyFormat(model.name, chat, wanted.include_usage and wanted.continuous_usage_stats)
+        continuous = wanted.include_usage and wanted.continuous_usage_stats
+        form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs)
         n, sampling = body.n or 1, body.sampling()
         if sampling["temperature"] is None and self._options.temperature:
             sampling["temperature"] = self._options.temperature
         seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed  # one for all choices
         if len(prompts) * n > MOST_CHOICES:
             raise HydrajaxError(f"n: got {len(prompts)} prompts x {n} choices, expected at most {MOST_CHOICES} in all")
-        if (top := body.top_logprobs_count()) > batcher.top_logprobs:
+        echo_top, whole_echo = body.scored(), body.scored() is not None and not body.stream
+        if (top := body.top_logprobs_count()) > batcher.top_logprobs and not whole_echo:
             raise HydrajaxError(
                 f"{body.TOP_LOGPROBS}: got {top}, expected at most {batcher.top_logprobs}; "
                 "start the server with a larger --top-logprobs"
             )
-        common = {"max_new_tokens": body.limit() or self._options.max_new_tokens, "stop": body.stops(), "seed": seed}
+        limit = self._options.max_new_tokens if body.limit() is None else body.limit()
+        common = {"max_new_tokens": max(limit, 1), "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
         common["remembered"] = body.corpus is not False
 
@@ -287,24 +292,31 @@ class Api:
                 requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
             except HydrajaxError as error:
                 raise structure.named(error) from None
-        echoed = [""] * len(prompts)
+        echoed: list[str | None] = [None] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
         reply = Reply(batcher, partial(self._metrics.ended, model.name), request, self._options.timeout)
+        streams = False
         try:
-            handles = batcher.submit(requests, reply.changed)
+            if limit:
+                handles = batcher.submit(requests, reply.changed)
+            else:
+                handles = list(map(RequestHandle.without_answer, requests))
             options = (self._encoder.after, body.wants_logprobs(), top, wanted.include_drafts)
             reply.choices = [
                 ReplyChoice(index, handle, *options, echoed[index // n], structure.calls)
                 for index, handle in enumerate(handles)
             ]
-            if body.stream:
+            if not body.stream:
+                await reply.wait()
+            if tops := [k for k in (echo_top, body.prompt_logprobs) if k is not None]:
+                await reply.score(self._scorer, max(tops), whole_echo)
+            if streams := bool(body.stream):
                 events = reply.events(form, n if wanted.include_usage else None)
                 return EventStream(ending_in_errors(events, form), self._options.write_timeout, reply.close)
-            await reply.wait()
             return JSONResponse(form.whole(reply.choices, usage(reply.choices, n)))
         finally:
-            if not body.stream or not reply.choices:
+            if not streams:
                 reply.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hydrajax.decoding.executor import State
+from hydrajax.decoding.executor import Executor, State
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.sequences import remember, row_result
 from hydrajax.serve.admission import CacheBudget, CacheMemory
@@ -75,6 +75,11 @@ class Batcher:
         self._thread = threading.Thread(target=self._run, name="hydrajax batcher", daemon=True)
 
     # --- for any thread ---------------------------------------------------------------------------------------
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of batch size 1."""
+        return self._executor
 
     @property
     def context(self) -> int:

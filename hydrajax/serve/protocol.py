@@ -76,6 +76,7 @@ class RequestBody(AnswerFormat, JsonObject):
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: StrictInt | None = Field(None, ge=0)
+    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     corpus: bool | None = None  # false: later answers are not drafted from this one
     stream: bool | None = None
     stream_options: StreamOptions = StreamOptions()
@@ -99,6 +100,16 @@ class RequestBody(AnswerFormat, JsonObject):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None and self.logprobs is not False  # a number in completions, a flag in chats
 
+    @pydantic.model_validator(mode="after")
+    def _prompt_logprobs_are_not_streamed(self):
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError(f"prompt_logprobs: got {self.prompt_logprobs} with stream, expected none")
+        return self
+
+    def scored(self) -> int | None:
+        """Return the most likely tokens at each position of an echo, None without log-probabilities of it."""
+        return None
+
     def top_logprobs_count(self) -> int:
         return getattr(self, self.TOP_LOGPROBS) or 0
 
@@ -109,6 +120,7 @@ class CompletionBody(RequestBody):
     NEUTRAL, TOP_LOGPROBS = COMPLETION_DEFAULTS, "logprobs"
 
     prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
+    max_tokens: StrictInt | None = Field(None, ge=0)
     logprobs: StrictInt | None = Field(None, ge=0, le=5)
     echo: bool | None = None
     best_of: StrictInt | None = None
@@ -117,10 +129,13 @@ class CompletionBody(RequestBody):
         return [self.prompt] if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt
 
     @pydantic.model_validator(mode="after")
-    def _echo_has_no_logprobs(self):
-        if self.echo and self.wants_logprobs():
-            raise ValueError("echo: got true with logprobs, which a prompt does not have here; leave one of them out")
+    def _nothing_is_generated_for_an_echo(self):
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: got 0, expected at least 1 without echo")
         return self
+
+    def scored(self):
+        return self.logprobs if self.echo and self.wants_logprobs() else None
 
     @pydantic.model_validator(mode="after")
     def _best_of_is_n(self):

@@ -3,11 +3,12 @@
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hydrajax.serve.api_errors import error_body
 from hydrajax.serve.harmony import MarkedText
+from hydrajax.serve.prompt_scores import TextScores, prompt_logprobs
 from hydrajax.serve.requests import RequestHandle
 from hydrajax.serve.tool_calls import CallDeltas, CallReader
 from hydrajax.text.continuation import INCOMPLETE, Continuation
@@ -34,9 +35,12 @@ class ReplyChoice:
         after: Return the continuation of a prompt.
         logprobs, drafts: Include log-probabilities, and marks of drafted tokens.
         top_logprobs: Number of most likely tokens at each position.
-        echo: Text before the answer's.
+        echo: Text before the answer's, None for none. With ``logprobs`` it has log-probabilities too, from ``scores``.
         calls: Format of the tool calls in the answer, None if there are none.
+        scores: Of the prompt's tokens, or of those and the answer's; None if nobody asked for them.
     """
+
+    scores: TextScores | None = None
 
     def __init__(
         self,
@@ -46,14 +50,15 @@ class ReplyChoice:
         logprobs: bool,
         top_logprobs: int = 0,
         drafts: bool = False,
-        echo: str = "",
+        echo: str | None = None,
         calls: CallReader | None = None,
     ):
         self.index, self.handle = index, handle
         self._logprobs, self._top, self._drafts = logprobs, top_logprobs, drafts
-        self._scored, self._marked = (after(handle.request.ids) for _ in range(2))
-        self._echo = echo.rstrip(INCOMPLETE) if self._marked.begun else echo
-        self._sent, self._tokens = 0, 0  # characters and tokens sent
+        self._after, self._echoes = after, echo is not None
+        self._scored, self._marked = after(() if self._echoes else handle.request.ids), after(handle.request.ids)
+        self._echo = (echo or "").rstrip(INCOMPLETE if self._marked.begun else "")
+        self._sent, self._tokens, self._special = 0, 0, 0  # characters and tokens sent; characters of special tokens
         self._calls = None if calls is None else CallDeltas(calls)
         special = {} if calls is None else calls.special
         self._with_special = MarkedText(special, after(handle.request.ids)) if special else None
@@ -101,20 +106,35 @@ class ReplyChoice:
     def logprobs(self, delta: Delta, chat: bool) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        content, tokens, offsets, tops = [], [], [], []
-        for token, logprob, top in zip(delta.ids, delta.logprobs, delta.top, strict=True):
+        content, tokens, logprobs, offsets, tops = [], [], [], [], []
+        for token, logprob, top in self._rows(delta):
             if chat:
                 others = [self._chat_token(other, its_own) for other, its_own in top]
                 content.append(self._chat_token(token, logprob) | {"top_logprobs": others})
             else:
                 tokens.append(self._scored.name(token))
-                offsets.append(self._scored.offset)
-                tops.append(self._by_name(top, token, logprob))
+                logprobs.append(logprob)
+                offsets.append(self._scored.offset + self._special)
+                tops.append(None if logprob is None else self._by_name(top[: self._top], token, logprob))
+                if not self._scored.data(token) and self._echo.startswith(tokens[-1], offsets[-1]):
+                    self._special += len(tokens[-1])
             self._scored.read(token)
         if chat:
             return {"content": content, "refusal": None}
         tops = tops if self._top else None
-        return {"tokens": tokens, "token_logprobs": delta.logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+    def _rows(self, delta: Delta) -> Iterator[tuple[int, float | None, list[tuple[int, float]]]]:
+        """Yield new tokens with log-probability and most likely tokens, those of an echo first."""
+        scores, answered = self.scores, zip(delta.ids, delta.logprobs, delta.top, strict=True)
+        if self._echoes and scores is not None and self._tokens == len(delta.ids):  # nothing has been sent
+            yield from zip(scores.ids, [None, *scores.logprobs[1:]], scores.top, strict=True)
+            answered = answered if len(scores.ids) == len(self.handle.request.ids) else ()
+        yield from answered
+
+    def prompt_logprobs(self, k: int) -> dict[str, Any]:
+        """Return vLLM's field of this name, with k most likely tokens."""
+        return {"prompt_logprobs": prompt_logprobs(self.scores, len(self.handle.request.ids), k, self._after(()))}
 
     def _by_name(self, top: list[tuple[int, float]], token: int, logprob: float) -> dict[str, float]:
         """Map the most likely tokens and the chosen one to log-probabilities. One that shares its name has its id."""
@@ -137,13 +157,21 @@ class ReplyFormat:
 
     END = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, model: str, chat: bool, continuous_usage: bool = False):
-        """``continuous_usage``: events of a stream have token counts so far."""
+    def __init__(self, model: str, chat: bool, continuous_usage: bool = False, prompt_top: int | None = None):
+        """Build the format.
+
+        Args:
+            model: its name.
+            chat: else completions.
+            continuous_usage: events of a stream have token counts so far.
+            prompt_top: most likely tokens of ``prompt_logprobs``, None without this field.
+        """
+        self._prompt_top = prompt_top
         self._chat, self._continuous_usage, prefix = chat, continuous_usage, "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[ReplyChoice], usage: dict[str, Any]) -> dict[str, Any]:
-        found = []
+        found, scored = [], {}
         for choice in choices:
             delta = choice.delta(ended=True)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -153,9 +181,13 @@ class ReplyFormat:
                 calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.calls]
                 message |= {"content": delta.text or None, "tool_calls": calls}
             content = {"message": message} if self._chat else {"text": delta.text}
+            if self._prompt_top is not None and not (self._chat and scored):  # a chat has one prompt
+                scored = choice.prompt_logprobs(self._prompt_top)
+                content |= {} if self._chat else scored
             found.append(self._choice(choice, content, choice.logprobs(delta, self._chat), choice.finish_reason))
         name = "chat.completion" if self._chat else "text_completion"
-        return {**self._head, "object": name, "choices": found, "usage": usage, **statistics(choices)}
+        scored = scored if self._chat else {}
+        return {**self._head, "object": name, "choices": found, "usage": usage, **scored, **statistics(choices)}
 
     def opening(self, choices: Sequence[ReplyChoice]) -> list[dict[str, Any]]:
         """Return the first events of a stream."""

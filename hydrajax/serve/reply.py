@@ -7,12 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
+import numpy as np
 from starlette.requests import Request
 
 from hydrajax.serve.api_errors import FAILED
 from hydrajax.serve.batcher import Batcher
+from hydrajax.serve.prompt_scores import PromptScorer, TextScores
 from hydrajax.serve.replies import ReplyChoice, ReplyFormat
-from hydrajax.serve.requests import RequestHandle
+from hydrajax.serve.requests import Closed, RequestHandle
 from hydrajax.serve.responses import ResponsesFormat
 
 LOG = logging.getLogger("uvicorn.error")
@@ -28,6 +30,7 @@ class Reply:
         self._batcher, self._on_end, self._request = batcher, on_end, request
         self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         self.choices: list[ReplyChoice] = []
+        self._cancelled = False
         self._disconnect = asyncio.create_task(self._until_disconnect())
         self._deadline = self._loop.call_later(timeout, self._cancel)
 
@@ -42,6 +45,7 @@ class Reply:
         self._cancel()
 
     def _cancel(self) -> None:
+        self._cancelled = True
         for choice in self.choices:
             if not choice.handle.done:
                 self._batcher.cancel(choice.handle)
@@ -64,6 +68,19 @@ class Reply:
         for choice in self.choices:
             if choice.handle.error is not None:
                 raise choice.handle.error
+
+    async def score(self, scorer: PromptScorer, k: int, answers: bool) -> None:
+        """Score the prompts, or prompts with their answers; equal texts once."""
+        scored: dict[bytes, TextScores] = {}
+        for choice in self.choices:
+            ids, result = choice.handle.request.ids, choice.handle.result
+            if answers and result is not None:
+                ids = np.array([*ids, *result.output_ids], np.int32)
+            if self._cancelled:
+                raise Closed("the prompt was not scored in time")
+            if (key := ids.tobytes()) not in scored:
+                scored[key] = await scorer.score(ids, k)
+            choice.scores = scored[key]
 
     async def events(self, form: ReplyFormat | ResponsesFormat, usage_for: int | None) -> AsyncGenerator[str, None]:
         """Yield server-sent events, those of one moment together.

@@ -83,6 +83,14 @@ class RequestHandle:
         self._on_change = on_change or (lambda: None)
         self._done = threading.Event()
 
+    @staticmethod
+    def without_answer(request: Submission) -> RequestHandle:
+        """Return the ended handle of a request for which nothing is generated."""
+        found = RequestHandle(request)
+        found.result = Generation(request.ids.tolist(), [], "", 0, [], 0, 0.0, "length")
+        found.finish()
+        return found
+
     @property
     def done(self) -> bool:
         return self._done.is_set()
