@@ -489,3 +489,38 @@ def test_llguidance_is_optional(address, monkeypatch):
         assert answer.status_code == 400
         wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
         assert re.fullmatch(wanted, answer.json()["error"]["message"])
+
+
+def test_the_responses_api(client):
+    """A pydantic model, and a call whose result continues the stored response; streams have the same items."""
+    own = {"model": "letters", "input": "ab", "max_output_tokens": 60}
+    assert isinstance(client.responses.parse(**own, text_format=Answer).output_parsed, Answer)
+    tools = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS[:1]]
+    more = {"tools": tools, "tool_choice": {"type": "function", "name": "ab"}}
+    called = client.responses.create(**own, **more)
+    [call] = called.output
+    assert (called.status, call.type, call.name) == ("completed", "function_call", "ab")
+    jsonschema.validate(json.loads(call.arguments), SCHEMAS["ab"])
+    assert (called.tools[0].to_dict(), called.tool_choice.to_dict()) == (tools[0], more["tool_choice"])
+    with client.responses.stream(**own, **more) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == stream.get_final_response().output[0].arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "b"}
+    after = client.responses.create(
+        **own | {"input": [result]}, previous_response_id=called.id, tools=tools, tool_choice="none"
+    )
+    messages = [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function",
+                                              "function": {"name": "ab", "arguments": call.arguments}}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "b"},
+    ]  # fmt: skip
+    chat = client.chat.completions.create(model="letters", messages=messages, max_completion_tokens=60, temperature=0)
+    assert after.output_text == chat.choices[0].message.content
+    cut = client.responses.create(**own | {"max_output_tokens": 27}, **more)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+    with pytest.raises(openai.BadRequestError, match=r"text.format.schema: .*not"):
+        client.responses.create(**own, text={"format": {"type": "json_schema", "name": "n", "schema": {"not": {}}}})
+    with pytest.raises(openai.BadRequestError, match=r"tools.0.parameters.type: got 'array', expected 'object'"):
+        client.responses.create(**own, tools=[tools[0] | {"parameters": {"type": "array"}}])
