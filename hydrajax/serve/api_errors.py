@@ -21,10 +21,25 @@ def error_body(message: str, status: int) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param and param[0], "code": None}}
 
 
+def _routes(request: Request) -> list[str]:
+    """Return the routes of the API, without the files of its pages."""
+    return [
+        f"{method} {route.path}"
+        for route in request.app.routes
+        for method in sorted(route.methods - {"HEAD"})
+        if "." not in route.path or route.path.endswith(".json")
+    ]
+
+
 async def error_response(request: Request, error: Exception) -> Response:
     """Clients retry after 429 and 503."""
     if isinstance(error, HTTPException):
         status, message, headers = error.status_code, error.detail, error.headers
+        asked = f"{request.method} {request.url.path}"
+        if (status, message) == (404, "Not Found"):  # of the router
+            message = f"no such route: {asked}; this server has: {', '.join(_routes(request))}"
+        elif status == 405:
+            message = f"no such method: {asked}; this route has: {(headers or {}).get('Allow')}"
     elif not isinstance(error, HydrajaxError):  # starlette then raises it again, and uvicorn logs it
         status, message, headers = 500, FAILED, None
     else:

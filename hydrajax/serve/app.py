@@ -23,6 +23,7 @@ from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
 from hydrajax.serve.api_errors import error_response
+from hydrajax.serve.openapi import document
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.prometheus import ServerMetrics
 from hydrajax.serve.prompt_scores import PromptScorer
@@ -55,7 +56,7 @@ from hydrajax.text.templates import text_of
 # Texts of more characters, or prompts of more ids, take long to encode, and a hundred times their size in memory.
 LONG_CONTENT, LONG_CONTENTS = 1 << 16, 2
 SHORT_CONTENT = 1 << 11  # bytes, characters or ids that take no longer than to hand them to a thread
-PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js", "/docs": "docs.html", "/docs.js": "docs.js"}
 # The page loads nothing from other hosts, and no other page may embed it.
 POLICY = "default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -96,13 +97,13 @@ class Api:
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/responses", self.responses, methods=["POST"]),
-                Route("/v1/responses/{name}", self.response, methods=["GET"]),
-                Route("/v1/responses/{name}", self.delete_response, methods=["DELETE"]),
+                Route("/v1/responses/{name}", self.response, methods=["GET", "DELETE"]),
                 Route("/tokenize", self.tokenize, methods=["POST"]),
                 Route("/detokenize", self.detokenize, methods=["POST"]),
                 Route("/version", self.version),
                 Route("/health", self.health),
                 Route("/metrics", self.metrics),
+                Route("/openapi.json", self.openapi),
                 *(Route(path, _page(name)) for path, name in PAGE.items()),
             ],
             middleware=middleware,
@@ -125,6 +126,9 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(document(has_key=self._options.key is not None))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": own_version()})
@@ -172,12 +176,10 @@ class Api:
 
     async def response(self, request: Request) -> Response:
         self._check_key(request)
-        stored = self._stored.get(request.path_params["name"], "id")
-        return Response(stored.response, media_type="application/json")
-
-    async def delete_response(self, request: Request) -> Response:
-        self._check_key(request)
-        self._stored.delete(name := request.path_params["name"], "id")
+        stored = self._stored.get(name := request.path_params["name"], "id")
+        if request.method != "DELETE":
+            return Response(stored.response, media_type="application/json")
+        self._stored.delete(name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def _chat(self, request: Request, body: ChatBody, form: ResponsesFormat | None = None) -> Response:

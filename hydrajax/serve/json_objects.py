@@ -46,6 +46,20 @@ class JsonObject(BaseModel):
         return {name: value for name, value in fields.items() if not cls._is_neutral(name, value)}
 
     @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: pydantic.GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema, in which null and neutral values are allowed too."""
+        found = handler(core_schema)
+        schema = handler.resolve_ref_schema(found)
+        fields, null = schema.setdefault("properties", {}), {"type": "null"}
+        for name, field in fields.items():
+            if name not in schema.get("required", ()) and null not in field.get("anyOf", ()):
+                fields[name] = {"anyOf": [field, null]}
+        for name, value in cls.NEUTRAL.items():
+            neutral = {} if value is IGNORED else {"anyOf": [{"const": value}, null]}
+            fields[name] = {"anyOf": [fields[name], neutral]} if name in fields else neutral
+        return found | ({"additionalProperties": null} if schema is found else {})
+
+    @classmethod
     def _is_neutral(cls, name: str, value: Any) -> bool:
         neutral = cls.NEUTRAL.get(name)
         same = value == neutral and isinstance(value, bool) == isinstance(neutral, bool)  # False == 0

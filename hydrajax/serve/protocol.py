@@ -59,9 +59,9 @@ class StreamOptions(JsonObject):
     """``include_drafts`` is an extension that marks drafted tokens; ``continuous_usage_stats`` is vLLM's."""
 
     NEUTRAL: ClassVar = {"include_obfuscation": IGNORED}
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # no effect without include_usage
-    include_drafts: bool = False
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False  # no effect without include_usage
+    include_drafts: StrictBool = False
 
 
 class RequestBody(AnswerFormat, JsonObject):
@@ -74,11 +74,11 @@ class RequestBody(AnswerFormat, JsonObject):
     seed: StrictInt | None = Field(None, ge=0, lt=2**SEED_BITS)
     n: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = Field(None, ge=0)
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
-    corpus: bool | None = None  # false: later answers are not drafted from this one
-    stream: bool | None = None
+    corpus: StrictBool | None = None  # false: later answers are not drafted from this one
+    stream: StrictBool | None = None
     stream_options: StreamOptions = StreamOptions()
 
     def limit(self) -> int | None:
@@ -122,7 +122,7 @@ class CompletionBody(RequestBody):
     prompt: Text | TokenIds | Annotated[list[Text], Several] | Annotated[list[TokenIds], Several]
     max_tokens: StrictInt | None = Field(None, ge=0)
     logprobs: StrictInt | None = Field(None, ge=0, le=5)
-    echo: bool | None = None
+    echo: StrictBool | None = None
     best_of: StrictInt | None = None
 
     def prompts(self) -> list[str | list[int]]:
@@ -151,11 +151,11 @@ class ChatBody(RequestBody):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
-    logprobs: bool | None = None
+    logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     modalities: list[Literal["text"]] | None = None
 
     def limit(self) -> int | None:
@@ -188,8 +188,8 @@ class TokenizeBody(JsonObject):
     model: str = ""
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
+    return_token_strs: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
 
     @pydantic.model_validator(mode="after")
     def _one_text(self):

@@ -31,7 +31,7 @@ class ResponseStore:
         self._bytes += sum(map(len, new))
         self._owners |= {item["id"]: response["id"] for item in response["output"]}
         while len(self._kept) > self._most or self._bytes > self._most_bytes:
-            self.delete(next(iter(self._kept)), "")
+            self.delete(next(iter(self._kept)))
 
     def get(self, name: str, field: str) -> Stored:
         """Return a response; raise an exception of status 404 that names ``field`` if it is not stored."""
@@ -39,9 +39,8 @@ class ResponseStore:
             raise HTTPException(404, f"{field}: got '{name}', expected the id of a response that is still stored")
         return self._kept[name]
 
-    def delete(self, name: str, field: str) -> None:
-        found = self.get(name, field)
-        del self._kept[name]
+    def delete(self, name: str) -> None:
+        found = self._kept.pop(name)
         self._bytes -= sum(map(len, found))
         for item in json.loads(found.response)["output"]:
             del self._owners[item["id"]]

@@ -67,8 +67,8 @@ class ItemReference(JsonObject):
 
 def _tag(item: Any) -> str:
     """Return an item's type in brackets, which leave it out of the names of wrong fields."""
-    found = item if isinstance(item, dict) else vars(item) if isinstance(item, JsonObject) else {"role": None}
-    return f"[{found.get('type') or ('message' if 'role' in found else 'item_reference')}]"
+    found = item if isinstance(item, dict) else vars(item) if isinstance(item, JsonObject) else {"role": "user"}
+    return f"[{found.get('type') or ('item_reference' if found.get('role') is None else 'message')}]"
 
 
 Item = Annotated[
@@ -146,6 +146,7 @@ class ResponsesBody(RequestBody):
     max_tokens: None = None
     n: None = None
     response_format: None = None
+    prompt_logprobs: None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     tools: list[FunctionTool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"

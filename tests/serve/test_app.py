@@ -6,6 +6,7 @@ import re
 from importlib.metadata import version
 
 import httpx
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -222,15 +223,52 @@ def test_an_ipv6_address_is_answered(small):
         assert httpx.get(f"{address}/health", headers={"host": "evil.example"}).status_code == 400
 
 
-def test_the_page_loads_nothing_from_other_hosts(address):
-    page = httpx.get(f"{address}/")
-    assert page.headers["content-type"].startswith("text/html")
-    assert page.headers["content-security-policy"].startswith("default-src 'self';")
-    linked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
-    assert sorted(linked) == ["data:,", "page.css", "page.js"]
-    for name, kind in (("page.css", "text/css"), ("page.js", "javascript")):
-        assert kind in httpx.get(f"{address}/{name}").headers["content-type"]
-    assert not re.search(r"https?://|innerHTML", page.text + httpx.get(f"{address}/page.js").text)
+def test_every_route_is_described_and_its_example_is_answered(address):
+    found = httpx.get(f"{address}/openapi.json").json()
+    described = {(method.upper(), path) for path, methods in found["paths"].items() for method in methods}
+    listed = httpx.get(f"{address}/nowhere").json()["error"]["message"].split(": ")[2].replace(":path", "").split(", ")
+    pages = {("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json")}
+    assert described | pages == {tuple(route.split(" ")) for route in listed}
+    name = {"/v1/models/{name}": "letters"}
+    for method, path in sorted(described, key=lambda route: (route[0] != "POST", route[0] == "DELETE")):
+        operation = found["paths"][path][method.lower()]
+        content = operation.get("requestBody", {"content": {"application/json": {}}})["content"]["application/json"]
+        if content:  # the tests' model has few letters
+            validator(found, content["schema"]).validate(content["example"])
+        body = {
+            field: "abc" if isinstance(value, str) else value for field, value in content.get("example", {}).items()
+        }
+        body |= {"messages": [{"role": "user", "content": "a"}]} if "messages" in body else {}
+        url = f"{address}{path.replace('{name}', name.setdefault(path, name.get('response', '')))}"
+        answer = httpx.request(method, url, json=body or None, headers=AUTHORISED, timeout=SECONDS)
+        described_as = operation["responses"]["200"]["content"]
+        assert answer.status_code == 200, answer.text
+        if "application/json" in described_as:
+            validator(found, described_as["application/json"]["schema"]).validate(answer.json())
+        if path == "/v1/responses":
+            name["response"] = answer.json()["id"]
+        if "security" in operation:
+            refused = httpx.request(method, url, json=body or None)
+            assert refused.status_code == 401
+            validator(found, operation["responses"]["401"]["content"]["application/json"]["schema"]).validate(
+                refused.json()
+            )
+
+
+def validator(document, schema):
+    return jsonschema.Draft202012Validator(schema | {"components": document["components"]})
+
+
+def test_the_pages_load_nothing_from_other_hosts(address):
+    for path, script, others in (("", "page.js", []), ("docs", "docs.js", ["openapi.json"])):
+        page = httpx.get(f"{address}/{path}")
+        assert page.headers["content-type"].startswith("text/html")
+        assert page.headers["content-security-policy"].startswith("default-src 'self';")
+        linked = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+        assert sorted(linked) == sorted(["data:,", "page.css", script, *others])
+        for name, kind in (("page.css", "text/css"), (script, "javascript")):
+            assert kind in httpx.get(f"{address}/{name}").headers["content-type"]
+        assert not re.search(r"https?://|innerHTML", page.text + httpx.get(f"{address}/{script}").text)
     assert httpx.get(f"{address}/app.py").status_code == 404
     assert httpx.get(f"{address}/../app.py").status_code == 404
 

@@ -1,13 +1,17 @@
 """Request bodies: fields of OpenAI's and vLLM's clients that change nothing, and numbers in texts."""
 
+import contextlib
 import json
 
+import jsonschema
 import pytest
 from openai.types import completion_create_params as completion
 from openai.types.chat import completion_create_params as chat
 
 from hydrajax.errors import HydrajaxError
-from hydrajax.serve.protocol import ChatBody, CompletionBody, TokenizeBody, parse_body
+from hydrajax.serve.openapi import document
+from hydrajax.serve.protocol import ChatBody, CompletionBody, RequestBody, TokenizeBody, parse_body
+from hydrajax.serve.responses_body import ResponsesBody
 
 CHAT, TEXT = {"messages": [{"role": "user", "content": "a"}]}, {"prompt": "a"}
 # Defaults of vLLM's requests that are not null.
@@ -64,3 +68,20 @@ def test_what_would_change_an_answer_is_refused():
     ]:
         with pytest.raises(HydrajaxError, match=f"^{message}"):
             parse_body(kind, json.dumps(body).encode())
+
+
+def test_the_schemas_accept_what_is_accepted():
+    components = {"components": document(has_key=False)["components"]}
+    wrong = [{"skip_special_tokens": False}, {"priority": False}, {"beam": 1}, {"n": "1"}, {"stream": 1}, {"seed": -1}]
+    wrong += [{"logit_bias": {"5": None}}, {"stop": [None]}, {"stream_options": {"a": 1}}, {"model": 1}]
+    right = [{"beam": None, "user": "a", "n": None, "stop": [], "stream_options": None}, {"length_penalty": 1.0}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": None}]}]
+    others = [(ResponsesBody, {"input": "a"}, {"truncation": "disabled"}), (ResponsesBody, {"input": parts}, {})]
+    for kind, body, fields in [*BODIES, *others, (ChatBody, {"messages": parts}, {})]:
+        own = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        schema = jsonschema.Draft202012Validator(own | components)
+        schema.validate(body | fields)
+        for more in [*right, *wrong] if issubclass(kind, RequestBody) else ():
+            assert schema.is_valid(body | more) == (more in right), more
+            with contextlib.nullcontext() if more in right else pytest.raises(HydrajaxError):
+                parse_body(kind, json.dumps(body | more).encode())

@@ -51,7 +51,7 @@ def test_bad_requests_get_a_status_and_one_line(address):
     cases = [
         ("completions", {"prompt": "a" * 5000}, 413, "the body has more than 5000 bytes"),
         ("completions", GOOD | {"model": "gpt"}, 404, "model: got 'gpt', expected one of: letters"),
-        ("nowhere", {}, 404, "Not Found"),
+        ("nowhere", {}, 404, "no such route: POST /v1/nowhere; this server has: GET /v1/models, "),
         *(("completions", body, 400, message) for body, message in BAD_COMPLETIONS),
         *(("chat/completions", HELLO | body, 400, message) for body, message in BAD_CHATS),
     ]
@@ -85,6 +85,9 @@ def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, caplog):
         for method, path, status in (("POST", "health", 405), ("GET", "v1/completions", 405), ("GET", "x", 404)):
             answer = httpx.request(method, f"{address}/{path}")
             error_of(answer, status, answer.text)
+        answer = httpx.put(f"{address}/v1/responses/a")
+        error_of(answer, 405, answer.text)
+        assert set(answer.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
         monkeypatch.setattr("hydrajax.serve.replies.ReplyFormat.events", fail)
         answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"stream": True}, timeout=SECONDS)
         error_of(answer, 200, answer.text.split("data: ")[-1])
