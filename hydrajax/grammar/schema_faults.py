@@ -20,7 +20,7 @@ def names_and_patterns(root: Any) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the names and the patterns of properties for every value to which both apply."""
     parts, linked = list(_parts(root)), defaultdict(list)
     for part in parts:
-        targets = [_target(root, part["$ref"])] if "$ref" in part else []
+        targets = [target(root, part["$ref"])] if "$ref" in part else []
         for other in targets + [one for key in APPLICATORS for one in part.get(key, ())]:
             linked[id(part)].append(other)
             linked[id(other)].append(part)
@@ -64,7 +64,7 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
                     yield from _parts(one)
 
 
-def _target(root: Any, reference: str) -> Any:
+def target(root: Any, reference: str) -> Any:
     """Return the schema at a JSON pointer, None for other references."""
     try:
         for step in unquote(reference).split("/")[1:]:

@@ -4,16 +4,25 @@ import re
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.serve.call_formats.gemma import FunctionGemmaCalls, GemmaCalls
+from hydrajax.serve.call_formats.mistral import MistralCalls
 from hydrajax.serve.call_formats.plain import PlainCalls
+from hydrajax.serve.call_formats.pythonic import PythonicCalls
+from hydrajax.serve.call_formats.qwen_coder import QwenCoderCalls
 from hydrajax.serve.call_formats.tagged import TaggedCalls
 from hydrajax.serve.tool_calls import CallFormat
 
 # Each format, and what a chat template contains that describes it; the first that fits is taken.
 FORMATS: dict[str, tuple[Any, str]] = {
     "hermes": (TaggedCalls, r"\A(?!.*(<function=|<arg_key>)).*<tool_call>"),
+    "qwen3_coder": (QwenCoderCalls, r"<function=.*<parameter="),
+    "mistral": (MistralCalls, r"\[TOOL_CALLS\]"),
+    "gemma4": (GemmaCalls, r"<\|tool_call>call:"),
+    "functiongemma": (FunctionGemmaCalls, r"<start_function_call>call:"),
     "llama3_json": (PlainCalls, r'"name\\?": [^,{}]+, \\?"parameters\\?":'),
+    "llama4_pythonic": (PythonicCalls, r"\[func_name1\("),
 }
-ALIASES: dict[str, str] = {}
+ALIASES = {"qwen3_xml": "qwen3_coder", "llama4_json": "llama3_json", "pythonic": "llama4_pythonic"}
 NAMES = (*FORMATS, *ALIASES, "openai")
 
 

@@ -76,7 +76,7 @@ class TaggedCalls(CallFormat):
             call, end = found
             calls.append(call)
             at = self.following(text, end) if call.complete else -1
-        unreadable = ended and not calls and self.END in text[begin:]
+        unreadable = ended and not calls and self.END and self.END in text[begin:]
         return Reading(text if unreadable else text[:begin].rstrip(), calls)
 
     def call(self, text: str, at: int, ended: bool) -> tuple[Call, int] | None:
