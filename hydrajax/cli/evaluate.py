@@ -1,6 +1,8 @@
 """``hydrajax evaluate``: answer a question set with the base alone and with any number of drafts, in one run."""
 
 import argparse
+import csv
+import io
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,9 +17,9 @@ from hydrajax.bench.questions.answer_files import AnswerFiles, answer_directory
 from hydrajax.bench.questions.asking import Prompter, evaluate
 from hydrajax.bench.questions.contenders import Answerer, contenders
 from hydrajax.bench.questions.sets import Question
-from hydrajax.bench.questions.summary import Figures, summarise
+from hydrajax.bench.questions.summary import Figures, acceptance_lengths, summarise
 from hydrajax.bench.report.records import of_evaluate
-from hydrajax.bench.report.tables import print_table
+from hydrajax.bench.report.tables import markdown_table, print_table
 from hydrajax.cli import options
 from hydrajax.cli.screen import bar
 from hydrajax.errors import HydrajaxError
@@ -34,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("questions and answers")
     files.add_argument(
         "--set",
+        "--questions",
         metavar="NAME|FILE|org/name",
         required=True,
-        help=f"{', '.join(question_sets.FILES)}; a JSONL file with turns, question, instruction or prompt; or a Hub "
-        "dataset, org/name or org/name:configuration:split",
+        help=f"{', '.join(question_sets.FILES)}; speed-bench:FILE; a JSONL or Parquet file with turns, messages, "
+        "question, instruction or prompt; or a Hub dataset, org/name or org/name:configuration:split",
     )
     options.add(files, "--data")
     options.add(files, "--limit", help="ask the first N questions (default all)")
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace) -> None:
         nodes = {way.model_id: way.executor.program.verified_nodes for way in ways}
         write_summary(args, results, baseline, cut, nodes)
     show(results, baseline)
+    if args.set.startswith(question_sets.SPEED_BENCH):
+        publish(args, *acceptance_lengths(written.answers, questions))
     if most := max(cut.values()):
         total = sum(len(question.turns) for question in questions)
         print(f"cut at the beginning, being longer than {prompter.room} tokens: {most} of {total} prompts")
@@ -186,6 +191,21 @@ def write_summary(
     }
     with WholeFile(Path(args.output) / "summary.json", "--output") as file:
         file.write_json(report | of_evaluate(report))
+
+
+def publish(args: argparse.Namespace, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
+    """Print acceptance lengths as a Markdown table and write them as CSV, with two decimals as others publish them."""
+    cells = [[row[0], *(f"{value:.2f}" for value in row[1:])] for row in rows]
+    print(
+        f"acceptance length, {options.request_from(args).shown_rule()}:\n",
+        *markdown_table(columns, cells),
+        "",
+        sep="\n",
+    )
+    with WholeFile(Path(args.output) / "acceptance_lengths.csv", "--output") as file:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([columns, *cells])
+        file.write_text(text.getvalue())
 
 
 def show(results: dict[str, dict[str, Figures]], baseline: str) -> None:

@@ -1,7 +1,9 @@
 """`hydrajax evaluate`: several drafts in one run, its files, its figures, and a run that is killed and taken up."""
 
+import csv
 import json
 import os
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,6 +131,24 @@ def test_interrupted_grown_and_refused(program, refused, arguments, monkeypatch,
     refused("other settings: contenders: got ", *again, "--tree", "root")
     with in_use(part):
         refused(f"--output: {part} is in use by process {os.getpid()} on ", *again)
+
+
+@pytest.mark.slow
+def test_speed_bench_at_two_temperatures(program, arguments, questions, tmp_path):
+    """The table that others publish, on standard output and as CSV, beside the usual files."""
+    arguments = [f"speed-bench:{questions}" if word == questions else word for word in arguments]
+    arguments[arguments.index("--set")] = "--questions"
+    for temperature, rule in ((0, "Greedy()"), (1, "ExactSampling(temperature=1.0")):
+        folder = tmp_path / str(temperature)
+        result = program(*arguments, "--temperature", temperature, "--output", folder)
+        header, *rows = csv.reader((folder / "acceptance_lengths.csv").read_text().splitlines())
+        assert header == ["Model", "cafés", "trees", "Overall"]
+        assert f"acceptance length, {rule}" in result.out
+        for name, *cells in rows:
+            answers = [record["choices"][0]["accept_lengths"] for record in read(folder / f"{name}.jsonl")]
+            trees, cafe = (sum(map(statistics.mean, answers[:2])) / 2, statistics.mean(answers[2]))
+            assert cells == [f"{value:.2f}" for value in (cafe, trees, (cafe + trees) / 2)]
+            assert f"| {' | '.join([name, *cells])} |" in result.out
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tokens per step and per second of every contender, by category of question."""
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -65,6 +66,25 @@ def summarise(
         model_id: {name: _figures(choices(model_id, name), choices(baseline, name), same_outputs) for name in groups}
         for model_id in answers
     }
+
+
+def acceptance_lengths(
+    answers: dict[str, dict[int | str, dict]], questions: Sequence[Question]
+) -> tuple[list[str], list[list[str | float]]]:
+    """Return columns and rows of the table that SPEED-Bench's results are published in: a row per model id.
+
+    A question's acceptance length is the mean of its steps, the root included, and a category's the mean of its
+    questions (`summarise` weighs steps equally). ``Overall`` is the mean of the categories.
+    """
+    groups: dict[str, list[int | str]] = {question.category: [] for question in questions}
+    for question in questions:
+        groups[question.category].append(question.question_id)
+    categories, rows = sorted(groups), []
+    for model_id, records in answers.items():
+        of = {id_: statistics.mean(record["choices"][0]["accept_lengths"]) for id_, record in records.items()}
+        means = [statistics.mean(of[id_] for id_ in groups[category]) for category in categories]
+        rows.append([model_id, *means, statistics.mean(means)])
+    return ["Model", *categories, "Overall"], rows
 
 
 def group_by_category(questions: Sequence[Question]) -> dict[str, list[int | str]]:

@@ -8,10 +8,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 
 from helpers.refusals import assert_refused
-from hydrajax.bench.questions.sets import FILES, Question, read_questions, select
+from hydrajax.bench.questions.sets import FILES, NOT_FETCHED, Question, read_questions, select
+from hydrajax.bench.questions.summary import acceptance_lengths
 
 
 @pytest.fixture(scope="module")
@@ -82,15 +85,47 @@ def test_other_containers(tmp_path):
         assert read_questions(str(tmp_path / name)) == expected
 
 
+SPEED = [  # made up, in the form of nvidia/SPEED-Bench
+    {"question_id": f"{number:032}", "category": category, "sub_category": "a", "source": "b", "src_id": "c"}
+    | {"difficulty": "", "multiturn": len(turns) > 1, "turns": turns}
+    for number, (category, turns) in enumerate([("qa", ["one", "two"]), ("coding", ["def f():"]), ("qa", ["three"])])
+]
+
+
+def test_speed_bench_in_the_forms_that_its_scripts_write(tmp_path):
+    parquet.write_table(pa.Table.from_pylist(SPEED), tmp_path / "test.parquet")
+    said = [[{"role": "user", "content": turn} for turn in record["turns"]] for record in SPEED]
+    bare = [{name: value for name, value in record.items() if name != "turns"} for record in SPEED]
+    lines = write(tmp_path / "a.jsonl", *(one | {"messages": own} for one, own in zip(bare, said, strict=True)))
+    wanted = [Question(record["question_id"], record["category"], tuple(record["turns"])) for record in SPEED]
+    for name in (f"speed-bench:{tmp_path / 'test.parquet'}", f"speed-bench:{lines}", str(lines)):
+        assert read_questions(name) == wanted
+    placeholder = {"turns": [f"{NOT_FETCHED} USING SPECDEC_BENCH\n\nTranslate: {{question}}"]}
+    parquet.write_table(pa.Table.from_pylist([SPEED[0] | placeholder]), tmp_path / "raw.parquet")
+    message = "raw.parquet row 1: turns: got a placeholder; SPEED-Bench's scripts fetch its text (docs/usage.md)"
+    assert_refused(read_questions, (f"speed-bench:{tmp_path / 'raw.parquet'}", message))
+    assert_refused(read_questions, (f"speed-bench:{tmp_path / 'no.parquet'}", "set: no such file: "))
+
+
+def test_acceptance_lengths_are_means_of_questions_and_of_categories():
+    steps = {SPEED[0]["question_id"]: [3, 1, 2], SPEED[1]["question_id"]: [4], SPEED[2]["question_id"]: [1, 1, 1, 5]}
+    answers = {"a": {id_: {"choices": [{"accept_lengths": lengths}]} for id_, lengths in steps.items()}}
+    questions = [Question(record["question_id"], record["category"], ("x",)) for record in SPEED]
+    assert acceptance_lengths(answers, questions) == (["Model", "coding", "qa", "Overall"], [["a", 4, 2, 3]])
+    assert acceptance_lengths(answers, questions[:1]) == (["Model", "qa", "Overall"], [["a", 2, 2]])
+
+
 def test_refused_records(tmp_path):
     path = tmp_path / "bad.jsonl"
     for record, message in (
-        ({"text": "x"}, "got the fields text, expected one of turns, question, instruction, prompt"),
+        ({"text": "x"}, "got the fields text, expected one of turns, messages, question, instruction, prompt"),
         ({}, "got the fields none, expected"),
         ({"turns": []}, "turns: got [], expected text or a list of texts, none empty"),
         ({"turns": ["a", " "]}, 'turns: got ["a", " "], expected text or a list'),
         ({"turns": ["a", 3]}, 'turns: got ["a", 3], expected text or a list'),
         ({"prompt": ""}, 'prompt: got "", expected text'),
+        ({"messages": "a"}, 'messages: got "a", expected a user\'s messages, none empty'),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages: got ..., expected a user's messages"),
         ({"prompt": "x", "question_id": 1.5}, "question_id: got 1.5, expected an integer or text"),
         ({"prompt": "x", "question_id": True}, "question_id: got true, expected an integer"),
         ({"prompt": "x", "question_id": 1}, "question_id: 1 occurs twice"),
@@ -107,6 +142,7 @@ def test_refused_files(tmp_path):
         ("a.json", b"[", "a.json: is not JSON"),
         ("a.json", b"\xff", "a.json: is not UTF-8 text"),
         ("a.jsonl", b"[", "a.jsonl line 1: is not JSON"),
+        ("a.parquet", b"[", "set: cannot read ...a.parquet: "),
         ("a.jsonl", b"\n", "has no questions"),
         ("a.jsonl.gz", b"plain", "cannot read ...a.jsonl.gz: Not a gzipped file"),
         ("a.jsonl.gz", gzip.compress(b"abc" * 99, mtime=0)[:-9], "cannot read ...a.jsonl.gz: "),
