@@ -27,7 +27,8 @@ FLAGS = {
         "also": "DRAFT[@TREE]", "timeout": "S", "grace": "S", "max_body": "BYTES", "max_connections": "N", "quiet": "",
     },
     "defaults of requests": {
-        "template": "NAME|FILE", "tool_parser": "NAME", "max_new_tokens": "N", "temperature": "T", "rule": "NAME",
+        "template": "NAME|FILE", "tool_parser": "NAME", "chat_template_kwargs": "JSON", "reasoning_parser": "NAME",
+        "max_new_tokens": "N", "temperature": "T", "rule": "NAME",
     },
     "batch": {
         "slots": "B", "queue": "N", "chunk": "N", "max_prompt": "N", "cache_memory": "MB", "prefix_reuse": "",
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 number = float if name == "temperature" else options.integer
                 kind = str if "str" in str(field.annotation) else number
                 how = {"metavar": metavar, "type": kind} | ({"action": "append"} if default == [] else {})
-                if default not in (None, []):
+                if default not in (None, [], {}):
                     text += f" (default {f'{default:g}' if isinstance(default, float) else default})"
             group.add_argument(f"--{name.replace('_', '-')}", default=default, help=text[0].lower() + text[1:], **how)
 

@@ -31,6 +31,10 @@ class AfterMark:
     end: str | int
     begin: str | int | None = None
 
+    @property
+    def text(self) -> str:
+        return getattr(self.grammar, "text", "")
+
     def start(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Constraint:
         """Return the constraint of an empty text.
 
@@ -114,4 +118,4 @@ def _id_of(mark: str | int, tokenizer: Any) -> int:
 def single_token(mark: str, tokenizer: Any) -> int | None:
     """Return the id of the token that the tokenizer writes a mark with, None for several tokens."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 and ids[0] == tokenizer.get_vocab().get(mark) else None
+    return ids[0] if len(ids) == 1 and tokenizer.convert_ids_to_tokens(ids[0]) == mark else None

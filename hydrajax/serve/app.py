@@ -141,7 +141,8 @@ class Api:
             ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
             plain = _plain(body.messages)
-            ids = await self._on_thread(lambda: self._encoder.conversation(plain), _texts(plain))
+            given = body.for_template()
+            ids, _ = await self._on_thread(lambda: self._encoder.conversation(plain, **given), _texts(plain))
         texts = list(map(self._encoder.after(None).name, ids.tolist())) if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
@@ -186,9 +187,10 @@ class Api:
         plain, tools = _plain(body.messages), _plain(body.callable_tools())
 
         def encoded() -> tuple[np.ndarray, Structure]:
-            ids = self._encoder.conversation(plain, tools)
             encoder = self._encoder
-            return ids, structure_of(body, encoder.call_format, encoder.harmony, encoder.added_tokens)
+            ids, thinking = encoder.conversation(plain, tools, **body.for_template())
+            found = structure_of(body, encoder.call_format, encoder.harmony, encoder.added_tokens)
+            return ids, found.after(thinking)
 
         ids, structure = await self._on_thread(encoded, [str(tools), *_texts(plain)])
         return await self._answer(request, body, [ids], True, structure, form)
@@ -264,7 +266,8 @@ class Api:
         model = self._served(body.model)
         batcher, wanted = model.batcher, body.stream_options
         continuous = wanted.include_usage and wanted.continuous_usage_stats
-        form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs)
+        reasoning = getattr(body, "include_reasoning", None) is not False  # of chats
+        form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs, reasoning)
         n, sampling = body.n or 1, body.sampling()
         if sampling["temperature"] is None and self._options.temperature:
             sampling["temperature"] = self._options.temperature

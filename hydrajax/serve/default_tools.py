@@ -18,21 +18,23 @@ To call a function, write its name and its arguments as JSON between two tags:
 Its result follows between <tool_response> and </tool_response>."""
 
 
-def prompt_with_tools(chat: PromptEncoder, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> list[int]:
+def prompt_with_tools(
+    chat: PromptEncoder, messages: Messages, tools: Sequence[dict[str, Any]] | None, **more: Any
+) -> list[int]:
     """Return the token ids of a conversation whose template has no tools, see `PromptEncoder.prompt`.
 
     The tools are described in the system message, or in the first other one if the template has no system messages.
     """
     written = _written(messages)
     if not tools:
-        return chat.prompt(written)
+        return chat.prompt(written, **more)
     description = DESCRIPTION.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] == "system" or "system" not in chat.source:
-        return chat.prompt(_described(written, description))
+        return chat.prompt(_described(written, description), **more)
     try:
-        return chat.prompt([{"role": "system", "content": description}, *written])
+        return chat.prompt([{"role": "system", "content": description}, *written], **more)
     except HydrajaxError:  # the template refuses system messages
-        return chat.prompt(_described(written, description))
+        return chat.prompt(_described(written, description), **more)
 
 
 def _described(messages: Messages, description: str) -> Messages:

@@ -9,6 +9,7 @@ The text of an answer has no special tokens; `MarkedText` has them (github.com/o
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from hydrajax.serve.tool_calls import CallFormat, Reading, call_in, json_rule, lark
@@ -26,6 +27,7 @@ class Harmony(CallFormat):
     """The format with the special tokens of one tokenizer, of gpt-oss."""
 
     def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
         self.special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     @staticmethod
@@ -68,25 +70,39 @@ class Harmony(CallFormat):
                 (content if to_user else thoughts).append(body)
         return Reading("\n".join(filter(None, content)), calls, "\n".join(filter(None, thoughts)))
 
+    def reasoning_tokens(self, ids):
+        header, count, counted = [], 0, False
+        for token in ids:
+            name = self.special.get(token)
+            if name == MESSAGE:
+                counted, header = self._tokenizer.decode(header).startswith("analysis"), []
+            elif name is not None:
+                counted, header = False, []
+            elif counted:
+                count += 1
+            else:
+                header.append(token)
+        return count
+
 
 class MarkedText:
-    """The text of an answer with its special tokens, while it grows."""
+    """The text of an answer with its special tokens, or with other names of any tokens, while it grows."""
 
-    def __init__(self, special: dict[int, str], after: Continuation):
-        """``special``: the names of special tokens; ``after``: the continuation of the prompt."""
+    def __init__(self, special: Mapping[int, str], after: Continuation):
+        """``special``: the names of tokens; ``after``: the continuation of the prompt."""
         self._special, self._after, self._read = special, after, 0
-        self._marks: list[tuple[int, str]] = []  # special tokens, and the characters before them
+        self._marks: list[tuple[int, int, str]] = []  # such tokens, and the characters before and up to them
 
     def of(self, result: Generation, text: str) -> str:
         """Return the answer's ``text``, which may end before its last tokens, with special tokens."""
         for token in result.output_ids[self._read :]:
+            start = self._after.offset
+            self._after.read(token)
             if name := self._special.get(token):
-                self._marks.append((self._after.offset, name))
-            else:
-                self._after.read(token)
+                self._marks.append((start, self._after.offset, name))
         self._read, found, at = len(result.output_ids), [], 0
-        for offset, name in self._marks:
-            if offset <= len(text):
-                found += [text[at:offset], name]
-                at = offset
+        for start, end, name in self._marks:
+            if end <= len(text):
+                found += [text[at:start], name]
+                at = end
         return "".join([*found, text[at:]])

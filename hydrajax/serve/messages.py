@@ -69,6 +69,7 @@ class ChatMessage(JsonObject):
     tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
     tool_call_id: StrictStr | None = None
     reasoning_content: StrictStr | None = None
+    reasoning: StrictStr | None = None  # vLLM's name
 
     @pydantic.model_validator(mode="after")
     def _fields_of_the_role(self):
@@ -88,9 +89,9 @@ class ChatMessage(JsonObject):
         found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls is not None:
             found["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if self.reasoning_content and self.role == "assistant":  # as Qwen's templates name it, and gpt-oss's
-            found["reasoning_content"] = self.reasoning_content
-            found |= {} if content else {"thinking": self.reasoning_content}
+        thought = self.reasoning_content or self.reasoning
+        if thought and self.role == "assistant":  # as Qwen's templates name it, and gpt-oss's
+            found |= {"reasoning_content": thought} | ({} if content else {"thinking": thought})
         if self.role == "tool":
             found |= {"tool_call_id": self.tool_call_id} | ({} if self.name is None else {"name": self.name})
         return found

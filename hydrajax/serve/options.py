@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -12,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from hydrajax.decoding.keywords import make_rule
 from hydrajax.errors import not_allowed
 from hydrajax.serve.call_formats import NAMES
-from hydrajax.serve.json_objects import MOST_ALTERNATIVES, distinct, naming_fields
+from hydrajax.serve.json_objects import MOST_ALTERNATIVES, distinct, naming_fields, quoted
+from hydrajax.serve.reasoning import PARSERS
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import CandidateTree
 
@@ -63,6 +65,11 @@ class ServerOptions(BaseModel):
     tool_parser: str = "auto"
     """Read and constrain tool calls in the format of this parser of vLLM: hermes, qwen3_coder, llama3_json,
     llama4_pythonic, mistral, gemma4, functiongemma or openai; auto: the one that the chat template describes."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Set these variables of the chat template, unless a request does, such as '{"enable_thinking": false}'."""
+    reasoning_parser: str = "auto"
+    """Read the reasoning of answers in the format of this parser of vLLM: qwen3, deepseek_r1, gemma4, mistral, seed_oss
+    or openai_gptoss; auto: the one whose marks the chat template has; none: no reasoning."""
     max_new_tokens: Positive = 256
     """Generate at most this many tokens, unless a request has a limit."""
     temperature: float = Field(0.0, ge=0)
@@ -114,6 +121,14 @@ class ServerOptions(BaseModel):
         """The API key, None without one."""
         return os.environ.get(KEY) if self.api_key is None else self.api_key
 
+    @pydantic.field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            raise ValueError(f"got {quoted(value)}, expected a JSON object") from None
+
     @pydantic.model_validator(mode="after")
     def _check_texts(self):
         names = [
@@ -121,8 +136,9 @@ class ServerOptions(BaseModel):
             *(self.also if isinstance(self.also, dict) else [f"{self.first}:{one}" for one in self.also]),
         ]
         distinct("name", names)
-        if self.tool_parser not in ("auto", *NAMES):
-            raise not_allowed("tool_parser", self.tool_parser, ("auto", *NAMES))
+        for field, allowed in (("tool_parser", ("auto", *NAMES)), ("reasoning_parser", PARSERS)):
+            if (name := getattr(self, field)) not in allowed:
+                raise not_allowed(field, name, allowed)
         make_rule(self.rule, **{"temperature": self.temperature} if self.temperature else {})
         address = "an address; 127.0.0.1 is reached from this machine only, 0.0.0.0 from all"
         for field, text, expected in (

@@ -144,12 +144,40 @@ class CompletionBody(RequestBody):
         return self
 
 
-class ChatBody(RequestBody):
+class TemplateFields(BaseModel):
+    """Fields for the chat template."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _continues_an_answer(self):
+        if self.continue_final_message and self.add_generation_prompt is not False:
+            raise ValueError("continue_final_message: requires add_generation_prompt=false")
+        if self.continue_final_message and (not self.messages or self.messages[-1].role != "assistant"):
+            raise ValueError("continue_final_message: requires a last message of role assistant")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the arguments of `RequestEncoder.conversation`."""
+        return {
+            "variables": self.chat_template_kwargs or {},
+            "effort": self.reasoning_effort,
+            "header": self.add_generation_prompt is not False,
+            "continued": bool(self.continue_final_message),
+        }
+
+
+class ChatBody(TemplateFields, RequestBody):
     """``POST /v1/chat/completions``."""
 
     NEUTRAL, TOP_LOGPROBS = CHAT_DEFAULTS, "top_logprobs"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    include_reasoning: StrictBool | None = None
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -181,13 +209,12 @@ class ChatBody(RequestBody):
         return [] if self.tool_choice == "none" else self.tools or []
 
 
-class TokenizeBody(JsonObject):
+class TokenizeBody(TemplateFields, JsonObject):
     """``POST /tokenize``, vLLM's: of a text or of messages."""
 
     NEUTRAL = TEMPLATE_DEFAULTS | {"tools": []}
     model: str = ""
     prompt: Text | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     return_token_strs: StrictBool | None = None
     add_special_tokens: StrictBool | None = None
 

@@ -93,6 +93,10 @@ class ReplyChoice:
         reasoning = "" if self._calls is None else self._calls.reasoning
         return Delta(new, calls, ids, (result.logprobs or [])[first:], top, reasoning)
 
+    def reasoning_tokens(self) -> int:
+        result = self.handle.result
+        return 0 if result is None or self._calls is None else self._calls.form.reasoning_tokens(result.output_ids)
+
     def drafts(self, ids: list[int]) -> list[dict[str, Any]] | None:
         """Mark which of the last tokens were drafted: all tokens of a step except the first one, its root."""
         if not self._drafts or self.handle.result is None:
@@ -157,7 +161,14 @@ class ReplyFormat:
 
     END = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, model: str, chat: bool, continuous_usage: bool = False, prompt_top: int | None = None):
+    def __init__(
+        self,
+        model: str,
+        chat: bool,
+        continuous_usage: bool = False,
+        prompt_top: int | None = None,
+        reasoning: bool = True,
+    ):
         """Build the format.
 
         Args:
@@ -165,8 +176,9 @@ class ReplyFormat:
             chat: else completions.
             continuous_usage: events of a stream have token counts so far.
             prompt_top: most likely tokens of ``prompt_logprobs``, None without this field.
+            reasoning: include the reasoning.
         """
-        self._prompt_top = prompt_top
+        self._prompt_top, self._reasoning = prompt_top, reasoning
         self._chat, self._continuous_usage, prefix = chat, continuous_usage, "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -175,11 +187,11 @@ class ReplyFormat:
         for choice in choices:
             delta = choice.delta(ended=True)
             message = {"role": "assistant", "content": delta.text, "refusal": None}
-            if delta.reasoning:
-                message["reasoning_content"] = delta.reasoning
+            if delta.reasoning or delta.calls:
+                message |= {"content": delta.text or None} | self._thoughts(delta)
             if delta.calls:
                 calls = [{name: call[name] for name in ("id", "type", "function")} for call in delta.calls]
-                message |= {"content": delta.text or None, "tool_calls": calls}
+                message["tool_calls"] = calls
             content = {"message": message} if self._chat else {"text": delta.text}
             if self._prompt_top is not None and not (self._chat and scored):  # a chat has one prompt
                 scored = choice.prompt_logprobs(self._prompt_top)
@@ -198,8 +210,8 @@ class ReplyFormat:
         """Return the events for the new part of a choice."""
         found, ended = [], choice.handle.done  # read first, so that the end follows all of the answer
         delta = choice.delta(ended)
-        if delta.text or delta.ids or delta.calls:
-            content = {"delta": _chat_delta(delta)} if self._chat else {"text": delta.text}
+        if delta.text or delta.ids or delta.calls or delta.reasoning:
+            content = {"delta": self._chat_delta(delta)} if self._chat else {"text": delta.text}
             found.append(self._chunk([self._choice(choice, content, choice.logprobs(delta, self._chat), None)]))
             if (drafts := choice.drafts(delta.ids)) is not None:
                 found[-1]["hydrajax"] = {"tokens": drafts}
@@ -219,6 +231,15 @@ class ReplyFormat:
         """Return the event of an error."""
         return [error_body(message, status)]
 
+    def _thoughts(self, delta: Delta) -> dict[str, str]:
+        """Return the reasoning under the names that clients read: DeepSeek's, and vLLM's and OpenRouter's."""
+        wanted = self._reasoning and delta.reasoning
+        return dict.fromkeys(("reasoning_content", "reasoning"), delta.reasoning) if wanted else {}
+
+    def _chat_delta(self, delta: Delta) -> dict[str, Any]:
+        found = self._thoughts(delta) | {"content": delta.text, "tool_calls": delta.calls}
+        return {name: value for name, value in found.items() if value} or {"content": ""}
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": name, "choices": choices}
@@ -226,11 +247,6 @@ class ReplyFormat:
     @staticmethod
     def _choice(choice: ReplyChoice, content: dict, logprobs: dict | None, finish_reason: str | None) -> dict[str, Any]:
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def _chat_delta(delta: Delta) -> dict[str, Any]:
-    found = {"reasoning_content": delta.reasoning, "content": delta.text, "tool_calls": delta.calls}
-    return {name: value for name, value in found.items() if value} or {"content": ""}
 
 
 def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:
@@ -245,6 +261,7 @@ def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:
         "total_tokens": prompt + tokens,
         "prompt_tokens_details": {"cached_tokens": sum(handle.cached for handle in firsts)},
         "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens() for choice in choices),
             "accepted_prediction_tokens": tokens - steps,
             "rejected_prediction_tokens": sum(each.drafted - each.accepted for each in drafts),
         },

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,11 +14,14 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.call_formats import call_format, separate_tokens
 from hydrajax.serve.default_tools import prompt_with_tools
 from hydrajax.serve.harmony import Harmony
+from hydrajax.serve.reasoning import HARMONY, Thinking
 from hydrajax.serve.tool_calls import CallFormat
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import Prompt
 from hydrajax.text.templates import PromptEncoder, make_encoder, text_of
 from hydrajax.text.tokenizer import run_tokenizer
+
+USER = [{"role": "user", "content": "a"}]
 
 
 class RequestEncoder:
@@ -31,6 +34,8 @@ class RequestEncoder:
         template: str = "auto",
         max_prompt: int | None = None,
         tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        variables: Mapping[str, Any] = {},
     ):
         """Build the encoder.
 
@@ -41,9 +46,11 @@ class RequestEncoder:
                 template, only conversations are refused.
             max_prompt: longest prompt in tokens.
             tool_parser: format of tool calls, a name in `hydrajax.serve.call_formats.NAMES`.
+            reasoning_parser: format of the reasoning, a name in `hydrajax.serve.reasoning.PARSERS`.
+            variables: of the chat template, unless a request sets them.
 
         Raises:
-            HydrajaxError: for a named template or a tool parser that cannot be used.
+            HydrajaxError: for a named template or a parser that cannot be used, and for unknown variables.
         """
         # A copy, because encoding may change the settings of the tokenizer that the batcher's thread decodes with.
         self._tokenizer, self._config, self._max_prompt = copy.deepcopy(tokenizer), config, max_prompt
@@ -57,6 +64,10 @@ class RequestEncoder:
             if template != "auto":
                 raise
             self._no_template = f"messages: {str(error).removeprefix('template: ')}"
+        self._reasoning_parser, self._variables = reasoning_parser, dict(variables)
+        if self._chat is not None:
+            self._chat.check_variables(variables)
+            _ = self.thinking  # checks the parser
         if tool_parser != "auto" and self._chat is not None:
             self.call_format()  # checks it
 
@@ -71,21 +82,51 @@ class RequestEncoder:
         ids = Prompt(content, "prompt").ids(self._tokenizer, add_special_tokens)
         return self._checked(ids, "prompt")
 
-    def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> np.ndarray:
-        """Encode messages, and the tools that the model may call, up to the start of the answer; int32 ``[P]``."""
+    def conversation(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] = {},
+        effort: str | None = None,
+        header: bool = True,
+        continued: bool = False,
+    ) -> tuple[np.ndarray, Thinking | None]:
+        """Encode a conversation up to the start of the answer.
+
+        Args:
+            messages: the conversation.
+            tools: which the model may call.
+            variables: of the chat template.
+            effort: of the reasoning, for a template that takes it or turns the reasoning off.
+            header: write the header of the answer.
+            continued: the answer continues the last message.
+
+        Returns:
+            Token ids int32 ``[P]``, and how the answer's reasoning begins, None if it has none.
+        """
         chat = self._chat_encoder()
         texts = [_text_of(message) for message in messages]
         described = json.dumps(tools, ensure_ascii=False) if tools else ""
-        self._check_bytes([*texts, described], "messages")
+        self._check_bytes([*texts, described, json.dumps(variables) if variables else ""], "messages")
         for number, text in enumerate(texts):
             if found := chat.special.search(text):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
         if found := chat.special.search(described):
             raise HydrajaxError(f"tools: contains the special token {found[0]}, expected plain text")
+        chat.check_variables(variables, tools)
+        variables = self._variables | _of_effort(effort, chat.variables(tools)) | dict(variables)
         source, of_tools = chat.source_for(tools), any("tool_calls" in m or m["role"] == "tool" for m in messages)
-        if (tools and "tools" not in source) or (of_tools and "tool" not in source):
-            return self._checked(prompt_with_tools(chat, messages, tools), "messages")
-        return self._checked(chat.prompt(messages, tools), "messages")
+        more = {"prompt": header, **variables} | ({"continue_final_message": True} if continued else {})
+        if undescribed := (tools and "tools" not in source) or (of_tools and "tool" not in source):
+            ids = prompt_with_tools(chat, messages, tools, **more)
+        else:
+            ids = chat.prompt(messages, tools, **more)
+        thinking = self.thinking
+        if thinking is not None and continued:
+            thinking = thinking.after(text_of(messages[-1]["content"]))
+        elif thinking is not None and header:
+            thinking = thinking.after(chat.header(*([USER, None] if undescribed else [messages, tools]), **variables))
+        return self._checked(ids, "messages"), thinking
 
     def call_format(self, forced: bool = False) -> CallFormat:
         """Return the format of tool calls: ``tool_parser``, or the one that the chat template describes.
@@ -99,8 +140,17 @@ class RequestEncoder:
     @cached_property
     def harmony(self) -> Harmony | None:
         """The format of all answers to conversations; None if they are free text."""
-        source = self._chat_encoder().source
-        return Harmony.of(source, self._tokenizer) if self._tool_parser in ("auto", "openai") else None
+        named = self._tool_parser in ("auto", "openai") and self._reasoning_parser in ("auto", HARMONY)
+        found = Harmony.of(self._chat_encoder().source, self._tokenizer) if named else None
+        if found is None and self._reasoning_parser == HARMONY:
+            raise HydrajaxError(f"reasoning_parser: got {HARMONY}, but the chat template has no channels")
+        return found
+
+    @cached_property
+    def thinking(self) -> Thinking | None:
+        """The format of a reasoning before the content, None for none."""
+        chat = self._chat_encoder()
+        return None if self.harmony else Thinking.of(self._reasoning_parser, chat.source, self._tokenizer)
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -142,6 +192,15 @@ def _text_of(message: dict[str, Any]) -> str:
     """Return everything in a message that a client writes."""
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
     return text_of(message["content"]) + (json.dumps(others, ensure_ascii=False) if others else "")
+
+
+def _of_effort(effort: str | None, names: Collection[str]) -> dict[str, Any]:
+    """Return the template's variables, among ``names``, for an effort of reasoning; those of vLLM."""
+    values = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    found = {name: value for name, value in values.items() if name in names}
+    if values and not found:
+        raise HydrajaxError("reasoning_effort: got one, but the chat template has no such variable; leave it out")
+    return found
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:

@@ -116,7 +116,13 @@ class Server:
         executor = next(iter(pools.values())).executor
         self._options, self._pools, self._base, self.on_status = options, pools, base, on_status
         self._encoder = RequestEncoder(
-            executor.tokenizer, executor.model.config, options.template, options.max_prompt, options.tool_parser
+            executor.tokenizer,
+            executor.model.config,
+            options.template,
+            options.max_prompt,
+            options.tool_parser,
+            options.reasoning_parser,
+            options.chat_template_kwargs,
         )
         self._about = {name: {"conversations": self._encoder.has_chat_template} | own for name, own in about.items()}
         self._memory()  # checks the limit

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.after_reasoning import AfterMark
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.matcher import can_begin
 from hydrajax.grammar.schema_faults import JsonCheck
@@ -12,6 +13,7 @@ from hydrajax.serve.answer_formats import Wanted
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.messages import NamedTool, Tool
 from hydrajax.serve.protocol import ChatBody, RequestBody
+from hydrajax.serve.reasoning import Thinking
 from hydrajax.serve.structural_tags import tags_grammar
 from hydrajax.serve.tool_calls import CallFormat, CallReader, CallsOrAnswer, Schema
 
@@ -23,16 +25,23 @@ class Structure:
     Attributes:
         grammar: of the answers, None for free text.
         field: the request's field that the grammar comes from.
-        calls: reader of the tool calls in the answers, None if there are none.
+        calls: reader of the reasoning and the tool calls in the answers, None if there are none.
     """
 
-    grammar: Grammar | None = None
+    grammar: Grammar | AfterMark | None = None
     field: str = ""
     calls: CallReader | None = None
 
     def named(self, error: HydrajaxError) -> HydrajaxError:
         """Return an error of the grammar with the request's field."""
         return error if self.grammar is None else _named(error, self.field)
+
+    def after(self, thinking: Thinking | None) -> "Structure":
+        """Return the form of answers with a reasoning before it, None for none."""
+        if thinking is None:
+            return self
+        grammar = None if self.grammar is None else thinking.grammar(self.grammar)
+        return replace(self, grammar=grammar, calls=thinking.reader(self.calls))
 
 
 FREE = Structure()

@@ -42,6 +42,10 @@ class CallReader(Protocol):
         """Return the id of a call."""
         return f"call_{uuid.uuid4().hex}"
 
+    def reasoning_tokens(self, ids: Sequence[int]) -> int:
+        """Count the tokens of an answer that are reasoning."""
+        return 0
+
     def read(self, text: str, ended: bool) -> Reading:
         """Return content and calls of an answer's text.
 
@@ -93,20 +97,20 @@ class CallDeltas:
     """The parts of an answer with tool calls that have not been sent."""
 
     def __init__(self, form: CallReader):
-        self._form, self._ids = form, []
+        self.form, self._ids = form, []
         self._content, self._reasoning, self._arguments = 0, 0, []  # characters sent
         self.complete = False  # all calls are
         self.reasoning = ""  # what is new of it
 
     def new(self, text: str, ended: bool) -> tuple[str, list[dict[str, Any]]]:
         """Return the new content, and OpenAI's deltas of the calls. The arguments are those of `CallFormat.read`."""
-        content, calls, reasoning = self._form.read(text, ended)
+        content, calls, reasoning = self.form.read(text, ended)
         content, self._content = content[self._content :], max(len(content), self._content)
         self.reasoning, self._reasoning = reasoning[self._reasoning :], len(reasoning)
         deltas = []
         for index, call in enumerate(calls):
             if index == len(self._ids):
-                self._ids.append(self._form.new_id())
+                self._ids.append(self.form.new_id())
                 self._arguments.append(0)
                 piece = {"id": self._ids[index], "type": "function", "function": {"name": call.name, "arguments": ""}}
             else:

@@ -1,10 +1,13 @@
 """Chat templates: encode messages with a tokenizer's own template or a built-in one."""
 
 import copy
+import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +71,21 @@ class PromptEncoder:
     special: re.Pattern
     marks: Int[np.ndarray, " n"]
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def prompt(
+        self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = True, **variables: Any
+    ) -> list[int]:
         """Return token ids of the messages (``role``, ``content``) and of the header of the next answer.
 
         Args:
             tools: functions that the model may call, as `transformers` describes them.
+            prompt: write the header.
+            variables: of the template, which `check_variables` has seen; ``continue_final_message`` of transformers.
 
         Raises:
             HydrajaxError: for a template that fails or leaves out a message, and with tools for one that ignores them.
         """
-        text = self.render(messages, prompt=True, tools=tools)
-        if tools and text == self.render(messages, prompt=True):
+        text = self.render(messages, prompt=prompt, tools=tools, **variables)
+        if tools and text == self.render(messages, prompt=prompt, **variables):
             raise HydrajaxError("tools: the chat template ignores tools; leave them out, or set tool_choice to none")
         return self.tokenize(text)[0].tolist()
 
@@ -86,7 +93,35 @@ class PromptEncoder:
         """Return the template for a conversation with or without tools; some tokenizers have one for each."""
         return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
 
-    def render(self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
+    def check_variables(
+        self,
+        variables: Mapping[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        field: str = "chat_template_kwargs",
+    ) -> None:
+        """Refuse variables that the template does not have, and values that would not be plain text."""
+        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        for name in variables:
+            if name in own or name in self.tokenizer.special_tokens_map:
+                raise HydrajaxError(f"chat_template_kwargs: got {name}, which cannot be set here")
+            if name not in self.variables(tools):
+                raise HydrajaxError(f"chat_template_kwargs: got {name}, which the chat template does not have")
+        if found := self.special.search(json.dumps(variables, ensure_ascii=False, default=str)):
+            raise HydrajaxError(f"chat_template_kwargs: contains the special token {found[0]}, expected plain text")
+
+    def variables(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
+        """Return the names in the template, those of its variables among others."""
+        return _names(self.source_for(tools))
+
+    def header(self, messages: Messages, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+        """Return the text that begins the next answer."""
+        text, before = (self.render(messages, prompt=prompt, tools=tools, **variables) for prompt in (True, False))
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
+        return text[len(list(same)) :]
+
+    def render(
+        self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None, **variables: Any
+    ) -> str:
         """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
         render = partial(
             run_template,
@@ -95,6 +130,7 @@ class PromptEncoder:
             chat_template=self.source_for(tools),
             tokenize=False,
             add_generation_prompt=prompt,
+            **variables,
         )
         return render(readable_messages(render, messages))
 
@@ -150,6 +186,16 @@ def make_encoder(
 def text_of(content: Content) -> str:
     """Return the text of a message's content."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+@lru_cache(maxsize=8)
+def _names(source: str) -> frozenset[str]:
+    from jinja2 import Environment
+
+    pieces = [
+        (kind, value) for _, kind, value in run_template(lambda: list(Environment().lex(source))) if value.strip()
+    ]
+    return frozenset(value for (_, before), (kind, value) in pairwise(pieces) if kind == "name" and before != ".")
 
 
 def _one_part(content: Content) -> Content:

@@ -1,20 +1,15 @@
 """The harmony format of gpt-oss: content, reasoning and calls of an answer, whole and in pieces, and its grammars."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 
+from helpers.growing import reply, result_of, streamed, whole
 from helpers.json_letters import SCHEMAS, accepts, shipped_tokenizer
-from hydrajax.serve.draft_counts import DraftCounts
 from hydrajax.serve.harmony import Harmony
 from hydrajax.serve.protocol import ChatBody
-from hydrajax.serve.replies import ReplyChoice, ReplyFormat
 from hydrajax.serve.structured import structure_of
 from hydrajax.serve.tool_calls import Call
-from hydrajax.text.answers import Generation
-from hydrajax.text.continuation import Continuation
-from hydrajax.text.tokenizer import decode_text
 
 TEMPLATE = "{{ '<|start|>assistant<|channel|>analysis<|message|>' }}"
 ANALYSIS = "<|channel|>analysis<|message|>so <b>é"
@@ -47,42 +42,23 @@ def tokenizer():
     return shipped_tokenizer(*(f"<|{name}|>" for name in names), special=True)
 
 
-def reply(form, tokenizer) -> ReplyChoice:
-    request = SimpleNamespace(ids=[5], wanted=None)
-    handle = SimpleNamespace(result=None, done=False, request=request, drafts=DraftCounts(0))
-    return ReplyChoice(0, handle, lambda ids: Continuation(tokenizer, ids), False, calls=form)
-
-
-def result_of(tokenizer, ids: list[int], stop: str = "") -> Generation:
-    """Return the answer of these tokens, whose text ends before a stop string."""
-    text = decode_text(tokenizer, ids).rstrip("\ufffd")
-    return Generation([5], ids, text.partition(stop)[0] if stop else text, 1, [1], len(ids), 0.0, "eos")
-
-
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls"), CASES)
 def test_an_answer_that_grows_token_by_token(tokenizer, text, content, reasoning, calls):
     """The pieces of a stream join to the parts of the whole answer, and no piece has a special token."""
     form = Harmony.of(TEMPLATE, tokenizer)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    choice, parts, found = reply(form, tokenizer), {"content": "", "reasoning_content": ""}, []
-    for length in range(1, len(ids) + 2):
-        choice.handle.result = result_of(tokenizer, ids[:length])
-        choice.handle.done = length > len(ids)
-        for event in ReplyFormat("m", True).events(choice):
-            delta = event["choices"][0]["delta"]
-            for name in parts:
-                parts[name] += delta.get(name, "")
-            found += delta.get("tool_calls", ())
+    choice, parts, found = streamed(form, tokenizer, ids)
     assert parts == {"content": content, "reasoning_content": reasoning}
     arguments = "".join(piece["function"]["arguments"] for piece in found)
     assert ([found[0]["function"]["name"], arguments] if found else []) == [x for call in calls for x in call[:2]]
     expected = "tool_calls" if calls and calls[0].complete else "stop"
     assert choice.finish_reason == expected
+    bodies = reasoning.split("\n") if reasoning else []
+    assert choice.reasoning_tokens() == sum(
+        len(tokenizer(body, add_special_tokens=False)["input_ids"]) for body in bodies
+    )
 
-    whole = reply(form, tokenizer)
-    whole.handle.result = result_of(tokenizer, ids)
-    whole.handle.request.wanted = SimpleNamespace(seed=None)
-    message = ReplyFormat("m", True).whole([whole], {})["choices"][0]["message"]
+    message = whole(form, tokenizer, ids)
     assert (message["content"] or "", message.get("reasoning_content", "")) == (content, reasoning)
     assert [call["function"]["arguments"] for call in message.get("tool_calls", [])] == [call[1] for call in calls]
 

@@ -55,7 +55,7 @@ def test_what_would_change_an_answer_is_refused():
         (ChatBody, CHAT | {"skip_special_tokens": False}, "skip_special_tokens: this field is not supported"),
         (ChatBody, CHAT | {"priority": False}, "priority: this field is not supported"),
         (ChatBody, CHAT | {"add_special_tokens": True}, "add_special_tokens: this field is not supported"),
-        (ChatBody, CHAT | {"reasoning_effort": "high"}, "reasoning_effort: this field is not supported"),
+        (ChatBody, CHAT | {"reasoning_effort": "extreme"}, "reasoning_effort: got 'extreme', expected 'none', "),
         (CompletionBody, TEXT | {"add_special_tokens": False}, "add_special_tokens: this field is not supported"),
         (CompletionBody, TEXT | {"suffix": "b"}, "suffix: got 'b', expected none, as this server only continues"),
         (CompletionBody, {"prompt": None}, "prompt: is missing"),

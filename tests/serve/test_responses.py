@@ -183,6 +183,7 @@ def test_events_of_reasoning_text_and_calls(summary):
 
     def choice(found):
         own = {"finish_reason": "tool_calls", "logprobs": lambda *_: None, "delta": lambda _: found.pop(0)}
+        own["reasoning_tokens"] = lambda: 2
         return SimpleNamespace(handle=handle, ended=False, **own)
 
     def form():

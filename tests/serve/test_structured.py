@@ -20,6 +20,7 @@ from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve import default_tools
 from hydrajax.serve.executor_pool import PoolSizes
+from hydrajax.serve.reasoning import MARKS
 from hydrajax.serve.request_encoder import RequestEncoder
 
 HELLO = [{"role": "user", "content": "ab"}]
@@ -54,6 +55,9 @@ def client(address):
 class Answer(pydantic.BaseModel):
     a: Literal["ab", "ba"]
     b: int = pydantic.Field(ge=0, le=11)
+
+
+SCHEMA_OF_ANSWER = {"name": "n", "schema": Answer.model_json_schema()}
 
 
 def test_the_client_parses_a_pydantic_model(client):
@@ -281,7 +285,7 @@ def test_calls_and_their_results_return_to_the_model(client, pool):
     ids = tokenizer.apply_chat_template(conversation, tools=TOOLS, tokenize=True, return_dict=False)
     assert found.usage.prompt_tokens == len(ids)
     encoder = RequestEncoder(tokenizer, pool.executor.model.config)
-    assert encoder.conversation(conversation, TOOLS).tolist() == ids
+    assert encoder.conversation(conversation, TOOLS)[0].tolist() == ids
     assert IDS[TAG] in ids
 
 
@@ -305,6 +309,56 @@ def test_calls_of_llama(pool, monkeypatch):
         never = {"tools": TOOLS, "logit_bias": {str(IDS["{"]): -100}}
         message = client.chat.completions.create(**ONE, **never).choices[0].message
         assert (message.tool_calls, bool(message.content)) == (None, True)
+
+
+def test_reasoning_is_free_and_the_content_follows_the_grammar(pool, monkeypatch):
+    """As R1's, the template opens the reasoning. The token ``parameters`` stands for </think>."""
+
+    def thought(message) -> str:
+        return getattr(message, "reasoning", "")
+
+    monkeypatch.setitem(MARKS, "qwen3", ("<think>", "parameters", ""))
+    template = json_letters.HERMES + "{% if add_generation_prompt and enable_thinking is not false %}<think>{% endif %}"
+    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", template)
+    with running(pool, model="letters", reasoning_parser="qwen3") as (address, _):
+        create = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS).chat.completions.create
+        bias = {"logit_bias": {str(IDS["parameters"]): 2, str(letters.END): -2}}
+        more = ONE | bias | {"n": 6, "temperature": 1.0, "seed": 3, "max_completion_tokens": 70}
+        free, hidden = create(**more), create(**more, extra_body={"include_reasoning": False})
+        required = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        ended = 0
+        for form in ({"response_format": {"type": "json_schema", "json_schema": SCHEMA_OF_ANSWER}}, required):
+            found = create(**more, **form)
+            assert 0 < found.usage.completion_tokens_details.reasoning_tokens < found.usage.completion_tokens
+            for choice, other in zip(found.choices, free.choices, strict=True):
+                message = choice.message
+                assert thought(message) == getattr(message, "reasoning_content", "")
+                assert form is required or thought(message) == thought(other.message)  # tools are in the prompt
+                if choice.finish_reason == "tool_calls":
+                    ended += len(checked(message))
+                elif message.content and choice.finish_reason == "stop":
+                    ended += bool(Answer.model_validate_json(message.content))
+            texts = [{"reasoning": "", "content": ""} for _ in found.choices]
+            for event in create(**more, **form, stream=True):
+                for choice in event.choices:
+                    for name, pieces in texts[choice.index].items():
+                        texts[choice.index][name] = pieces + (getattr(choice.delta, name, None) or "")
+            messages = [choice.message for choice in found.choices]
+            assert texts == [{"reasoning": thought(one), "content": one.content or ""} for one in messages]
+        assert ended > 6
+        for choice, other in zip(hidden.choices, free.choices, strict=True):
+            assert not hasattr(choice.message, "reasoning")
+            assert choice.message.content == other.message.content
+        off = create(**more, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert not any(hasattr(choice.message, "reasoning") for choice in off.choices)
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs: got thinking"):
+            create(**more, extra_body={"chat_template_kwargs": {"thinking": False}})
+        monkeypatch.setitem(MARKS, "qwen3", ("<think>", "ab", ""))
+    with running(pool, model="letters", reasoning_parser="qwen3") as (address, _):
+        create = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS).chat.completions.create
+        assert create(**ONE).choices[0].message.reasoning
+        with pytest.raises(openai.BadRequestError, match="response_format: begins after 'ab', which is several tokens"):
+            create(**ONE, response_format={"type": "json_object"})
 
 
 def test_an_invalid_answer_is_an_error(client, monkeypatch):
