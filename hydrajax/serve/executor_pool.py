@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -39,6 +40,7 @@ MISSED_TOKENS = 64  # that a draft reads again: its guesses hardly depend on ear
 # The smallest padded length of a prompt's last chunk, and the next ones over it. On a CPU the time grows with the
 # length; elsewhere some hundred tokens take as long as one, and a program takes longer to compile.
 LAST_CHUNKS, LAST_CHUNKS_ON_CPU = (SMALLEST_BUCKET, 4), (8, 2)
+USUAL_PROMPT = 64  # tokens of a chat's first question
 SNAPSHOTS = 3  # of a prompt: before its end, where it leaves an earlier text, where a turn ended
 
 
@@ -152,7 +154,8 @@ class ExecutorPool:
         largest = sizes.slots, self.cache_lens[-1]
         self.shapes = StateShapes(self._prefill, self._neutral, largest, sizes.snapshots)
         self.programs = Programs(self._compile)
-        self._warms_up, self._moved = False, set[int]()  # cache lengths between which sequences have been moved
+        self._warms_up, self._lock = False, threading.Lock()
+        self._moved: list[int] = []  # cache lengths between which sequences have been moved, guarded by the lock
 
     @property
     def executor(self) -> Executor:
@@ -180,10 +183,17 @@ class ExecutorPool:
         """Tokens per sequence that a step feeds to the base, root included."""
         return self.program.verified_nodes
 
-    def step_programs(self, batch: int, cache_len: int, constrained: bool) -> list[ProgramShape]:
-        """Return the programs that a batch of this shape needs, with constraints or without."""
-        kinds = (Kind.SPECULATIVE, Kind.CONSTRAINED) if constrained else (Kind.SPECULATIVE,)
-        return [ProgramShape(kind, cache_len, batch) for kind in kinds]
+    def step_programs(self, batch: int, cache_len: int, constrained: Collection[bool]) -> list[ProgramShape]:
+        """Return the programs that a batch of this shape needs: ``constrained`` holds True if any of its sequences has
+        a constraint, and False if any has none, which may outlast the others.
+        """
+        kinds = {False: Kind.SPECULATIVE, True: Kind.CONSTRAINED}
+        return [ProgramShape(kinds[each], cache_len, batch) for each in (False, True) if each in constrained]
+
+    def begin_constrained(self, length: int) -> None:
+        """Begin to compile the steps of one sequence with a constraint after a prompt of this length."""
+        longest = min(length + self.longest_path(True), self.context)
+        self.programs.ready(self.step_programs(1, self.cache_len_for(longest + self.headroom), {True}))
 
     def prefill_programs(
         self, start: int, length: int, read: bool = True, stops: Sequence[int] = ()
@@ -340,25 +350,28 @@ class ExecutorPool:
 
         From now on, steps are plain and prompts unread only in shapes that are compiled.
 
-        Small batches of short sequences come first. Plain steps and unread prompts, in whose place others are taken
-        until then, follow, then steps under grammars.
+        Small batches of short sequences come first, and one of them under a grammar. Plain steps and unread prompts, in
+        whose place others are taken until then, follow, then the other steps under grammars.
         """
         found: list[ProgramShape] = []
         shapes = sorted(itertools.product(self.batches, self.cache_lens), key=math.prod)
+        constrained = []
+        if self._constrained and find_spec("llguidance"):
+            constrained = [ProgramShape(Kind.CONSTRAINED, cache_len, batch) for batch, cache_len in shapes]
         for batch, cache_len in shapes:
             prefills = [] if batch > 1 else self._prefills_of(cache_len, Kind.PREFILL, Kind.FEED)
-            found += [*prefills[:1], ProgramShape(Kind.SPECULATIVE, cache_len, batch), *prefills[1:]]
+            found += [ProgramShape(Kind.SPECULATIVE, cache_len, batch), *prefills]
+            found += [each for each in constrained if (batch, cache_len) == shapes[0] == (each.size, each.cache_len)]
         self._warms_up = True
         if self.drops_draft:
             found += [ProgramShape(Kind.PLAIN, cache_len, batch) for batch, cache_len in shapes]
             for cache_len in self.cache_lens:
                 found += self._prefills_of(cache_len, Kind.UNREAD_PREFILL, Kind.UNREAD_FEED)
-        if self._constrained and find_spec("llguidance"):
-            found += [ProgramShape(Kind.CONSTRAINED, cache_len, batch) for batch, cache_len in shapes]
-        return found
+        return [*found, *constrained[1:]]
 
     def _prefills_of(self, cache_len: int, last: Kind, feed: Kind) -> list[ProgramShape]:
-        found = [ProgramShape(last, cache_len, width) for width in self.last_chunks if width <= cache_len]
+        usual_first = sorted(self.last_chunks, key=lambda width: abs(math.log(width / USUAL_PROMPT)))
+        found = [ProgramShape(last, cache_len, width) for width in usual_first if width <= cache_len]
         return [*found, ProgramShape(feed, cache_len, self.chunk)] if cache_len > self.chunk else found
 
     def warm_up(self) -> None:
@@ -369,11 +382,12 @@ class ExecutorPool:
     def _compile(self, program: ProgramShape) -> None:
         """Compile a program by running it on an empty state."""
         kind, cache_len, size = program
-        if cache_len not in self._moved:
-            one = self._blank(cache_len)
-            for other in self.cache_lens:
-                self.shapes.take(one, 0, other)
-            self._moved.add(cache_len)
+        with self._lock:
+            if cache_len not in self._moved:
+                for other in self._moved:
+                    self.shapes.take(self._blank(cache_len), 0, other)
+                    self.shapes.take(self._blank(other), 0, cache_len)
+                self._moved.append(cache_len)
         match kind:
             case Kind.PREFILL | Kind.UNREAD_PREFILL:
                 ids, read = np.zeros(size, np.int32), kind is Kind.PREFILL
@@ -387,28 +401,32 @@ class ExecutorPool:
                 self._compile_steps(size, cache_len, kind is Kind.SPECULATIVE)
 
     def _compile_steps(self, batch: int, cache_len: int, speculative: bool) -> None:
-        """Compile steps, in which no sequence takes part, and the moves into and out of the batch."""
-        one = self._blank(cache_len)
-        state = self.shapes.tile(one, batch, cache_len)
-        state, _ = self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)
+        """Compile steps, in which no sequence takes part."""
+        state = self.shapes.tile(self._blank(cache_len), batch, cache_len)
+        self._compile_moves(*self.advance(state, cache_len, np.ones(batch, bool), 1, speculative)[:1], cache_len)
+
+    def _compile_constrained(self, batch: int, cache_len: int) -> None:
+        """Compile steps in which every sequence has a constraint, by one step of every plan."""
+        for constraint in self._constrained[batch].stand_ins():
+            state = self.shapes.tile(self._blank(cache_len), batch, cache_len)
+            output = state.output._replace(limits=state.output.limits + 1, done=~state.output.done)
+            state = state._replace(output=output)
+            state, _ = self.advance(state, cache_len, np.zeros(batch, bool), 1, True, (constraint,) * batch)
+        self._compile_moves(state, cache_len)
+
+    def _compile_moves(self, state: State, cache_len: int) -> None:
+        """Compile the moves into and out of a batch, whose state is donated."""
+        batch, one = len(jax.tree.leaves(state)[0]), self._blank(cache_len)
         state = self.shapes.put(state, 0, one, cache_len)
         if self.drops_draft:
             state = self._with_draft(state, 0, self._blank(cache_len), cache_len)
         self.shapes.take(state, batch - 1, cache_len)
         self.shapes.reshape(self.shapes.tile(one, batch, cache_len), range(batch), cache_len)
 
-    def _compile_constrained(self, batch: int, cache_len: int) -> None:
-        """Compile steps in which every sequence has a constraint, by one step of every plan."""
-        ids = np.zeros(self.last_chunks[0], np.int32)
-        for constraint in self._constrained[batch].stand_ins():
-            state = self.finish(self.empty(cache_len), ids, self.neutral, constraint)
-            state = self.shapes.tile(state, batch, cache_len)
-            self.advance(state, cache_len, np.zeros(batch, bool), 1, True, (constraint,) * batch)
-
     def _blank(self, cache_len: int) -> State:
         """Return a sequence without text, whose arrays lie on the same devices as those of a prefilled one."""
-        ids = np.zeros(self.last_chunks[0], np.int32)
-        one = self.rewind(self.finish(self.empty(cache_len), ids, self.neutral), 0, ids)
+        ids = np.zeros(0, np.int32)
+        one = self.rewind(self.empty(cache_len), 0, ids)
         return self.rewind(one, 0, ids, self.snapshot(one))
 
 

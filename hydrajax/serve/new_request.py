@@ -69,6 +69,7 @@ def new_request(
                 raise HydrajaxError(f"{name}: got {shown(value)} with a grammar, which decides where the answer ends")
         if not pool.follows_grammars:
             raise HydrajaxError("grammar: got one, expected none: this server's draft has devices of its own")
+        pool.begin_constrained(len(ids))  # meanwhile the parser is made, which takes seconds for the first grammar
         constraint = grammar.start(tokenizer, model.config.vocab_size, eos_ids)
     request.check(model.config.vocab_size)
     growing_text(tokenizer, stop)  # refuses unusable stop strings

@@ -1,4 +1,4 @@
-"""Which programs of a served model are compiled, and a thread that compiles those that requests wait for.
+"""Which programs of a served model are compiled, and threads that compile those that requests wait for.
 
 The batcher's thread runs compiled programs only: a compilation takes seconds, in which no other request would advance.
 """
@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 from hydrajax.host_memory import return_freed_memory
+
+COMPILERS = 2  # threads: a first question waits for its prompt's program and for steps
 
 
 class Kind(enum.Enum):
@@ -47,13 +49,13 @@ class Programs:
         self._compiled: set[ProgramShape] = set()
         self._locks: dict[ProgramShape, threading.Lock] = {}
         self._wanted: dict[ProgramShape, Future] = {}
-        self._worker = ThreadPoolExecutor(1, "hydrajax compiler")
+        self._worker = ThreadPoolExecutor(COMPILERS, "hydrajax compiler")
 
     def __contains__(self, program: ProgramShape) -> bool:
         return program in self._compiled
 
     def ready(self, programs: Iterable[ProgramShape]) -> bool:
-        """Return whether all programs are compiled; if not, the thread compiles the missing ones next.
+        """Return whether all programs are compiled; if not, the threads compile the missing ones next.
 
         Raises the error of a compilation that has failed.
         """
@@ -78,10 +80,12 @@ class Programs:
         wait(list(self._wanted.values()))
 
     def close(self) -> None:
-        """End the thread after the program that it compiles now."""
+        """End the threads after the programs that they compile now."""
         for future in self._wanted.values():
             future.cancel()
         self.wait_for_wanted()
         self._wanted.clear()
         self._worker.shutdown()
-        self._worker = ThreadPoolExecutor(1, "hydrajax compiler")  # without a thread until another batcher uses it
+        self._worker = ThreadPoolExecutor(
+            COMPILERS, "hydrajax compiler"
+        )  # without threads until another batcher uses it

@@ -141,7 +141,7 @@ class SlotGroup:
         """Return the programs of the batch in which a sequence that joins would step."""
         batch, cache_len = self._needed_with(extent)
         shape = max(batch, len(self.slots)), max(cache_len, self.cache_len)
-        return self._pool.step_programs(*shape, extent.constrained or any(self.constraints))
+        return self._pool.step_programs(*shape, {extent.constrained, *self._constrained})
 
     def join(self, state: State, sequence: RunningSequence) -> bool:
         """Let a prefilled sequence take a free slot; the group may grow.
@@ -198,6 +198,11 @@ class SlotGroup:
         return self._pool.shapes.take(self._state, slot, cache_len)
 
     @property
+    def _constrained(self) -> set[bool]:
+        """True if a sequence has a constraint, False if one has none."""
+        return {sequence.constraint is not None for _, sequence in self.live}
+
+    @property
     def _extents(self) -> list[Extent]:
         return [sequence.extent for _, sequence in self.live]
 
@@ -214,7 +219,7 @@ class SlotGroup:
 
     def _has_programs(self, shape: tuple[int, int]) -> bool:
         """Return whether the batch can step in this shape; its programs are compiled next if not."""
-        return self._pool.programs.ready(self._pool.step_programs(*shape, any(self.constraints)))
+        return self._pool.programs.ready(self._pool.step_programs(*shape, self._constrained))
 
     def grow(self, steps: int) -> int:
         """Grow the cache if ``steps`` more steps need it, and return how many can be taken.
