@@ -141,8 +141,7 @@ class Api:
             ids = await self._on_thread(lambda: self._encoder.prompt(body.prompt, special), [body.prompt])
         else:
             plain = _plain(body.messages)
-            given = body.for_template()
-            ids, _ = await self._on_thread(lambda: self._encoder.conversation(plain, **given), _texts(plain))
+            ids, _ = await self._on_thread(lambda: self._encoder.conversation(plain, fields=body), _texts(plain))
         texts = list(map(self._encoder.after(None).name, ids.tolist())) if body.return_token_strs else None
         found = {"count": len(ids), "max_model_len": model.batcher.context, "tokens": ids.tolist()}
         return JSONResponse(found | {"token_strs": texts})
@@ -188,7 +187,7 @@ class Api:
 
         def encoded() -> tuple[np.ndarray, Structure]:
             encoder = self._encoder
-            ids, thinking = encoder.conversation(plain, tools, **body.for_template())
+            ids, thinking = encoder.conversation(plain, tools, body)
             found = structure_of(body, encoder.call_format, encoder.harmony, encoder.added_tokens)
             return ids, found.after(thinking)
 

@@ -71,13 +71,10 @@ class Harmony(CallFormat):
         return Reading("\n".join(filter(None, content)), calls, "\n".join(filter(None, thoughts)))
 
     def reasoning_tokens(self, ids):
-        header, count, counted = [], 0, False
+        count, header, counted = 0, [], False
         for token in ids:
-            name = self.special.get(token)
-            if name == MESSAGE:
-                counted, header = self._tokenizer.decode(header).startswith("analysis"), []
-            elif name is not None:
-                counted, header = False, []
+            if name := self.special.get(token):
+                counted, header = name == MESSAGE and self._tokenizer.decode(header).startswith("analysis"), []
             elif counted:
                 count += 1
             else:

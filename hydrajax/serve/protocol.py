@@ -6,6 +6,7 @@ field that is null or has a neutral value changes nothing and counts as absent.
 
 import dataclasses
 import functools
+from collections.abc import Collection
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, Stric
 from hydrajax.decoding.keywords import RULES
 from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import SEED_BITS
+from hydrajax.errors import HydrajaxError
 from hydrajax.serve.answer_formats import AnswerFormat
 from hydrajax.serve.json_objects import (
     IGNORED,
@@ -161,14 +163,14 @@ class TemplateFields(BaseModel):
             raise ValueError("continue_final_message: requires a last message of role assistant")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the arguments of `RequestEncoder.conversation`."""
-        return {
-            "variables": self.chat_template_kwargs or {},
-            "effort": self.reasoning_effort,
-            "header": self.add_generation_prompt is not False,
-            "continued": bool(self.continue_final_message),
-        }
+    def variables(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the variables of a template that has these names. ``reasoning_effort`` sets those that vLLM sets."""
+        effort, found = self.reasoning_effort, {}
+        if effort is not None:
+            found = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+            if not (found := {name: value for name, value in found.items() if name in names}):
+                raise HydrajaxError("reasoning_effort: got one, but it is no variable of the chat template")
+        return found | (self.chat_template_kwargs or {})
 
 
 class ChatBody(TemplateFields, RequestBody):

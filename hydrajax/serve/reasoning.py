@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hydrajax.decoding.constraints import GrammarLike
+from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.after_reasoning import AfterMark, single_token
-from hydrajax.serve.tool_calls import CallReader, Reading, without_begin
-from hydrajax.text.continuation import TokenBytes
+from hydrajax.serve.tool_calls import CallReader, Reading
 
 HARMONY = "openai_gptoss"
-# By vLLM's names: the marks, and a label after the first one.
+# By the names of vLLM's parsers: the marks, and a label after the first one.
 MARKS = {
     "qwen3": ("<think>", "</think>", ""),
     "deepseek_r1": ("<think>", "</think>", ""),
@@ -21,33 +20,42 @@ MARKS = {
     "seed_oss": ("<seed:think>", "</seed:think>", ""),
 }
 PARSERS = ("auto", "none", *MARKS, HARMONY)
-# Stand for marks that are one token in an answer's text: no other tokens spell these noncharacters of Unicode.
-BEGIN, END = "\ufdd0", "\ufdd1"
+BEGIN, END = "\ufdd0", "\ufdd1"  # stand for the marks in texts: noncharacters of Unicode, which no other tokens spell
 
 
 @dataclass(frozen=True)
-class Thinking:
-    """A format of reasoning, and how the answer to a prompt begins.
+class Thinking(CallReader):
+    """Reads an answer with a reasoning, and its content by another reader. The reasoning has no calls.
 
     Attributes:
-        begin, end: the marks.
+        begin, end: the marks, which are one token each.
         label: a text after ``begin`` that is no reasoning.
-        tokenizer: the base's.
-        opened: the answer begins within the reasoning. Otherwise it has a reasoning if it begins with the mark.
+        ids: the marks' tokens.
+        hidden: texts do not have the marks, which are special tokens.
+        opened: the answer begins within the reasoning. Otherwise it has one if it begins with the mark.
+        calls: reads the content, None for text.
     """
 
     begin: str
     end: str
     label: str
-    tokenizer: Any
-    opened: bool = False
+    ids: tuple[int, int]
+    hidden: bool
+    opened: bool
+    calls: CallReader | None = None
 
     @staticmethod
     def of(name: str, template: str, tokenizer: Any) -> Thinking | None:
         """Return the format of a name in `PARSERS`, for ``auto`` the one whose marks a chat template has, if any."""
-        names = [one for one in MARKS if name in (one, "auto")]
-        found = next((MARKS[one] for one in names if name != "auto" or MARKS[one][1] in template), None)
-        return None if found is None else Thinking(*found, tokenizer, opened=name == "deepseek_r1")
+        of_template = (marks for marks in MARKS.values() if name == "auto" and marks[1] in template)
+        if (found := MARKS.get(name, next(of_template, None))) is None:
+            return None
+        begin, end = (single_token(mark, tokenizer) for mark in found[:2])
+        if begin is not None and end is not None:
+            return Thinking(*found, (begin, end), end in tokenizer.all_special_ids, opened=name == "deepseek_r1")
+        if name == "auto":
+            return None
+        raise HydrajaxError(f"reasoning_parser: got {name}, but {found[1]} is not one token of the base")
 
     def after(self, header: str) -> Thinking | None:
         """Return the format of an answer that follows a text of the prompt; None if the text ends the reasoning."""
@@ -56,73 +64,39 @@ class Thinking:
 
     def grammar(self, grammar: GrammarLike) -> AfterMark:
         """Return the grammar of answers whose content follows a grammar."""
-        return AfterMark(grammar, self.end, None if self.opened else self.begin)
+        return AfterMark(grammar, self.ids[1], None if self.opened else self.ids[0])
 
-    def reader(self, calls: CallReader | None) -> ThinkingReader:
-        """Return the reader of answers whose content has tool calls, or none."""
-        return ThinkingReader(self, calls)
+    @property
+    def special(self):
+        return {**(self.calls.special if self.calls else {}), **dict(zip(self.ids, (BEGIN, END), strict=True))}
 
-
-class ThinkingReader(CallReader):
-    """Reads the reasoning, and the content by another reader. Calls within the reasoning are no calls."""
-
-    def __init__(self, thinking: Thinking, calls: CallReader | None):
-        self._thinking, self._calls = thinking, calls
-        self._ids = tuple(single_token(mark, thinking.tokenizer) for mark in (thinking.begin, thinking.end))
-        self._marks, inner = [thinking.begin, thinking.end], {} if calls is None else calls.special
-        self._written, marks = {}, {}  # the marks' own texts, and their stand-ins
-        for number, (token, mark) in enumerate(zip(self._ids, (BEGIN, END), strict=True)):
-            if token is not None:
-                skipped = token in thinking.tokenizer.all_special_ids
-                self._written[mark] = inner.get(token, "" if skipped else self._marks[number])
-                self._marks[number], marks[token] = mark, mark
-        self.special: Mapping[int, str] = {**inner, **marks}
-        if calls is not None:
-            self.new_id = calls.new_id  # type: ignore[method-assign]
+    def new_id(self):
+        return super().new_id() if self.calls is None else self.calls.new_id()
 
     def read(self, text, ended):
-        begin, end = self._marks
-        start, label, opened = text.lstrip(), self._thinking.label, self._thinking.opened
-        if start.startswith(begin):
-            text = start[len(begin) :]
-        elif not ended and begin.startswith(start):
+        start = text.lstrip()
+        if not (start or ended):
             return Reading("", [])
-        elif not opened:
+        if start.startswith(BEGIN):
+            text = start[1:]
+        elif not self.opened:
             return self._content(text, ended)
-        thought, closed, rest = text.partition(end)
-        if not closed and not ended:
-            thought = without_begin(end, thought)
-        thought = "" if label.startswith(thought) else thought.removeprefix(label)
-        reading = self._content(rest.lstrip("\n"), ended) if closed else Reading("", [])
+        thought, closed, content = text.partition(END)
+        thought = "" if self.label.startswith(thought) else thought.removeprefix(self.label)
+        reading = self._content(content.lstrip("\n"), ended) if closed else Reading("", [])
         return reading._replace(reasoning=self._plain(thought).strip("\n"))
 
-    def reasoning_tokens(self, ids: Sequence[int]) -> int:
-        """Count the tokens between the marks."""
-        (begin, end), thinking = self._ids, self._thinking
-        if end is None:
-            return self._spelled_tokens(ids)
-        ids = list(ids)
+    def reasoning_tokens(self, ids):
+        begin, end = self.ids
         before = ids[: ids.index(end)] if end in ids else ids
-        begun = before[:1] == [begin]
-        return len(before) - begun if begun or thinking.opened else 0
-
-    def _spelled_tokens(self, ids: Sequence[int]) -> int:
-        """Count the tokens up to the end of a mark of several tokens."""
-        known, text, end = TokenBytes(self._thinking.tokenizer), b"", self._thinking.end.encode()
-        if not self.read(b"".join(known[token] for token in ids).decode(errors="replace"), True).reasoning:
-            return 0
-        for number, token in enumerate(ids, start=1):
-            text += known[token]
-            if end in text:
-                return number
-        return len(ids)
+        begun = ids[:1] == [begin]
+        return len(before) - begun if begun or self.opened else 0
 
     def _content(self, text: str, ended: bool) -> Reading:
         text = self._plain(text)
-        return Reading(text, []) if self._calls is None else self._calls.read(text, ended)
+        return Reading(text, []) if self.calls is None else self.calls.read(text, ended)
 
     def _plain(self, text: str) -> str:
         """Return a text with further marks as they are written."""
-        for mark, written in self._written.items():
-            text = text.replace(mark, written)
-        return text
+        names = ("", "") if self.hidden else (self.begin, self.end)
+        return text.replace(BEGIN, names[0]).replace(END, names[1])

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +14,7 @@ from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.serve.call_formats import call_format, separate_tokens
 from hydrajax.serve.default_tools import prompt_with_tools
 from hydrajax.serve.harmony import Harmony
+from hydrajax.serve.protocol import TemplateFields
 from hydrajax.serve.reasoning import HARMONY, Thinking
 from hydrajax.serve.tool_calls import CallFormat
 from hydrajax.text.continuation import Continuation
@@ -86,46 +87,37 @@ class RequestEncoder:
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] = {},
-        effort: str | None = None,
-        header: bool = True,
-        continued: bool = False,
+        fields: TemplateFields | None = None,
     ) -> tuple[np.ndarray, Thinking | None]:
-        """Encode a conversation up to the start of the answer.
-
-        Args:
-            messages: the conversation.
-            tools: which the model may call.
-            variables: of the chat template.
-            effort: of the reasoning, for a template that takes it or turns the reasoning off.
-            header: write the header of the answer.
-            continued: the answer continues the last message.
+        """Encode messages, and the tools that the model may call, up to the start of the answer.
 
         Returns:
-            Token ids int32 ``[P]``, and how the answer's reasoning begins, None if it has none.
+            Token ids int32 ``[P]``, and the reader of the answer's reasoning, None if it has none.
         """
-        chat = self._chat_encoder()
+        chat, fields = self._chat_encoder(), fields or TemplateFields()
+        variables = self._variables | fields.variables(chat.names(tools))
+        chat.check_variables(variables, tools)
         texts = [_text_of(message) for message in messages]
-        described = json.dumps(tools, ensure_ascii=False) if tools else ""
-        self._check_bytes([*texts, described, json.dumps(variables) if variables else ""], "messages")
+        described = "".join(json.dumps(one, ensure_ascii=False) for one in (tools, fields.chat_template_kwargs) if one)
+        self._check_bytes([*texts, described], "messages")
         for number, text in enumerate(texts):
             if found := chat.special.search(text):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
         if found := chat.special.search(described):
             raise HydrajaxError(f"tools: contains the special token {found[0]}, expected plain text")
-        chat.check_variables(variables, tools)
-        variables = self._variables | _of_effort(effort, chat.variables(tools)) | dict(variables)
         source, of_tools = chat.source_for(tools), any("tool_calls" in m or m["role"] == "tool" for m in messages)
-        more = {"prompt": header, **variables} | ({"continue_final_message": True} if continued else {})
-        if undescribed := (tools and "tools" not in source) or (of_tools and "tool" not in source):
-            ids = prompt_with_tools(chat, messages, tools, **more)
+        settings = variables | {"prompt": fields.add_generation_prompt is not False}
+        if fields.continue_final_message:
+            settings["continue_final_message"] = True
+        if (tools and "tools" not in source) or (of_tools and "tool" not in source):
+            ids, header = prompt_with_tools(chat, messages, tools, **settings), (USER,)
         else:
-            ids = chat.prompt(messages, tools, **more)
+            ids, header = chat.prompt(messages, tools, **settings), (messages, tools)
         thinking = self.thinking
-        if thinking is not None and continued:
+        if thinking is not None and fields.continue_final_message:
             thinking = thinking.after(text_of(messages[-1]["content"]))
-        elif thinking is not None and header:
-            thinking = thinking.after(chat.header(*([USER, None] if undescribed else [messages, tools]), **variables))
+        elif thinking is not None and settings["prompt"]:
+            thinking = thinking.after(chat.header(*header, **variables))
         return self._checked(ids, "messages"), thinking
 
     def call_format(self, forced: bool = False) -> CallFormat:
@@ -192,15 +184,6 @@ def _text_of(message: dict[str, Any]) -> str:
     """Return everything in a message that a client writes."""
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
     return text_of(message["content"]) + (json.dumps(others, ensure_ascii=False) if others else "")
-
-
-def _of_effort(effort: str | None, names: Collection[str]) -> dict[str, Any]:
-    """Return the template's variables, among ``names``, for an effort of reasoning; those of vLLM."""
-    values = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    found = {name: value for name, value in values.items() if name in names}
-    if values and not found:
-        raise HydrajaxError("reasoning_effort: got one, but the chat template has no such variable; leave it out")
-    return found
 
 
 def _most_bytes(tokenizer: Any, most_tokens: int) -> int | None:

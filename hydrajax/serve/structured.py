@@ -41,7 +41,7 @@ class Structure:
         if thinking is None:
             return self
         grammar = None if self.grammar is None else thinking.grammar(self.grammar)
-        return replace(self, grammar=grammar, calls=thinking.reader(self.calls))
+        return replace(self, grammar=grammar, calls=replace(thinking, calls=self.calls))
 
 
 FREE = Structure()

@@ -93,23 +93,16 @@ class PromptEncoder:
         """Return the template for a conversation with or without tools; some tokenizers have one for each."""
         return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
 
-    def check_variables(
-        self,
-        variables: Mapping[str, Any],
-        tools: list[dict[str, Any]] | None = None,
-        field: str = "chat_template_kwargs",
-    ) -> None:
+    def check_variables(self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None = None) -> None:
         """Refuse variables that the template does not have, and values that would not be plain text."""
-        own = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        for name in variables:
-            if name in own or name in self.tokenizer.special_tokens_map:
-                raise HydrajaxError(f"chat_template_kwargs: got {name}, which cannot be set here")
-            if name not in self.variables(tools):
-                raise HydrajaxError(f"chat_template_kwargs: got {name}, which the chat template does not have")
+        own = {"messages", "prompt", *self.tokenizer.special_tokens_map}
+        own |= {*inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        if unknown := next((name for name in variables if name in own or name not in self.names(tools)), None):
+            raise HydrajaxError(f"chat_template_kwargs: got {unknown}, which is no variable of the chat template")
         if found := self.special.search(json.dumps(variables, ensure_ascii=False, default=str)):
             raise HydrajaxError(f"chat_template_kwargs: contains the special token {found[0]}, expected plain text")
 
-    def variables(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
+    def names(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
         """Return the names in the template, those of its variables among others."""
         return _names(self.source_for(tools))
 

@@ -1,5 +1,7 @@
 """The reasoning of answers: how the prompt begins it, its parts whole and in pieces, and variables of templates."""
 
+import dataclasses
+
 import pytest
 
 from helpers.growing import streamed, whole
@@ -8,6 +10,7 @@ from helpers.lab import CONFIG
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.call_formats.tagged import TaggedCalls
 from hydrajax.serve.options import ServerOptions
+from hydrajax.serve.protocol import TemplateFields
 from hydrajax.serve.reasoning import MARKS, PARSERS, Thinking
 from hydrajax.serve.request_encoder import RequestEncoder
 
@@ -44,10 +47,9 @@ CASES = [  # an answer, whether the prompt has opened the reasoning; content, re
 ]
 
 
-@pytest.fixture(scope="module", params=["tokens", "special tokens", "several tokens"])
+@pytest.fixture(scope="module", params=["tokens", "special tokens"])
 def tokenizer(request):
-    added = [] if request.param == "several tokens" else ["<think>", "</think>"]
-    return shipped_tokenizer(*added, special=request.param == "special tokens")
+    return shipped_tokenizer("<think>", "</think>", special=request.param == "special tokens")
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
@@ -60,7 +62,8 @@ def thinking(tokenizer, opened: bool, name: str = "qwen3") -> Thinking:
 
 @pytest.mark.parametrize(("text", "opened", "content", "reasoning", "arguments"), CASES)
 def test_an_answer_that_grows_token_by_token(tokenizer, text, opened, content, reasoning, arguments):
-    form, ids = thinking(tokenizer, opened).reader(TaggedCalls({}, set())), ids_of(tokenizer, text)
+    form = dataclasses.replace(thinking(tokenizer, opened), calls=TaggedCalls({}, set()))
+    ids = ids_of(tokenizer, text)
     special = "<think>" in tokenizer.all_special_tokens
     if special:  # no text has them
         content = content.replace("<think>", "").replace("</think>", "")
@@ -83,14 +86,14 @@ def test_marks_are_tokens_and_no_texts():
     tokenizer = shipped_tokenizer("<think>", "</think>")
     spelled = ids_of(shipped_tokenizer(), "so </think> b")
     ids = [*spelled, tokenizer.convert_tokens_to_ids("</think>"), *ids_of(tokenizer, "a")]
-    _, parts, _ = streamed(thinking(tokenizer, True).reader(None), tokenizer, ids)
+    _, parts, _ = streamed(thinking(tokenizer, True), tokenizer, ids)
     assert parts == {"content": "a", "reasoning_content": "so </think> b"}
 
 
 def test_the_label_of_gemma_is_no_reasoning():
     tokenizer = shipped_tokenizer("<|channel>", "<channel|>", special=True)
     for text, reasoning in (("thought\nso", "so"), ("thought\n", ""), ("thoughtful", "thoughtful")):
-        form = Thinking.of("gemma4", "", tokenizer).reader(None)
+        form = Thinking.of("gemma4", "", tokenizer)
         ids = ids_of(tokenizer, f"<|channel>{text}<channel|>a")
         _, parts, _ = streamed(form, tokenizer, ids)
         assert parts == {"content": "a", "reasoning_content": reasoning}
@@ -102,24 +105,30 @@ def encoder(template: str, **options) -> RequestEncoder:
     return RequestEncoder(tokenizer, CONFIG.replace(vocab_size=len(tokenizer), max_positions=4096), **options)
 
 
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+OFF = {"variables": {"enable_thinking": False}}
+R1_PARSER = {"reasoning_parser": "deepseek_r1"}
+
+
 @pytest.mark.parametrize(
     ("template", "options", "given", "opened"),
     [
         (QWEN3, {}, {}, False),
-        (QWEN3, {}, {"variables": {"enable_thinking": True}}, False),
-        (QWEN3, {}, {"variables": {"enable_thinking": False}}, None),
-        (QWEN3, {"variables": {"enable_thinking": False}}, {}, None),
-        (QWEN3, {"variables": {"enable_thinking": False}}, {"variables": {"enable_thinking": True}}, False),
-        (QWEN3, {"variables": {"enable_thinking": False}}, {"effort": "high"}, False),
-        (QWEN3, {}, {"effort": "none"}, None),
-        (QWEN3, {}, {"effort": "none", "variables": {"enable_thinking": True}}, False),
+        (QWEN3, {}, THINKING, False),
+        (QWEN3, {}, NO_THINKING, None),
+        (QWEN3, OFF, {}, None),
+        (QWEN3, OFF, THINKING, False),
+        (QWEN3, OFF, {"reasoning_effort": "high"}, False),
+        (QWEN3, {}, {"reasoning_effort": "none"}, None),
+        (QWEN3, {}, {"reasoning_effort": "none"} | THINKING, False),
         (QWEN3, {"reasoning_parser": "none"}, {}, None),
-        (QWEN3, {"reasoning_parser": "deepseek_r1"}, {}, True),
-        (QWEN3, {"reasoning_parser": "deepseek_r1"}, {"variables": {"enable_thinking": False}}, None),
+        (QWEN3, R1_PARSER, {}, True),
+        (QWEN3, R1_PARSER, NO_THINKING, None),
         (R1, {}, {}, True),
-        (R1, {}, {"header": False}, False),
+        (R1, {}, {"add_generation_prompt": False}, False),
         (MESSAGES, {}, {}, False),
-        (EFFORT, {}, {"effort": "low"}, False),
+        (EFFORT, {}, {"reasoning_effort": "low"}, False),
         ("{{ messages[0].content }}", {}, {}, None),
         ("{{ messages[0].content }}", {"reasoning_parser": "qwen3"}, {}, False),
     ],
@@ -127,47 +136,41 @@ def encoder(template: str, **options) -> RequestEncoder:
 def test_the_prompt_begins_or_ends_the_reasoning(template, options, given, opened):
     """Marks that a user writes do neither."""
     made = encoder(template, **options)
-    ids, found = made.conversation(SAYS, **given)
+    ids, found = made.conversation(SAYS, fields=TemplateFields(**given))
     assert (found and found.opened) == opened
-    if given.get("effort") == "low":
+    if template is EFFORT:
         assert made.text(ids.tolist()).startswith("low[")
 
 
 def test_an_answer_that_continues_a_message():
     made = encoder("{% for m in messages %}[{{ m.content }}]{% endfor %}</think>")
     for content, opened in (("<think>so", True), ("<think>so</think>a", None), ("a", False)):
-        last = {"role": "assistant", "content": content}
-        ids, found = made.conversation([*SAYS, last], header=False, continued=True)
+        given = {"messages": [*SAYS, {"role": "assistant", "content": content}], "add_generation_prompt": False}
+        fields = TemplateFields(**given, continue_final_message=True)
+        ids, found = made.conversation(given["messages"], fields=fields)
         assert (found and found.opened) == opened
-        assert not made.text(ids.tolist()).endswith("]")
+        assert made.text(ids.tolist()).endswith(content)
 
 
 @pytest.mark.parametrize(
-    ("template", "given", "message"),
+    ("template", "variables", "message"),
     [
-        (
-            QWEN3,
-            {"variables": {"thinking": True}},
-            "chat_template_kwargs: got thinking, which the chat templ",
-        ),
-        (R1, {"variables": {"effort": 1}}, "chat_template_kwargs: got effort, which the chat template does not have"),
-        (QWEN3, {"variables": {"messages": []}}, "chat_template_kwargs: got messages, which cannot be set here"),
-        (QWEN3, {"variables": {"chat_template": "a"}}, "chat_template_kwargs: got chat_template, which cannot be set"),
-        (QWEN3, {"variables": {"eos_token": "a"}}, "chat_template_kwargs: got eos_token, which cannot be set here"),
-        (
-            QWEN3,
-            {"variables": {"enable_thinking": ["<|endoftext|>"]}},
-            "chat_template_kwargs: contains the special token",
-        ),
-        (R1, {"effort": "low"}, "reasoning_effort: got one, but the chat template has no such variable; leave it out"),
+        (QWEN3, {"thinking": True}, "got thinking, which is no variable of the chat template"),
+        (R1, {"effort": 1}, "got effort, which is no variable"),
+        (QWEN3, {"messages": []}, "got messages, which is no variable"),
+        (QWEN3, {"chat_template": "a"}, "got chat_template, which is no variable"),
+        (QWEN3, {"eos_token": "a"}, "got eos_token, which is no variable"),
+        (QWEN3, {"enable_thinking": ["<|endoftext|>"]}, r"contains the special token <\|endoftext"),
     ],
 )
-def test_variables_that_the_template_does_not_have(template, given, message):
-    with pytest.raises(HydrajaxError, match=rf"^{message}"):
-        encoder(template).conversation(SAYS, **given)
+def test_variables_that_the_template_does_not_have(template, variables, message):
+    with pytest.raises(HydrajaxError, match=rf"^chat_template_kwargs: {message}"):
+        encoder(template).conversation(SAYS, fields=TemplateFields(chat_template_kwargs=variables))
+    with pytest.raises(HydrajaxError, match=r"^chat_template_kwargs: "):
+        encoder(template, variables=variables)
 
 
-def test_options():
+def test_options_and_fields():
     assert ServerOptions.checked({"chat_template_kwargs": '{"a": false}'}).chat_template_kwargs == {"a": False}
     assert set(MARKS) < set(PARSERS)
     for options, message in (
@@ -177,7 +180,15 @@ def test_options():
     ):
         with pytest.raises(HydrajaxError, match=rf"^{message}"):
             ServerOptions.checked(options)
-    with pytest.raises(HydrajaxError, match=r"^reasoning_parser: got openai_gptoss, but the chat template has no chan"):
-        encoder(QWEN3, reasoning_parser="openai_gptoss")
-    with pytest.raises(HydrajaxError, match=r"^chat_template_kwargs: got thinking"):
-        encoder(QWEN3, variables={"thinking": True})
+    for parser, message in (
+        ("openai_gptoss", "the chat template has no chan"),
+        ("seed_oss", "</seed:think> is not"),
+    ):
+        with pytest.raises(HydrajaxError, match=rf"^reasoning_parser: got {parser}, but {message}"):
+            encoder(QWEN3, reasoning_parser=parser)
+    with pytest.raises(HydrajaxError, match=r"^reasoning_effort: got one, but it is no variable of the chat template"):
+        encoder(R1).conversation(SAYS, fields=TemplateFields(reasoning_effort="low"))
+    with pytest.raises(ValueError, match="continue_final_message: requires add_generation_prompt=false"):
+        TemplateFields(messages=SAYS, continue_final_message=True)
+    with pytest.raises(ValueError, match="continue_final_message: requires a last message of role assistant"):
+        TemplateFields(messages=SAYS, continue_final_message=True, add_generation_prompt=False)
