@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -69,20 +70,24 @@ class Chat:
         ```
     """
 
-    def __init__(self, executor: Executor, *, template: str = "auto", seed: int | None = None):
+    def __init__(
+        self, executor: Executor, *, template: str = "auto", seed: int | None = None, chat_template_kwargs: Any = None
+    ):
         """Start a conversation.
 
         Args:
             executor: decodes; ``max_new_tokens`` of its request limits each answer.
             template: chat template: ``auto`` for the tokenizer's, ``vicuna``, ``plain``, ``raw``, or a file in Jinja.
             seed: for sampling rules; None draws one.
+            chat_template_kwargs: mapping, variables of the template, such as ``{"enable_thinking": False}``.
 
         Raises:
-            HydrajaxError: without a tokenizer, or if the tokenizer does not support the template.
+            HydrajaxError: without a tokenizer, for a template that the tokenizer does not support, and for variables
+                that the template does not have.
         """
         if executor.tokenizer is None:
             raise HydrajaxError("base: has no tokenizer, which a conversation needs")
-        self._encoder = make_encoder(executor.tokenizer, template)
+        self._encoder = make_encoder(executor.tokenizer, template).with_variables(chat_template_kwargs or {})
         self._executor, self._config = executor, executor.model.config
         self._context = self._config.max_positions
         self._request = drawn(executor, executor.request.replace(seed=seed))

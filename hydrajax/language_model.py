@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -341,6 +341,7 @@ class LanguageModel(LoadedModel):
         max_new_tokens: int = 512,
         seed: int | None = None,
         grammar: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **parameters: Unpack[SamplingKeywords],
     ) -> Chat:
         """Start a conversation that keeps the KV cache between turns. See `LanguageModel` for the other arguments.
@@ -349,6 +350,7 @@ class LanguageModel(LoadedModel):
             template: chat template: ``auto`` for the tokenizer's, ``vicuna``, ``plain``, ``raw``, or a file in Jinja.
             max_new_tokens: limit of each answer.
             grammar: of every answer, as in `generate`.
+            chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
 
         Returns:
             A `Chat`.
@@ -361,7 +363,8 @@ class LanguageModel(LoadedModel):
         program = m.with_tree(m.program(request), request, tree)
         from hydrajax.conversation import Chat
 
-        return Chat(m.executor(program, program.fitting(request)), template=template, seed=seed)
+        settings = {"template": template, "seed": seed, "chat_template_kwargs": chat_template_kwargs}
+        return Chat(m.executor(program, program.fitting(request)), **settings)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

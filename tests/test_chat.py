@@ -183,6 +183,17 @@ def test_bad_conversations_are_refused(loaded):
     assert chat.messages == []
 
 
+def test_variables_of_the_template(loaded):
+    with pytest.raises(HydrajaxError, match=r"^chat_template_kwargs: got a, which is no variable of the chat template"):
+        Chat(executor(loaded), template="plain", chat_template_kwargs={"a": 1})
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ a if a }}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loaded.tokenizer, "chat_template", template)
+        chat = Chat(executor(loaded), chat_template_kwargs={"a": " = 1"})
+    list(chat.send("x"))
+    assert chat.turn.prompt_tokens == len(loaded.tokenizer.encode("x = 1", add_special_tokens=False))
+
+
 def test_in_the_terminal(loaded, monkeypatch, capfd, tmp_path):
     """Messages from a pipe, through the program."""
     from hydrajax.cli import main

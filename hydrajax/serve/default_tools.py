@@ -18,23 +18,21 @@ To call a function, write its name and its arguments as JSON between two tags:
 Its result follows between <tool_response> and </tool_response>."""
 
 
-def prompt_with_tools(
-    chat: PromptEncoder, messages: Messages, tools: Sequence[dict[str, Any]] | None, **more: Any
-) -> list[int]:
+def prompt_with_tools(chat: PromptEncoder, messages: Messages, tools: Sequence[dict[str, Any]] | None) -> list[int]:
     """Return the token ids of a conversation whose template has no tools, see `PromptEncoder.prompt`.
 
     The tools are described in the system message, or in the first other one if the template has no system messages.
     """
     written = _written(messages)
     if not tools:
-        return chat.prompt(written, **more)
+        return chat.prompt(written)
     description = DESCRIPTION.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     if messages[0]["role"] == "system" or "system" not in chat.source:
-        return chat.prompt(_described(written, description), **more)
+        return chat.prompt(_described(written, description))
     try:
-        return chat.prompt([{"role": "system", "content": description}, *written], **more)
+        return chat.prompt([{"role": "system", "content": description}, *written])
     except HydrajaxError:  # the template refuses system messages
-        return chat.prompt(_described(written, description), **more)
+        return chat.prompt(_described(written, description))
 
 
 def _described(messages: Messages, description: str) -> Messages:

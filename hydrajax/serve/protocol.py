@@ -157,8 +157,8 @@ class TemplateFields(BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _continues_an_answer(self):
-        if self.continue_final_message and self.add_generation_prompt is not False:
-            raise ValueError("continue_final_message: requires add_generation_prompt=false")
+        if bool(self.continue_final_message) == (self.add_generation_prompt is not False):
+            raise ValueError("continue_final_message: requires add_generation_prompt=false, which requires it")
         if self.continue_final_message and (not self.messages or self.messages[-1].role != "assistant"):
             raise ValueError("continue_final_message: requires a last message of role assistant")
         return self

@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -65,9 +66,9 @@ class RequestEncoder:
             if template != "auto":
                 raise
             self._no_template = f"messages: {str(error).removeprefix('template: ')}"
-        self._reasoning_parser, self._variables = reasoning_parser, dict(variables)
+        self._reasoning_parser = reasoning_parser
         if self._chat is not None:
-            self._chat.check_variables(variables)
+            self._chat = self._chat.with_variables(variables)
             _ = self.thinking  # checks the parser
         if tool_parser != "auto" and self._chat is not None:
             self.call_format()  # checks it
@@ -95,30 +96,27 @@ class RequestEncoder:
             Token ids int32 ``[P]``, and the reader of the answer's reasoning, None if it has none.
         """
         chat, fields = self._chat_encoder(), fields or TemplateFields()
-        variables = self._variables | fields.variables(chat.names(tools))
-        chat.check_variables(variables, tools)
+        chat = chat.with_variables(fields.variables(chat.names(tools)), tools)
+        if fields.continue_final_message:
+            chat = replace(chat, variables={**chat.variables, "continue_final_message": True})
         texts = [_text_of(message) for message in messages]
-        described = "".join(json.dumps(one, ensure_ascii=False) for one in (tools, fields.chat_template_kwargs) if one)
-        self._check_bytes([*texts, described], "messages")
+        added = "".join(json.dumps(one, ensure_ascii=False) for one in (tools, fields.chat_template_kwargs) if one)
+        self._check_bytes([*texts, added], "messages")
         for number, text in enumerate(texts):
             if found := chat.special.search(text):
                 raise HydrajaxError(f"messages.{number}: contains the special token {found[0]}, expected plain text")
-        if found := chat.special.search(described):
+        if found := chat.special.search(added):
             raise HydrajaxError(f"tools: contains the special token {found[0]}, expected plain text")
         source, of_tools = chat.source_for(tools), any("tool_calls" in m or m["role"] == "tool" for m in messages)
-        settings = variables | {"prompt": fields.add_generation_prompt is not False}
+        described = not ((tools and "tools" not in source) or (of_tools and "tool" not in source))
+        ids = chat.prompt(messages, tools) if described else prompt_with_tools(chat, messages, tools)
+        if (thinking := self.thinking) is None:
+            return self._checked(ids, "messages"), None
         if fields.continue_final_message:
-            settings["continue_final_message"] = True
-        if (tools and "tools" not in source) or (of_tools and "tool" not in source):
-            ids, header = prompt_with_tools(chat, messages, tools, **settings), (USER,)
+            header = text_of(messages[-1]["content"])
         else:
-            ids, header = chat.prompt(messages, tools, **settings), (messages, tools)
-        thinking = self.thinking
-        if thinking is not None and fields.continue_final_message:
-            thinking = thinking.after(text_of(messages[-1]["content"]))
-        elif thinking is not None and settings["prompt"]:
-            thinking = thinking.after(chat.header(*header, **variables))
-        return self._checked(ids, "messages"), thinking
+            header = chat.header(messages, tools) if described else chat.header(USER)
+        return self._checked(ids, "messages"), thinking.after(header)
 
     def call_format(self, forced: bool = False) -> CallFormat:
         """Return the format of tool calls: ``tool_parser``, or the one that the chat template describes.

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -63,6 +63,7 @@ class PromptEncoder:
         own: the template is the tokenizer's own, which writes BOS itself; the built-in ones leave BOS to the tokenizer.
         special: pattern that finds the text of any special token.
         marks: int32 ids of all tokens added to the vocabulary, special or not; one of them ends a turn.
+        variables: of the template, and ``continue_final_message`` of transformers.
     """
 
     tokenizer: Any
@@ -70,22 +71,20 @@ class PromptEncoder:
     own: bool
     special: re.Pattern
     marks: Int[np.ndarray, " n"]
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def prompt(
-        self, messages: Messages, tools: list[dict[str, Any]] | None = None, *, prompt: bool = True, **variables: Any
-    ) -> list[int]:
+    def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Return token ids of the messages (``role``, ``content``) and of the header of the next answer.
 
         Args:
             tools: functions that the model may call, as `transformers` describes them.
-            prompt: write the header.
-            variables: of the template, which `check_variables` has seen; ``continue_final_message`` of transformers.
 
         Raises:
             HydrajaxError: for a template that fails or leaves out a message, and with tools for one that ignores them.
         """
-        text = self.render(messages, prompt=prompt, tools=tools, **variables)
-        if tools and text == self.render(messages, prompt=prompt, **variables):
+        header = not self.variables.get("continue_final_message")
+        text = self.render(messages, prompt=header, tools=tools)
+        if tools and text == self.render(messages, prompt=header):
             raise HydrajaxError("tools: the chat template ignores tools; leave them out, or set tool_choice to none")
         return self.tokenize(text)[0].tolist()
 
@@ -93,28 +92,29 @@ class PromptEncoder:
         """Return the template for a conversation with or without tools; some tokenizers have one for each."""
         return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
 
-    def check_variables(self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None = None) -> None:
-        """Refuse variables that the template does not have, and values that would not be plain text."""
-        own = {"messages", "prompt", *self.tokenizer.special_tokens_map}
+    def with_variables(
+        self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None = None
+    ) -> "PromptEncoder":
+        """Return the encoder with variables. Raises `HydrajaxError` for one that the template does not have."""
+        own = {"messages", *self.tokenizer.special_tokens_map}
         own |= {*inspect.signature(self.tokenizer.apply_chat_template).parameters}
         if unknown := next((name for name in variables if name in own or name not in self.names(tools)), None):
             raise HydrajaxError(f"chat_template_kwargs: got {unknown}, which is no variable of the chat template")
         if found := self.special.search(json.dumps(variables, ensure_ascii=False, default=str)):
             raise HydrajaxError(f"chat_template_kwargs: contains the special token {found[0]}, expected plain text")
+        return replace(self, variables={**self.variables, **variables})
 
     def names(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
         """Return the names in the template, those of its variables among others."""
         return _names(self.source_for(tools))
 
-    def header(self, messages: Messages, tools: list[dict[str, Any]] | None = None, **variables: Any) -> str:
+    def header(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the text that begins the next answer."""
-        text, before = (self.render(messages, prompt=prompt, tools=tools, **variables) for prompt in (True, False))
+        text, before = (self.render(messages, prompt=prompt, tools=tools) for prompt in (True, False))
         same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
         return text[len(list(same)) :]
 
-    def render(
-        self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None, **variables: Any
-    ) -> str:
+    def render(self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
         render = partial(
             run_template,
@@ -123,7 +123,7 @@ class PromptEncoder:
             chat_template=self.source_for(tools),
             tokenize=False,
             add_generation_prompt=prompt,
-            **variables,
+            **self.variables,
         )
         return render(readable_messages(render, messages))
 

@@ -126,7 +126,6 @@ R1_PARSER = {"reasoning_parser": "deepseek_r1"}
         (QWEN3, R1_PARSER, {}, True),
         (QWEN3, R1_PARSER, NO_THINKING, None),
         (R1, {}, {}, True),
-        (R1, {}, {"add_generation_prompt": False}, False),
         (MESSAGES, {}, {}, False),
         (EFFORT, {}, {"reasoning_effort": "low"}, False),
         ("{{ messages[0].content }}", {}, {}, None),

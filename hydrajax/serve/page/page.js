@@ -91,6 +91,12 @@ function show(place, text, tokens) {
   }
 }
 
+// The reasoning has an element of its own before the content.
+function think(place, text) {
+  if (!place.querySelector(".thought")) place.append(Object.assign(document.createElement("div"), { className: "thought" }));
+  place.querySelector(".thought").append(text);
+}
+
 function figures(place, run) {
   if (!run.steps) return;
   const bold = (text) => Object.assign(document.createElement("b"), { textContent: text });
@@ -132,12 +138,14 @@ async function answer(prompt) {
       const choice = event.choices[0];
       const text = (chat ? choice?.delta?.content : choice?.text) ?? "";
       const tokens = event.hydrajax?.tokens ?? [];
-      if (!text && !tokens.length) continue;
+      const thought = choice?.delta?.reasoning ?? "";
+      if (!text && !thought && !tokens.length) continue;
       run.last = performance.now();
       run.tokens += tokens.length;
       run.steps += tokens.filter((token) => !token.drafted).length;
       if (run.first === undefined) [run.first, run.firstTokens] = [run.last, run.tokens];
       const low = at("messages").scrollHeight - at("messages").scrollTop - at("messages").clientHeight < 80;
+      if (thought) think(place, thought);
       show(place, text, tokens);
       answered += text;
       figures(line, run);
