@@ -4,10 +4,11 @@ import copy
 import itertools
 import time
 import uuid
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hydrajax.serve.replies import ReplyChoice, statistics, usage
+from hydrajax.serve.replies import Delta, ReplyChoice, statistics, usage
 from hydrajax.serve.responses_body import ResponsesBody
 
 
@@ -59,7 +60,7 @@ class ResponsesFormat:
         self._reasoning = SUMMARY if body.summary() else REASONING
         self._store, self._numbers = store, itertools.count()
         self._open: TextKind | str | None = None  # the kind of the last item, while it is in progress
-        self._scored: list[dict[str, Any]] = []  # log-probabilities for the next part of the message
+        self._scored: list[dict[str, Any]] = []  # the tokens that are not yet in a message
         self._output: list[dict[str, Any]] = []
         self._response = body.echo(temperature) | {
             "id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": int(time.time()),
@@ -113,17 +114,30 @@ class ResponsesFormat:
         """Add the new part of the answer to the output, and return its events."""
         delta, found = choice.delta(ended), []
         self._scored += (choice.logprobs(delta, True) or {"content": []})["content"]
+        scored = self._scored_of(delta)
         if delta.reasoning:
             found += self._text(self._reasoning, delta.reasoning)
         if delta.text or (ended and not (self._output or delta.calls)):
-            found += self._text(MESSAGE, delta.text)
+            found += self._text(MESSAGE, delta.text, scored)
         for piece in delta.calls:
             found += self._call(piece)
         if ended:
             found += self._close("incomplete" if choice.finish_reason == "length" else "completed")
         return found
 
-    def _text(self, kind: TextKind, text: str) -> list[dict[str, Any]]:
+    def _scored_of(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the tokens of a delta's text; later ones stay for the next delta."""
+        if not delta.text or not self._scored:
+            return []
+        data = [bytes(token["bytes"]) for token in self._scored]
+        ends = list(itertools.accumulate(map(len, data)))
+        written, text, thoughts = b"".join(data), delta.text.encode(), delta.reasoning.encode()
+        first = max(written.find(text, max(written.find(thoughts), 0) + len(thoughts)), 0)
+        begin, end = bisect_right(ends, first), bisect_left(ends, first + len(text)) + 1
+        found, self._scored = self._scored[begin:end], self._scored[end:]
+        return found
+
+    def _text(self, kind: TextKind, text: str, scored: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         found = []
         if self._open is not kind:
             found = [*self._close(), self._added(kind, kind.prefix, kind.item)]
@@ -132,9 +146,8 @@ class ResponsesFormat:
         part, more = self._output[-1][kind.field][0], {}
         part["text"] += text
         if kind is MESSAGE:
-            more["logprobs"] = self._scored
-            part["logprobs"] += self._scored
-        self._scored = []
+            more["logprobs"] = scored
+            part["logprobs"] += scored
         return [*found, self._event(f"{kind.text_events}.delta", kind, delta=text, **more)]
 
     def _call(self, piece: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,8 +175,6 @@ class ResponsesFormat:
             found = [self._event(f"{CALL}.done", CALL, name=item["name"], arguments=item["arguments"])]
         else:
             part = item[kind.field][0]
-            if kind is MESSAGE:
-                part["logprobs"] += self._scored
             more = {"logprobs": part["logprobs"]} if kind is MESSAGE else {}
             found = [
                 self._event(f"{kind.text_events}.done", kind, text=part["text"], **more),

@@ -70,7 +70,8 @@ def test_a_response_is_the_answer_of_generate(served, address, client):
     assert (found.usage.output_tokens, found.usage.input_tokens) == (wanted.new_tokens, 14)
     assert (found.instructions, found.metadata, found.temperature) == ("be a", {"a": "b"}, 0)
     scored = found.output[0].content[0].logprobs
-    assert [token.logprob for token in scored] == pytest.approx(wanted.logprobs, abs=1e-3)
+    assert "".join(token.token for token in scored) == wanted.text
+    assert [token.logprob for token in scored] == pytest.approx(wanted.logprobs[: len(scored)], abs=1e-3)
     stored = httpx.get(f"{address}/v1/responses/{found.id}", headers=AUTHORISED)
     assert strictly(Response, stored.json()).to_dict() == found.to_dict()
     body = ONE | more | {"input": [{"role": "user", "content": [{"type": "input_text", "text": "bad cafe"}]}]}
@@ -223,6 +224,29 @@ def test_events_of_reasoning_text_and_calls(summary):
     (failed,) = form().failed("why", 503)
     assert strictly(EVENT, failed).response.error.message == "why"
     assert [response["status"] for response in kept] == ["completed"] * 2
+
+
+def test_log_probabilities_are_those_of_the_text():
+    """They follow it in pieces and in whole responses, without the tokens of reasoning, marks and calls."""
+    texts = ["a", "b", "</s>", "é"[:1], " a", "c", "", "<c>", "a"]  # as bytes below
+    data = [b"a", b"b", b"", b"\xc3", b"\xa9 a", b"c", b"", b"<c>", b"a"]
+    tokens = [{"token": name, "bytes": list(own), "logprob": 0.0} for name, own in zip(texts, data, strict=True)]
+    for pieces in (
+        [("é ac", "ab", tokens)],
+        [
+            ("", "ab", tokens[:3]),
+            ("", "", tokens[3:4]),
+            ("é a", "", tokens[4:5]),
+            ("", "", tokens[5:6]),
+            ("c", "", tokens[6:]),
+        ],
+    ):
+        form = ResponsesFormat("m", parse_body(ResponsesBody, b'{"input": "a"}'), 0.0, lambda _: None)
+        for text, reasoning, scored in pieces:
+            one = SimpleNamespace(logprobs=lambda *_, scored=scored: {"content": list(scored)}, finish_reason="stop")
+            one.delta = lambda _, text=text, reasoning=reasoning: Delta(text, [], [], [], [], reasoning)
+            form._read(one, False)
+        assert form._output[-1]["content"][0]["logprobs"] == tokens[3:6]
 
 
 def test_the_store_keeps_the_latest_responses():
