@@ -7,13 +7,13 @@ from hydrajax.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, To
 from hydrajax.serve.responses_body import ResponsesBody
 
 Schema = dict[str, Any]
-TEXT, INTEGER, BOOLEAN, ANY, NULL = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}, {}, {"type": "null"}
-OBJECT, OBJECTS = {"type": "object"}, {"type": "array", "items": {"type": "object"}}
-IDS = {"type": "array", "items": INTEGER}
+TEXT, INTEGER, BOOLEAN, OBJECT = ({"type": name} for name in ("string", "integer", "boolean", "object"))
+NULL, OBJECTS, IDS = {"type": "null"}, {"type": "array", "items": OBJECT}, {"type": "array", "items": INTEGER}
+TEXT_OR_NULL, OBJECT_OR_NULL = {"type": ["string", "null"]}, {"type": ["object", "null"]}
 BODY_ERRORS = {
     400: "a wrong field, or a request that never fits", 404: "an unknown model or response", 408: "a slow body",
     413: "a large body", 415: "another content type than application/json", 429: "a full queue",
-    500: "an internal error", 503: "the server is shutting down or has failed",
+    503: "the server is shutting down or has failed",
 }  # fmt: skip
 
 
@@ -22,45 +22,33 @@ def _object(**fields: Schema) -> Schema:
     return {"type": "object", "properties": fields, "required": list(fields)}
 
 
-def _or_null(schema: Schema) -> Schema:
-    return {"anyOf": [schema, NULL]}
+def _choices(**content: Schema) -> Schema:
+    """Return the schema of a response of completions or chats."""
+    reasons = {"enum": ["stop", "length", "tool_calls"]}
+    choice = _object(index=INTEGER, finish_reason=reasons, logprobs=OBJECT_OR_NULL, **content)
+    return _object(
+        id=TEXT, object=TEXT, created=INTEGER, model=TEXT, usage=USAGE, hydrajax=OBJECT,
+        choices={"type": "array", "items": choice},
+    )  # fmt: skip
 
 
-def _list(of: Schema) -> Schema:
-    return {"type": "array", "items": of}
-
-
-ERROR = _object(error=_object(message=TEXT, type=TEXT, param=_or_null(TEXT), code=NULL))
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=NULL))
 USAGE = _object(
     prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER,
     prompt_tokens_details=_object(cached_tokens=INTEGER),
-    completion_tokens_details=_object(accepted_prediction_tokens=INTEGER),
+    completion_tokens_details=_object(reasoning_tokens=INTEGER, accepted_prediction_tokens=INTEGER),
 )  # fmt: skip
-HEAD = {"id": TEXT, "object": TEXT, "created": INTEGER, "model": TEXT, "usage": USAGE, "hydrajax": OBJECT}
-REASON = {"index": INTEGER, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}, "logprobs": _or_null(OBJECT)}
-MESSAGE = _object(role={"const": "assistant"}, content=_or_null(TEXT), refusal=NULL)
 MODEL = _object(id=TEXT, object={"const": "model"}, created=INTEGER, owned_by=TEXT, hydrajax=OBJECT)
 RESPONSE = _object(
-    id=TEXT, object={"const": "response"}, created_at=INTEGER, model=TEXT, output=OBJECTS, error=_or_null(OBJECT),
-    status={"enum": ["in_progress", "completed", "incomplete", "failed"]}, usage=_or_null(OBJECT), tools=OBJECTS,
-    parallel_tool_calls=BOOLEAN, tool_choice=ANY, text=OBJECT, previous_response_id=_or_null(TEXT),
+    id=TEXT, object={"const": "response"}, created_at=INTEGER, model=TEXT, output=OBJECTS, error=OBJECT_OR_NULL,
+    status={"enum": ["completed", "incomplete"]}, usage=OBJECT, tools=OBJECTS, parallel_tool_calls=BOOLEAN,
+    text=OBJECT, previous_response_id=TEXT_OR_NULL,
 )  # fmt: skip
-DELETED = _object(id=TEXT, object={"const": "response"}, deleted={"const": True})
-HEALTH = _object(status={"enum": ["ok", "failed"]})
-HELLO = {"role": "user", "content": "What is a brick?"}
+STORED = "/v1/responses/{name}"
 
 
 class Operation(NamedTuple):
-    """A route.
-
-    Attributes:
-        method, path, summary: which, and its purpose.
-        response: JSON schema of the response; None for plain text.
-        body: class of the request's body, None without one.
-        example: a body.
-        errors: statuses other than 200 and their reasons.
-        has_key: the API key applies.
-    """
+    """A route: its purpose, the JSON schema of its response (None for plain text), and a request's body."""
 
     method: str
     path: str
@@ -68,41 +56,44 @@ class Operation(NamedTuple):
     response: Schema | None
     body: Any = None
     example: dict[str, Any] | None = None
-    errors: dict[int, str] = {500: "an internal error"}  # noqa: RUF012
-    has_key: bool = True
+
+    def errors(self) -> dict[int, str]:
+        """Return the statuses other than 200 and their reasons; that of keys is another."""
+        if self.path == "/health":
+            return {503: "failed"}
+        named = {404: "an unknown name"} if "{name}" in self.path else {}
+        return {**(named if self.body is None else BODY_ERRORS), 500: "an internal error"}
 
 
-def _posted(path: str, summary: str, response: Schema, body: Any, **example: Any) -> Operation:
-    return Operation("POST", path, summary, response, body, example, BODY_ERRORS)
-
-
-UNKNOWN = {404: "an unknown name", 500: "an internal error"}
 OPERATIONS = (
-    _posted(
-        "/v1/chat/completions", "Answer a conversation.",
-        _object(**HEAD, choices=_list(_object(**REASON, message=MESSAGE))), ChatBody, messages=[HELLO], max_tokens=16,
+    Operation(
+        "POST", "/v1/chat/completions", "Answer a conversation.",
+        _choices(message=_object(role={"const": "assistant"}, content=TEXT_OR_NULL, refusal=NULL)), ChatBody,
+        {"messages": [{"role": "user", "content": "What is a brick?"}], "max_tokens": 16},
     ),
-    _posted(
-        "/v1/completions", "Continue prompts.", _object(**HEAD, choices=_list(_object(**REASON, text=TEXT))),
-        CompletionBody, prompt="A brick is", max_tokens=16,
+    Operation(
+        "POST", "/v1/completions", "Continue prompts.", _choices(text=TEXT), CompletionBody,
+        {"prompt": "A brick is", "max_tokens": 16},
     ),
-    _posted(
-        "/v1/responses", "Answer a text or items; continue a stored response.", RESPONSE, ResponsesBody,
-        input="What is a brick?", max_output_tokens=16,
+    Operation(
+        "POST", "/v1/responses", "Answer a text or items, also after a stored response.", RESPONSE, ResponsesBody,
+        {"input": "What is a brick?", "max_output_tokens": 16},
     ),
-    Operation("GET", "/v1/responses/{name}", "Return a stored response.", RESPONSE, errors=UNKNOWN),
-    Operation("DELETE", "/v1/responses/{name}", "Delete a stored response.", DELETED, errors=UNKNOWN),
-    Operation("GET", "/v1/models", "List the models.", _object(object={"const": "list"}, data=_list(MODEL))),
-    Operation("GET", "/v1/models/{name}", "Return a model.", MODEL, errors=UNKNOWN),
-    _posted(
-        "/tokenize", "Return the token ids of a text or of messages.",
-        _object(count=INTEGER, max_model_len=INTEGER, tokens=IDS, token_strs=_or_null(_list(TEXT))), TokenizeBody,
-        prompt="A brick is",
+    Operation("GET", STORED, "Return a stored response.", RESPONSE),
+    Operation("DELETE", STORED, "Delete a stored response.", _object(id=TEXT, object=TEXT, deleted={"const": True})),
+    Operation("GET", "/v1/models", "List the models.", _object(object=TEXT, data={"type": "array", "items": MODEL})),
+    Operation("GET", "/v1/models/{name}", "Return a model.", MODEL),
+    Operation(
+        "POST", "/tokenize", "Return the token ids of a text or of messages.",
+        _object(count=INTEGER, max_model_len=INTEGER, tokens=IDS, token_strs={"type": ["array", "null"]}),
+        TokenizeBody, {"prompt": "A brick is"},
     ),
-    _posted("/detokenize", "Return the text of token ids.", _object(prompt=TEXT), DetokenizeBody, tokens=[1, 2]),
-    Operation("GET", "/version", "Return the version.", _object(version=TEXT), has_key=False),
-    Operation("GET", "/health", "Tell if the server works.", HEALTH, errors={503: "failed"}, has_key=False),
-    Operation("GET", "/metrics", "Return statistics for Prometheus.", None, has_key=False),
+    Operation(
+        "POST", "/detokenize", "Return the text of token ids.", _object(prompt=TEXT), DetokenizeBody, {"tokens": [1]}
+    ),
+    Operation("GET", "/version", "Return the version.", _object(version=TEXT)),
+    Operation("GET", "/health", "Tell if the server works.", _object(status={"enum": ["ok", "failed"]})),
+    Operation("GET", "/metrics", "Return statistics for Prometheus.", None),
 )  # fmt: skip
 
 
@@ -119,28 +110,28 @@ def document(has_key: bool) -> dict[str, Any]:
 
 def _described(operation: Operation, schemas: dict[str, Any], has_key: bool) -> dict[str, Any]:
     """Return an operation; add the schemas that its body refers to."""
-    content = {"text/plain": {"schema": TEXT}}
-    if operation.response is not None:
-        content = {"application/json": {"schema": operation.response}}
-    found: dict[str, Any] = {"summary": operation.summary}
-    errors = dict(operation.errors)
-    if "{name}" in operation.path:
+    method, path, summary, response, kind, example = operation
+    found: dict[str, Any] = {"summary": summary, "operationId": f"{method} {path}"}
+    content = {"application/json": {"schema": response}} if response else {"text/plain": {"schema": TEXT}}
+    answer: dict[str, Any] = {"description": "the answer", "content": content}
+    errors = operation.errors()
+    if "{name}" in path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT | {"minLength": 1}}]
-    if operation.body is not None:
-        kind = complete(operation.body)
-        own = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    if kind is not None:
+        own = complete(kind).model_json_schema(ref_template="#/components/schemas/{model}")
         schemas |= own.pop("$defs", {}) | {kind.__name__: own}
-        body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": operation.example}
+        body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
         found["requestBody"] = {"required": True, "content": {"application/json": body}}
         if "stream" in kind.model_fields:
             content["text/event-stream"] = {"schema": _object(data=TEXT)}  # of each event
-    if has_key and operation.has_key:
+    if kind is ResponsesBody:
+        name = {"parameters": {"name": "$response.body#/id"}}
+        answer["links"] = {of: name | {"operationId": f"{of} {STORED}"} for of in ("GET", "DELETE")}
+    if has_key and (kind is not None or path.startswith("/v1/")):
         found["security"] = [{"key": []}]
         errors[401] = "the API key is missing or wrong"
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    if operation.path == "/health":
-        error = content
-    found["responses"] = {"200": {"description": "the answer", "content": content}} | {
-        str(status): {"description": reason, "content": error} for status, reason in sorted(errors.items())
+    failed = content if path == "/health" else {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    found["responses"] = {"200": answer} | {
+        str(status): {"description": reason, "content": failed} for status, reason in sorted(errors.items())
     }
     return found

@@ -146,6 +146,9 @@ class CompletionBody(RequestBody):
         return self
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class TemplateFields(BaseModel):
     """Fields for the chat template."""
 
@@ -153,7 +156,7 @@ class TemplateFields(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     continue_final_message: StrictBool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
 
     @pydantic.model_validator(mode="after")
     def _continues_an_answer(self):

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, StrictBool, StrictInt, StrictStr, Tag
 from hydrajax.errors import HydrajaxError
 from hydrajax.serve.json_objects import IGNORED, MOST_ALTERNATIVES, JsonObject, naming_fields, quoted
 from hydrajax.serve.messages import CalledFunction, FunctionDefinition, FunctionReference, TextOr, TextPart
-from hydrajax.serve.protocol import REQUEST_DEFAULTS, TEMPLATE_DEFAULTS, ChatBody, RequestBody, complete
+from hydrajax.serve.protocol import REQUEST_DEFAULTS, TEMPLATE_DEFAULTS, ChatBody, Effort, RequestBody, complete
 
 LOGPROBS = "message.output_text.logprobs"
 ECHOED = ("metadata", "user", "safety_identifier", "prompt_cache_key", "store")
@@ -125,7 +125,7 @@ class TextConfig(JsonObject):
 class Reasoning(JsonObject):
     """``summary`` returns the reasoning, all of it, as a summary; ``generate_summary`` is its older name."""
 
-    effort: StrictStr | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -151,6 +151,7 @@ class ResponsesBody(RequestBody):
     tools: list[FunctionTool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
     parallel_tool_calls: StrictBool = True
+    chat_template_kwargs: dict[str, Any] | None = None
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
     include: list[StrictStr] = Field([])

@@ -23,7 +23,7 @@ function type(schema) {
 
 function fields(parent, schema) {
   const table = add(parent, "table");
-  for (const [name, field] of Object.entries(schema.properties ?? {})) {
+  for (const [name, field] of Object.entries(schema.properties ?? {}).filter(([, field]) => type(field))) {
     const row = add(table, "tr");
     add(row, "td", name + (schema.required?.includes(name) ? " (required)" : ""));
     add(row, "td", type(field));
