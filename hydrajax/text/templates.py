@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +105,8 @@ class PromptEncoder:
         return replace(self, variables={**self.variables, **variables})
 
     def names(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
-        """Return the names in the template, those of its variables among others."""
-        return _names(self.source_for(tools))
+        """Return the names of the template's variables."""
+        return _variables(self.source_for(tools))
 
     def header(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
         """Return the text that begins the next answer."""
@@ -182,13 +182,14 @@ def text_of(content: Content) -> str:
 
 
 @lru_cache(maxsize=8)
-def _names(source: str) -> frozenset[str]:
-    from jinja2 import Environment
+def _variables(source: str) -> frozenset[str]:
+    from jinja2 import Environment, meta
 
-    pieces = [
-        (kind, value) for _, kind, value in run_template(lambda: list(Environment().lex(source))) if value.strip()
-    ]
-    return frozenset(value for (_, before), (kind, value) in pairwise(pieces) if kind == "name" and before != ".")
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = run_template(
+        environment.parse, re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", source)
+    )  # a tag of transformers
+    return frozenset(meta.find_undeclared_variables(tree) - {*environment.globals, "raise_exception", "strftime_now"})
 
 
 def _one_part(content: Content) -> Content:
