@@ -11,7 +11,7 @@ from hydrajax.decoding.decode_loop import next_burst
 from hydrajax.decoding.executor import Executor, State
 from hydrajax.decoding.processing import TokenCounts, count_tokens
 from hydrajax.decoding.prompt_batch import bucket, common_length, right_padded
-from hydrajax.decoding.request import sampling_params
+from hydrajax.decoding.request import Request, sampling_params
 from hydrajax.decoding.state_snapshots import StateSnapshots
 from hydrajax.errors import HydrajaxError
 from hydrajax.sequences import drawn, growing_text, keys_of
@@ -187,7 +187,7 @@ class Chat:
                 state = executor.prefill(chunk, count, sampling, slots)
             at = until
         self._snapshots = snapshots
-        text = growing_text(executor.tokenizer, (), ids)
+        text = growing_text(executor.tokenizer, Request(), ids)
         done, steps = False, 1
         while not done:
             asked = time.perf_counter()

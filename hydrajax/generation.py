@@ -127,7 +127,7 @@ class Stream:
         return next(self._pieces)
 
     def _run(self, executor, ids, request, on_status) -> Iterator[str]:
-        shown, text = 0, growing_text(executor.tokenizer, request.stop, ids)
+        shown, text = 0, growing_text(executor.tokenizer, request, ids)
         given, stopped = inputs_of(executor, [ids], [request]), np.zeros(1, bool)
         if not executor.is_compiled(given):
             on_status(compilation(executor, *given.prompt.shape))
@@ -161,7 +161,7 @@ def _check(executor: Executor, requests: Sequence[Request]) -> None:
     kinds = list(dict.fromkeys(requests))
     for request in kinds:
         executor.check(request)
-        growing_text(executor.tokenizer, request.stop)
+        growing_text(executor.tokenizer, request)
     executor.constraints(kinds)
     room = executor.program.max_new_tokens
     most = min(max((request.max_new_tokens for request in requests), default=0), executor.model.config.max_positions)

@@ -16,6 +16,7 @@ from hydrajax import plugins
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.executor import Executor
+from hydrajax.decoding.forbidden import forbidding
 from hydrajax.decoding.keywords import Rule, SamplingKeywords, make_request, requests_of_prompts
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
@@ -43,6 +44,11 @@ class Keywords(SamplingKeywords, total=False):
     processors: Sequence[Any]
     max_new_tokens: int | Sequence[int]
     stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
+    min_tokens: int
+    ignore_eos: bool
+    bad_words: Sequence[str]
     batch_size: int
     seed: int | Sequence[int] | None
     logprobs: int | bool | None
@@ -234,6 +240,11 @@ class LanguageModel(LoadedModel):
         draft: Drafter | str | Path | None = None,
         tree: Tree | None = None,
         stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        bad_words: Sequence[str] = (),
         batch_size: int = 1,
         seed: int | Sequence[int] | None = None,
         logprobs: int | bool | None = None,
@@ -248,6 +259,12 @@ class LanguageModel(LoadedModel):
                 ``role`` and ``content``, written in the tokenizer's chat template).
             n: samples per prompt, which is prefilled once. The results are those of a list with each prompt n times.
             stop: strings that end a text, which ends before the first of them.
+            stop_token_ids: tokens that end a text as EOS does.
+            include_stop_str_in_output: a text ends after the stop string or token instead.
+            min_tokens: tokens without EOS at the start.
+            ignore_eos: EOS does not end a text.
+            bad_words: strings that no text contains, as the tokenizer writes them
+                (`hydrajax.decoding.forbidden.forbidding`).
             batch_size: sequences decoded together (`hydrajax.generate`). Without ``tree``, the last ones of a list are
                 decoded with the trees of smaller batches.
             seed: for sampling rules, one or a list with one per result.
@@ -280,7 +297,12 @@ class LanguageModel(LoadedModel):
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise HydrajaxError(f"n: got {n}, expected at least 1")
         grammar = list(map(as_grammar, grammar)) if isinstance(grammar, (list, tuple)) else as_grammar(grammar)
-        requests = requests_of_prompts(len(several), grammar=grammar, **keywords)
+        fields = {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
+        fields["include_stop_str_in_output"] = include_stop_str_in_output
+        requests = [
+            forbidding(one.replace(**fields), self.tokenizer, self.eos_ids, min_tokens=min_tokens, bad_words=bad_words)
+            for one in requests_of_prompts(len(several), grammar=grammar, **keywords)
+        ]
         if not several:
             return []
         on_status = on_status or _at_terminal
@@ -304,6 +326,11 @@ class LanguageModel(LoadedModel):
         processors: Sequence[Any] = (),
         max_new_tokens: int = 256,
         stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        bad_words: Sequence[str] = (),
         seed: int | None = None,
         logprobs: int | bool | None = None,
         grammar: Any = None,
@@ -325,7 +352,10 @@ class LanguageModel(LoadedModel):
             ```
         """
         fields = {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar), "stop": stop, "seed": seed}
+        fields |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
+        fields["include_stop_str_in_output"] = include_stop_str_in_output
         request = make_request(rule, processors, fields=fields, **parameters)
+        request = forbidding(request, self.tokenizer, self.eos_ids, min_tokens=min_tokens, bad_words=bad_words)
         on_status = on_status or _at_terminal
         executor = self._executor_for([prompt], draft, tree, [request], logprobs, 1, on_status)
         return stream(executor, prompt, executor.program.fitting(request), on_status=on_status)

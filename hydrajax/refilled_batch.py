@@ -82,7 +82,7 @@ class RefilledBatch:
         """Prepare; `results` decodes. The arguments are those of `hydrajax.generation.generate`, checked."""
         self._executor, self._texts, self._requests, self._on_status = executor, texts, requests, on_status
         self._kinds = list(dict.fromkeys(one.replace(seed=None, number=0) for one in requests))
-        stops = any(request.stop for request in requests)
+        stops = any(request.stops for request in requests)
         self._most_steps = STEPS_PER_BURST if stops else executor.program.max_new_tokens
         self._executor_for = executor_for if executor.program.rule.same_output else None
         self._executors: dict[int, Executor] = {}
@@ -187,7 +187,7 @@ class RefilledBatch:
         return executor.joined(rows, constraints)
 
     def _seat(self, at: int, number: int, began: float) -> None:
-        text = growing_text(self._executor.tokenizer, self._requests[number].stop, self._texts[number])
+        text = growing_text(self._executor.tokenizer, self._requests[number], self._texts[number])
         self._rows[at] = Row(number, text, began)
 
     def _inputs(self, numbers: Sequence[int]) -> Inputs:

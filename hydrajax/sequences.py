@@ -36,14 +36,15 @@ def keys_of(requests: Sequence[Request]) -> jax.Array:
     return _keys(*np.array([(one.seed or 0, one.number) for one in requests], np.uint32).T)
 
 
-def growing_text(tokenizer: Any, stop: Sequence[str], prompt: Sequence[int] = ()) -> GrowingText:
+def growing_text(tokenizer: Any, request: Request, prompt: Sequence[int] = ()) -> GrowingText:
     """Return an empty text that continues a prompt, to append tokens to. Without a tokenizer the text is the ids.
 
     Raises `HydrajaxError` for an empty stop string, and for any stop string without a tokenizer.
     """
-    if stop and tokenizer is None:
+    if request.stop and tokenizer is None:
         raise HydrajaxError("stop: requires a tokenizer, which the base does not have")
-    return GrowingText(Continuation(tokenizer, prompt), stop)
+    stops = request.stop, request.stop_token_ids, request.include_stop_str_in_output
+    return GrowingText(Continuation(tokenizer, prompt), *stops)
 
 
 def row_result(
@@ -62,11 +63,11 @@ def row_result(
         if left > 0:
             emitted_per_step.append(min(emitted, left))
         left -= emitted
-    reason = "context"
-    if text.stopped:
-        reason = "stop"
-    elif output_ids and output_ids[-1] in executor.program.eos_ids and not request.ignore_eos:
+    reason, stop_reason = "context", None
+    if output_ids and output_ids[-1] in executor.program.eos_ids and not request.ignore_eos:
         reason = "eos"
+    elif text.stopped:
+        reason, stop_reason = "stop", text.reason
     elif len(output_ids) >= request.max_new_tokens:
         reason = "length"
     elif request.grammar is not None and len(ids) + len(output_ids) < executor.model.config.max_positions:
@@ -80,6 +81,7 @@ def row_result(
         new_tokens=len(output_ids),
         wall_time=seconds,
         finish_reason=reason,
+        stop_reason=stop_reason,
         seed=request.seed,
         **_logprobs(now, row, text.used),
     )

@@ -62,9 +62,10 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
     stop += data.draw(st.lists(st.just("never said"), max_size=1))
     stopped = list(hydrajax.generate(executor, PROMPTS, stop=stop, batch_size=2))
     for result, without in zip(stopped, whole, strict=True):
-        cut = first_stop(without.text, stop)
+        found = first_stop(without.text, stop)
+        cut = None if found is None else without.text.find(found)
         assert result.text == without.text[:cut]
-        assert result.finish_reason == ("length" if cut is None else "stop")
+        assert (result.finish_reason, result.stop_reason) == ("length" if cut is None else "stop", found)
         assert result.output_ids == without.output_ids[: result.new_tokens]
         assert sum(result.emitted_per_step) == result.new_tokens
         steps = result.steps

@@ -15,6 +15,8 @@ from hydrajax.decoding.processing import PROCESSORS
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError, hint, not_allowed
 
+OF_ALL = ("processors", "allowed_token_ids")  # lists that are values of all prompts
+
 
 class SamplingKeywords(TypedDict, total=False):
     """The sampling parameters of all rules and processors as keywords of a call; a list gives one per prompt."""
@@ -30,6 +32,7 @@ class SamplingKeywords(TypedDict, total=False):
     presence_penalty: float | Sequence[float]
     frequency_penalty: float | Sequence[float]
     logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]]
+    allowed_token_ids: Sequence[int]  # of all prompts
 
 
 Rule = AcceptanceRule | str  # or its name
@@ -66,8 +69,8 @@ def make_processors(**given: Any) -> tuple[Any, ...]:
 
 # The other keywords of `hydrajax.LanguageModel`'s methods, and the names of other libraries for them.
 ARGUMENTS = (
-    "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "batch_size", "seed", "logprobs", "grammar",
-    "on_status", "template",
+    "draft", "tree", "rule", "processors", "max_new_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "min_tokens", "ignore_eos", "bad_words", "batch_size", "seed", "logprobs", "grammar", "on_status", "template",
 )  # fmt: skip
 OTHERS_WORDS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "temp": "temperature",
@@ -76,10 +79,10 @@ OTHERS_WORDS = {
     "logits_processor": "processors", "output_scores": "logprobs", "output_logits": "logprobs",
     "assistant_model": "draft", "prompt_lookup_num_tokens": 'draft="lookup"',
     "num_assistant_tokens": 'tree="chain-K"', "streamer": "the method stream",
-    **dict.fromkeys(("num_return_sequences", "best_of", "n"), "a list with the prompt several times"),
+    **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
     **dict.fromkeys(("num_beams", "num_beam_groups", "early_stopping", "length_penalty"), "no beam search"),
-    **dict.fromkeys(("min_length", "min_new_tokens"), "no minimum length"),
-    **dict.fromkeys(("no_repeat_ngram_size", "bad_words_ids"), "no bans of n-grams; logit_bias bans single tokens"),
+    **dict.fromkeys(("min_length", "min_new_tokens"), "min_tokens"),
+    "no_repeat_ngram_size": "no bans of n-grams", "bad_words_ids": "bad_words",
 }  # fmt: skip
 
 
@@ -177,7 +180,7 @@ def requests_of_prompts(
     each = {
         name: value
         for name, value in of_all.items()
-        if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and name != "processors"
+        if isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, str) and name not in OF_ALL
     }
     for name, values in each.items():
         if len(values) != count:

@@ -6,8 +6,9 @@ A program without processors contains nothing of this module. `hydrajax.decoding
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -167,14 +168,23 @@ def _parse_bias(text: str) -> dict[int, float]:
         raise ValueError("expected ID:B,ID:B,...") from None
 
 
+def _parse_ids(text: str) -> list[int]:
+    """Parse ``ID,ID``; raises ValueError."""
+    try:
+        return [integer_in(token.strip()) for token in text.split(",")]
+    except ValueError:
+        raise ValueError("expected ID,ID,...") from None
+
+
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class LogitBias:
-    """Add a number to the logits of some tokens, as OpenAI's ``logit_bias`` does.
+    """Add a number to the logits of some tokens, as OpenAI's ``logit_bias`` does, or of all but some.
 
     Attributes:
         logit_bias: A mapping, or pairs, of token ids and finite numbers, bounded by `LARGEST_NUMBER`; in a decode state
             float32 ``[B, V]``.
+        allowed_token_ids: All other tokens get ``-LARGEST_NUMBER`` (vLLM's field of this name); None allows all.
 
     Raises:
         HydrajaxError: For anything else; `batched` raises it for ids outside the vocabulary.
@@ -190,9 +200,21 @@ class LogitBias:
             "json_range": (-100, 100),  # OpenAI's
         },
     )
+    allowed_token_ids: Sequence[int] | None = field(
+        default=None,
+        metadata={"help": "generate these tokens only", "metavar": "ID,...", "parse": _parse_ids, "json": list[int]},
+    )
     counts_tokens: ClassVar[bool] = False
 
     def __post_init__(self):
+        if (allowed := self.allowed_token_ids) is not None:
+            try:
+                ids = tuple(sorted({operator.index(token) for token in allowed}))
+            except TypeError:
+                ids = ()
+            if not ids or ids[0] < 0:
+                raise HydrajaxError(f"allowed_token_ids: got {shown(allowed)}, expected token ids")
+            object.__setattr__(self, "allowed_token_ids", ids)
         given = self.logit_bias
         try:
             pairs = given.items() if isinstance(given, Mapping) else given
@@ -207,7 +229,11 @@ class LogitBias:
 
     @property
     def has_effect(self):
-        return bool(self.logit_bias)
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    def with_bias(self, more: Mapping[int, float]) -> LogitBias:
+        """Return the processor with other biases of some tokens."""
+        return replace(self, logit_bias={**dict(self.logit_bias), **more})
 
     def active(self):
         return jnp.any(self.logit_bias != 0)
@@ -216,19 +242,21 @@ class LogitBias:
         return logits + self.logit_bias
 
     def reference(self, logits, prompt, output):
-        found = np.array(logits)
-        for token, number in self.logit_bias:
-            found[token] += number
-        return found
+        return logits + LogitBias.batched([self], len(logits)).logit_bias[0]
 
     @classmethod
     def batched(cls, rows, vocab_size, like=()):
         bias = np.zeros((len(rows), vocab_size), np.float32)
         for row, processor in zip(bias, rows, strict=True):
-            for token, number in processor.logit_bias:
-                if token >= vocab_size:
-                    raise HydrajaxError(f"logit_bias: got token id {token}, expected 0 to {vocab_size - 1}")
-                row[token] = number
+            pairs, allowed = processor.logit_bias, processor.allowed_token_ids or ()
+            for name, ids in (("logit_bias", [token for token, _ in pairs]), ("allowed_token_ids", allowed)):
+                if ids and ids[-1] >= vocab_size:
+                    raise HydrajaxError(f"{name}: got token id {ids[-1]}, expected 0 to {vocab_size - 1}")
+            if allowed:
+                row[:] = -LARGEST_NUMBER
+                row[list(allowed)] = 0
+            for token, number in pairs:
+                row[token] += number
         return cls.tree_unflatten(None, (bias,))
 
     def tree_flatten(self):
@@ -238,6 +266,7 @@ class LogitBias:
     def tree_unflatten(cls, _, leaves):
         found = object.__new__(cls)
         object.__setattr__(found, "logit_bias", leaves[0])
+        object.__setattr__(found, "allowed_token_ids", None)
         return found
 
 

@@ -18,6 +18,7 @@ from hydrajax.decoding.constraints import Constraint, GrammarLike
 from hydrajax.decoding.processing import batched_processors
 from hydrajax.errors import HydrajaxError, one_line
 from hydrajax.models.arrays import Array
+from hydrajax.text.jsonl import shown
 
 SEED_BITS = 32  # of a JAX key without 64-bit mode
 
@@ -42,6 +43,8 @@ class Request:
         max_new_tokens: Maximum number of tokens; prompt and output must also fit the context.
         grammar: The texts that may be generated.
         stop: Strings that end the text, which ends before the first of them.
+        stop_token_ids: Tokens that end the text as EOS does.
+        include_stop_str_in_output: The text ends after the stop string or the token.
         seed: For rules that sample; None draws one.
         number: The prompt's number among those with this seed, on which its sample depends.
         ignore_eos: EOS does not end the sequence.
@@ -55,6 +58,8 @@ class Request:
     max_new_tokens: int = 256
     grammar: GrammarLike | None = None
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
     seed: Any = None  # an integer; `checked_seed` refuses everything else
     number: int = 0
     ignore_eos: bool = False
@@ -63,7 +68,7 @@ class Request:
         check_max_new_tokens(self.max_new_tokens)
         if isinstance(self.stop, str):
             raise HydrajaxError("stop: got one string, expected a list; write [string]")
-        for name in ("processors", "stop"):
+        for name in ("processors", "stop", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.seed is not None:
             object.__setattr__(self, "seed", checked_seed(self.seed))
@@ -71,8 +76,18 @@ class Request:
         if twice := [name for index, name in enumerate(kinds) if name in kinds[:index]]:
             raise HydrajaxError(f"processors: got {twice[0]} twice, expected one of a kind")
 
+    @property
+    def stops(self) -> bool:
+        """True if strings or tokens other than EOS end the text."""
+        return bool(self.stop or self.stop_token_ids)
+
     def check(self, vocab_size: int) -> None:
         """Raise `HydrajaxError` for token ids beyond the vocabulary."""
+        for token in self.stop_token_ids:
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+                raise HydrajaxError(
+                    f"stop_token_ids: got {shown(token)}, expected token ids from 0 to {vocab_size - 1}"
+                )
         batched_processors([self.processors], vocab_size)
 
     def replace(self, **changes: Any) -> Request:

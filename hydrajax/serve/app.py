@@ -282,6 +282,8 @@ class Api:
         limit = self._options.max_new_tokens if body.limit() is None else body.limit()
         common = {"max_new_tokens": max(limit, 1), "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
+        common |= {"stop_token_ids": body.stop_token_ids or (), "bad_words": body.bad_words or ()}
+        common["include_stop_str_in_output"] = bool(body.include_stop_str_in_output)
         common["remembered"] = body.corpus is not False
 
         def made() -> list[Submission]:

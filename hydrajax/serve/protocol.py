@@ -76,6 +76,9 @@ class RequestBody(AnswerFormat, JsonObject):
     seed: StrictInt | None = Field(None, ge=0, lt=2**SEED_BITS)
     n: StrictInt | None = Field(None, ge=1, le=MOST_CHOICES)
     stop: Text | Annotated[list[Text], Field(max_length=MOST_STOPS)] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    bad_words: list[Text] | None = None
     ignore_eos: StrictBool | None = None
     min_tokens: StrictInt | None = Field(None, ge=0)
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
@@ -258,6 +261,8 @@ def sampling_fields() -> dict[str, tuple[Any, tuple]]:
 def _strict(kind: Any, least: float | None = None, most: float | None = None) -> Any:
     """Return the type of JSON for an annotation, with bounds and without conversions between texts and numbers."""
     kinds = [each for each in get_args(kind) or (kind,) if each is not NoneType]
+    if get_origin(kind) is list:
+        return list[_strict(kinds[0])]  # type: ignore[misc]
     if get_origin(kind) is dict:
         return dict[str, _strict(kinds[-1], least, most)]  # type: ignore[misc]
     strict = {float: StrictFloat, int: StrictInt, bool: StrictBool, str: StrictStr}.get(kinds[0], kinds[0])

@@ -76,6 +76,11 @@ class ReplyChoice:
         prompt = len(self.handle.request.ids)
         return {"prompt_tokens": prompt, "completion_tokens": self._tokens, "total_tokens": prompt + self._tokens}
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or token that ended the answer (vLLM's field)."""
+        return self.handle.result and self.handle.result.stop_reason
+
     def delta(self, ended: bool) -> Delta:
         """Return the part of the answer that has not been sent; after its end all of it."""
         result = self.handle.result  # once, because another thread may replace it
@@ -246,7 +251,8 @@ class ReplyFormat:
 
     @staticmethod
     def _choice(choice: ReplyChoice, content: dict, logprobs: dict | None, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+        ended = {"finish_reason": finish_reason, "stop_reason": finish_reason and choice.stop_reason}
+        return {"index": choice.index, **content, "logprobs": logprobs, **ended}
 
 
 def usage(choices: Sequence[ReplyChoice], n: int) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class RunningSequence:
 
     def __init__(self, handle: RequestHandle, tokenizer: Any, max_length: int, snapshots: StateSnapshots):
         self.handle, self.max_length = handle, max_length
-        self.text = growing_text(tokenizer, handle.request.wanted.stop, handle.request.ids)
+        self.text = growing_text(tokenizer, handle.request.wanted, handle.request.ids)
         self.constraint = None if handle.request.constraint is None else handle.request.constraint.copy()
         self.output, self.steps = np.zeros(0, np.int32), 0
         self.read, self.missed, self.snapshots = self.length, 0, snapshots

@@ -22,12 +22,13 @@ class Generation:
             ``accept_lengths``, as Spec-Bench does; `DecodeResult.accept_lengths` excludes the root.
         new_tokens: number of generated tokens.
         wall_time: seconds from the prompt's prefill to its end, in a batch with others, compilation excluded.
-        finish_reason: "eos", "stop" (a stop string), "length" (the limit), "context" (the context is full) or
+        finish_reason: "eos", "stop" (a stop string or token), "length" (the limit), "context" (the context is full) or
             "grammar" (its parser gave up, or no token continues the text); None in files without it.
         logprobs: natural log-probability of each of ``output_ids`` under the base alone, before penalties, temperature
             and cuts (`hydrajax.DecodeResult`); None if not requested.
         top_logprobs: for each of ``output_ids``, the base's most likely tokens in descending order, as pairs of id and
             log-probability; None if not requested.
+        stop_reason: the stop string or token that ended the text, None for other ends; not in files.
         seed: seed of the rule's draws, None for rules without draws; not in files.
     """
 
@@ -41,6 +42,7 @@ class Generation:
     finish_reason: str | None = None
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    stop_reason: str | int | None = None
     seed: int | None = None
 
 
@@ -51,7 +53,7 @@ def line_of(answer: Generation) -> dict[str, Any]:
     return {
         name: value
         for name, value in line.items()
-        if name != "seed" and (value is not None or name not in ("logprobs", "top_logprobs"))
+        if name not in ("seed", "stop_reason") and (value is not None or name not in ("logprobs", "top_logprobs"))
     }
 
 

@@ -13,27 +13,41 @@ class GrowingText:
         stop: stop strings, no part of which is ever emitted. The text is cut before the stop string that is complete
             first: ``["b", "abc"]`` cuts "abc" to "a". If several end at the same character, the longest is used. So the
             cut does not depend on the number of ids per call.
+        stop_ids: tokens that end the text, before theirs.
+        include: the text is cut after the stop string or the token.
 
     Attributes:
         text: the text that no further id changes.
-        stopped: whether a stop string was found.
+        stopped: whether a stop string or token was found.
+        reason: it, None until then.
         used: number of ids in the text, the one that completed the stop string included.
     """
 
-    def __init__(self, answer: Continuation, stop: Sequence[str] = ()):
+    def __init__(
+        self, answer: Continuation, stop: Sequence[str] = (), stop_ids: Sequence[int] = (), include: bool = False
+    ):
         if any(not string for string in stop):
             raise HydrajaxError("stop: got an empty string, expected at least one character")
         self._answer, self._stop, self._full = answer, tuple(stop), ""
+        self._stop_ids, self._include = frozenset(stop_ids), include
         self.text, self.stopped, self.used = "", False, 0
+        self.reason: str | int | None = None
 
     def grow(self, ids: Sequence[int], *, final: bool = False) -> str:
         """Take all ids so far and return the new text that no further id changes; ``final`` marks the last call."""
         start, new = len(self.text), () if self.stopped else ids[self.used :]
         for token in new:
+            ends = token in self._stop_ids
+            before = self._full + self._answer.rest() if ends else ""
             self._full += self._answer.read(token)
             self.used += 1
-            if (cut := first_stop(self._full, self._stop)) is not None:
-                self.stopped, self.text = True, self._full[:cut]
+            if (found := first_stop(self._full, self._stop)) is not None:
+                self.reason, cut = found, self._full.index(found)
+                self.stopped, self.text = True, self._full[: cut + len(found) * self._include]
+            elif ends:
+                self.reason, self.stopped = token, True
+                self.text = self._full + self._answer.rest() if self._include else before
+            if self.stopped:
                 break
         if final and not self.stopped:
             self.text = self._full + self._answer.rest()
@@ -43,10 +57,7 @@ class GrowingText:
         return self.text[start:]
 
 
-def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Return the start of the stop string that is complete first (the longest of several), None without one."""
-    ends = [(text.find(string) + len(string), -len(string)) for string in stop if string in text]
-    if not ends:
-        return None
-    end, minus_length = min(ends)
-    return end + minus_length
+def first_stop(text: str, stop: Sequence[str]) -> str | None:
+    """Return the stop string that is complete first (the longest of several), None without one."""
+    found = (string for string in stop if string in text)
+    return min(found, key=lambda string: (text.find(string) + len(string), -len(string)), default=None)

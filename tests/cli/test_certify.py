@@ -91,7 +91,7 @@ def test_processors(certify, rule):
     penalties = ["--repetition-penalty", 1.3, "--presence-penalty", 0.5, "--frequency-penalty", 0.2]
     out = certify(*penalties, "--logit-bias", "88:2.5,13:-1", "--rule", rule, "--min-p", 0.05, "--temperature", 1.5)
     assert "(temperature=1.5, top_k=None, top_p=1.0, min_p=0.05" in out
-    assert "with LogitBias(logit_bias=((13, -1.0), (88, 2.5))) with" in out
+    assert "with LogitBias(logit_bias=((13, -1.0), (88, 2.5)), allowed_token_ids=None) with" in out
     assert "with Penalties(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2)" in out
     assert ("holds: tokens equal" in out) == (rule == "exact")
     assert "holds: distribution of the first tokens" in out

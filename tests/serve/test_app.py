@@ -158,6 +158,42 @@ def test_a_bias_and_a_penalty_need_no_further_flags(client):
     assert set(answer.choices[0].text) <= set("abc")
 
 
+def test_vllms_fields_of_ends_and_of_forbidden_tokens(served, address):
+    def ask(path="completions", **body):
+        body = {"max_tokens": 30} | ({"prompt": "abc"} if path == "completions" else HELLO) | body
+        return httpx.post(f"{address}/v1/{path}", json=body, headers=AUTHORISED, timeout=SECONDS)
+
+    def first(*given, **body):
+        choice = ask(*given, **body).json()["choices"][0]
+        return choice.get("text"), choice["finish_reason"], choice["stop_reason"]
+
+    (full,) = expected(served, ["abc"], limit=30)
+    token = full.output_ids[7]
+    at, stop = full.output_ids.index(token), full.text[9:11]
+    end = full.text.index(stop)
+    assert first(stop_token_ids=[token]) == (full.text[:at], "stop", token)
+    assert first(stop_token_ids=[token], include_stop_str_in_output=True) == (full.text[: at + 1], "stop", token)
+    assert first(stop=stop) == (full.text[:end], "stop", stop)
+    assert first(stop=stop, include_stop_str_in_output=True) == (full.text[: end + 2], "stop", stop)
+    assert first(max_tokens=2) == (full.text[:2], "length", None)
+    assert first("chat/completions", logit_bias={"16": 100}, stop_token_ids=[16])[1:] == ("stop", None)  # EOS
+    lines = ask(stop_token_ids=[token], stream=True).text.split("\n")
+    choices = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert "".join(choice["text"] for choice in choices) == full.text[:at]
+    assert [choice["stop_reason"] for choice in choices] == [None] * (len(choices) - 1) + [token]
+    assert set(first(allowed_token_ids=[0, 3], logit_bias={"3": 1})[0]) <= set("ad")
+    assert not {full.text[3], full.text[7]} & set(first(bad_words=[full.text[3], full.text[7]])[0])
+    for body, message in [
+        ({"allowed_token_ids": []}, "allowed_token_ids: got [], expected token ids"),
+        ({"allowed_token_ids": ["1"]}, "allowed_token_ids.0: got '1', expected an integer"),
+        ({"stop_token_ids": [17]}, "stop_token_ids: got 17, expected token ids from 0 to 16"),
+        ({"bad_words": [""]}, "bad_words.0: got '', expected at least 1 character"),
+        ({"min_tokens": 2, "stop_token_ids": [1]}, "min_tokens: got 2 with stop_token_ids, expected one of them"),
+    ]:
+        error = ask(**body).json()["error"]
+        assert error["message"].startswith(message), error
+
+
 def test_echo_puts_the_prompt_before_each_answer(served, client):
     answer = client.completions.create(model="letters", prompt=["abc", "deaf"], max_tokens=5, n=2, echo=True)
     first, second = expected(served, ["abc", "deaf"], limit=5)

@@ -98,6 +98,26 @@ def test_text_is_not_constrained(client):
     assert client.chat.completions.create(**ONE, response_format={"type": "text"}).choices == free.choices
 
 
+def test_bad_words_of_several_tokens(address):
+    """They need no grammar, and hold under one."""
+    letters_only = [IDS[letter] for letter in "ab01"]
+
+    def text(**fields):
+        body = {"prompt": "ab", "max_tokens": 30, "ignore_eos": True, "allowed_token_ids": letters_only} | fields
+        return httpx.post(f"{address}/v1/completions", json=body, timeout=SECONDS).json()["choices"][0]["text"]
+
+    free = text()
+    words = [free[3:5], free[6:9]]
+    found = text(bad_words=words)
+    assert set(found) <= set("ab01")
+    assert not any(word in found for word in words)
+    grammar = {"structured_outputs": {"regex": "[ab]{9}"}, "ignore_eos": None, "allowed_token_ids": None}
+    free = text(**grammar)
+    found = text(**grammar, bad_words=[free[2:4]])
+    assert free[2:4] not in found
+    assert re.fullmatch("[ab]{9}", found)
+
+
 BOUND = {"type": "object", "properties": {"a": {"enum": ["ab", "ba"]}}, "required": ["a"], **CLOSED}
 TAGGED = {"begin": "a:", "schema": BOUND, "end": ","}
 SEVERAL = {"type": "tags_with_separator", "separator": "0", "at_least_one": True}

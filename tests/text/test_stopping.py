@@ -40,7 +40,7 @@ STOPS = st.lists(st.text("abcé🌳 \n", min_size=1, max_size=4), max_size=3)
 def test_any_pieces_make_the_cut_text(text, stop, sizes):
     ids, shown, growing = list(text.encode()), "", GrowingText(answer(), stop)
     wanted, stopped = cut(text, stop)
-    assert first_stop(text, stop) == (len(wanted) if stopped else None)
+    assert text.find(first_stop(text, stop) or "") == (len(wanted) if stopped else 0)
     end = 0
     while end < len(ids) and not growing.stopped:
         end += sizes[end % len(sizes)]
@@ -84,6 +84,21 @@ def test_the_stop_string_that_is_complete_first_counts_and_of_those_the_longest(
         assert growing.text == text
     with pytest.raises(HydrajaxError, match="stop: got an empty string"):
         GrowingText(answer(), ["a", ""])
+
+
+def test_stop_tokens_and_stops_that_are_included():
+    x, ids = ord("x"), "aéxb".encode()
+    for stop, stop_ids, include, text, reason in (
+        ([], [x], False, "aé", x), ([], [x], True, "aéx", x),
+        (["é"], [x], True, "aé", "é"), (["b"], [0], True, "aéxb", "b"),
+        (["xb"], [x], False, "aé", x), ([], [ids[1]], False, "a", ids[1]), ([], [0], True, "aéxb", None),
+    ):  # fmt: skip
+        for sizes in ([1] * len(ids), [len(ids)]):
+            growing, end = GrowingText(answer(), stop, stop_ids, include), 0
+            for size in sizes:
+                end += size
+                growing.grow(ids[:end], final=end == len(ids))
+            assert (growing.text, growing.reason, growing.stopped) == (text, reason, reason is not None)
 
 
 def test_a_character_that_is_not_complete_is_no_stop_string():
