@@ -45,9 +45,9 @@ class ServerMetrics:
         memory = GaugeMetricFamily("hydrajax_cache_bytes", "Bytes of KV caches", labels=["use"])
         for field in fields(stats):
             match [*field.metadata.items()], getattr(stats, field.name):
-                case [("counter", name), (_, about)], value:
+                case [("counter", name), (_, about), _], value:
                     yield CounterMetricFamily(f"hydrajax_{name}", about, value=value)
-                case [("gauge", name), (_, about)], value:
+                case [("gauge", name), (_, about), _], value:
                     yield GaugeMetricFamily(f"hydrajax_{name}", about, value=value)
                 case [("bytes", use)], value:
                     memory.add_metric([use], value)

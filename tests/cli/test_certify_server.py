@@ -16,7 +16,7 @@ from hydrajax.certify.servers.structured_checks import tool_calls
 QUICK = ["--requests", 4, "--concurrency", "1,4", "--max-new-tokens", 24]
 CHECKS = {
     "greedy text, 1 at once", "greedy text, 4 at once", "log-probabilities", "streams", "stop strings", "prefix cache",
-    "seeds", "several choices", "structured output", "tool calls",
+    "seeds", "several choices", "statistics", "structured output", "tool calls",
 }  # fmt: skip
 # Of each planted fault: the check that finds it, and the kind of its finding.
 FAULTS = {
@@ -32,6 +32,9 @@ FAULTS = {
     "prefix cache": ("prefix cache", "text"),
     "ignores seeds": ("seeds", "seed"),
     "copies": ("several choices", "choices"),
+    "mean without the root": ("statistics", "statistics"),
+    "counts the drafted": ("statistics", "statistics"),
+    "streams are not counted": ("statistics", "statistics"),
     "invalid JSON": ("structured output", "structured output"),
     "invalid JSON under load": ("structured output", "structured output"),
     "JSON beside the schema": ("structured output", "structured output"),
@@ -146,11 +149,13 @@ def test_the_report_lets_a_maintainer_act(certify_fake):
 
 def test_what_a_server_does_not_offer_is_skipped(certify):
     refused = ["response_format", "tools", "logprobs", "n"]
-    with fake_server(refuses=refused) as url, fake_server("accepts a wrong token", refuses=refused) as wrong:
+    lacking = {"refuses": refused, "counts": False}
+    with fake_server(**lacking) as url, fake_server("accepts a wrong token", **lacking) as wrong:
         found = certify(url)
         unjudged = certify(wrong, against=url, code=1)
     skipped = {name for name, outcome in found.outcomes.items() if outcome == "skipped"}
-    assert skipped == {"structured output", "tool calls", "log-probabilities", "several choices"}
+    assert skipped == {"structured output", "tool calls", "log-probabilities", "several choices", "statistics"}
+    assert "2 skipped (responses have no metrics.speculative_decoding)" in found.out
     assert "skipped (400: response_format: this field is not supported)" in found.out
     assert "gap unknown" in unjudged.out
 

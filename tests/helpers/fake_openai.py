@@ -10,6 +10,7 @@ import random
 import threading
 import time
 import zlib
+from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -44,7 +45,7 @@ class FakeModel:
     def __init__(self, fault: str = ""):
         self.fault, self.calls, self.running = fault, itertools.count(), 0
         self.heads: set[str] = set()
-        self.last = ""
+        self.last, self.totals = "", Counter()
         self.lock = threading.Lock()
 
     def choices(self, body: dict, prompt: str) -> list[dict]:
@@ -117,6 +118,29 @@ class FakeModel:
             before.append(chosen[0])
         return found, False
 
+    def counts(self, tokens: int, prompt: str, streamed: bool) -> dict:
+        """Return token counts and vLLM's counts of steps of `STEP` tokens, and add them to the totals."""
+        steps, rest = divmod(tokens, STEP)
+        histogram = [int(rest == 1), int(rest == 2), steps]
+        steps, accepted = sum(histogram), tokens - sum(histogram)
+        drafted, spec = steps * (STEP - 1), "vllm:spec_decode_num_"
+        moves = {"drafts": steps, "draft_tokens": drafted, "accepted_tokens": accepted}
+        if not (streamed and self.fault == "streams are not counted"):
+            self.totals.update({f"{spec}{name}_total": moved for name, moved in moves.items()})
+            for at in (0, 1):
+                self.totals[f'{spec}accepted_tokens_per_pos_total{{position="{at}"}}'] += sum(histogram[at + 1 :])
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": tokens}
+        self.totals.update({"vllm:prompt_tokens_total": len(prompt), "vllm:generation_tokens_total": tokens})
+        self.totals["vllm:request_success_total"] += 1
+        if self.fault == "counts the drafted":
+            usage["completion_tokens"] += drafted - accepted
+        found = {
+            "mean_acceptance_length": 1 + accepted / steps - (self.fault == "mean without the root"),
+            "draft_acceptance_rate": accepted / drafted, "acceptance_histogram": histogram, "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": drafted, "num_spec_tokens": STEP - 1,
+        }  # fmt: skip
+        return {"usage": usage, "metrics": {"speculative_decoding": found}}
+
     def _json(self) -> str:
         text = json.dumps(VALID)
         if self.fault == "invalid JSON" or (self.fault == "invalid JSON under load" and self.running > 1):
@@ -147,6 +171,9 @@ class Handler(BaseHTTPRequestHandler):
         options = self.server.options
         if options.get("html"):
             self._send(200, b"<html>hello</html>", "text/html")
+        elif self.path == "/metrics" and options.get("counts", True):
+            text = "".join(f"{name} {value}\n" for name, value in self.server.model.totals.items())
+            self._send(200, text.encode(), "text/plain")
         elif self._allowed():
             models = [{"id": name} for name in options.get("models", ["fake"])]
             self._json(200, {"object": "list", "data": models})
@@ -163,11 +190,13 @@ class Handler(BaseHTTPRequestHandler):
             self._json(options.get("status", 500), {"error": {"message": "internal\nerror"}})
         else:
             prompt = json.dumps(body["messages"]) if chat else str(body["prompt"])
-            choices = model.choices(body, prompt)
+            choices, counts = model.choices(body, prompt), {}
+            if options.get("counts", True) and (tokens := len(choices[0]["tokens"])):
+                counts = model.counts(tokens, prompt, "stream" in body)
             if body.get("stream"):
-                self._stream(choices, chat)
+                self._stream(choices, chat, counts)
             else:
-                self._json(200, {"choices": [self._whole(choice, chat, body) for choice in choices]})
+                self._json(200, {"choices": [self._whole(choice, chat, body) for choice in choices]} | counts)
 
     def _allowed(self) -> bool:
         key = self.server.options.get("key")
@@ -188,7 +217,7 @@ class Handler(BaseHTTPRequestHandler):
             message["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
         return found | {"message": message}
 
-    def _stream(self, choices: list[dict], chat: bool) -> None:
+    def _stream(self, choices: list[dict], chat: bool, counts: dict) -> None:
         fault, events = self.server.model.fault, []
         for choice in choices:
             text, index = choice["text"], choice["index"]
@@ -207,6 +236,7 @@ class Handler(BaseHTTPRequestHandler):
                 function = {"name": "get_weather", "arguments": choice["call"]}
                 last["delta"] = {"tool_calls": [{"index": 0, "id": "1", "type": "function", "function": function}]}
             events.append({"choices": [last]})
+        events.append({"choices": []} | counts)
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         end = "" if fault == "stream without an end" else "data: [DONE]\n\n"
         self._send(200, ("".join(lines) + end).encode(), "text/event-stream")

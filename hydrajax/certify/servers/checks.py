@@ -9,6 +9,7 @@ from hydrajax.certify.servers.client import Refused
 from hydrajax.certify.servers.comparison import FAULT, TIE, Finding, common_length, shown
 from hydrajax.certify.servers.questions import Content, Question
 from hydrajax.certify.servers.sides import Compared, Sides
+from hydrajax.certify.servers.statistics_checks import statistics
 from hydrajax.certify.servers.structured_checks import structured_output, tool_calls
 from hydrajax.errors import HydrajaxError
 
@@ -43,6 +44,7 @@ def certify_server(
     - Log-probabilities of the greedy tokens; each token is the most likely one of its own position.
     - Streams, stop strings, and prompts with a shared prefix (prefix caches), greedy.
     - Sampling: a seed repeats its text, and ``n`` choices are drawn separately.
+    - Statistics: counts of speculation in responses and in ``/metrics``, if the server has vLLM's.
     - Structured output and tool calls are valid and equal the reference's.
 
     A server that refuses a request with a status such as 400 does not offer it: the check is skipped.
@@ -70,6 +72,7 @@ def certify_server(
         ("prefix cache", lambda: prefix_cache(sides, chat=not completions)),
         ("seeds", lambda: seeds(sides, few)),
         ("several choices", lambda: several_choices(sides, few)),
+        ("statistics", lambda: statistics(sides, few)),
     ]
     if chats:
         rest += [("structured output", lambda: structured_output(sides)), ("tool calls", lambda: tool_calls(sides))]

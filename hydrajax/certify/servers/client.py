@@ -2,8 +2,10 @@
 
 import http.client
 import json
+import re
 import socket
 import ssl
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -56,7 +58,11 @@ class Client:
         return f"{self.model} at {self.url}"
 
     def ask(self, question: Question) -> Reply:
-        """Return the answers to a question.
+        """Return the answers to a question; see `described`."""
+        return self.described(question)[0]
+
+    def described(self, question: Question) -> tuple[Reply, dict[str, Any], dict[str, Any] | None]:
+        """Return the answers to a question, their token counts, and vLLM's counts of speculation or None.
 
         Raises:
             Refused: the server does not offer it.
@@ -75,7 +81,10 @@ class Client:
         try:
             if response.status != 200:
                 self._refuse(response.status, response.read())
-            return _streamed(response) if question.stream else whole_answers(json.loads(response.read()))
+            if question.stream:
+                return _streamed(response)
+            whole = json.loads(response.read())
+            return whole_answers(whole), *_counts([whole])
         except TimeoutError:
             raise NoAnswer(f"silent for {self._timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
@@ -107,14 +116,14 @@ class Client:
 
     # --- HTTP -------------------------------------------------------------------------------------------------
 
-    def _send(self, method: str, path: str, body: bytes | None = None):
+    def _send(self, method: str, path: str, body: bytes | None = None, prefix: str | None = None):
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=self._timeout)
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            connection.request(method, self._prefix + path, body, headers)
+            connection.request(method, (self._prefix if prefix is None else prefix) + path, body, headers)
             return connection, connection.getresponse()
         except BaseException:
             connection.close()
@@ -136,16 +145,25 @@ class Client:
             raise Refused(f"{status}: {said}")
         raise NoAnswer(f"{status}: {said}")
 
-    def _got(self, path: str) -> tuple[int, bytes]:
+    def _got(self, path: str, prefix: str | None = None) -> tuple[int, bytes]:
         """Return status and content of a GET request. Raises `HydrajaxError` if the server cannot be reached."""
         try:
-            connection, response = self._send("GET", path)
+            connection, response = self._send("GET", path, prefix=prefix)
             try:
                 return response.status, response.read()
             finally:
                 connection.close()
         except (OSError, http.client.HTTPException) as error:
             raise HydrajaxError(f"{self.field}: cannot reach {self.url}: {_reason(error)}") from None
+
+    def counters(self) -> dict[str, float]:
+        """Return vLLM's values in ``/metrics``, added up over labels; none if the server has no such route."""
+        status, content = self._got("/metrics", self._prefix.removesuffix("/v1"))
+        found = re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", content.decode(errors="replace"), re.MULTILINE)
+        values: dict[str, float] = {}
+        for name, value in found if status == 200 else ():
+            values[name] = values.get(name, 0.0) + float(value)
+        return values
 
     def _knows(self, name: str) -> bool:
         """Return whether the server has a model of this name, which it may not list."""
@@ -192,7 +210,14 @@ def _parsed(field: str, url: str) -> tuple[str, bool, str, int | None, str]:
     return f"{parts.scheme}://{shown}{prefix}", parts.scheme == "https", host, port, prefix
 
 
-def _streamed(response: http.client.HTTPResponse) -> Reply:
+def _counts(events: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return the last token counts and counts of speculation."""
+    usage, metrics = ([event.get(name) or {} for event in events] for name in ("usage", "metrics"))
+    speculation = [each.get("speculative_decoding") for each in metrics if isinstance(each, dict)]
+    return next(filter(None, reversed(usage)), {}), next(filter(None, reversed(speculation)), None)
+
+
+def _streamed(response: http.client.HTTPResponse) -> tuple[Reply, dict[str, Any], dict[str, Any] | None]:
     events: list[Any] = []
     ended = False
     for line in response:
@@ -201,7 +226,7 @@ def _streamed(response: http.client.HTTPResponse) -> Reply:
             if ended := data == b"[DONE]":
                 break
             events.append(json.loads(data))
-    return streamed_answers(events, ended)
+    return streamed_answers(events, ended), *_counts(events)
 
 
 def _message(content: bytes) -> str:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from hydrajax.certify.servers.answers import Answer, Token
 from hydrajax.certify.servers.client import Client, NoAnswer, Refused, Reply
@@ -149,10 +149,13 @@ class Sides:
         self._on_answer = on_answer
         self._expected: list[tuple[Question, Outcome]] = []
 
-    def served(self, questions: Sequence[Question], workers: int = 1) -> list[Outcome]:
-        """Return the server's answers, or the exceptions in their place."""
+    def served(
+        self, questions: Sequence[Question], workers: int = 1, ask: Callable[[Question], Any] | None = None
+    ) -> list[Any]:
+        """Return the server's answers, or the exceptions in their place. ask: `Client.ask` by default."""
         self.requests += len(questions)
-        return in_parallel(lambda question: _outcome(self.server.ask, question), questions, workers, self._on_answer)
+        ask = ask or self.server.ask
+        return in_parallel(lambda question: _outcome(ask, question), questions, workers, self._on_answer)
 
     def expected(self, questions: Sequence[Question]) -> list[Outcome]:
         """Return the reference's answers. Raises `HydrajaxError` if it fails."""
@@ -228,7 +231,7 @@ class Compared:
         self.compared = 0
         self.refusals: list[str] = []
 
-    def reply(self, question: Question, served: Outcome, setting: str) -> Reply | None:
+    def reply(self, question: Question, served: Any, setting: str) -> Any | None:
         """Return the answers, or None after recording a refusal or a failure of the server."""
         if isinstance(served, NoAnswer):
             self.findings.append(Finding("no answer", FAULT, setting, question, str(served)))
