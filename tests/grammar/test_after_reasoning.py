@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers import small_tokenizer
-from helpers.host_grammars import Brackets, Reasoned, Table, mask_after
+from helpers.host_grammars import Brackets, Place, Reasoned, Table, mask_after
 from hydrajax.decoding.constraints import allowed_next, words
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.after_reasoning import AfterMark, AfterToken
@@ -151,6 +151,28 @@ def test_a_parser_starts_at_each_mark_of_a_tree(tokenizer, cases):
         assert found.forced(9) == inner.forced(9)
         np.testing.assert_array_equal(allowed_next(found, vocab_size), allowed_next(inner, vocab_size))
     assert below > cases
+
+
+class Failing(Place):
+    def allow(self, tokens, parents, allowed):
+        self.error = "too much work"
+
+
+def test_an_error_on_a_branch_that_is_not_taken_has_no_effect():
+    found = AfterToken(Failing(Brackets(), 9), end=5)
+    found.follow([3])
+    masks(found, [3, 5, 1], [-1, 0, 1], 9)
+    assert found.error is None
+    found.follow([3, 5])
+    assert found.error == "too much work"
+
+
+def test_copies_change_on_their_own():
+    found = AfterToken(Place(Brackets(), 9), end=5)
+    other = found.copy()
+    other.follow([5, 0])
+    found.follow([5])
+    assert [np.flatnonzero(masks(one, [5], [-1], 9)).tolist() for one in (found, other)] == [[0], [0, 1]]
 
 
 def test_marks(tokenizer):

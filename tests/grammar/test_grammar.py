@@ -211,6 +211,19 @@ def test_streamed_text_is_the_generated_text(m):
     assert len(pieces) > 1
 
 
+def test_a_grammar_begins_after_a_mark(m, tokenizer):
+    """The text up to the mark is the free one."""
+    grammar = Grammar.choices(["naïve", "café"])
+    free = generate(m, "the tree", grammar.after(VOCAB - 1)).output_ids
+    assert VOCAB - 1 not in free
+    for mark in free[2], free[6]:
+        place = free.index(mark) + 1
+        found = generate(m, "the tree", grammar.after(mark))
+        assert found.output_ids[:place] == free[:place]
+        assert tokenizer.decode(found.output_ids[place:-1]) in ("naïve", "café")
+        assert found.finish_reason == "eos"
+
+
 SENTENCE = {"const": {"a": "the draft of the tree of a root"}}
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from helpers.growing import streamed, whole
+from helpers.growing import reply, result_of, streamed, whole
 from helpers.json_letters import shipped_tokenizer
 from helpers.lab import CONFIG
 from hydrajax.errors import HydrajaxError
@@ -35,7 +35,7 @@ CASES = [  # an answer, whether the prompt has opened the reasoning; content, re
     ("so\n</think>\n\na <think>b</think>", True, "a <think>b</think>", "so", ""),
     ("<think>so\n</think>a", True, "a", "so", ""),  # opened again
     ("a <think>b</think>", False, "a <think>b</think>", "", ""),
-    (" \n<think>so </think> a", False, " a", "so ", ""),
+    (" \n<think>so </think>a", False, "a", "so ", ""),
     ("<think>\n\n</think>\n\na", False, "a", "", ""),
     ("<think>\nso\n", False, "", "so", ""),  # cut off
     ("so </thin", True, "", "so </thin", ""),
@@ -88,6 +88,12 @@ def test_marks_are_tokens_and_no_texts():
     ids = [*spelled, tokenizer.convert_tokens_to_ids("</think>"), *ids_of(tokenizer, "a")]
     _, parts, _ = streamed(thinking(tokenizer, True), tokenizer, ids)
     assert parts == {"content": "a", "reasoning_content": "so </think> b"}
+
+
+def test_a_stop_string_ends_the_reasoning(tokenizer):
+    choice, ids = reply(thinking(tokenizer, True), tokenizer), ids_of(tokenizer, "so far</think>a")
+    choice.handle.result = result_of(tokenizer, ids, " far")
+    assert choice.delta(True)[::5] == ("", "so")
 
 
 def test_the_label_of_gemma_is_no_reasoning():
