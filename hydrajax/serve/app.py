@@ -265,8 +265,8 @@ class Api:
         model = self._served(body.model)
         batcher, wanted = model.batcher, body.stream_options
         continuous = wanted.include_usage and wanted.continuous_usage_stats
-        reasoning = getattr(body, "include_reasoning", None) is not False  # of chats
-        form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs, reasoning)
+        form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs)
+        form.reasoning = not chat or body.include_reasoning is not False
         n, sampling = body.n or 1, body.sampling()
         if sampling["temperature"] is None and self._options.temperature:
             sampling["temperature"] = self._options.temperature

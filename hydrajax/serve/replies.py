@@ -162,18 +162,16 @@ class ReplyChoice:
 
 
 class ReplyFormat:
-    """The response to a chat or to a completion, whole or as a stream of events."""
+    """The response to a chat or to a completion, whole or as a stream of events.
+
+    Attributes:
+        reasoning: Include the reasoning.
+    """
 
     END = "data: [DONE]\n\n"  # of a stream
+    reasoning = True
 
-    def __init__(
-        self,
-        model: str,
-        chat: bool,
-        continuous_usage: bool = False,
-        prompt_top: int | None = None,
-        reasoning: bool = True,
-    ):
+    def __init__(self, model: str, chat: bool, continuous_usage: bool = False, prompt_top: int | None = None):
         """Build the format.
 
         Args:
@@ -181,9 +179,8 @@ class ReplyFormat:
             chat: else completions.
             continuous_usage: events of a stream have token counts so far.
             prompt_top: most likely tokens of ``prompt_logprobs``, None without this field.
-            reasoning: include the reasoning.
         """
-        self._prompt_top, self._reasoning = prompt_top, reasoning
+        self._prompt_top = prompt_top
         self._chat, self._continuous_usage, prefix = chat, continuous_usage, "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -238,8 +235,8 @@ class ReplyFormat:
 
     def _thoughts(self, delta: Delta) -> dict[str, str]:
         """Return the reasoning under the names that clients read: DeepSeek's, and vLLM's and OpenRouter's."""
-        wanted = self._reasoning and delta.reasoning
-        return dict.fromkeys(("reasoning_content", "reasoning"), delta.reasoning) if wanted else {}
+        names = ("reasoning_content", "reasoning") if self.reasoning and delta.reasoning else ()
+        return dict.fromkeys(names, delta.reasoning)
 
     def _chat_delta(self, delta: Delta) -> dict[str, Any]:
         found = self._thoughts(delta) | {"content": delta.text, "tool_calls": delta.calls}

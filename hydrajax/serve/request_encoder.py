@@ -20,7 +20,7 @@ from hydrajax.serve.reasoning import HARMONY, Thinking
 from hydrajax.serve.tool_calls import CallFormat
 from hydrajax.text.continuation import Continuation
 from hydrajax.text.prompt import Prompt
-from hydrajax.text.templates import PromptEncoder, make_encoder, text_of
+from hydrajax.text.templates import Messages, PromptEncoder, Tools, make_encoder, text_of
 from hydrajax.text.tokenizer import run_tokenizer
 
 USER = [{"role": "user", "content": "a"}]
@@ -85,10 +85,7 @@ class RequestEncoder:
         return self._checked(ids, "prompt")
 
     def conversation(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
-        fields: TemplateFields | None = None,
+        self, messages: Messages, tools: Tools = None, fields: TemplateFields | None = None
     ) -> tuple[np.ndarray, Thinking | None]:
         """Encode messages, and the tools that the model may call, up to the start of the answer.
 

@@ -115,14 +115,9 @@ class Server:
     ) -> None:
         executor = next(iter(pools.values())).executor
         self._options, self._pools, self._base, self.on_status = options, pools, base, on_status
+        parsers = options.tool_parser, options.reasoning_parser, options.chat_template_kwargs
         self._encoder = RequestEncoder(
-            executor.tokenizer,
-            executor.model.config,
-            options.template,
-            options.max_prompt,
-            options.tool_parser,
-            options.reasoning_parser,
-            options.chat_template_kwargs,
+            executor.tokenizer, executor.model.config, options.template, options.max_prompt, *parsers
         )
         self._about = {name: {"conversations": self._encoder.has_chat_template} | own for name, own in about.items()}
         self._memory()  # checks the limit

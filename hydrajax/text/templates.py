@@ -19,6 +19,7 @@ from hydrajax.text.tokenizer import run_tokenizer
 
 Content = str | Sequence[Mapping[str, Any]]  # a text, or parts of type text
 Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
 
 # Vicuna's default system message.
 VICUNA_SYSTEM = (
@@ -73,7 +74,7 @@ class PromptEncoder:
     marks: Int[np.ndarray, " n"]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def prompt(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> list[int]:
+    def prompt(self, messages: Messages, tools: Tools = None) -> list[int]:
         """Return token ids of the messages (``role``, ``content``) and of the header of the next answer.
 
         Args:
@@ -88,33 +89,30 @@ class PromptEncoder:
             raise HydrajaxError("tools: the chat template ignores tools; leave them out, or set tool_choice to none")
         return self.tokenize(text)[0].tolist()
 
-    def source_for(self, tools: list[dict[str, Any]] | None) -> str:
+    def source_for(self, tools: Tools) -> str:
         """Return the template for a conversation with or without tools; some tokenizers have one for each."""
         return run_template(self.tokenizer.get_chat_template, tools=tools) if self.own and tools else self.source
 
-    def with_variables(
-        self, variables: Mapping[str, Any], tools: list[dict[str, Any]] | None = None
-    ) -> "PromptEncoder":
+    def with_variables(self, variables: Mapping[str, Any], tools: Tools = None) -> "PromptEncoder":
         """Return the encoder with variables. Raises `HydrajaxError` for one that the template does not have."""
-        own = {"messages", *self.tokenizer.special_tokens_map}
-        own |= {*inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        if unknown := next((name for name in variables if name in own or name not in self.names(tools)), None):
+        if unknown := next((name for name in variables if name not in self.names(tools)), None):
             raise HydrajaxError(f"chat_template_kwargs: got {unknown}, which is no variable of the chat template")
         if found := self.special.search(json.dumps(variables, ensure_ascii=False, default=str)):
             raise HydrajaxError(f"chat_template_kwargs: contains the special token {found[0]}, expected plain text")
         return replace(self, variables={**self.variables, **variables})
 
-    def names(self, tools: list[dict[str, Any]] | None = None) -> frozenset[str]:
-        """Return the names of the template's variables."""
-        return _variables(self.source_for(tools))
+    def names(self, tools: Tools = None) -> frozenset[str]:
+        """Return the template's variables that transformers does not set."""
+        own = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return _variables(self.source_for(tools)) - {"messages", *own, *self.tokenizer.special_tokens_map}
 
-    def header(self, messages: Messages, tools: list[dict[str, Any]] | None = None) -> str:
+    def header(self, messages: Messages, tools: Tools = None) -> str:
         """Return the text that begins the next answer."""
         text, before = (self.render(messages, prompt=prompt, tools=tools) for prompt in (True, False))
         same = takewhile(lambda pair: pair[0] == pair[1], zip(text, before, strict=False))
         return text[len(list(same)) :]
 
-    def render(self, messages: Messages, *, prompt: bool, tools: list[dict[str, Any]] | None = None) -> str:
+    def render(self, messages: Messages, *, prompt: bool, tools: Tools = None) -> str:
         """Return the messages as text, with ``prompt`` followed by the header of the next answer."""
         render = partial(
             run_template,

@@ -36,8 +36,8 @@ def streamed(form, tokenizer, ids: list[int]):
     return choice, parts, calls
 
 
-def whole(form, tokenizer, ids: list[int], **options) -> dict:
+def whole(form, tokenizer, ids: list[int], reasoning: bool = True) -> dict:
     """Return the message of a whole response."""
-    choice = reply(form, tokenizer)
-    choice.handle.result = result_of(tokenizer, ids)
-    return ReplyFormat("m", True, **options).whole([choice], {})["choices"][0]["message"]
+    choice, response = reply(form, tokenizer), ReplyFormat("m", True)
+    choice.handle.result, response.reasoning = result_of(tokenizer, ids), reasoning
+    return response.whole([choice], {})["choices"][0]["message"]
