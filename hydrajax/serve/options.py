@@ -68,8 +68,8 @@ class ServerOptions(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
     """Set these variables of the chat template, unless a request does, such as '{"enable_thinking": false}'."""
     reasoning_parser: str = "auto"
-    """Read the reasoning of answers in the format of this parser of vLLM: qwen3, deepseek_r1, gemma4, mistral, seed_oss
-    or openai_gptoss; auto: the one whose marks the chat template has; none: no reasoning."""
+    """Read the reasoning of answers in the format of this parser of vLLM: qwen3, deepseek_r1, deepseek_v3, glm45,
+    gemma4, mistral, seed_oss or openai_gptoss; auto: the one whose marks the chat template has; none: no reasoning."""
     max_new_tokens: Positive = 256
     """Generate at most this many tokens, unless a request has a limit."""
     temperature: float = Field(0.0, ge=0)

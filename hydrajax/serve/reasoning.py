@@ -12,9 +12,7 @@ from hydrajax.serve.tool_calls import CallReader, Reading
 
 HARMONY = "openai_gptoss"
 # By the names of vLLM's parsers: the marks, and a label after the first one.
-MARKS = {
-    "qwen3": ("<think>", "</think>", ""),
-    "deepseek_r1": ("<think>", "</think>", ""),
+MARKS = dict.fromkeys(("qwen3", "deepseek_r1", "deepseek_v3", "glm45"), ("<think>", "</think>", "")) | {
     "gemma4": ("<|channel>", "<channel|>", "thought\n"),
     "mistral": ("[THINK]", "[/THINK]", ""),
     "seed_oss": ("<seed:think>", "</seed:think>", ""),
@@ -89,8 +87,8 @@ class Thinking(CallReader):
     def reasoning_tokens(self, ids):
         begin, end = self.ids
         before = ids[: ids.index(end)] if end in ids else ids
-        begun = ids[:1] == [begin]
-        return len(before) - begun if begun or self.opened else 0
+        start = ids.index(begin) + 1 if begin in ids[:2] else 0  # GLM writes a line break first
+        return len(before) - start if start or self.opened else 0
 
     def _content(self, text: str, ended: bool) -> Reading:
         text = self._plain(text)
