@@ -16,7 +16,7 @@ from hydrajax import plugins
 from hydrajax.decoding.acceptance import AcceptanceRule
 from hydrajax.decoding.constraints import as_grammar
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.forbidden import forbidding
+from hydrajax.decoding.forbidden import forbidding, token_sequences
 from hydrajax.decoding.keywords import Rule, SamplingKeywords, make_request, requests_of_prompts
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import Request
@@ -263,8 +263,7 @@ class LanguageModel(LoadedModel):
             include_stop_str_in_output: a text ends after the stop string or token instead.
             min_tokens: tokens without EOS at the start.
             ignore_eos: EOS does not end a text.
-            bad_words: strings that no text contains, as the tokenizer writes them
-                (`hydrajax.decoding.forbidden.forbidding`).
+            bad_words: strings that no text contains, as the tokenizer writes them with and without a space before.
             batch_size: sequences decoded together (`hydrajax.generate`). Without ``tree``, the last ones of a list are
                 decoded with the trees of smaller batches.
             seed: for sampling rules, one or a list with one per result.
@@ -297,12 +296,9 @@ class LanguageModel(LoadedModel):
         if not isinstance(n, (int, np.integer)) or n < 1:
             raise HydrajaxError(f"n: got {n}, expected at least 1")
         grammar = list(map(as_grammar, grammar)) if isinstance(grammar, (list, tuple)) else as_grammar(grammar)
-        fields = {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
-        fields["include_stop_str_in_output"] = include_stop_str_in_output
-        requests = [
-            forbidding(one.replace(**fields), self.tokenizer, self.eos_ids, min_tokens=min_tokens, bad_words=bad_words)
-            for one in requests_of_prompts(len(several), grammar=grammar, **keywords)
-        ]
+        given = ignore_eos, stop_token_ids, include_stop_str_in_output, min_tokens, bad_words
+        requests = requests_of_prompts(len(several), grammar=grammar, **keywords)
+        requests = [self._ending(one, *given) for one in requests]
         if not several:
             return []
         on_status = on_status or _at_terminal
@@ -352,10 +348,8 @@ class LanguageModel(LoadedModel):
             ```
         """
         fields = {"max_new_tokens": max_new_tokens, "grammar": as_grammar(grammar), "stop": stop, "seed": seed}
-        fields |= {"stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos}
-        fields["include_stop_str_in_output"] = include_stop_str_in_output
-        request = make_request(rule, processors, fields=fields, **parameters)
-        request = forbidding(request, self.tokenizer, self.eos_ids, min_tokens=min_tokens, bad_words=bad_words)
+        given = ignore_eos, stop_token_ids, include_stop_str_in_output, min_tokens, bad_words
+        request = self._ending(make_request(rule, processors, fields=fields, **parameters), *given)
         on_status = on_status or _at_terminal
         executor = self._executor_for([prompt], draft, tree, [request], logprobs, 1, on_status)
         return stream(executor, prompt, executor.program.fitting(request), on_status=on_status)
@@ -395,6 +389,13 @@ class LanguageModel(LoadedModel):
 
         settings = {"template": template, "seed": seed, "chat_template_kwargs": chat_template_kwargs}
         return Chat(m.executor(program, program.fitting(request)), **settings)
+
+    def _ending(self, request: Request, ignore_eos, stop_token_ids, include_stop, min_tokens, bad_words) -> Request:
+        """Return the request with these arguments of `generate`."""
+        request = request.replace(
+            ignore_eos=ignore_eos, stop_token_ids=stop_token_ids, include_stop_str_in_output=include_stop
+        )
+        return forbidding(request, self.eos_ids, token_sequences(self.tokenizer, bad_words), min_tokens)
 
     # --- parts --------------------------------------------------------------------------------------------------------
 

@@ -24,19 +24,18 @@ TokenIds = tuple[int, ...]
 
 
 def forbidding(
-    request: Request, tokenizer: Any, eos_ids: Sequence[int], *, bad_words: Sequence[str] = (), min_tokens: int = 0
+    request: Request, eos_ids: Sequence[int], words: Sequence[TokenIds] = (), min_tokens: int = 0
 ) -> Request:
     """Return the request without some texts and with a least length.
 
     Args:
         request: the request.
-        tokenizer: the base's.
         eos_ids: the base's.
-        bad_words: texts that the output must not contain, as the tokenizer writes them with and without a space before.
+        words: sequences of tokens that the output must not contain, of `token_sequences`.
         min_tokens: EOS is not among the first ``min_tokens`` tokens.
 
     Raises:
-        HydrajaxError: for words without a tokenizer, and for what a grammar or ``stop_token_ids`` contradict.
+        HydrajaxError: for what a grammar or ``stop_token_ids`` contradict.
     """
     for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", min_tokens)):
         if value and request.grammar is not None:
@@ -45,15 +44,14 @@ def forbidding(
         raise HydrajaxError(f"min_tokens: got {shown(min_tokens)}, expected an integer from 0 up")
     if min_tokens and request.stop_token_ids:
         raise HydrajaxError(f"min_tokens: got {min_tokens} with stop_token_ids, expected one of them")
-    if not (min_tokens or bad_words):
+    if not (min_tokens or words):
         return request
     from hydrajax.decoding.processors import LogitBias, MinTokens
 
     if min_tokens and eos_ids:
         request = request.replace(processors=(*request.processors, MinTokens(min_tokens, tuple(eos_ids))))
-    if not bad_words:
+    if not words:
         return request
-    words = token_sequences(tokenizer, bad_words)
     biases = [one for one in request.processors if isinstance(one, LogitBias)] or [LogitBias()]
     others = tuple(one for one in request.processors if not isinstance(one, LogitBias))
     bias = biases[0].with_bias({word[0]: -LARGEST_NUMBER for word in words if len(word) == 1})
@@ -64,7 +62,7 @@ def forbidding(
 
 def token_sequences(tokenizer: Any, bad_words: Sequence[str]) -> list[TokenIds]:
     """Return the tokens of words, and with a space before where that changes the first of as many tokens, as vLLM."""
-    if tokenizer is None:
+    if tokenizer is None and bad_words:
         raise HydrajaxError("bad_words: requires a tokenizer, which the base does not have")
     if isinstance(bad_words, str) or not all(isinstance(word, str) and word for word in bad_words):
         raise HydrajaxError(f"bad_words: got {shown(bad_words)}, expected a list of texts")

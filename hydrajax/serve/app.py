@@ -282,7 +282,9 @@ class Api:
         limit = self._options.max_new_tokens if body.limit() is None else body.limit()
         common = {"max_new_tokens": max(limit, 1), "stop": body.stops(), "seed": seed}
         common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
-        common |= {"stop_token_ids": body.stop_token_ids or (), "bad_words": body.bad_words or ()}
+        common |= {"stop_token_ids": body.stop_token_ids or ()}
+        if body.bad_words:
+            common["bad_words"] = await self._on_thread(lambda: self._encoder.words(body.bad_words), body.bad_words)
         common["include_stop_str_in_output"] = bool(body.include_stop_str_in_output)
         common["remembered"] = body.corpus is not False
 

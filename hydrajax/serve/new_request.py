@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hydrajax.decoding.constraints import GrammarLike
-from hydrajax.decoding.forbidden import forbidding
+from hydrajax.decoding.forbidden import TokenIds, forbidding
 from hydrajax.decoding.keywords import make_request, processor_fields
 from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
@@ -22,7 +22,7 @@ def new_request(
     *,
     max_new_tokens: int = 256,
     min_tokens: int = 0,
-    bad_words: Sequence[str] = (),
+    bad_words: Sequence[TokenIds] = (),
     remembered: bool = True,
     grammar: GrammarLike | None = None,
     **given: Any,
@@ -33,7 +33,7 @@ def new_request(
         pool: the executors of the model.
         ids: token ids of the prompt, int32 ``[P]``.
         max_new_tokens: limit; beyond the context it means the rest of the context.
-        min_tokens, bad_words: as in `hydrajax.decoding.forbidden.forbidding`.
+        min_tokens, bad_words: of `hydrajax.decoding.forbidden.forbidding`.
         remembered: add the answer to the draft's corpus, if it has one.
         grammar: the texts that may be generated.
         given: other fields of `Request`, without a seed of which one is drawn if the rule samples; parameters of the
@@ -52,7 +52,7 @@ def new_request(
     if min_tokens > max_new_tokens:
         raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
     eos_ids, model, tokenizer = pool.program.eos_ids, pool.executor.model, pool.executor.tokenizer
-    request = forbidding(request, tokenizer, eos_ids, min_tokens=min_tokens, bad_words=bad_words)
+    request = forbidding(request, eos_ids, bad_words, min_tokens)
     if not pool.sizes.penalties and any(processor.counts_tokens for processor in request.processors):
         counting = (name for name, kind in processor_fields().items() if kind.counts_tokens and name in sampling)
         name = next(counting, "min_tokens")

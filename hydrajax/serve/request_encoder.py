@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hydrajax.decoding.forbidden import TokenIds, token_sequences
 from hydrajax.decoding.prompt_batch import encode_prompt
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.llama_config import LlamaConfig
@@ -83,6 +84,10 @@ class RequestEncoder:
             self._check_bytes([content], "prompt")
         ids = Prompt(content, "prompt").ids(self._tokenizer, add_special_tokens)
         return self._checked(ids, "prompt")
+
+    def words(self, bad_words: Sequence[str]) -> list[TokenIds]:
+        """Return `hydrajax.decoding.forbidden.token_sequences`."""
+        return token_sequences(self._tokenizer, bad_words)
 
     def conversation(
         self, messages: Messages, tools: Tools = None, fields: TemplateFields | None = None

@@ -6,7 +6,7 @@ Usage in its documentation). Formats on tokens, ``dispatch``, ``grammar`` and li
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hydrajax.errors import HydrajaxError, not_allowed
@@ -14,26 +14,21 @@ from hydrajax.grammar.grammar import Grammar
 from hydrajax.serve.tool_calls import json_rule, lark
 from hydrajax.text.jsonl import shown
 
-Format = Mapping[str, Any]
-ONCE = {"at_least_one": (bool, False), "stop_after_first": (bool, False)}
-# Fields of each format: type and default; a type of None allows the default only.
-FORMATS: dict[str, dict[str, tuple]] = {
-    "const_string": {"value": (str,)},
-    "json_schema": {"json_schema": (dict,), "style": (None, "json"), "any_order": (None, False)},
-    "regex": {"pattern": (str,)},
-    "any_text": dict.fromkeys(("max_tokens", "max_chars"), (None, None)) | {"excludes": (None, [])},
-    **{kind: {"elements": (list,)} for kind in ("sequence", "or")},
-    **{kind: {"content": (dict,)} for kind in ("optional", "plus", "star")},
-    "tag": {"begin": (str,), "content": (dict,), "end": ((str, list),)},
-    "triggered_tags": {"triggers": (list,), "tags": (list,), "excludes": (None, []), **ONCE},
-    "tags_with_separator": {"tags": (list,), "separator": (str,), **ONCE},
-}
-TYPES = {str: "a text", list: "a list", dict: "an object", bool: "true or false", (str, list): "a text or a list"}
+FORMATS: dict[str, dict[str, Any]] = {  # their fields
+    "const_string": {"value": str}, "json_schema": {"json_schema": dict}, "regex": {"pattern": str}, "any_text": {},
+    "sequence": {"elements": list}, "or": {"elements": list},
+    "optional": {"content": dict}, "plus": {"content": dict}, "star": {"content": dict},
+    "tag": {"begin": str, "content": dict, "end": (str, list)},
+    "triggered_tags": {"triggers": list, "tags": list}, "tags_with_separator": {"tags": list, "separator": str},
+}  # fmt: skip
+FLAGS = ("at_least_one", "stop_after_first")  # of those with tags
+NEUTRAL = {"style": "json", "any_order": False, "excludes": [], "max_tokens": None, "max_chars": None}
+TYPES = {str: "a text", list: "a list of at least 1 item", dict: "an object", (str, list): "a text or a list"}
 REPEATED = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def tags_grammar(
-    given: Format, field: str, added: Mapping[str, int], of_schema: Callable[[dict[str, Any], str], Any]
+    given: Mapping[str, Any], field: str, added: Mapping[str, int], of_schema: Callable[[dict[str, Any], str], Any]
 ) -> Grammar:
     """Return the grammar of a structural tag.
 
@@ -48,19 +43,14 @@ def tags_grammar(
     """
     rules = _Rules(added, of_schema)
     if "format" in given:
-        start = rules.of(_checked(given, field, {"format": (dict,)})["format"], f"{field}.format", last=True)
-    else:  # the old form
-        structures = _checked(given, field, {"structures": (list,), "triggers": (list,)})["structures"]
-        each = {"begin": (str,), "schema": (dict,), "end": (str,)}
-        found = [_checked(one, f"{field}.structures.{at}", each) for at, one in enumerate(structures)]
-        contents = [{"type": "json_schema", "json_schema": one["schema"]} for one in found]
-        tags = [
-            {"type": "tag", "begin": one["begin"], "content": content, "end": one["end"]}
-            for one, content in zip(found, contents, strict=True)
-        ]
-        triggered = {"type": "triggered_tags", "triggers": given["triggers"], "tags": tags}
-        start = rules.of(triggered, field, last=True)
-    return lark(start, rules.lines)
+        return lark(rules.of(_checked(given, field, {"format": dict})["format"], f"{field}.format", True), rules.lines)
+    old, tags = _checked(given, field, {"structures": list, "triggers": list}), []
+    for at, one in enumerate(old["structures"]):
+        one = _checked(one, f"{field}.structures.{at}", {"begin": str, "schema": dict, "end": str})
+        content = {"type": "json_schema", "json_schema": one["schema"]}
+        tags.append({"type": "tag", "begin": one["begin"], "content": content, "end": one["end"]})
+    triggered = {"type": "triggered_tags", "triggers": old["triggers"], "tags": tags}
+    return lark(rules.of(triggered, field, True), rules.lines)
 
 
 class _Rules:
@@ -71,12 +61,12 @@ class _Rules:
         self._names = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or "(?!)")
         self.lines = ["ANY: /(.|\\n)*/", "TEXT: /(.|\\n)+/"]
 
-    def of(self, given: Any, field: str, last: bool = False) -> str:
+    def of(self, one: Any, field: str, last: bool = False) -> str:
         """Return the expression of a format. ``last``: nothing follows, so that it may be free text."""
-        kind = given.get("type") if isinstance(given, Mapping) else None
-        if kind not in FORMATS:
+        kind = one.get("type") if isinstance(one, Mapping) else None
+        if not isinstance(kind, str) or kind not in FORMATS:
             raise not_allowed(f"{field}.type", kind, FORMATS)
-        one = _checked(given, field, {"type": (str,), **FORMATS[kind]})
+        one = _checked(one, field, FORMATS[kind])
         if kind in ("any_text", "triggered_tags") and not last:
             raise HydrajaxError(f"{field}.type: got {kind} before other formats, expected it at the end or in a tag")
         match kind:
@@ -91,14 +81,14 @@ class _Rules:
             case "any_text":
                 return "TEXT?"
             case "sequence" | "or":
-                count = len(one["elements"])
+                ends = len(one["elements"]) - 1
                 found = [
-                    self.of(each, f"{field}.elements.{at}", last and (kind == "or" or at == count - 1))
+                    self.of(each, f"{field}.elements.{at}", last and (kind == "or" or at == ends))
                     for at, each in enumerate(one["elements"])
                 ]
-                return f"({(' ' if kind == 'sequence' else ' | ').join(found)})" if any(found) else '""'
+                return f"({(' ' if kind == 'sequence' else ' | ').join(found)})"
             case "tag":
-                return self._tag(one, field, self._literal(one["begin"]))
+                return self._tag(one, field, one["begin"])
             case "tags_with_separator":
                 tag = f"({' | '.join(self._tags(one, field))})"
                 more = "" if one["stop_after_first"] else f" ({self._literal(one['separator'])} {tag})*"
@@ -107,33 +97,29 @@ class _Rules:
                 return self._triggered(one, field)
         return f"({self.of(one['content'], f'{field}.content')}){REPEATED[kind]}"
 
-    def _tags(self, one: Format, field: str) -> list[str]:
-        """Return the expression of each tag in a list."""
+    def _tags(self, one: Mapping[str, Any], field: str) -> list[str]:
         return [self.of(tag, f"{field}.tags.{at}") for at, tag in enumerate(one["tags"])]
 
-    def _tag(self, one: Format, field: str, begin: str) -> str:
-        ends = [one["end"]] if isinstance(one["end"], str) else one["end"]
-        _each_text(ends, f"{field}.end")
-        if one["content"].get("type") != "any_text":
-            end = " | ".join(map(self._literal, ends))
-            return f"{begin} {self.of(one['content'], f'{field}.content')} ({end})"
-        self.of(one["content"], f"{field}.content", last=True)
-        return f"{begin} ({' | '.join(map(self._until, ends))})"
+    def _tag(self, one: Mapping[str, Any], field: str, begin: str) -> str:
+        ends = _texts([one["end"]] if isinstance(one["end"], str) else one["end"], f"{field}.end")
+        free = one["content"].get("type") == "any_text"
+        content = self.of(one["content"], f"{field}.content", last=free)
+        end = " | ".join(map(self._until if free else self._literal, ends))
+        return f"{self._literal(begin)} {'' if free else content} ({end})"
 
-    def _triggered(self, one: Format, field: str) -> str:
+    def _triggered(self, one: Mapping[str, Any], field: str) -> str:
         """Return the expression of free text in which a trigger begins a tag."""
-        _each_text(one["triggers"], f"{field}.triggers")
-        after: dict[str, list[str]] = {}
+        triggers, after = _texts(one["triggers"], f"{field}.triggers"), dict[str, list[str]]()
         for at, tag in enumerate(one["tags"]):
-            tag = _checked(tag, f"{field}.tags.{at}", {"type": (str,), **FORMATS["tag"]})
-            trigger = next((each for each in one["triggers"] if tag["begin"].startswith(each)), None)
+            tag = _checked(tag, f"{field}.tags.{at}", FORMATS["tag"])
+            trigger = next((each for each in triggers if tag["begin"].startswith(each)), None)
             if trigger is None:
                 raise HydrajaxError(
                     f"{field}.tags.{at}.begin: got {shown(tag['begin'])}, expected it to begin with one of triggers"
                 )
             name = self._names.match(trigger)  # this token alone triggers
             trigger = name[0] if name else trigger
-            rest = self._tag(tag, f"{field}.tags.{at}", self._literal(tag["begin"][len(trigger) :]))
+            rest = self._tag(tag, f"{field}.tags.{at}", tag["begin"][len(trigger) :])
             after.setdefault(trigger, []).append(rest)
         called = " | ".join(f"{self._until(trigger)} ({' | '.join(tags)})" for trigger, tags in after.items())
         first = f"({' | '.join(self._tags(one, field))})" if one["at_least_one"] else ""
@@ -150,36 +136,28 @@ class _Rules:
 
     def _literal(self, text: str) -> str:
         """Return the expression of a text, with the names of added tokens as tokens."""
-        found, at = [], 0
-        for name in self._names.finditer(text):
-            found += [text[at : name.start()], name]
-            at = name.end()
-        parts = [*found, text[at:]]
-        written = [json.dumps(x) if isinstance(x, str) else f"<[{self._added[x[0]]}]>" for x in parts if x != ""]
-        return " ".join(written)
+        parts = re.split(f"({self._names.pattern})", text)
+        written = (f"<[{self._added[part]}]>" if part in self._added else json.dumps(part) for part in parts if part)
+        return " ".join(written) or '""'
 
 
-def _checked(given: Any, field: str, fields: Mapping[str, tuple]) -> dict[str, Any]:
-    """Return an object with its fields' defaults; raise `HydrajaxError` for wrong ones."""
+def _checked(given: Any, field: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object with all of its fields and `FLAGS`; raise `HydrajaxError` for wrong ones."""
     if not isinstance(given, Mapping):
         raise HydrajaxError(f"{field}: got {shown(given)}, expected an object")
-    for name in given:
-        if name not in {"type", *fields}:
+    for name, value in given.items():
+        flag = name in FLAGS and "tags" in fields and isinstance(value, bool)
+        if name not in {"type", *fields} and not flag and NEUTRAL.get(name, given) != value:
             raise HydrajaxError(f"{field}.{name}: this field is not supported")
-    found = {}
-    for name, (kind, *default) in fields.items():
-        if name not in given and not default:
+    for name, kind in fields.items():
+        if name not in given:
             raise HydrajaxError(f"{field}.{name}: is missing")
-        found[name] = value = given.get(name, *default)
-        if kind is None and value not in default:
-            raise HydrajaxError(f"{field}.{name}: got {shown(value)}, expected {shown(default[0])}")
-        if kind is not None and not isinstance(value, kind):
-            raise HydrajaxError(f"{field}.{name}: got {shown(value)}, expected {TYPES[kind]}")
-        if kind is list and not value:
-            raise HydrajaxError(f"{field}.{name}: got an empty list, expected at least 1 item")
-    return found
+        if not isinstance(given[name], kind) or given[name] == []:
+            raise HydrajaxError(f"{field}.{name}: got {shown(given[name])}, expected {TYPES[kind]}")
+    return dict.fromkeys(FLAGS, False) | given
 
 
-def _each_text(values: Sequence[Any], field: str) -> None:
-    if not values or not all(isinstance(value, str) and value for value in values):
+def _texts(values: list[Any], field: str) -> list[str]:
+    if not all(isinstance(value, str) and value for value in values):
         raise HydrajaxError(f"{field}: got {shown(values)}, expected texts")
+    return values

@@ -62,18 +62,22 @@ def test_the_texts_of_structural_tags():
 REFUSED = [
     ({}, "tag.structures: is missing"),
     (OLD | {"triggers": ["<b"]}, 'tag.tags.0.begin: got "<do=a>", expected it to begin with one of triggers'),
-    (OLD | {"triggers": []}, "tag.triggers: got an empty list, expected at least 1 item"),
+    (OLD | {"triggers": []}, "tag.triggers: got [], expected a list of at least 1 item"),
     (OLD | {"triggers": [1]}, "tag.triggers: got [1], expected texts"),
     (OLD | {"structures": [{"begin": "<do=", "schema": X}]}, "tag.structures.0.end: is missing"),
     (OLD | {"format": {}}, "tag.structures: this field is not supported"),
     ({"format": {"type": "token", "token": 1}}, "tag.format.type: got 'token', expected const_string, json_schema, "),
     ({"format": {"type": "tag"} | {"begin": 1}}, "tag.format.begin: got 1, expected a text"),
-    ({"format": THOUGHT | {"end": []}}, "tag.format.end: got [], expected texts"),
-    (tags(excludes=["b"]), 'tag.format.excludes: got ["b"], expected []'),
-    (tags(at_least_one=1), "tag.format.at_least_one: got 1, expected true or false"),
+    ({"format": THOUGHT | {"end": []}}, "tag.format.end: got [], expected a text or a list"),
+    (tags(excludes=["b"]), "tag.format.excludes: this field is not supported"),
+    (tags(at_least_one=1), "tag.format.at_least_one: this field is not supported"),
     (sequence({"type": "any_text"}, A), "tag.format.elements.0.type: got any_text before other formats"),
-    (sequence({"type": "json_schema", "json_schema": X, "style": "qwen_xml"}), "tag.format.elements.0.style: got "),
+    (
+        sequence({"type": "json_schema", "json_schema": X, "style": "qwen_xml"}),
+        "tag.format.elements.0.style: this",
+    ),
     (sequence({"type": "json_schema", "json_schema": {"not": {}}}), "tag.format.elements.0.json_schema: Unimplemented"),
+    ({"format": {"type": []}}, "tag.format.type: got '[]', expected const_string"),
     (sequence(3), "tag.format.elements.0.type: got 'None', expected const_string"),
 ]
 
