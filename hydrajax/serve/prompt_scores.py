@@ -62,7 +62,7 @@ class PromptScorer:
         most = min(FEW if k <= FEW else MOST_ALTERNATIVES, self._config.vocab_size)
         scores = jax.device_get(self._program(self._executor.params.base, padded, k=most))
         logprobs, likely, its_own, ranks = (x[0, : len(ids)].tolist() for x in jax.tree.leaves(scores))
-        top = [list(zip(*place, strict=True))[:k] for place in zip(likely, its_own, strict=True)]
+        top = [list(zip(*place, strict=True)) for place in zip(likely, its_own, strict=True)]
         return TextScores(list(map(int, ids)), logprobs, ranks, top)
 
 

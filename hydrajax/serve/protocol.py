@@ -48,7 +48,7 @@ REQUEST_DEFAULTS = {  # of OpenAI and vLLM
     "routed_experts_prompt_start": 0, "stream_interval": 1,
 } | dict.fromkeys((
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "prompt_cache_options", "request_id", "session_id",
+    "prompt_cache_options", "request_id", "session_id", "guided_decoding_backend",
 ), IGNORED)  # fmt: skip
 CHAT_DEFAULTS = REQUEST_DEFAULTS | TEMPLATE_DEFAULTS | {
     "add_special_tokens": False, "echo": False, "include_reasoning": True, "verbosity": "medium",
