@@ -66,6 +66,8 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 def target(root: Any, reference: str) -> Any:
     """Return the schema at a JSON pointer, None for other references."""
+    if not f"{reference}/".startswith("#/"):
+        return None
     try:
         for step in unquote(reference).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")

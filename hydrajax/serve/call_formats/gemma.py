@@ -2,9 +2,9 @@
 
 import json
 import re
-from typing import ClassVar
+from functools import partial
 
-from hydrajax.serve.call_formats.notation import ValueRules, as_json, raw_text
+from hydrajax.serve.call_formats.notation import ValueRules, as_json, calls_of, raw_text
 from hydrajax.serve.call_formats.tagged import TaggedCalls
 from hydrajax.serve.tool_calls import Call, without_begin
 
@@ -19,38 +19,27 @@ class GemmaCalls(TaggedCalls):
     MARKS = (TAG, END, QUOTE)
 
     def calls(self, tools, several):
-        found, rules = [], []
-        for number, (name, schema) in enumerate(tools.items()):
-            values = GemmaRules(name, f"v{number}x", schema, self._marks[self.QUOTE], self.QUOTE)
-            found.append(f'{json.dumps(f"call:{name}{{")} {values.members(values.arguments, values.key)} "}}"')
-            rules += values.rules
-        rules.append(f"call: ({' | '.join(found)}) {self._marks[self.END]}")
+        quote = self._marks[self.QUOTE], "" if self.QUOTE in self._tokens else self.QUOTE
+        call, rules = calls_of(tools, partial(_GemmaRules, *quote))
+        rules.append(f"call: ({call}) {self._marks[self.END]}")
         return "call" + (f" ({self._tag} call)*" if several else ""), rules
 
     def call(self, text, at, ended):
         if (head := HEAD.match(text, at)) is None:
             return None
-        quote = re.escape(self.QUOTE)
-        scan = re.compile(
-            rf"{quote}(?P<text>.*?)(?P<end>{quote}|\Z)|(?P<name>{NAME}):|{NAME}(?=[,\]}}])|[,\[\]{{}}]", re.DOTALL
-        )
+        string = "{0}(?P<text>.*?)(?P<end>{0}|\\Z)".format(re.escape(self.QUOTE))
+        scan = re.compile(rf"{string}|(?P<name>{NAME}):|{NAME}(?=[,\]}}])|[,\[\]{{}}]", re.DOTALL)
         arguments, end, complete = as_json(text, head.end(), "}", scan.match, self._written)
         return Call(head[1], arguments, complete), end
 
     def _written(self, piece: re.Match) -> str:
-        if (text := piece["text"]) is not None:
-            return (
-                json.dumps(text, ensure_ascii=False)
-                if piece["end"]
-                else json.dumps(without_begin(self.QUOTE, text), ensure_ascii=False)[:-1]
-            )
-        return (
-            f"{json.dumps(piece['name'], ensure_ascii=False)}: "
-            if piece["name"]
-            else ", "
-            if piece[0] == ","
-            else piece[0]
-        )
+        if piece["name"]:
+            return f"{json.dumps(piece['name'], ensure_ascii=False)}: "
+        if piece["text"] is None:
+            return ", " if piece[0] == "," else piece[0]
+        if piece["end"]:
+            return json.dumps(piece["text"], ensure_ascii=False)
+        return json.dumps(without_begin(self.QUOTE, piece["text"]), ensure_ascii=False)[:-1]
 
 
 class FunctionGemmaCalls(GemmaCalls):
@@ -60,23 +49,27 @@ class FunctionGemmaCalls(GemmaCalls):
     MARKS = (TAG, END, QUOTE)
 
 
-class GemmaRules(ValueRules):
-    """Rules of values in Gemma's notation."""
+class _GemmaRules(ValueRules):
+    """Rules of calls in Gemma's notation."""
 
-    WORDS: ClassVar = {}  # as in JSON
-    COMMA = ","
-    ANY_KEY = '/[a-zA-Z0-9_-]+/ ":"'
+    NAME, WORDS = NAME, {}
+    COMMA, ANY_KEY = '","', '/[a-zA-Z0-9_-]+/ ":"'
 
-    def __init__(self, name, prefix, schema, quote, text):
-        super().__init__(name, prefix, schema)
-        self._quote, self._is_token, self._text = quote, quote != json.dumps(text), text
+    def __init__(self, quote: str, end: str, *function):
+        """``quote``: expression of what is around strings; ``end``: its text, "" for a token."""
+        super().__init__(*function)
+        self._quote, self._end = quote, end
 
-    def text(self, value):
-        return f"{self._quote} {json.dumps(value)} {self._quote}"
+    def call(self):
+        return f'{json.dumps(f"call:{self.function}{{")} {self.members(self.arguments, self.key)} "}}"'
+
+    def constant(self, value):
+        return f"{self._quote} {json.dumps(value)} {self._quote}" if isinstance(value, str) else super().constant(value)
 
     def key(self, name):
-        return json.dumps(f"{self.checked(name, NAME)}:")
+        return json.dumps(f"{self.named(name)}:")
 
-    def string(self, schema):
-        text = self.rule(raw_text(schema, "" if self._is_token else self._text), terminal=True)
-        return f"{self._quote} {text} {self._quote if self._is_token else ''}"
+    def of_kind(self, kind, schema):
+        if kind != "string":
+            return super().of_kind(kind, schema)
+        return f"{self._quote} {self.rule(raw_text(schema, self._end))} {'' if self._end else self._quote}"

@@ -18,16 +18,12 @@ class MistralCalls(TaggedCalls):
     TAG, END, ARGS = "[TOOL_CALLS]", "", "[ARGS]"
     MARKS = (TAG, ARGS)
 
-    def __init__(self, added, special=()):
-        super().__init__(added, special)
-        self._names = self.ARGS in added
-
     def new_id(self):
         """Return nine letters and digits, which Mistral's templates require."""
         return "".join(random.choices(string.ascii_letters + string.digits, k=9))
 
     def calls(self, tools, several):
-        if not self._names:
+        if self.ARGS not in self._tokens:
             more = ' (", " body)*' if several else ""
             return f'" "? "[" body{more} "]"', bodies(tools, "arguments")
         found = [f"{json.dumps(name)} {self._marks[self.ARGS]} {json_rule(schema)}" for name, schema in tools.items()]

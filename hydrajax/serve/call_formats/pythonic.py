@@ -3,7 +3,7 @@
 import json
 import re
 
-from hydrajax.serve.call_formats.notation import ValueRules, as_json
+from hydrajax.serve.call_formats.notation import ValueRules, as_json, calls_of
 from hydrajax.serve.call_formats.plain import PlainCalls
 from hydrajax.serve.tool_calls import Call, Reading
 
@@ -12,7 +12,6 @@ HEAD = re.compile(r",?\s*([a-zA-Z0-9_-]+)\(")
 PIECE = re.compile(
     r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|(?P<name>[\w-]+)=|(?P<word>[\w.+-]+)(?=[^\w.+=-])|[\s,:\[\]{}]', re.DOTALL
 )
-NAME = r"[\w-]+"
 TO_JSON = {written: word for word, written in ValueRules.WORDS.items()}
 
 
@@ -22,16 +21,9 @@ class PythonicCalls(PlainCalls):
     OPEN = "["
 
     def calls(self, tools, several):
-        found, rules = [], []
-        for number, (name, schema) in enumerate(tools.items()):
-            values = ValueRules(name, f"v{number}x", schema)
-            members = values.members(
-                values.arguments, lambda key, values=values: json.dumps(f"{values.checked(key, NAME)}=")
-            )
-            found.append(f'{json.dumps(f"{name}(")} {members} ")"')
-            rules += values.rules
+        call, rules = calls_of(tools, ValueRules)
         more = ' (", " call)*' if several else ""
-        return "called", [f'called: "[" call{more} "]"', f"call: {' | '.join(found)}", *rules]
+        return "called", [f'called: "[" call{more} "]"', f"call: {call}", *rules]
 
     def heads(self, tools):
         return {name: f"[{name}(" for name in tools}

@@ -40,7 +40,7 @@ class TaggedCalls(CallFormat):
         """
         self.special = {added[mark]: mark for mark in self.MARKS if mark in special}
         self._marks = {mark: literal(mark, added) for mark in self.MARKS}
-        self._tag, self._is_token = self._marks[self.TAG], self.TAG in added
+        self._tag, self._tokens = self._marks[self.TAG], added.keys() & self.MARKS
         self._others = [i for text, i in added.items() if text not in self.MARKS and text not in special]
 
     def calls(self, tools: Mapping[str, Schema], several: bool) -> tuple[str, list[str]]:
@@ -56,7 +56,7 @@ class TaggedCalls(CallFormat):
             return lark(f"{self._tag} {calls}", rules)
         rules.append(f"text: {with_tokens('TEXT?', '(', self._others, ' TEXT?)*')}")
         tag = re.sub(r"([\[\]|])", r"\\\1", self.TAG)
-        if self._is_token:  # no text may spell it with other tokens
+        if self.TAG in self._tokens:  # no text may spell it with other tokens
             rules.append(f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{tag}(.|\\n)*/")
             return lark(f"text | text {self._tag} {calls}", rules)
         # The first tag in a text begins a call.
