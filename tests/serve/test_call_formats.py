@@ -13,18 +13,22 @@ import pytest
 from helpers.json_letters import shipped_tokenizer
 from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import HydrajaxError
+from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve.call_formats import FORMATS, NAMES, call_format, separate_tokens
 from hydrajax.serve.draft_counts import DraftCounts
+from hydrajax.serve.protocol import ChatBody
 from hydrajax.serve.replies import ReplyChoice
+from hydrajax.serve.structured import structure_of
 from hydrajax.serve.tool_calls import Call, CallDeltas
 from hydrajax.text.answers import Generation
 from hydrajax.text.continuation import Continuation
+from hydrajax.text.tokenizer import decode_text
 
 OBJECT = {"k": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "t": {"type": "string", "maxLength": 4}}
 PROPERTIES = {
     "s": {"type": "string", "minLength": 1, "maxLength": 20},
     "maybe": {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "null"}]},
-    "e": {"enum": ["x", 3, None], "description": "not a keyword"},
+    "e": {"enum": ["x", 3, None, "long"], "maxLength": 2, "description": "not a keyword"},
     "o": {"type": "object", "properties": OBJECT, "required": ["t"], "additionalProperties": False},
     "p": {"type": "string", "pattern": "^[a-c]{2}/[0-9]$"},
     "i": {"$ref": "#/$defs/n"},
@@ -41,7 +45,7 @@ CALLS = [
         "get-1",
         {"s": 'é <"\\ x:\n}])', "maybe": None, "e": "x", "o": {"k": [True, False], "t": "a,:"}, "i": 11, "f": -1.5},
     ),
-    ("get-1", {"s": "None", "maybe": "nul l", "e": None, "o": {"k": [], "t": ""}, "p": "ab/1", "i": 0}),
+    ("get-1", {"s": "None", "maybe": '"q"', "e": None, "o": {"k": [], "t": ""}, "p": "ab/1", "i": 0}),
 ]
 WRONG = [
     ("get", SHORT),
@@ -49,7 +53,7 @@ WRONG = [
     ("get-1", {"s": "x", "i": 12}),
     ("get-1", {"s": "x", "i": "one"}),
     ("get-1", {"s": "x" * 21, "i": 1}),
-    ("get-1", {"s": "x", "e": "y", "i": 1}),
+    ("get-1", {"s": "x", "e": "long", "i": 1}),
     ("get-1", {"s": "x", "o": {}, "i": 1}),
     ("get-1", {"s": "x", "p": "ab/12", "i": 1}),
     ("get-1", {"s": "x", "i": 1, "z": 1}),
@@ -209,26 +213,42 @@ def check_pieces(reader, text):
     assert deltas.complete
 
 
+def required(form, tools):
+    """Return the structure of a request that must call one of these tools."""
+    tools = [{"type": "function", "function": {"name": n, "parameters": schema}} for n, schema in tools.items()]
+    body = ChatBody(model="m", messages=[{"role": "user", "content": "a"}], tools=tools, tool_choice="required")
+    return structure_of(body, lambda forced: form)
+
+
+def test_finished_calls_are_checked(monkeypatch):
+    """By jsonschema, also if decoding leaves the marks out."""
+    for case in (CASES[0], CASES[2]):
+        for special in (False, True):
+            tokenizer, form = form_of(case, special)
+            text, accepts = case.write(CALLS[:1]), accepting(tokenizer, required(form, TOOLS).grammar)
+            assert accepts(text)
+            with monkeypatch.context() as patch:
+                patch.setattr(JsonCheck.__wrapped__, "__call__", lambda self, text: False)
+                assert not accepts(text)
+
+
 @pytest.mark.parametrize(("case", "special"), WITH_TOKENS)
 def test_random_texts_of_the_grammar(case, special):
-    """All calls in them are valid under their schemas."""
+    """All calls in them are valid under their schemas, whose check sees special tokens too."""
     tokenizer, form = form_of(case, special)
-    chosen = random.Random(len(case.name))
-    called = set()
-    begin = form.grammar(TOOLS, several=True).start(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    structure, end = required(form, TOOLS), tokenizer.eos_token_id
+    begin, chosen, called = structure.grammar.start(tokenizer, len(tokenizer), (end,)), random.Random(1), set()
     for _ in range(6):
         matcher, ids = begin.copy(), []
-        while not ids or ids[-1] != tokenizer.eos_token_id:
+        while not ids or ids[-1] != end:
+            assert len(ids) < 3000
             bits = allowed_next(matcher, len(tokenizer))[0]
             allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-            ends = tokenizer.eos_token_id in allowed and chosen.random() < 0.5
-            ids.append(tokenizer.eos_token_id if ends else int(chosen.choice(allowed)))
+            ids.append(end if end in allowed and chosen.random() < 0.5 else int(chosen.choice(allowed)))
             matcher.follow(ids)
             assert matcher.error is None
-        text = tokenizer.decode(ids[:-1], skip_special_tokens=not form.special)
-        content, calls, _ = form.reader(TOOLS).read(text, True)
-        assert content == ""
-        assert calls
+        content, calls, _ = structure.calls.read(decode_text(tokenizer, ids[:-1], bool(form.special)), True)
+        assert (content, bool(calls)) == ("", True)
         for call in calls:
             assert call.complete
             jsonschema.validate(json.loads(call.arguments), TOOLS[call.name])
