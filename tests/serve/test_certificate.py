@@ -11,6 +11,7 @@ from hydrajax.certify.servers.comparison import gap_of, gap_of_chosen
 from hydrajax.certify.servers.local_reference import LocalReference
 from hydrajax.certify.servers.questions import Question
 from hydrajax.certify.servers.sides import Settings, Sides
+from hydrajax.certify.servers.statistics_checks import statistics
 from hydrajax.cli import main
 
 TEXTS = ("abcabc", "nod a lamb", "feel ", "mama did")
@@ -25,7 +26,8 @@ def local(served):
 def test_our_server_equals_the_base(small, local):
     with running(small) as (url, _):
         sides = Sides(Client("server", url), local, Settings())
-        found = sides.compare(QUESTIONS, 4, "4 at once")
+        found, counted = sides.compare(QUESTIONS, 4, "4 at once"), statistics(sides, QUESTIONS)
+    assert (counted.compared, counted.findings, counted.refusals) == (5, [], [])
     assert (found.compared, found.findings, found.refusals) == (4, [], [])
 
 
