@@ -22,7 +22,10 @@ HISTOGRAMS = {
         TOKEN_SECONDS,
         lambda one: [each for each, count in one.gaps for _ in range(count)],
     ),
-    "request_time_per_output_token_seconds": (TOKEN_SECONDS, lambda one: _per_later_token(one)),
+    "request_time_per_output_token_seconds": (
+        TOKEN_SECONDS,
+        lambda one: [(one.ended - one.first) / (one.result.new_tokens - 1)] if one.result.new_tokens > 1 else [],
+    ),
     "e2e_request_latency_seconds": (SECONDS, lambda one: [one.ended - one.arrived]),
     "request_queue_time_seconds": (SECONDS, lambda one: [one.started - one.arrived]),
     "request_inference_time_seconds": (SECONDS, lambda one: [one.ended - one.started]),
@@ -64,30 +67,30 @@ class VllmMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
-        found = {model: (batcher.stats(), batcher.draft_counts()) for model, batcher in self._batchers.items()}
-        drafting = {model: drafts for model, (_, drafts) in found.items() if len(drafts.histogram) > 1}
+        found = {model: batcher.stats() for model, batcher in self._batchers.items()}
+        drafts = {model: batcher.draft_counts() for model, batcher in self._batchers.items()}
+        drafts = {model: counts for model, counts in drafts.items() if len(counts.histogram) > 1}
         for field in fields(Stats):
+            kind = CounterMetricFamily if "counter" in field.metadata else GaugeMetricFamily
             for name in field.metadata.get("vllm", ()):
-                kind = CounterMetricFamily if "counter" in field.metadata else GaugeMetricFamily
-                metric = kind(f"vllm:{name}", field.metadata["about"], labels=LABELS)
-                for model, (stats, _) in found.items():
-                    metric.add_metric((model, ENGINE), getattr(stats, field.name))
-                yield metric
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Memory of running sequences, 1 for all", labels=LABELS)
-        for model, (stats, _) in found.items():
-            usage.add_metric((model, ENGINE), stats.nbytes / stats.limit_nbytes)
-        yield usage
-        name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
-        positions = CounterMetricFamily(name, "Accepted draft tokens by depth, 0 below the root", labels=labels)
-        for model, drafts in drafting.items():
-            for position, count in enumerate(drafts.accepted_at):
-                positions.add_metric((model, ENGINE, str(position)), count)
-        yield positions
+                values = {(model,): getattr(stats, field.name) for model, stats in found.items()}
+                yield _metric(kind, name, field.metadata["about"], values)
+        usage = {(model,): stats.nbytes / stats.limit_nbytes for model, stats in found.items()}
+        yield _metric(GaugeMetricFamily, "kv_cache_usage_perc", "Memory of running sequences, 1 for all", usage)
         for name, attribute in DRAFT_COUNTERS.items():
-            counter = CounterMetricFamily(f"vllm:spec_decode_num_{name}", "Of speculative steps", labels=LABELS)
-            for model, drafts in drafting.items():
-                counter.add_metric((model, ENGINE), getattr(drafts, attribute))
-            yield counter
+            values = {(model,): getattr(counts, attribute) for model, counts in drafts.items()}
+            yield _metric(CounterMetricFamily, f"spec_decode_num_{name}", "Of speculative steps", values)
+        name, about = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth, 0 below the root"
+        places = {(m, str(at)): n for m, counts in drafts.items() for at, n in enumerate(counts.accepted_at)}
+        yield _metric(CounterMetricFamily, name, about, places, "position")
+
+
+def _metric(kind: type[Metric], name: str, about: str, values: Mapping[tuple[str, ...], float], *more: str) -> Metric:
+    """Return a metric with values by model and further labels."""
+    metric = kind(f"vllm:{name}", about, labels=(*LABELS, *more))
+    for (model, *labels), value in values.items():
+        metric.add_metric((model, ENGINE, *labels), value)
+    return metric
 
 
 def _reason(handle: RequestHandle) -> str:
@@ -95,8 +98,3 @@ def _reason(handle: RequestHandle) -> str:
         return "error"
     reason = None if handle.result is None else handle.result.finish_reason
     return "abort" if reason is None else FINISH_REASONS.get(reason, "length")
-
-
-def _per_later_token(handle: RequestHandle) -> list[float]:
-    later = handle.result.new_tokens - 1
-    return [(handle.ended - handle.first) / later] if later > 0 else []
