@@ -121,6 +121,7 @@ REFUSED = [
     ({"tool_choice": "required"}, "tool_choice: requires tools"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema: is missing"),
     ({"text": {"format": {"type": "json_object", "name": "a"}}}, "text.format.name: requires type json_schema"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort: got one, but "),
     ({"text": {"verbosity": "low"}}, "text.verbosity: this field is not supported"),
     ({"top_logprobs": 1, "include": LOGPROBS}, "top_logprobs: got 1, expected at most 0; start the server"),
     ({"max_tokens": 3}, "max_tokens: got 3, expected null"),
@@ -267,3 +268,4 @@ def test_the_store_keeps_the_latest_responses():
     for name in "cde":
         with pytest.raises(HTTPException):
             store.get(name, "id")
+    assert not store._owners
