@@ -3,25 +3,22 @@
 import functools
 import json
 import random
+import re
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jsonschema
 import numpy as np
 import pytest
 
+from helpers.growing import streamed, whole
 from helpers.json_letters import shipped_tokenizer
 from hydrajax.decoding.constraints import WORD, allowed_next
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve.call_formats import FORMATS, NAMES, call_format, separate_tokens
-from hydrajax.serve.draft_counts import DraftCounts
 from hydrajax.serve.protocol import ChatBody
-from hydrajax.serve.replies import ReplyChoice
 from hydrajax.serve.structured import structure_of
 from hydrajax.serve.tool_calls import Call, CallDeltas
-from hydrajax.text.answers import Generation
-from hydrajax.text.continuation import Continuation
 from hydrajax.text.tokenizer import decode_text
 
 OBJECT = {"k": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}, "t": {"type": "string", "maxLength": 4}}
@@ -192,6 +189,7 @@ def test_calls(case, special):
             check_pieces(reader, text)
     for call in WRONG:
         assert not any_number(case.write([call])), call
+    assert any_number(case.write([("get-1", {"s": "</parameter>", "i": 1})])) == (case.name != "qwen3_coder")
     assert not any_number(f"{case.write(CALLS[:1])} and")
     assert any_number("So é {\n")
     assert not one("So")
@@ -206,10 +204,10 @@ def check_pieces(reader, text):
         for piece in pieces:
             joined += [[piece["function"]["name"], ""]] if "id" in piece else []
             joined[piece["index"]][1] += piece["function"]["arguments"]
-        whole = reader.read(text[:length], True)
-        assert whole.content.startswith(content)
-        assert joined == [[call.name, call.arguments] for call in whole.calls]
-    assert whole.content == content
+        ended = reader.read(text[:length], True)
+        assert ended.content.startswith(content)
+        assert joined == [[call.name, call.arguments] for call in ended.calls]
+    assert ended.content == content
     assert deltas.complete
 
 
@@ -266,22 +264,20 @@ def test_formats_by_template_and_by_name(case):
     assert case.name in NAMES
 
 
-def test_special_tokens_of_an_answer_are_read():
+@pytest.mark.parametrize("case", CASES[3:6], ids=lambda case: case.name)
+def test_special_tokens_of_an_answer_are_read(case):
     """As decoding leaves them out; Mistral's ids have nine letters and digits."""
-    for case in (CASES[3], CASES[4], CASES[5]):
-        tokenizer, form = form_of(case, True)
-        ids = tokenizer(f"So{case.write(CALLS)}", add_special_tokens=False)["input_ids"]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        assert not any(token in text for token in case.tokens)
-        result = Generation([5], ids, text, 1, [1], len(ids), 0.0, "eos")
-        handle = SimpleNamespace(result=result, request=SimpleNamespace(ids=[5]), drafts=DraftCounts(0))
-        choice = ReplyChoice(
-            0, handle, lambda ids, tokenizer=tokenizer: Continuation(tokenizer, ids), False, calls=form.reader(TOOLS)
-        )
-        delta = choice.delta(True)
-        assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in delta.calls] == CALLS
-        assert (delta.text, choice.finish_reason) == ("So", "tool_calls")
-        assert case.name != "mistral" or all(len(c["id"]) == 9 and c["id"].isalnum() for c in delta.calls)
+    tokenizer, form = form_of(case, True)
+    ids = tokenizer(f"So{case.write(CALLS)}", add_special_tokens=False)["input_ids"]
+    assert not any(token in decode_text(tokenizer, ids) for token in case.tokens)
+    message, reader = whole(form.reader(TOOLS), tokenizer, ids), form.reader(TOOLS)
+    found = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert [(name, json.loads(arguments)) for name, arguments in found] == CALLS
+    choice, parts, pieces = streamed(reader, tokenizer, ids)
+    assert (parts["content"], message["content"], choice.finish_reason) == ("So", "So", "tool_calls")
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == "".join(arguments for _, arguments in found)
+    nine = [re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) is not None for call in message["tool_calls"]]
+    assert all(nine) if case.name == "mistral" else not any(nine)
 
 
 def test_answers_of_json_or_calls():

@@ -21,6 +21,7 @@ KEYWORDS: dict[str, tuple[str, ...]] = {
 }
 # Keywords without a rule here that llguidance supports in JSON.
 REFUSED = {"allOf", "patternProperties", "prefixItems", "minProperties", "maxProperties"}
+LINE = "\\n"  # a line break in an expression
 NOTHING: Schema = {"enum": []}
 
 
@@ -175,14 +176,16 @@ def calls_of(tools: Mapping[str, Schema], make: Callable[[str, str, Schema], Val
 
 
 def raw_text(schema: Schema, end: str) -> str:
-    """Return a terminal of raw text under a schema of strings, up to the first ``end``, which it contains."""
-    end, anything = re.sub(r"([/|])", r"\\\1", end).replace("\n", "\\n"), "(.|\\n)*"
-    found = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}{end}/"]
+    """Return a terminal of raw text under a schema of strings and ``end``, which the text does not contain, not even
+    without its line break.
+    """
+    end, anything = re.sub(r"([/|])", r"\\\1", end).replace("\n", LINE), f"(.|{LINE})*"
+    found = [f"/(.|{LINE}){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}{end}/"]
     if pattern := schema.get("pattern"):
         first, last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
         inner = re.sub(r"\\.|/", lambda one: one[0] if len(one[0]) > 1 else r"\/", pattern[first : len(pattern) - last])
         found.append(f"/{'' if first else anything}({inner}){'' if last else anything}{end}/")
-    return " & ".join([*found, *([f"~/{anything}{end}(.|\\n)+/"] if end else [])])
+    return " & ".join([*found, *([f"~/{anything}{end.removeprefix(LINE)}(.|{LINE})+/"] if end else [])])
 
 
 def as_json(
