@@ -16,6 +16,7 @@ PARAM = re.compile(r"[a-z][\w.]*(?=: )")  # messages begin with the field, such 
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
+    message = str(HydrajaxError(message))  # one line, whatever a path has
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     param = PARAM.match(message)
     return {"error": {"message": message, "type": kind, "param": param and param[0], "code": None}}

@@ -87,6 +87,10 @@ def test_an_exception_of_any_route_has_openais_form(small, monkeypatch, caplog):
             error_of(answer, status, answer.text)
         answer = httpx.put(f"{address}/v1/responses/a")
         error_of(answer, 405, answer.text)
+        for path in ("a%0A%0Db", "v1/models/%0A", "v1/responses/%0A"):
+            found = httpx.get(f"{address}/{path}")
+            error_of(found, 404, found.text)
+            assert "\n" not in found.json()["error"]["message"]
         assert set(answer.headers["allow"].split(", ")) == {"DELETE", "GET", "HEAD"}
         monkeypatch.setattr("hydrajax.serve.replies.ReplyFormat.events", fail)
         answer = httpx.post(f"{address}/v1/completions", json=GOOD | {"stream": True}, timeout=SECONDS)
