@@ -149,15 +149,8 @@ class SpeculatorsBlocks(BlockFormat):
         layers, windows = read_layers(nested_layer(config), base)
         if windows:
             interface.expect(config, {"sliding_window_non_causal": (None, False)})
-        numbers = config.get("aux_hidden_state_layer_ids")
-        outputs = [number - 1 for number in numbers] if is_integers(numbers) else numbers
-        try:
-            aux_hidden_layers = self.reads(outputs, base, "")
-        except HydrajaxError:
-            raise HydrajaxError(
-                f"{CONFIG}: aux_hidden_state_layer_ids: got {numbers!r}, expected numbers from 0 to "
-                f"{base.n_layers - 1} for this base of {base.n_layers} layers"
-            ) from None
+        name = "aux_hidden_state_layer_ids"
+        aux_hidden_layers = self.reads(config.get(name), base, name, offset=1)
         interface.check_copies(files, base, EMBEDDING)
         common = {
             "mask_token": mask_of(config, base, CONFIG),
@@ -173,11 +166,6 @@ class SpeculatorsBlocks(BlockFormat):
 
     first_layer = -1
     last_is_normed = False
-
-
-def is_integers(numbers: Any) -> bool:
-    """Return whether this is a list of integers."""
-    return isinstance(numbers, list) and all(type(x) is int for x in numbers)
 
 
 def read_heads(config: dict[str, Any]) -> dict[str, Any]:

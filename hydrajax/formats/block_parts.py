@@ -10,7 +10,13 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.families.family_layout import decoder_layer
 from hydrajax.families.family_registry import from_llama_config, to_llama_config
 from hydrajax.formats import interface
-from hydrajax.formats.eagle_parts import check_aux_layers, check_vocabulary, with_vocabulary
+from hydrajax.formats.eagle_parts import (
+    check_all_tokens,
+    check_aux_layers,
+    check_class,
+    check_vocabulary,
+    with_vocabulary,
+)
 from hydrajax.formats.interface import CONFIG
 from hydrajax.models.layout import MODEL, Layout, same, transposed
 from hydrajax.models.llama_config import LlamaConfig
@@ -45,25 +51,21 @@ class BlockFormat(interface.HeadFormat):
         dtype = jnp.dtype(files.dtype(self.fusion[0]) if dtype is None else dtype)
         return with_vocabulary(dataclasses.replace(drafter, dtype=dtype), files)
 
-    def reads(self, numbers: Any, base: LlamaConfig, where: str) -> tuple[int, ...]:
-        """Return ``aux_hidden_layers`` of ``target_layer_ids``."""
-        most = base.n_layers - (1 if self.last_is_normed else 2)
+    def reads(self, numbers: Any, base: LlamaConfig, where: str, offset: int = 0) -> tuple[int, ...]:
+        """Return ``aux_hidden_layers`` of the numbers of layers in field ``where``, ``offset`` higher than here."""
+        least, most = self.first_layer + offset, base.n_layers - (1 if self.last_is_normed else 2) + offset
         good = isinstance(numbers, list) and numbers and len(numbers) <= interface.MOST
-        if not good or not all(type(x) is int and self.first_layer <= x <= most for x in numbers):
+        if not good or not all(type(x) is int and least <= x <= most for x in numbers):
             raise HydrajaxError(
-                f"{CONFIG}: {where}: got {numbers!r}, expected numbers from {self.first_layer} to {most} for this base "
-                f"of {base.n_layers} layers"
+                f"{CONFIG}: {where}: got {numbers!r}, expected numbers from {least} to {most} for this base of "
+                f"{base.n_layers} layers"
             )
-        return tuple(from_last(layer, base.n_layers) for layer in numbers)
+        return tuple(from_last(layer - offset, base.n_layers) for layer in numbers)
 
     def common_fields(self, drafter: BlockDrafter, made_for: interface.MadeFor) -> tuple[dict[str, Any], list[int]]:
         """Return the fields that all formats have, and ``target_layer_ids``."""
-        if type(drafter) is not self.drafter_class:
-            raise interface.cannot_write("drafter", interface.drafter_name(drafter), self.drafter_class.__name__)
-        if drafter.vocabulary is not None:
-            raise interface.cannot_write(
-                "vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}"
-            )
+        check_class(drafter, self.drafter_class)
+        check_all_tokens(drafter)
         if made_for.n_layers is None:
             raise interface.cannot_write("base", "unknown depth", "a base with a fingerprint")
         if not drafter.config.qk_norm:

@@ -127,8 +127,8 @@ def check_aux_layers(heads: Any, base: LlamaConfig) -> None:
         )
 
 
-def check_all_tokens(drafter: EagleDrafter) -> None:
-    """Refuse a reduced vocabulary, for which no format of EAGLE-1 and of MTP has a place."""
+def check_all_tokens(drafter: Any) -> None:
+    """Refuse a reduced vocabulary, for which a format has no place."""
     if drafter.vocabulary is not None:
         raise interface.cannot_write(
             "vocabulary", f"{len(drafter.vocabulary)} tokens", f"all {drafter.config.vocab_size}"

@@ -105,13 +105,7 @@ class HeadFormat:
 
 @dataclass(frozen=True)
 class About:
-    """A drafter's description in the model card.
-
-    Attributes:
-        title: for the heading.
-        tag: on the Hub.
-        rows: of the card's table.
-    """
+    """A drafter's description in the model card."""
 
     title: str
     tag: str
@@ -126,7 +120,6 @@ class Files:
         formats: formats of other programs; an export prefers the first that fits.
         check: ``(drafter, base)``, called before anything is allocated. Raises ValueError for settings that no export
             writes, and `HydrajaxError` for those of another base.
-        about: ``drafter -> About``.
     """
 
     formats: tuple[HeadFormat, ...]

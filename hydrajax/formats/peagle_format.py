@@ -21,8 +21,7 @@ from hydrajax.models.llama_config import LlamaConfig
 
 MASKS = ("ptd_token_id", "pard_token", "mask_token_id")
 GUESSES = 8  # if the file does not tell
-OFF = (None, False)
-VARIANTS = {"norm_before_fc": OFF, "fc_norm": OFF, "norm_output": OFF}
+VARIANTS = dict.fromkeys(("norm_before_fc", "fc_norm", "norm_output"), parts.OFF)
 
 
 class PEagleFormat(FeatureFormat):
