@@ -41,9 +41,7 @@ def best_first(
 
     Args:
         tree: ``best-N`` or ``fanout-N-K``, of depth at most D.
-        root: int32 ``[B]``.
         logits: Logits of the tokens at depth 1 .. D.
-        lm_head: Ranks tokens.
     """
     logits = logits[:, : tree.depth]
     tokens, log_p = lm_head.likeliest(logits, min(tree.most_children, logits.shape[-1]))

@@ -306,12 +306,7 @@ class BlockDrafter(SeesAcceptedOnly):
         A block attends to the text before its anchor, in the same document, and to itself.
 
         Args:
-            params: The draft's parameters.
-            aux_hidden_states: The base's hidden states.
-            tokens: int32 ``[B, T]``.
             anchors: int32 ``[B, A]`` indices of the last known tokens; index 0 has no context.
-            base: The base with its parameters.
-            segments: int32 ``[B, T]`` documents, if packed.
         """
         return self.blocks_of(params, self.read(params, aux_hidden_states, tokens, segments, base), anchors, base)
 

@@ -29,9 +29,6 @@ class Text(NamedTuple):
     """Texts that blocks read in training.
 
     Attributes:
-        tokens, positions: int32 ``[B, T]``.
-        segments: int32 ``[B, T]`` documents, if packed.
-        block: Keys and values by layer.
         hidden: ``[B, T, D]`` outputs at the texts' own rows, of drafts that have such.
     """
 

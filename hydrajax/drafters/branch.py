@@ -19,7 +19,6 @@ def with_branch(proposal: Proposal, chain: Int[Array, "B n"], nodes: int) -> Pro
     If the drafter drew its candidates, the branch's own nodes are given, last among their siblings.
 
     Args:
-        proposal: A filled tree.
         chain: int32 ``[B, n]`` tokens after the root, -1 where there are none; n is at least the depth of the tree plus
             ``nodes``.
         nodes: Nodes of the branch's own. They hold the tokens after the last node that it shares with the tree.

@@ -119,10 +119,8 @@ def by_rank(
     """Fill a static tree: rank r among a node's children is the r-th distinct token of the chains that hold its path.
 
     Args:
-        root: int32 ``[B]``.
         tokens: int32 ``[B, 1, M, K]``, best chain first; K is at least the tree's depth.
         found: bool ``[B, 1, M]`` whether there is such a chain.
-        tree: The tree.
     """
     nodes, agreeing = [root[:, None]], found  # [B, nodes, M]: chains that hold the path to a node
     above = np.zeros(1, np.int32)  # the nodes of the level before

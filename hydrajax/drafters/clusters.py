@@ -102,7 +102,6 @@ class Clusters:
         """Return each row's logits of the tokens in its best clusters, float32.
 
         Args:
-            hidden: Rows.
             of_tokens: Returns the rows' logits of tokens ``[*rows, m]`` from the lm head's own rows, without `kernels`.
         """
         best = ops.top_tokens(project(hidden, self.centroids, jnp.float32), self.n_chosen)

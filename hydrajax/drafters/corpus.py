@@ -109,7 +109,6 @@ class Corpus:
         """Add a text. The oldest ones make room; of a text that is too long, the end is kept.
 
         Args:
-            ids: Token ids, such as an output.
             prompt: Token ids before the text. The last `CONTEXT` of them let later texts continue with the first of
                 ``ids``; they are not drafted themselves.
         """

@@ -43,7 +43,6 @@ class LmHead:
         shared: Use the base's own lm head, or its part for the vocabulary; no parameters but the bias.
         rank: r of a low-rank product in place of one matrix.
         vocabulary: The V' tokens; None for all V.
-        bias: Add a bias.
         clustered: Decoding multiplies clusters of tokens of a shared lm head alone; training, all tokens.
 
     Raises:

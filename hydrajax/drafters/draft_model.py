@@ -75,9 +75,7 @@ class Drafted(NamedTuple):
 
     Attributes:
         hidden: ``[B, n, D]`` after the final norm, at the n nodes that were run last.
-        block: Keys and values of all M.
         sees: bool ``[B, n, M]`` which of them a child of each of the n nodes attends to.
-        positions: int32 ``[B, M]`` in the text.
     """
 
     hidden: Float[Array, "B n D"]
@@ -117,7 +115,6 @@ class DraftModel:
     """A model that drafts for another one. Its parameters are those of ``model``.
 
     Attributes:
-        model: The draft model.
         vocab_size: V of the model that it drafts for. Either vocabulary may be padded beyond the common tokens; tokens
             that the other model lacks are never drafted.
         depth: Maximum number of drafted tokens.

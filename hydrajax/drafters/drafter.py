@@ -68,8 +68,6 @@ class Beam(NamedTuple):
     order.
 
     Attributes:
-        depth: Their depth.
-        tokens: int32 ``[B, n]``.
         paths: int32 ``[B, n, depth + 1]`` the tokens from the root to each.
         parents: int32 ``[B, n]`` each node's parent in the previous beam; NumPy ``[n]`` if it is the same for all
             sequences.
@@ -207,13 +205,10 @@ class Drafter(Protocol):
         """Prefill text that was not drafted: a prompt, or the next message of a conversation.
 
         Args:
-            params: The draft's parameters.
-            state: The draft's state.
             aux_hidden_states: ``[B, T, D]`` the base's hidden states at these tokens.
             tokens: int32 ``[B, T]``; the first ``counts[b]`` of sequence b are text.
             counts: int32 ``[B]``. `SeesAcceptedOnly` passes 0 for a finished sequence.
             bonus_token: int32 ``[B]`` the base's token after the text.
-            base: The base with its parameters.
         """
 
     def rewind(self, state: DraftState, lengths: Int[Array, " B"]) -> DraftState:
@@ -258,10 +253,8 @@ class Drafter(Protocol):
         vocabulary ranks after the whole vocabulary.
 
         Args:
-            params: The draft's parameters.
             aux_hidden_states: ``[B, T, D]`` the base's hidden states at the tokens.
             batch: ``tokens`` int32 ``[B, T]`` and optionally ``segments`` (`hydrajax.models.packed_forward`).
-            base: The base with its parameters.
             chunk_tokens: Maximum number of positions whose logits exist at once.
             depth: K, at most the drafter's.
         """

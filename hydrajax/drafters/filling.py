@@ -29,12 +29,8 @@ def fill(
     filled with allowed tokens (`hydrajax.drafters.draft_lm_head`).
 
     Args:
-        tree: The candidate tree.
-        root: int32 ``[B]``.
         guess: Returns the logits after the nodes of a beam (`hydrajax.drafters.drafter.Guess`).
         carry: Passed to the first ``guess``, at the root's level 0.
-        lm_head: Ranks and draws tokens.
-        vocab_size: The base's.
         draw: How to draw; None for the best guesses.
 
     Returns:

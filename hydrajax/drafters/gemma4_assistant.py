@@ -93,9 +93,7 @@ class AssistantNetwork(nn.Module):
         """Return what the lm head reads at T positions.
 
         Args:
-            embeddings: Of the tokens.
             hidden: The base's hidden state before each of them, or its replacement.
-            positions: Of the tokens.
             segments: What each layer attends to.
         """
         x, added = project(jnp.concatenate([embeddings, hidden.astype(self.dtype)], axis=-1), self.reduce), None

@@ -52,13 +52,7 @@ def grow(
     number.)
 
     Args:
-        tree: The dynamic tree.
-        root: int32 ``[B]``.
         guess: Returns the logits after the nodes of a beam.
-        carry: Passed to the first ``guess``.
-        lm_head: Ranks and draws tokens.
-        vocab_size: The base's.
-        draw: How to draw; None for the best guesses.
 
     Returns:
         The proposal, whose ``scratch`` is int32 ``[B, N]``: each node's index among the expanded ones (the root, then

@@ -13,7 +13,6 @@ class DrafterKind:
     """A kind of drafter. Its declaration stands in the module of its class.
 
     Attributes:
-        title: display name.
         drafter: its class. A trained one has ``Settings`` (`hydrajax.drafters.trainable.Trainable`). One whose shape
             depends on the base has ``for_base(config, dtype, settings)``.
         settings: of released heads, if not the defaults.

@@ -25,7 +25,6 @@ class History(NamedTuple):
 
     Attributes:
         tokens: ``[B, S]``, of which the first ``lengths[b]`` are valid.
-        lengths: ``[B]``.
         latest: ``[B, L, H]`` the last position where an n-gram of each hash ended.
         previous: ``[B, L, S]`` for each position, the one before it where an n-gram of the same hash ended.
     """

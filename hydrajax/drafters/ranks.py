@@ -55,10 +55,7 @@ def token_ranks(
 
     Args:
         logits_of: Maps hidden states to logits over the ``vocabulary``.
-        hidden: ``[B, T, D]``.
-        wanted: int32 ``[B, T]``.
         vocabulary: The draft's; None for all ``vocab_size`` tokens.
-        vocab_size: The base's.
         chunk_tokens: Maximum number of positions whose logits exist at once.
     """
 

@@ -88,7 +88,6 @@ def vocabulary_of(
 
     Args:
         size: Number of tokens; None for all.
-        base: The base's configuration.
         target_counts: How often each token id is a target in the training text; None takes the smallest ids, if only
             sizes matter.
     """

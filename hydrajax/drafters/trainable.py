@@ -43,8 +43,6 @@ class Trainable(Drafter, Protocol):
         """Return the drafter for a base of this shape.
 
         Args:
-            base: The base's configuration.
-            dtype: Dtype of the computation.
             settings: An instance of ``Settings``; None for its defaults.
             target_counts: See `hydrajax.drafters.settings.vocabulary_of`.
 
@@ -89,10 +87,6 @@ class TeacherForced(Trainable, Protocol):
         """Return what the lm head of each draft head reads: the first half of the training forward pass.
 
         Args:
-            params: The draft's parameters.
-            aux_hidden_states: ``[B, T, D]`` the base's hidden states.
-            tokens: int32 ``[B, T]``.
-            base: The base with its parameters.
             rng: Key of the dropout, applied everywhere except at the lm head; None for none.
             positions: Positions inside each packed document; None if a row is one document. Only drafters with
                 attention need ``positions`` and ``mask``, which are given together.

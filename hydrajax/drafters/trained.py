@@ -37,7 +37,6 @@ class StackSettings(HeadSettings):
         prefix: Put a prefix layer in front of the heads, see `hydrajax.drafters.prefix.Prefix`.
         prefix_window: Number of tokens that the prefix layer attends to, None for all; use the length of the training
             rows if texts will be longer.
-        dropout: Dropout rate.
         hidden_state_offset: Read the input of the n-th layer from the end; 0 for the base's last hidden states.
     """
 

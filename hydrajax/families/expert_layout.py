@@ -21,7 +21,6 @@ def expert_mlp(path: Path, prefix: str, c: LlamaConfig, files: Container[str]) -
     Args:
         path: the layer's path in our parameters.
         prefix: the start of its tensors' names.
-        c: its shape.
         files: names of their tensors; transformers 5 without conversion has one for all experts of a layer.
     """
     e, path = c.experts, (*path, "experts")

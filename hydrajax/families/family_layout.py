@@ -36,7 +36,6 @@ def base_layout(c: LlamaConfig, files: Mapping[str, Shape] = NO_FILES) -> Layout
     """Return the key map of a whole base.
 
     Args:
-        c: its shape.
         files: names and shapes of its files' tensors, where a family has several forms of files: in one tensor for all
             experts of a layer, with OLMo hybrid's released names, or in a multimodal checkpoint. By default the form
             that is written.
@@ -70,7 +69,6 @@ def decoder_layer(
     Args:
         path: the layer's path in our parameters.
         prefix: the start of its tensors' names.
-        c: the layer's shape.
         attention_width: input width of the attention if its input is not the normed residual stream. The layer then
             has no attention norm.
         files: as in `base_layout`.

@@ -59,7 +59,6 @@ def to_llama_config(raw: dict, what: str = "config.json") -> LlamaConfig:
     """Translate the fields of a ``config.json``.
 
     Args:
-        raw: the parsed file.
         what: begins error messages.
 
     Raises:
@@ -88,7 +87,6 @@ def text_part(raw: dict, what: str = "config.json") -> dict:
     """Return the fields of a multimodal model's text part, and those of the whole model; other fields unchanged.
 
     Args:
-        raw: the parsed ``config.json``.
         what: begins error messages.
     """
     kind, text = raw.get("model_type"), raw.get("text_config")

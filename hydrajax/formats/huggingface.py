@@ -67,7 +67,6 @@ def load_llama(
     with an adapter are read whole too, as their scales and sums are those of whole matrices.
 
     Args:
-        base: a directory, or its checkpoint.
         dtype: of parameters and computation; None for `default_dtype` of the stored weights.
         place: ``place(array, logical_axes)`` returns the array on devices. ``array`` is a `Parameter` or an array of
             NumPy: ``array[index]`` reads a slice and ``np.asarray(array)`` all. By default the default device's.
@@ -76,7 +75,6 @@ def load_llama(
             `Checkpoint.weight_type`.
         adapter: directory of an adapter (`hydrajax.formats.peft`), whose low-rank weights stay separate, in ``dtype``.
         merge: add the adapter to the base's weights instead, in float32, before anything is rounded or quantised.
-        on_progress: called after each parameter.
         what: begins error messages.
 
     Raises:

@@ -38,7 +38,6 @@ class MTPFormat(interface.HeadFormat):
         embedding_first, before_final_norm: of the drafter (`hydrajax.drafters.mtp.MTP`).
         names: of the norms of embedding and hidden state, the projection and the last norm.
         copies: of the base's tensors, which are not read.
-        architecture: in an export's ``config.json``.
         layer: the decoder layer's prefix after the module's.
     """
 

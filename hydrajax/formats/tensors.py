@@ -228,7 +228,6 @@ def open_base_tensors(directory: Path, what: str, config: dict | None = None) ->
     """Open the weights of a base, see `open_tensors`; quantised layers appear as float ones.
 
     Args:
-        what: begins error messages.
         config: the content of ``config.json``; by default it is read.
     """
     config = read_json(directory / "config.json", what) if config is None else config

@@ -108,7 +108,6 @@ def to_params(m: LanguageModel, layout: str | Table = "tunix", like: Any = None)
     """Return the base's parameters as another program keeps them, by path, on the host.
 
     Args:
-        m: the model.
         layout: as in `from_params`.
         like: parameters of that program, which decide between the forms that a layout has. By default the form is that
             from which ``m`` was read, or the layout's first.
@@ -163,7 +162,6 @@ class Reader:
     """Reads parameters of one form, with one compiled program.
 
     Attributes:
-        model: the base.
         layout: of the parameters, and its table.
         places: of each tensor of a checkpoint among them.
         mesh: that it is sharded over; None for one device.

@@ -119,7 +119,6 @@ class HydrajaxRollout(BaseRollout):
 
         Args:
             prompts: texts; equal ones are prefilled once.
-            rollout_config: tunix' settings.
 
         Raises:
             HydrajaxError: for no prompts, and for prompts and completions that do not fit into the context.

@@ -52,12 +52,9 @@ class BaseModel(Protocol):
         """Run T tokens per sequence through the model, over an optional cache.
 
         Args:
-            tokens: int32 ``[B, T]``.
-            positions: int32 ``[B, T]``.
             block_mask: bool ``[T, T]`` (or ``[B, 1, 1, T, T]``): which of these tokens attends to which, such as a tree
                 mask; or `hydrajax.models.attention.Causal` for a text with consecutive positions. All filled slots of
                 the cache are visible.
-            cache: The KV cache, or one with pending tokens.
             aux_hidden_layers: The hidden states to return for the drafter: 0 is the output after the final norm, n > 0
                 the input of the n-th layer from the end (``hidden_state_offset`` in the released Hydra code), and
                 `BEFORE_FINAL_NORM` the input of the final norm.
@@ -75,7 +72,6 @@ class BaseModel(Protocol):
         """Return float32 next-token logits from hidden states after the final norm.
 
         Args:
-            hidden: The hidden states.
             tokens: Ids of the tokens whose logits to return, in this order; constants of the program. None for all.
                 Or int32 ``[*rows, n]``, tokens of each row.
             plain: Return the lm head's matmul, without the base's divisor and cap of logits.
@@ -99,8 +95,6 @@ class BoundBase:
     """A base with its parameters. Drafters read it instead of keeping a copy.
 
     Attributes:
-        model: The module.
-        params: Its parameters.
         rng: Enables the dropout of the base's adapter, in training.
         cache: The committed text, for drafters that read it (`hydrajax.drafters.drafter.DrafterSpec.reads_cache`).
         block: In training, what these read instead: `Forward.block` of the rows.

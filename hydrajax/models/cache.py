@@ -38,7 +38,6 @@ class KVCache(NamedTuple):
         """Return the filled slots of this layer of attention as a segment.
 
         Args:
-            layer: The layer.
             first_seen: The first slot that each query attends to under a sliding window; None for all.
         """
         return (KVSegment.of(self.layers[layer], Filled(self.lengths, first_seen)),)
@@ -50,8 +49,6 @@ class PendingKVCache(NamedTuple):
     A forward pass takes it in place of a cache.
 
     Attributes:
-        cache: The committed part.
-        block: Keys and values of the M tokens.
         sees: bool ``[B, T, M]`` which of them each of the T tokens fed now attends to.
         positions: int32 ``[B, M]`` their positions, for sliding windows.
     """
@@ -111,9 +108,6 @@ def append(
     """Append ``counts[b]`` tokens of ``block`` to each sequence; garbage is written beyond them.
 
     Args:
-        cache: The cache.
-        block: Keys and values by layer.
-        counts: int32 ``[B]``.
         index: ``[B, R]`` which tokens of the block, in order; None for the first ones.
         after: ``[B]``, any value computed from this program's last read of the cache (`after_reads`); None only if the
             program does not read it.

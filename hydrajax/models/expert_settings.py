@@ -14,9 +14,7 @@ class Experts:
     """A mixture of experts in place of a layer's MLP (`hydrajax.models.experts`).
 
     Attributes:
-        count: Number of experts.
         per_token: Number of experts that each token passes through.
-        width: Width of an expert's MLP.
         shared_width: Width of an MLP that every token passes through as well; 0 for none.
         shared_gate: The shared MLP's output is multiplied by the sigmoid of a product with its input (Qwen 2 MoE).
         scores: Of the router: ``"softmax"`` over all experts or ``"sigmoid"`` of each (DeepSeek-V3, GLM-4).

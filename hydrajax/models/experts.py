@@ -32,7 +32,6 @@ class ExpertMLP(nn.Module):
     Router and shared gate stay in float: they decide, and are small. An adapter does not reach experts.
 
     Attributes:
-        experts: Shapes and rules.
         activation: Of the parts of each MLP's first matmul (`hydrajax.models.layers.ACTIVATIONS`).
         parts: Number of these parts.
         dtype: Of parameters and computation, except for the router's bias, which is float32.
@@ -182,12 +181,10 @@ def expert_sum(
     Experts are sharded over the model axis of a mesh if it divides them evenly; one sum then joins the devices.
 
     Args:
-        x: The tokens.
         ids: Their experts, ascending.
         weights: The weights of these, float32.
         gate_up: The experts' kernels ``[D, 2, F]``.
         down: Their kernels ``[F, D]``.
-        count: E, their number.
         activation: Of the parts of the first matmul.
         biases: The experts' biases of both matmuls, ``[2, F]`` and ``[D]``, or none.
     """

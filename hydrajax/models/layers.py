@@ -101,7 +101,6 @@ class DecoderLayer(nn.Module):
         with ``shared_kv``), or what a state takes in.
 
         Args:
-            x: The residual stream.
             added: What the previous layer added to it; None for nothing.
             rope: `rope_table` of the tokens' positions; None without rotary embedding.
             block_mask: The ``visible`` of the tokens' own `KVSegment`; for a recurrent layer, their order

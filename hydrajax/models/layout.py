@@ -94,11 +94,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Parameters of one shape side by side along a new first axis, such as those of experts. Slices are read alone.
-
-    Attributes:
-        parts: The parameters.
-    """
+    """Parameters of one shape side by side along a new first axis, such as those of experts. Slices are read alone."""
 
     parts: tuple[Parameter, ...]
 

@@ -30,7 +30,6 @@ class Llama(nn.Module):
     Parameters and computation share ``dtype``; norms, softmax, rotary angles and logits are float32.
 
     Attributes:
-        config: Shapes and constants.
         dtype: Of parameters and computation.
         quantize: How the matmuls' weights are stored (`hydrajax.models.weights.Quantized`); also the embedding's if it
             is the lm head too and the type stores it.

@@ -21,8 +21,6 @@ class PerLayerEmbedding(nn.Module):
     """The embeddings of a model's layers (`LlamaConfig.per_layer_width`).
 
     Attributes:
-        config: Shapes.
-        dtype: Of parameters and computation.
         quantize: As in `hydrajax.models.llama.Llama`.
     """
 
@@ -37,7 +35,6 @@ class PerLayerEmbedding(nn.Module):
         """Return the embeddings that the L layers read.
 
         Args:
-            tokens: The tokens.
             embeddings: Theirs as the first layer reads them.
         """
         c = self.config

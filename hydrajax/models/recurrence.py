@@ -138,9 +138,6 @@ def stored(
     """Return what `RecurrentCache.after` takes: the cache after a text, or what is kept of nodes.
 
     Args:
-        inputs: Of the convolution.
-        past: The cache before.
-        order: The order of the tokens.
         kept: The second result of `run`.
     """
     if isinstance(order, Nodes):
@@ -189,7 +186,6 @@ def _along_paths(tokens: Tokens, on_path, sees_state, state: Float[Array, "B h v
     and each write.
 
     Args:
-        tokens: The tokens.
         on_path: ``[T, T]`` or ``[B, T, T]``.
         sees_state: bool ``[B, T]`` whether a token's path begins at ``state``; None for all.
         state: S_0.

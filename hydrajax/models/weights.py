@@ -128,8 +128,6 @@ def project(x: Float[Array, "*rows D"], kernel: Weight, dtype: DType | None = No
     """Return ``x @ kernel``, with the kernel's axes after the first flattened to F.
 
     Args:
-        x: Rows.
-        kernel: The weight.
         dtype: Of the result and the accumulation; default ``x.dtype``.
     """
     dtype = dtype or x.dtype

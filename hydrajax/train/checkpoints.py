@@ -93,7 +93,6 @@ class TrainCheckpoints:
         """Copy the state, then write it in the background.
 
         Args:
-            step: not saved yet.
             state: a pytree of jax Arrays, sharded or not. The caller may donate them to the next step at once: orbax
                 has copied accelerator memory by then, and XLA does not reuse host memory that NumPy still reads.
             meta: what JSON can hold (settings, data position); tuples come back as lists.

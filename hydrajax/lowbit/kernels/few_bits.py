@@ -29,7 +29,6 @@ def matmul(
     """Return ``x @ weight`` in float32; without a gradient.
 
     Args:
-        x: float32.
         width: F.
         tiles: int8, or uint8 with two numbers of 0 to 15, or codes, in a byte.
         scales: Float16 or float32, a scale of each group and column (`tile_layout.scale_shape`). Perhaps followed by
