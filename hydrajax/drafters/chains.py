@@ -65,10 +65,7 @@ def joined(found: Sequence[Chains]) -> Chains:
 
 
 def estimated(
-    tokens: Int[Array, "B M K"],
-    lengths: Int[Array, "B M"],
-    survival: Sequence[float],
-    doubt: float,
+    tokens: Int[Array, "B M K"], lengths: Int[Array, "B M"], survival: Sequence[float], doubt: float
 ) -> Chains:
     """Estimate the acceptance of what followed M matches.
 

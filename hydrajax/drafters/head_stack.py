@@ -109,10 +109,7 @@ class Head(nn.Module):
         self.lm_params = self.lm_head.declare(self, self.width, self.vocab_size)
 
     def hidden(
-        self,
-        x: Float[Array, "*rows D_or_2D"],
-        path: Float[Array, "*paths kD"] | None = None,
-        rng: Array | None = None,
+        self, x: Float[Array, "*rows D_or_2D"], path: Float[Array, "*paths kD"] | None = None, rng: Array | None = None
     ) -> Float[Array, "*paths D"]:
         """Return the input of the lm head (before its dropout). ``x`` is h_t, or [h_t, E(root)] for a conditioned
         head. On a mesh the result's features are sharded, until a caller replicates them (`replicate_features`).

@@ -115,11 +115,7 @@ def _olmo3_fields(c: LlamaConfig) -> dict[str, Any]:
     types = [SLIDING if kind.sliding_window or kind.rope_scaling != c.rope_scaling else FULL for kind in c.kinds]
     by_type = dict(zip(types, c.kinds, strict=True))
     ropes = {name: rope_parameters(kind.rope_theta, kind.rope_scaling) for name, kind in by_type.items()}
-    return {
-        "sliding_window": window_field(c) or c.max_positions,
-        "layer_types": types,
-        "rope_parameters": ropes,
-    }
+    return {"sliding_window": window_field(c) or c.max_positions, "layer_types": types, "rope_parameters": ropes}
 
 
 def _exaone4(raw: dict, c: LlamaConfig) -> LlamaConfig:
@@ -227,26 +223,17 @@ def _phi3_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _GEMMA = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
 _GEMMA2 = _GEMMA | {
-    "max_position_embeddings": 8192,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
+    "max_position_embeddings": 8192, "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0,
+}  # fmt: skip
 _GEMMA3 = _GEMMA | {"max_position_embeddings": 131_072, "rope_theta": 1_000_000.0}
 _OLMO3 = {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096}
 _SMOLLM3 = {
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "rope_theta": 2_000_000.0,
-    "tie_word_embeddings": True,
-}
+    "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2_000_000.0, "tie_word_embeddings": True,
+}  # fmt: skip
 _PHI3 = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096}
 GEMMA2 = Family("Gemma2ForCausalLM", "Gemma 2", _GEMMA2, _gemma2, _gemma2_fields, hidden_activation)
 GEMMA3_TEXT = Family("Gemma3ForCausalLM", "Gemma 3, text", _GEMMA3, _gemma3, _gemma3_fields, hidden_activation)

@@ -203,61 +203,29 @@ def _gpt_oss_fields(c: LlamaConfig) -> dict[str, Any]:
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 _MIXTRAL = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
+    "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+    "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 _OLMOE = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
 _QWEN2 = {
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts_per_tok": 4,
-    "num_experts": 60,
+    "num_key_value_heads": 16, "max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28,
+    "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
     "qkv_bias": True,
-}
+}  # fmt: skip
 _QWEN3 = {
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 32_768,
-    "sliding_window": 4096,
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-}
+    "num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096, "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8, "num_experts": 128,
+}  # fmt: skip
 _GLM4 = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.5,
-    "moe_intermediate_size": 1408,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_routed_experts": 128,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-}
+    "num_key_value_heads": 8, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+}  # fmt: skip
 _GPT_OSS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150_000.0,
-    "sliding_window": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-    "attention_bias": True,
-}
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0, "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0, "attention_bias": True,
+}  # fmt: skip
 MIXTRAL = Family("MixtralForCausalLM", "Mixtral", _MIXTRAL, _mixtral, _mixtral_fields)
 QWEN2_MOE = Family("Qwen2MoeForCausalLM", "Qwen 1.5 and 2 MoE", _QWEN2, _qwen2_moe, _qwen2_moe_fields)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", "Qwen 3 MoE", _QWEN3, _qwen3_moe, qwen_fields)
@@ -272,11 +240,5 @@ GPT_OSS = Family(
     attention_bias=True,
 )
 GLM4_MOE = Family(
-    "Glm4MoeForCausalLM",
-    "GLM 4.5, 4.6",
-    _GLM4,
-    _glm4_moe,
-    _glm4_moe_fields,
-    partial_rotary=True,
-    attention_bias=True,
+    "Glm4MoeForCausalLM", "GLM 4.5, 4.6", _GLM4, _glm4_moe, _glm4_moe_fields, partial_rotary=True, attention_bias=True
 )

@@ -148,20 +148,12 @@ def _gemma4_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _GEMMA4 = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 131_072,
-    "sliding_window": 512,
-    "vocab_size_per_layer_input": 262_144,
+    "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "max_position_embeddings": 131_072, "sliding_window": 512, "vocab_size_per_layer_input": 262_144,
     "hidden_size_per_layer_input": 256,
-}
+}  # fmt: skip
 _UNIFIED = {"max_position_embeddings": 262_144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
 GEMMA4_TEXT = Family("Gemma4ForCausalLM", "Gemma 4, text", _GEMMA4, _gemma4, _gemma4_fields, _prepared)
 GEMMA4_UNIFIED_TEXT = dataclasses.replace(
-    GEMMA4_TEXT,
-    architecture="Gemma4UnifiedForCausalLM",
-    models="Gemma 4 12B, text",
-    defaults=_GEMMA4 | _UNIFIED,
+    GEMMA4_TEXT, architecture="Gemma4UnifiedForCausalLM", models="Gemma 4 12B, text", defaults=_GEMMA4 | _UNIFIED
 )

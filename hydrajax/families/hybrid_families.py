@@ -126,15 +126,9 @@ def _olmo_hybrid_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _DELTA = {
-    "head_dim": 256,
-    "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
+    "head_dim": 256, "max_position_embeddings": 32_768, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 _SPARSE = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
 _QWEN3_NEXT = _DELTA | _SPARSE | {"num_experts_per_tok": 10, "num_experts": 512, "norm_topk_prob": True}
 _QWEN3_5 = _DELTA | {"num_key_value_heads": 4}

@@ -147,42 +147,22 @@ def _lfm3_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _LFM = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128_000,
-    "tie_word_embeddings": True,
-    "conv_L_cache": 3,
+    "num_key_value_heads": 8, "max_position_embeddings": 128_000, "tie_word_embeddings": True, "conv_L_cache": 3,
     "conv_bias": False,
-}
+}  # fmt: skip
 _LFM2_MOE = _LFM | {
-    "norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "full_attn_idxs": None,
-    "layer_types": None,
-    "moe_intermediate_size": 1792,
-    "num_dense_layers": 2,
-    "num_experts_per_tok": 4,
-    "num_experts": 32,
-    "use_expert_bias": True,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-}
+    "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "full_attn_idxs": None, "layer_types": None,
+    "moe_intermediate_size": 1792, "num_dense_layers": 2, "num_experts_per_tok": 4, "num_experts": 32,
+    "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
 _LFM2 = _LFM | {
-    "norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "intermediate_size": 12_288,
-    "full_attn_idxs": None,
-    "block_multiple_of": 256,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": True,
-}
+    "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "intermediate_size": 12_288, "full_attn_idxs": None,
+    "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+}  # fmt: skip
 _LFM3 = _LFM | {
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "conv_L_cache": 7,
-    "sliding_window": 256,
-    "use_sandwich_norm": True,
+    "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7, "sliding_window": 256, "use_sandwich_norm": True,
     "use_attention_gate": True,
-}
+}  # fmt: skip
 _LFM3_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5},

@@ -122,27 +122,16 @@ def _switched_fields(c: LlamaConfig) -> dict[str, Any]:
 _QWEN = {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096}
 _MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096}
 _LONG_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16_384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+    "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 _MINISTRAL3 = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262_144,
-    "rms_norm_eps": 1e-5,
-}
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262_144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 _SEED = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 524_288,
-    "attention_bias": True,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524_288, "attention_bias": True,
     "attention_out_bias": False,
-}
+}  # fmt: skip
 LLAMA = Family("LlamaForCausalLM", "LLaMA 1, 2, 3, 3.1, 3.2, Vicuna, TinyLlama, CodeLlama")
 MISTRAL = Family("MistralForCausalLM", "Mistral", _MISTRAL, _mistral, _mistral_fields)
 QWEN2 = Family("Qwen2ForCausalLM", "Qwen 2, 2.5", _QWEN, _qwen2, _switched_fields)

@@ -174,39 +174,17 @@ def _nemotron_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _GRANITE = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-    "shared_intermediate_size": 1024,
-    "mamba_n_heads": 128,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 256,
-    "mamba_d_head": "auto",
-    "mamba_d_conv": 4,
-    "mamba_expand": 2,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024, "mamba_n_heads": 128,
+    "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
     "mamba_conv_bias": True,
-}
+}  # fmt: skip
 _NEMOTRON = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 4096,
-    "layer_norm_epsilon": 1e-5,
-    "mlp_hidden_act": "relu2",
-    "ssm_state_size": 128,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "n_groups": 8,
-    "conv_kernel": 4,
-    "time_step_min": 0.001,
-    "use_conv_bias": True,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-}
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2", "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
+    "conv_kernel": 4, "time_step_min": 0.001, "use_conv_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+}  # fmt: skip
 GRANITE = Family("GraniteMoeHybridForCausalLM", "Granite 4", _GRANITE, _granite, _granite_fields, _granite_types)
 NEMOTRON = Family(
     "NemotronHForCausalLM", "Nemotron-H, Nemotron Nano 2, 3", _NEMOTRON, _nemotron, _nemotron_fields, _nemotron_blocks

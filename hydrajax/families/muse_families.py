@@ -58,7 +58,7 @@ def _muse_glimmer(raw: dict, c: LlamaConfig) -> LlamaConfig:
         [
             LayerKind(window if kind == SLIDING else None, *(rope if theta else (None, None)))
             for kind, theta in zip(types, thetas, strict=False)
-        ],
+        ]
     )
 
 
@@ -82,17 +82,10 @@ def _muse_glimmer_fields(c: LlamaConfig) -> dict[str, Any]:
 
 
 _TEXT = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "hidden_activation": "silu",
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "post_norm_eps": 1e-8,
-    "sliding_window": 2048,
-    "qk_scale_factor": 3.87,
-    "output_multiplier": 0.19611613513818404,
-    "final_logit_softcapping": 20.0,
-}
+    "num_key_value_heads": 2, "head_dim": 128, "hidden_activation": "silu", "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5, "post_norm_eps": 1e-8, "sliding_window": 2048, "qk_scale_factor": 3.87,
+    "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0,
+}  # fmt: skip
 TEXT = Family(
     "MuseGlimmerTextModel", "Muse Glimmer, text", _TEXT, _muse_glimmer, _muse_glimmer_fields, hidden_activation
 )

@@ -109,10 +109,7 @@ def run(tokens: Tokens, order: Order, state: Float[Array, "B h v k"]) -> tuple[A
 
 
 def convolve(
-    inputs: Float[Array, "B G T C"],
-    earlier: Float[Array, "B G K1 C"],
-    weights: Float[Array, "G C K"],
-    order: Order,
+    inputs: Float[Array, "B G T C"], earlier: Float[Array, "B G K1 C"], weights: Float[Array, "G C K"], order: Order
 ) -> Float[Array, "B G T C"]:
     """Return the causal convolution of each channel over a token and its K - 1 predecessors on its path.
 
