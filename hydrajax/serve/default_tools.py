@@ -46,9 +46,10 @@ def _written(messages: Messages) -> Messages:
     found: Messages = []
     for message, before in zip(messages, [None, *messages], strict=False):
         if calls := message.get("tool_calls"):
-            texts = [f"<tool_call>\n{json.dumps(_plain(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
+            functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
+            texts = [f"<tool_call>\n{json.dumps(one, ensure_ascii=False)}\n</tool_call>" for one in functions]
             text = "\n".join(filter(None, [text_of(message["content"]), *texts]))
-            message = {"role": "assistant", "content": text}
+            message = {name: message[name] for name in message.keys() - {"tool_calls"}} | {"content": text}
         elif message["role"] == "tool":
             result = f"<tool_response>\n{text_of(message['content'])}\n</tool_response>"
             message = {"role": "user", "content": result}
@@ -56,7 +57,3 @@ def _written(messages: Messages) -> Messages:
             message = message | {"content": f"{found.pop()['content']}\n{text_of(message['content'])}"}
         found.append(message)
     return found
-
-
-def _plain(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: call["function"][name] for name in ("name", "arguments")}

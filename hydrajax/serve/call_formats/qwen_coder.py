@@ -59,7 +59,9 @@ class QwenCoderCalls(TaggedCalls):
 
 def _whole(schema: Schema, root: Schema) -> Schema:
     """Return a schema with the definitions that it refers to."""
-    return {name: root[name] for name in ("$defs", "definitions") if name in root} | resolved(schema, root)
+    found = resolved(schema, root)
+    refers = "$ref" in json.dumps(found)
+    return {name: root[name] for name in ("$defs", "definitions") if refers and name in root} | found
 
 
 def _checks(root: Schema) -> dict[str, Callable[[str], bool]]:
