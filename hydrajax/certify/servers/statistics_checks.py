@@ -10,12 +10,16 @@ from hydrajax.certify.servers.comparison import FAULT, Finding
 from hydrajax.certify.servers.questions import Question
 from hydrajax.certify.servers.sides import Compared, Sides
 
-SPECULATION, ENDED = "vllm:spec_decode_num_", "vllm:request_success_total"
-# Counters, and the sums over responses that they move by.
-FROM_COUNTS = {
-    "drafts": "num_spec_steps", "draft_tokens": "num_draft_tokens", "accepted_tokens": "num_accepted_draft_tokens",
-}  # fmt: skip
-FROM_USAGE = {"vllm:prompt_tokens_total": "prompt_tokens", "vllm:generation_tokens_total": "completion_tokens"}
+ENDED = "vllm:request_success_total"
+# Counters, and the fields of responses whose sums they move by.
+COUNTERS = {
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "completion_tokens",
+    "vllm:spec_decode_num_drafts_total": "num_spec_steps",
+    "vllm:spec_decode_num_draft_tokens_total": "num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_total": "num_accepted_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": "num_accepted_draft_tokens",
+}
 LOOKS, PAUSE = 20, 0.1  # seconds: a server may count a request after its response
 USAGE = {"stream_options": {"include_usage": True}}
 
@@ -32,22 +36,17 @@ def statistics(sides: Sides, questions: Sequence[Question]) -> Compared:
         if (described := found.reply(asked, outcome, setting)) is None:
             continue
         answers, usage, counts = described
-        whole &= bool(usage)
-        sums.update({name: usage.get(field, 0) for name, field in FROM_USAGE.items()} | {ENDED: 1})
-        if counts is not None:
-            found.compared += 1
-            messages = list(_wrong(counts, usage, asked, answers[0]))
-            found.findings += [Finding("statistics", FAULT, setting, asked, message) for message in messages]
-            whole &= not messages
-            if whole:
-                sums.update({f"{SPECULATION}{name}_total": counts[field] for name, field in FROM_COUNTS.items()})
-    sums[f"{SPECULATION}accepted_tokens_per_pos_total"] = sums[f"{SPECULATION}accepted_tokens_total"]
+        messages = [] if counts is None else list(_wrong(counts, usage, asked, answers[0]))
+        found.findings += [Finding("statistics", FAULT, setting, asked, message) for message in messages]
+        found.compared += counts is not None
+        whole &= bool(usage) and not messages
+        fields = usage | (counts or {})
+        sums.update({ENDED: 1} | {name: fields[field] for name, field in COUNTERS.items() if whole and field in fields})
     if not found.compared:
         found.refusals.append("responses have no metrics.speculative_decoding")
-        sums = Counter({name: count for name, count in sums.items() if not name.startswith(SPECULATION)})
     if not before:
         found.refusals.append("/metrics has no counters of vLLM")
-    elif whole and sums[ENDED]:  # else the sums are not known
+    elif whole and sums:  # else the sums are not known
         found.compared += 1
         found.findings += [
             Finding("statistics", FAULT, setting, questions[-1], f"/metrics: {message}")
