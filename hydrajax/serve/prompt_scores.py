@@ -46,12 +46,9 @@ class PromptScorer:
 
     def __init__(self, executor: Executor):
         self._executor, self._config, self._limiter = executor, executor.model.config, CapacityLimiter(1)
-        score = partial(token_scores, executor.model, tokens_at_once=self._at_once)
+        at_once = max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // self._config.vocab_size))
+        score = partial(token_scores, executor.model, tokens_at_once=at_once)
         self._program = jit_on(executor.mesh, lambda params, tokens, k: score(params, tokens, k), static_argnames="k")
-
-    @property
-    def _at_once(self) -> int:
-        return max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // self._config.vocab_size))
 
     async def score(self, ids: Sequence[int], k: int) -> TextScores:
         """Return the scores of a text that fits the context, with k most likely tokens."""
