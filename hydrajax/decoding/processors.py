@@ -168,14 +168,6 @@ def _parse_bias(text: str) -> dict[int, float]:
         raise ValueError("expected ID:B,ID:B,...") from None
 
 
-def _parse_ids(text: str) -> list[int]:
-    """Parse ``ID,ID``; raises ValueError."""
-    try:
-        return [integer_in(token.strip()) for token in text.split(",")]
-    except ValueError:
-        raise ValueError("expected ID,ID,...") from None
-
-
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class LogitBias:
@@ -202,7 +194,12 @@ class LogitBias:
     )
     allowed_token_ids: Sequence[int] | None = field(
         default=None,
-        metadata={"help": "generate these tokens only", "metavar": "ID,...", "parse": _parse_ids, "json": list[int]},
+        metadata={
+            "help": "generate these tokens only",
+            "metavar": "ID,...",
+            "parse": lambda text: [integer_in(token.strip()) for token in text.split(",")],
+            "json": list[int],
+        },
     )
     counts_tokens: ClassVar[bool] = False
 

@@ -172,13 +172,8 @@ class ReplyFormat:
     reasoning = True
 
     def __init__(self, model: str, chat: bool, continuous_usage: bool = False, prompt_top: int | None = None):
-        """Build the format.
-
-        Args:
-            model: its name.
-            chat: else completions.
-            continuous_usage: events of a stream have token counts so far.
-            prompt_top: most likely tokens of ``prompt_logprobs``, None without this field.
+        """``continuous_usage``: events of a stream have token counts so far. ``prompt_top``: most likely tokens of
+        ``prompt_logprobs``, None without this field.
         """
         self._prompt_top = prompt_top
         self._chat, self._continuous_usage, prefix = chat, continuous_usage, "chatcmpl" if chat else "cmpl"

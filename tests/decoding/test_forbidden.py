@@ -13,6 +13,7 @@ from hydrajax.errors import HydrajaxError
 
 PROMPTS = ["a bad cafe", "no", "deaf dog"]
 SAMPLED = {"rule": "exact", "temperature": 1.4, "seed": 5}
+END_NOW = {"logit_bias": {letters.END: 50}}
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +21,21 @@ def m():
     return letters.model()
 
 
+@dataclass(frozen=True)
+class SixOfThree(HostGrammar):
+    """Six of the first three letters."""
+
+    def after(self, text):
+        return frozenset({0, 1, 2} if len(text) < 6 else {letters.END})
+
+
 def generated(m, **settings):
-    """Return the outputs with a tree, after they equal those without a draft."""
+    """Return the outputs with a tree, which are those without a draft in more steps."""
     settings = {"max_new_tokens": 24, "batch_size": 3} | settings
     found, plain = (m.generate(PROMPTS, tree=tree, **settings) for tree in (letters.TREE, "root"))
-    assert [one.output_ids for one in found] == [one.output_ids for one in plain]
-    assert [(one.text, one.finish_reason, one.stop_reason) for one in found] == [
-        (one.text, one.finish_reason, one.stop_reason) for one in plain
-    ]
+    for one, other in zip(found, plain, strict=True):
+        assert (one.output_ids, one.text, one.stop_reason) == (other.output_ids, other.text, other.stop_reason)
+        assert one.finish_reason == other.finish_reason
     assert sum(one.steps for one in found) < sum(one.steps for one in plain)
     return found
 
@@ -43,41 +51,6 @@ def reference(m, words, prompt: str, limit: int) -> list[int]:
                 logits[last] = -np.inf
         output.append(int(logits.argmax()))
     return output
-
-
-@pytest.mark.slow
-def test_bad_words_of_one_and_of_several_tokens(m):
-    free = generated(m)
-    pieces = [free[0].text[2:4], free[1].text[1:4], free[2].text[5]]
-    found = generated(m, bad_words=pieces)
-    words = token_sequences(m.tokenizer, pieces)
-    assert {len(word) for word in words} == {1, 2, 3}
-    for one, before in zip(found, free, strict=True):
-        assert not any(piece in one.text for piece in pieces)
-        assert one.output_ids != before.output_ids
-    assert found[1].output_ids == reference(m, words, PROMPTS[1], 24)
-    for one in generated(m, bad_words=pieces, **SAMPLED):
-        assert not any(piece in one.text for piece in pieces)
-
-
-@dataclass(frozen=True)
-class SixOfThree(HostGrammar):
-    """Six of the first three letters."""
-
-    def after(self, text):
-        return frozenset({0, 1, 2} if len(text) < 6 else {letters.END})
-
-
-@pytest.mark.slow
-def test_bad_words_under_a_grammar(m):
-    settings = {"grammar": SixOfThree(), "max_new_tokens": 24}
-    piece = m.generate(PROMPTS[0], tree="root", **settings).text[2:4]
-    found = [m.generate(PROMPTS[0], tree=tree, bad_words=[piece], **settings) for tree in (letters.TREE, "root")]
-    assert found[0].output_ids == found[1].output_ids
-    assert (len(found[0].text), found[0].finish_reason) == (6, "eos")
-    assert piece not in found[0].text
-    every = [one + other for one in "abc" for other in "abc"]
-    assert m.generate(PROMPTS[0], tree="root", bad_words=every, **settings).finish_reason == "grammar"
 
 
 def test_masks_are_those_of_the_texts_at_the_nodes():
@@ -103,11 +76,34 @@ def test_masks_are_those_of_the_texts_at_the_nodes():
 
 
 @pytest.mark.slow
-def test_allowed_tokens(m):
+def test_bad_words_of_one_and_of_several_tokens(m):
+    free = generated(m)
+    pieces = [free[0].text[2:4], free[1].text[1:4], free[2].text[5]]
+    words = token_sequences(m.tokenizer, pieces)
+    assert {len(word) for word in words} == {1, 2, 3}
+    found = generated(m, bad_words=pieces)
+    assert found[1].output_ids == reference(m, words, PROMPTS[1], 24)
+    for one in (*found, *generated(m, bad_words=pieces, **SAMPLED)):
+        assert not any(piece in one.text for piece in pieces)
+    settings = {"grammar": SixOfThree(), "max_new_tokens": 24}
+    piece = m.generate(PROMPTS[0], tree="root", **settings).text[2:4]
+    one, other = (m.generate(PROMPTS[0], tree=tree, bad_words=[piece], **settings) for tree in (letters.TREE, "root"))
+    assert (len(one.text), one.finish_reason, one.output_ids) == (6, "eos", other.output_ids)
+    assert piece not in one.text
+    every = [first + second for first in "abc" for second in "abc"]
+    assert m.generate(PROMPTS[0], tree="root", bad_words=every, **settings).finish_reason == "grammar"
+
+
+@pytest.mark.slow
+def test_allowed_tokens_and_least_lengths(m):
     allowed = [0, 3, 7, letters.END]
     for sampled in ({}, SAMPLED):
         for one in generated(m, allowed_token_ids=allowed, logit_bias={3: 0.5, 4: 100}, **sampled):
             assert set(one.output_ids) <= set(allowed)
+    for one in generated(m, min_tokens=7, **END_NOW):
+        assert (one.new_tokens, one.finish_reason) == (8, "eos")
+    found = m.generate("abc", ignore_eos=True, tree="root", max_new_tokens=9, **END_NOW)
+    assert (found.output_ids, found.finish_reason) == ([letters.END] * 9, "length")
 
 
 @pytest.mark.slow
@@ -125,25 +121,11 @@ def test_stop_tokens_end_a_text_as_eos_does(m):
                 assert one.text == before.text[: end - 1 + included]
     stream = m.stream(PROMPTS[0], stop_token_ids=[token], tree="root", max_new_tokens=24)
     assert "".join(stream) == free[0].text[: free[0].output_ids.index(token)]
-    stop = free[1].text[4:6]
-    found = m.generate(PROMPTS[1], stop=[stop], include_stop_str_in_output=True, tree="root", max_new_tokens=24)
-    assert (found.text, found.stop_reason) == (free[1].text[: free[1].text.index(stop) + 2], stop)
-    # EOS stays EOS.
-    ended = m.generate("abc", stop_token_ids=[letters.END], logit_bias={letters.END: 50}, tree="root", max_new_tokens=9)
+    ended = m.generate("abc", stop_token_ids=[letters.END], tree="root", max_new_tokens=9, **END_NOW)
     assert (ended.finish_reason, ended.stop_reason) == ("eos", None)
 
 
-@pytest.mark.slow
-def test_a_least_length_and_ignored_eos(m):
-    bias = {letters.END: 50}
-    for one in generated(m, min_tokens=7, logit_bias=bias):
-        assert (one.new_tokens, one.finish_reason) == (8, "eos")
-    found = m.generate("abc", ignore_eos=True, logit_bias=bias, tree="root", max_new_tokens=9)
-    assert (found.output_ids, found.finish_reason) == ([letters.END] * 9, "length")
-
-
 def test_refusals(m):
-    grammar = SixOfThree()
     for settings, message in [
         ({"bad_words": "ab"}, 'bad_words: got "ab", expected a list of texts'),
         ({"bad_words": [""]}, 'bad_words: got [""], expected a list of texts'),
@@ -153,8 +135,8 @@ def test_refusals(m):
         ({"stop_token_ids": [17]}, "stop_token_ids: got 17, expected token ids from 0 to 16"),
         ({"min_tokens": -1}, "min_tokens: got -1, expected an integer from 0 up"),
         ({"min_tokens": 2, "stop_token_ids": [1]}, "min_tokens: got 2 with stop_token_ids, expected one of them"),
-        ({"min_tokens": 2, "grammar": grammar}, "min_tokens: got 2 with a grammar, which decides where"),
-        ({"ignore_eos": True, "grammar": grammar}, "ignore_eos: got true with a grammar, which decides where"),
+        ({"min_tokens": 2, "grammar": SixOfThree()}, "min_tokens: got 2 with a grammar, which decides where"),
+        ({"ignore_eos": True, "grammar": SixOfThree()}, "ignore_eos: got true with a grammar, which decides where"),
     ]:
         with pytest.raises(HydrajaxError) as error:
             m.generate("abc", tree="root", **settings)
