@@ -19,7 +19,7 @@ class TextKind(NamedTuple):
     prefix: str
     field: str
     part: dict[str, Any]
-    index: str
+    part_index: str
     part_events: str
     text_events: str
 
@@ -48,7 +48,7 @@ class ResponsesFormat:
 
     END = ""  # of a stream
 
-    def __init__(self, model: str, body: ResponsesBody, temperature: float, store: Callable[[dict], None]):
+    def __init__(self, model: str, body: ResponsesBody, temperature: float, store: Callable[[dict[str, Any]], None]):
         """Begin a response.
 
         Args:
@@ -190,5 +190,5 @@ class ResponsesFormat:
         if kind is not None:
             found["item_id"] = self._output[-1]["id"]
         if isinstance(kind, TextKind):
-            found[kind.index] = 0
+            found[kind.part_index] = 0
         return found | copy.deepcopy(fields)
