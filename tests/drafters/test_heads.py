@@ -14,7 +14,6 @@ from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
 from hydrajax.drafters.draft_lm_head import LmHead
-from hydrajax.drafters.drafter import Draw
 from hydrajax.drafters.eagle import Eagle
 from hydrajax.drafters.eagle3 import Eagle3, default_aux_hidden_layers
 from hydrajax.drafters.hydra import HydraHeads
@@ -23,7 +22,6 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.packed_forward import row_layout
 from hydrajax.trees import presets
 from hydrajax.trees.dynamic import DynamicTree
-from hydrajax.trees.static_tree import TreeTopology
 
 WIDTH, VOCAB = 32, 61  # of the `tiny_model` fixture
 EVEN = Vocabulary(range(0, VOCAB, 2))
@@ -63,7 +61,6 @@ HEADS = {  # of a base
     ),
     "amphista, the base's lm head": lambda c: amphista(c, adaptation_layers=0, small_lm_head=LmHead(True, shared=True)),
 }
-SKIPPING = TreeTopology.from_choices([[1], [1, 2], [4], [4, 0], [4, 3], [1, 2, 5]])
 
 
 @pytest.fixture
@@ -128,26 +125,6 @@ def test_guesses_equal_numpy(made, base):
             np.testing.assert_allclose(logits[k, row, t], expected, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("made", ["hydra, 3 shared layers"], indirect=True)
-def test_the_numpy_check_can_fail(made, base):
-    """Swapped siblings, or child counts read as ranks, must fail the check."""
-    drafter, params, plain = made
-    hidden, _ = texts_of(drafter, base)
-    closed_up = TreeTopology.from_choices([[0], [1], [0, 0], [1, 0], [1, 1], [0, 0, 0]])
-
-    @quick_jit
-    def run(state):
-        return [drafter.propose(params, state, jnp.full(3, 7), each, base).tokens[0] for each in (SKIPPING, closed_up)]
-
-    good, counted = map(np.array, run(hidden[:, 0]))
-    swapped = good.copy()
-    swapped[[1, 2]] = good[[2, 1]]
-    plain.check_proposal(SKIPPING, (hidden[0, :1], []), 7, good)
-    for wrong in (swapped, counted):
-        with pytest.raises(AssertionError):
-            plain.check_proposal(SKIPPING, (hidden[0, :1], []), 7, wrong)
-
-
 @pytest.mark.quick("hydra++", "medusa, prefix with a window")
 @pytest.mark.parametrize("made", ["hydra++", "medusa, prefix with a window", "eagle", "amphista"], indirect=True)
 def test_packed_documents_are_independent(made, base):
@@ -167,43 +144,6 @@ def test_packed_documents_are_independent(made, base):
             text = hidden[row, start : t + 1].astype(np.float64), tokens[row, start + 1 : t + 1].tolist()
             expected = plain.logits(k, text, tokens[row, t + 1 : t + 2 + k].tolist())
             np.testing.assert_allclose(logits[row, t], expected, atol=1e-3, rtol=1e-3)
-
-
-@pytest.mark.slow  # test_draft_lm_head.py compares those of reduced vocabularies
-@pytest.mark.parametrize("made", ["hydra", "eagle", "amphista, alpha, narrow, small lm heads"], indirect=True)
-def test_samples_follow_the_reported_distribution(made, base):
-    drafter, params, plain = made
-    hidden, tokens = texts_of(drafter, base)
-
-    @quick_jit
-    def run(params, keys):
-        state, roots = begun(drafter, params, base, hidden, tokens)
-        return drafter.propose(params, state, roots, presets.cartesian([3, 2, 1]), base, Draw(keys, jnp.full(3, 0.7)))
-
-    proposal = jax.device_get(run(params, jax.random.split(jax.random.key(0), (3, 4))))
-    known = np.arange(VOCAB) if drafter.vocabulary is None else drafter.vocabulary.tokens
-    assert np.isin(proposal.tokens[:, 1:], known).all()
-    for row, length in enumerate(map(sum, LENGTHS)):
-        text = hidden[row, :length].astype(np.float64), tokens[row, 1:length].tolist()
-        for parent, nodes in ((0, [0]), (1, [0, 1]), (4, [0, 1, 4])):  # the root, its first child, that one's first
-            expected = plain.logits(len(nodes) - 1, text, proposal.tokens[row, nodes].tolist()) / 0.7
-            np.testing.assert_allclose(proposal.log_q[row, parent], expected, atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["medusa", "hydra, 3 layers"])
-def test_fresh_heads_start_from_the_base(base, name):
-    """W1 = 0 and W2 = the base's lm head (medusa 2.1.1): a fresh head ranks tokens as the base does from h."""
-    drafter, tree = HEADS[name](base.config), presets.cartesian([3, 1])
-    state = np.random.default_rng(6).standard_normal((2, WIDTH)).astype(np.float32)
-
-    @quick_jit
-    def run(rng):
-        return drafter.propose(drafter.init(rng, base), state, jnp.array([1, 2]), tree, base).tokens
-
-    candidates = run(jax.random.key(0))
-    expected = np.argsort(-(state.astype(np.float64) @ np.asarray(base.params["lm_head"], np.float64)), axis=-1)
-    assert candidates[:, 1:4].tolist() == expected[:, :3].tolist()
-    assert candidates[:, 4:].tolist() == np.repeat(expected[:, :1], 3, axis=1).tolist()
 
 
 def test_eagle_3_reads_a_low_a_middle_and_a_high_layer():

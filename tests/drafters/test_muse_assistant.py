@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ from helpers.family_pairs import EXAMPLES, Pair, random_pair
 from helpers.family_settings import YARN
 from helpers.lab import quick_jit
 from helpers.released import refusal, save
-from hydrajax.api import make_autoregressive_fn, make_decode_fn
-from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.api import make_decode_fn
 from hydrajax.drafters.block import BlockSettings
 from hydrajax.drafters.dflash import DFlash
 from hydrajax.formats.export import export_heads
@@ -151,19 +149,6 @@ def test_trees_give_transformers_greedy_ids(reference, tree):
     out = decode(m.params, PADDED, LENGTHS)
     assert out.tokens[:, :NEW].tolist() == found.plain
     assert out.tokens_per_step() > 1.2
-
-
-@pytest.mark.slow
-def test_every_rule_takes_the_draft(reference):
-    """By the exact rule a tree's sample is that of plain decoding."""
-    m, key = reference("mixed").ours, jax.random.key(3)
-    settings = {"max_new_tokens": NEW, "eos_ids": ()}
-    ours = make_decode_fn(m.model, m.drafter, "best-12", ExactSampling(), **settings)(m.params, PADDED, LENGTHS, key)
-    alone = make_autoregressive_fn(m.model, ExactSampling(), **settings)(m.params, PADDED, LENGTHS, key)
-    np.testing.assert_array_equal(ours.tokens[:, :NEW], alone.tokens[:, :NEW])
-    for rule in ("typical", "rejection"):
-        out = make_decode_fn(m.model, m.drafter, "best-12", rule, **settings)(m.params, PADDED, LENGTHS, key)
-        assert out.tokens_per_step() > 1.2, rule
 
 
 BASE = LlamaConfig(300_000, 32, 9, n_layers=52, n_heads=4, n_kv_heads=2, head_dim=8)

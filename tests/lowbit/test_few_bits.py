@@ -11,7 +11,7 @@ import pytest
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.lowbit.int4_tiles import Int4Tiles, Int4TilesBy64, Int4TilesBy128
-from hydrajax.lowbit.kernels import few_bits, tile_layout
+from hydrajax.lowbit.kernels import few_bits
 from hydrajax.lowbit.mxfp4 import Mxfp4Tiles
 from hydrajax.lowbit.tiles import Int8Tiles, Int8TilesBy64, Int8TilesBy128
 from hydrajax.ops import trace
@@ -141,17 +141,6 @@ def test_every_instruction_set_gives_the_same_bits(code, tmp_path, monkeypatch):
 
     found = jax.jit(lambda given: [[by_copy(x, weight) for x in xs] for xs, weight in given])(given)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_tiles_hold_the_matrix():
-    for shape in SHAPES:
-        matrix = np.arange(shape[0] * shape[1], dtype=np.int32).reshape(shape)
-        tiles = tile_layout.to_tiles(matrix)
-        assert tiles.shape == tile_layout.tile_shape(*shape)
-        np.testing.assert_array_equal(tile_layout.from_tiles(tiles, *shape), matrix)
-        for row, column in [(0, 0), (shape[0] - 1, shape[1] - 1), (shape[0] // 2, shape[1] // 3)]:
-            place = (column // 64, row // 32, row % 32 // 4, column % 64, row % 4)
-            assert tiles[place] == matrix[row, column]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Int8Tiles, "Q8_0"), (Int4Tiles, "Q4_1")])

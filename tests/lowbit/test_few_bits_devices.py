@@ -12,7 +12,6 @@ from hydrajax.lowbit.int4 import Int4
 from hydrajax.lowbit.int4_tiles import Int4Tiles
 from hydrajax.lowbit.kernels import few_bits_gpu, few_bits_tpu
 from hydrajax.lowbit.quantized import Fp8, Int8
-from hydrajax.lowbit.rounding import DIGIT, digits
 from hydrajax.ops import trace
 
 PLATFORMS = {
@@ -68,15 +67,6 @@ def test_products_have_the_gradient_of_the_widened_weight(platform, kind, monkey
         (found,) = gradient(jnp.ones((1, 128), jnp.float32))
     want = np.asarray(kernel.dequantized()).sum(axis=1)
     np.testing.assert_allclose(found[0].astype(np.float32), want, atol=0.02 * np.abs(want).max())
-
-
-def test_two_digits_of_a_row():
-    x = normal(6, 40).astype(np.float32) * 10.0 ** np.arange(-3, 3)[:, None].astype(np.float32)
-    x[2] = 0
-    *pair, scale = digits(jnp.asarray(x))
-    first, second = (np.asarray(each, np.float64) for each in pair)
-    error = np.abs((first + second / DIGIT) * scale - x)
-    assert (error <= 0.51 / 127 / DIGIT * np.abs(x).max(axis=1, keepdims=True)).all()
 
 
 def test_float16_scales_are_exact_on_a_tpu():

@@ -17,10 +17,8 @@ from helpers.lab import quick_jit
 from helpers.rounded import with_int8
 from hydrajax.formats.huggingface import load_llama
 from hydrajax.lowbit.quantized import Int8
-from hydrajax.lowbit.tiles import Int8Tiles
 from hydrajax.models.attention import causal_mask
 from hydrajax.models.weights import project
-from hydrajax.ops import trace
 
 VOCAB = 17
 
@@ -116,38 +114,6 @@ def loaded(request, llama_checkpoint):
     """Return a checkpoint directory and its base with int8 weights."""
     directory = llama_checkpoint(vocab_size=VOCAB, tie_word_embeddings=request.param)
     return directory, *load_llama(directory, quantize="int8")
-
-
-def test_kernels_are_within_half_a_step_and_the_rest_is_untouched(loaded):
-    directory, model, params = loaded
-    plain_model, plain = load_llama(directory)
-    assert model.config == plain_model.config
-    tied, tiles = model.config.tied_lm_head, trace.has_few_bits()
-    head = "lm_head" if not tied else "embedding" if tiles else None
-    quantized = {"qkv", "out", "gate_up", "down"} | ({head} if head else set())
-    seen = set()
-
-    def compare(mine: dict, theirs: dict):
-        for name, before in theirs.items():
-            if isinstance(before, dict):
-                compare(mine[name], before)
-            elif name in quantized:
-                seen.add(name)
-                before = np.asarray(before, np.float64)
-                before = before.T if name == "embedding" else before
-                kernel = mine[name]
-                assert isinstance(kernel, Int8Tiles if tiles else Int8)
-                assert kernel.values.dtype == np.int8
-                assert kernel.scale.dtype == (np.float16 if tiles else np.float32)
-                step = np.abs(before).max(axis=0) / 127
-                assert (np.abs(kernel.dequantized() - before) <= (0.51 if tiles else 0.5001) * step).all(), name
-            else:
-                assert mine[name].dtype == jnp.float32
-                np.testing.assert_array_equal(mine[name], before, err_msg=name)
-        assert mine.keys() == theirs.keys()
-
-    compare(params, plain)
-    assert seen == quantized
 
 
 def test_int8_logits_are_those_of_the_rounded_model(loaded):

@@ -226,19 +226,6 @@ def steps(tiny_model):
 
 
 @pytest.mark.slow
-def test_an_int4_base_stays_as_it_is_while_the_losses_fall(tiny_model):
-    model, bits = tiny_model[0].clone(quantize="int4"), in_few_bits(tiny_model[1])[1]
-    before, tokens = jax.device_get(bits), np.random.default_rng(0).integers(0, 61, (4, 12)).astype(np.int32)
-    batches = [{"tokens": tokens, "labels": tokens}] * 30
-    task, _, reports = train(model, bits, batches, lr=5e-3, quantize="int4")
-    assert reports[-1]["base_loss"] < 0.8 * reports[0]["base_loss"]
-    assert reports[-1]["loss"] < 0.8 * reports[0]["loss"]
-    for expected, found in zip(*map(jax.tree.leaves, (before, jax.device_get(task.frozen))), strict=True):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.slow
 def test_heads_alone_leave_the_adapter_bitwise_as_it_is(steps):
     """Two steps, with decay, which would shrink A; in the third the adapter learns, at a quarter of the heads' rate.
 
