@@ -9,6 +9,7 @@ import pytest
 
 from helpers.draft_heads import random_params
 from helpers.lab import quick_jit
+from helpers.numpy_heads import after_layer, attention_inputs, rms_norm, to_float64
 from helpers.refusals import refusal
 from hydrajax.drafters import block
 from hydrajax.drafters.block import BlockSettings, default_target_layers
@@ -42,19 +43,6 @@ def made(tiny_model):
     return make
 
 
-def rms(x, scale, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
-
-
-def rotated(x, positions, theta):
-    """x: [heads, tokens, head_dim]; pairs (i, i + head_dim / 2)."""
-    half = x.shape[-1] // 2
-    angles = np.asarray(positions)[:, None] / theta ** (np.arange(half) / half)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def block_hidden(drafter, params, features, ids, embedding):
     """Return the lm head's input at every slot of a block.
 
@@ -63,47 +51,20 @@ def block_hidden(drafter, params, features, ids, embedding):
         ids: the anchor and the mask tokens.
         embedding: [V, D].
     """
-    c, windows = drafter.config, drafter.windows or (0,) * drafter.config.n_layers
-    p = {name: np.asarray(value, np.float64) for name, value in params.items() if not isinstance(value, dict)}
-    start, size = len(features), len(ids)
-    fused = rms(features @ p["fc"], np.asarray(params["hidden_norm"]["scale"], np.float64), c.norm_eps)
-    x = embedding[ids].astype(np.float64)
-    places = np.arange(start + size)
-    for i in range(c.n_layers):
-        w = params[f"layers_{i}"]
+    c, params, start = drafter.config, to_float64(params), len(features)
+    fused = rms_norm(features @ params["fc"], params["hidden_norm"]["scale"], c.norm_eps)
+    x, places = embedding[ids].astype(np.float64), range(start + len(ids))
+    for i, window in enumerate(drafter.windows or (0,) * c.n_layers):
+        layer = params[f"layers_{i}"]
+        read = [*fused, *rms_norm(x, layer["attention_norm"]["scale"], c.norm_eps)]
+        made = [attention_inputs(c, layer, row, place) for place, row in enumerate(read)]
 
-        def array(*path, w=w):
-            for name in path:
-                w = w[name]
-            return np.asarray(w, np.float64)
+        def seen(place, window=window, made=made):
+            last = place if drafter.causal or window else places[-1]
+            return made[max(place - window + 1, 0) if window else 0 : last + 1]
 
-        def heads(y, part, array=array):
-            kernel = array("qkv")  # [D, kv, queries + 2, H]
-            q = c.queries_per_kv
-            chosen = {"q": kernel[:, :, :q], "k": kernel[:, :, q : q + 1], "v": kernel[:, :, q + 1 :]}[part]
-            return np.einsum("td,dkqh->kqth", y, chosen).reshape(-1, len(y), c.head_dim)
-
-        normed = rms(x, array("attention_norm", "scale"), c.norm_eps)
-        both = np.concatenate([fused, normed])
-        q, k, v = heads(normed, "q"), heads(both, "k"), heads(both, "v")
-        q = rotated(rms(q, array("query_norm", "scale"), c.norm_eps), places[start:], c.rope_theta)
-        k = rotated(rms(k, array("key_norm", "scale"), c.norm_eps), places, c.rope_theta)
-        k, v = np.repeat(k, c.queries_per_kv, axis=0), np.repeat(v, c.queries_per_kv, axis=0)
-        distance = places[start:, None] - places
-        sees = np.ones_like(distance, bool)
-        if drafter.causal or windows[i]:
-            sees &= distance >= 0
-        if windows[i]:
-            sees &= distance < windows[i]
-        scores = np.where(sees, np.einsum("hqd,hkd->hqk", q, k) / np.sqrt(c.head_dim), -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        weights /= weights.sum(-1, keepdims=True)
-        out = np.einsum("hqk,hkd->qhd", weights, v).reshape(size, -1)
-        x = x + out @ array("out")
-        normed = rms(x, array("mlp_norm", "scale"), c.norm_eps)
-        gate, up = np.einsum("td,dpm->ptm", normed, array("gate_up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ array("down")
-    return rms(x, np.asarray(params["norm"]["scale"], np.float64), c.norm_eps)
+        x = np.array([after_layer(c, layer, row, made[place], seen(place)) for place, row in enumerate(x, start)])
+    return rms_norm(x, params["norm"]["scale"], c.norm_eps)
 
 
 def text(rows: int, length: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import pytest
 
 from helpers.lab import VOCAB, quick_jit
 from helpers.noise import noise
+from helpers.numpy_heads import HeadsInNumPy
 from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
 from hydrajax.drafters.draft_model import DraftModel
@@ -54,7 +55,7 @@ def _pass_over(model: Llama, params, tokens):
     scope="module",
     params=["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "mistral")],
 )
-def drafted(request, base, oracle):
+def drafted(request, base):
     """Return ``propose(tree)`` after two chunks; after the first, the last token is pending in some sequences."""
     model = Llama(MODELS[request.param])
     drafter, params = DraftModel(model, base.config.vocab_size), random_params(model)
@@ -62,7 +63,7 @@ def drafted(request, base, oracle):
     waits, roots = [True, False, True], [7, 3, 40]
     known = min(model.config.vocab_size, base.config.vocab_size)
 
-    class Plain(oracle.heads):
+    class Plain(HeadsInNumPy):
         def __init__(self):
             self.seen = {}
 

@@ -10,6 +10,7 @@ import pytest
 from helpers.draft_heads import forced_logits
 from helpers.lab import quick_jit
 from helpers.noise import draft_noise
+from helpers.numpy_heads import in_numpy
 from helpers.refusals import refusal
 from helpers.tree_tools import random_tree
 from hydrajax.amphista.heads import AmphistaHeads
@@ -64,11 +65,11 @@ HEADS = {  # of a base
 
 
 @pytest.fixture
-def made(request, base, oracle):
+def made(request, base):
     """Return a drafter, its parameters and its NumPy version."""
     drafter = HEADS[request.param](base.config)
     params = draft_noise(drafter, base, seed=11)
-    return drafter, params, oracle.in_numpy(drafter, params, base)
+    return drafter, params, in_numpy(drafter, params, base)
 
 
 def texts_of(drafter, base, seed: int = 0, length: int = 10):
