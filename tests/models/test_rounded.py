@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.numpy_attention import exact_attention
 from hydrajax.models.attention import Causal, Filled, KVSegment, attend, attend_plain
 from hydrajax.models.cache import KVCache, append, cut_caches, init_cache
-from hydrajax.models.kv_vectors import KV_CACHES, Int8Vectors, rounded, widened
+from hydrajax.models.kv_vectors import KV_CACHES, Int8Vectors, rounded
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.ops import trace
 
@@ -17,23 +18,6 @@ LENGTHS = np.array([40, 7, 0])
 
 def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-
-
-def expected(queries, segments) -> np.ndarray:
-    """Return the attention to widened keys and values, in float64."""
-    batch, heads, tokens, head_dim = queries.shape
-    keys, values = (
-        np.concatenate([np.asarray(widened(part[i], jnp.float32), np.float64) for part in segments], axis=2)
-        for i in (0, 1)
-    )
-    masks = [np.asarray(part.with_mask().visible) for part in segments]
-    shapes = [(batch, 1, 1, tokens, part.keys.shape[2]) for part in segments]
-    visible = np.concatenate([np.broadcast_to(mask, shape) for mask, shape in zip(masks, shapes, strict=True)], axis=-1)
-    keys, values = (np.repeat(x, heads // x.shape[1], axis=1) for x in (keys, values))
-    scores = np.asarray(queries, np.float64) @ keys.swapaxes(2, 3) / head_dim**0.5
-    weights = np.where(visible[:, :, 0], np.exp(scores - scores.max(axis=-1, keepdims=True)), 0)
-    out = weights / weights.sum(axis=-1, keepdims=True) @ values
-    return out.swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +41,7 @@ def test_attention_equals_numpy(dtype, kv_cache, tokens, window):
     ]
     first_seen = None if window is None else LENGTHS[:, None] + np.arange(tokens) - window + 1
     parts = [KVSegment(*stored[:2], Causal(tokens, window)), KVSegment(*stored[2:], Filled(LENGTHS, first_seen))]
-    want = expected(queries, parts)
+    want = exact_attention(queries, parts)
     tolerance = {"atol": 1e-5} if dtype == "float32" else {"atol": 0.02, "rtol": 0.01}
     for how in (attend, attend_plain):
         found = jax.jit(lambda queries, parts, how=how: how(queries, parts))(queries, parts)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.numpy_attention import exact_attention
 from hydrajax import ops
 from hydrajax.models import attention
 from hydrajax.models.attention import KVSegment
@@ -107,7 +108,7 @@ def test_the_code_for_every_cpu_gives_the_same(first):
     """The choice of instructions is made once in a process. The second library is that of CPUs with AVX2 only, if there
     are several. With AMX the tests of bfloat16 above are of its code.
     """
-    env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1"}
+    env = os.environ | {"HYDRAJAX_PLAIN_CPU_KERNELS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command, folder = [sys.executable, "-c", OTHER_CODE.format(first=first)], Path(__file__).parent
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "passed\n", done.stderr[-2000:]
@@ -168,26 +169,6 @@ def parts_of(rng, batch, kv_heads, tokens, slots, head_dim, *, window: bool, dty
     return [KVSegment(*block, np.asarray(attention.causal_mask(tokens))), KVSegment(*cache, visible)]
 
 
-def exact_attention(queries, parts, sinks=None):
-    """Compute attention in float64 over the concatenated segments."""
-    batch, heads, tokens, head_dim = queries.shape
-    keys, values = (
-        np.concatenate([part[i].astype(np.float64) for part in parts], axis=2).repeat(
-            heads // parts[0].keys.shape[1], 1
-        )
-        for i in (0, 1)
-    )
-    masks = [part.visible[None] if part.visible.ndim == 2 else part.visible[:, 0, 0] for part in parts]
-    visible = np.concatenate([np.broadcast_to(m, (batch, tokens, m.shape[-1])) for m in masks], axis=-1)[:, None]
-    scores = np.where(visible, queries.astype(np.float64) @ keys.swapaxes(2, 3) / np.sqrt(head_dim), -np.inf)
-    highest = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - highest)
-    total = weights.sum(axis=-1, keepdims=True)
-    total = total if sinks is None else total + np.exp(sinks[:, None, None].astype(np.float64) - highest)
-    out = weights @ values / total
-    return out.swapaxes(1, 2).reshape(batch, tokens, -1)
-
-
 @pytest.mark.quick("float32-True", "bfloat16-False")
 @pytest.mark.parametrize("window", [False, True])
 @DTYPES
@@ -201,7 +182,7 @@ def test_attention_equals_numpy(dtype, window):
         attend = jax.jit(lambda queries, parts=parts, sinks=sinks: attention.attend(queries, parts, sinks=sinks))
         assert "hydrajax_attend" in attend.lower(queries).as_text()
         found, rounding = np.asarray(attend(queries), np.float64), BFLOAT16 if dtype == "bfloat16" else 0
-        expected = exact_attention(queries, parts, sinks)
+        expected = exact_attention(queries, parts, sinks=sinks)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-7 + rounding, err_msg=str(shape))
 
 
