@@ -154,27 +154,5 @@ def test_a_copy_in_tiles_multiplies_the_same_clusters(rows):
     np.testing.assert_allclose(np.asarray(logits)[some], expected[some], atol=0.4)  # of numbers up to 30
 
 
-def test_the_masked_form_is_that_of_transformers():
-    torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("transformers.models.gemma4_assistant.modeling_gemma4_assistant")
-    text = SimpleNamespace(hidden_size=16, vocab_size=96)
-    config = SimpleNamespace(get_text_config=lambda: text, num_centroids=12, centroid_intermediate_top_k=3)
-    embedder = theirs.Gemma4AssistantMaskedEmbedder(config)
-    ordering = RANDOM.permutation(96)
-    embedder.token_ordering = torch.from_numpy(ordering)
-    weight, hidden = (RANDOM.standard_normal(shape).astype(np.float32) for shape in ((96, 16), (2, 5, 16)))
-    with torch.no_grad():
-        wanted = embedder(torch.from_numpy(hidden), torch.from_numpy(weight)).numpy()
-    centroids, tokens = embedder.centroids.weight.detach().numpy().T, ordering.reshape(12, 8).astype(np.int32)
-    found = Clusters(jnp.asarray(centroids), jnp.asarray(tokens), None, 3, 96)
-    logits = found.logits(hidden, lambda x, at: jnp.einsum("brd,brmd->brm", x, weight[at]))
-    whole = np.asarray(over_all(logits))
-    some = np.isfinite(whole)
-    assert (some.sum(axis=-1) == 24).all()
-    assert (wanted[~some] == wanted.min()).all()
-    np.testing.assert_allclose(whole[some], wanted[some], rtol=1e-5, atol=1e-5)
-    assert LmHead(shared=True).top(logits, 1)[..., 0].tolist() == wanted.argmax(axis=-1).tolist()
-
-
 def test_only_the_bases_lm_head_is_clustered():
     refusal(lambda: LmHead(clustered=True), "lm_head.clustered: got true, expected false")

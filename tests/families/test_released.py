@@ -149,9 +149,6 @@ RELEASED = {
         GEMMA3 | sizes(2560, 10240, 34, 8, 4, 262208)
         | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}, 3.88,
     ),
-    "gemma-2-2b": (
-        GEMMA2 | sizes(2304, 9216, 26, 8, 4, 256000) | {"head_dim": 256, "query_pre_attn_scalar": 256}, 2.614,
-    ),
     "gemma-2-27b": (
         GEMMA2 | sizes(4608, 36864, 46, 32, 16, 256000) | {"head_dim": 128, "query_pre_attn_scalar": 144}, 27.227,
     ),
@@ -305,12 +302,6 @@ RELEASED = {
             "num_experts_per_tok": 0, "num_local_experts": 0, "position_embedding_type": "rope",
             "shared_intermediate_size": 8192,
         }, 3.403,
-    ),
-    "granite-4.0-h-micro": (
-        GRANITE4_H | sizes(2048, 8192, 40, 32, 8, 100352) | {
-            "attention_multiplier": 0.015625, "logits_scaling": 8.0, "mamba_n_heads": 64, "num_experts_per_tok": 0,
-            "num_local_experts": 0, "shared_intermediate_size": 8192,
-        }, 3.191,
     ),
     "granite-4.0-h-tiny": (
         GRANITE4_H | sizes(1536, 512, 40, 12, 4, 100352) | {

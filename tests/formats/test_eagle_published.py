@@ -59,14 +59,11 @@ OLD = {  # what SafeAILab/EAGLE's have in common
     "hidden_size": 4096, "max_position_embeddings": 2048, "num_attention_heads": 32, "pad_token_id": 0,
     "transformers_version": "4.28.1",
 }  # fmt: skip
-# eagle/train/llama_2_chat_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-llama2-chat-7B
-LLAMA_2_7B = OLD | {
+# eagle/train/vicuna_7B_config.json of SafeAILab/EAGLE, for yuhuili/EAGLE-Vicuna-7B-v1.3
+VICUNA_7B = OLD | {
     "bos_token_id": 1, "eos_token_id": 2, "intermediate_size": 11_008, "rms_norm_eps": 1e-06, "vocab_size": 32_000,
-    "max_position_embeddings": 4096, "num_key_value_heads": 32, "pretraining_tp": 1, "rope_scaling": None,
+    "max_position_embeddings": 4096,
 }  # fmt: skip
-# eagle/train/vicuna_7B_config.json, for yuhuili/EAGLE-Vicuna-7B-v1.3
-NEWER = ("num_key_value_heads", "pretraining_tp", "rope_scaling")
-VICUNA_7B = {name: value for name, value in LLAMA_2_7B.items() if name not in NEWER}
 # eagle/train/EAGLE-LLaMA3-Instruct-8B.json, for yuhuili/EAGLE-LLaMA3-Instruct-8B and EAGLE-LLaMA3.1-Instruct-8B
 LLAMA_3_8B = OLD | {
     "bos_token_id": 128_000, "eos_token_id": 128_001, "intermediate_size": 14_336, "num_key_value_heads": 8,
@@ -89,13 +86,8 @@ SPECFORGE = {
 SPECFORGE_4B = SPECFORGE | {"hidden_size": 2560, "intermediate_size": 9728, "max_window_layers": 36}
 SPECFORGE_4B |= {"num_attention_heads": 32, "tie_word_embeddings": True}
 # configs/gpt-oss-120B-eagle3.json there, for lmsys/EAGLE3-gpt-oss-120b-bf16
-SPECFORGE_GPT_OSS = SPECFORGE | {
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 17_280,
-    "vocab_size": 201_088,
-}
-SPECFORGE_GPT_OSS |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10_000}
+SPECFORGE_GPT_OSS = SPECFORGE | {"hidden_size": 2880, "intermediate_size": 17_280, "vocab_size": 201_088}
+SPECFORGE_GPT_OSS |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05, "rope_theta": 10_000, "head_dim": 64}
 SPECFORGE_GPT_OSS |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 17, 32], "use_aux_hidden_state": True}}
 # AngelSlim's heads for Qwen 3, with vLLM's name of the class
 ANGELSLIM_8B = SPECFORGE | {"architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 128, "hidden_size": 4096}
@@ -125,7 +117,6 @@ EAGLE_1, EAGLE_3 = {"version": 1}, {"version": 3}
 SPECULATED = EAGLE_3 | {"released": False}
 PUBLISHED = {  # config.json, what the file holds, the base, and of the draft: heads, kv heads, head_dim, theta, eps
     "EAGLE-Vicuna-7B-v1.3": (VICUNA_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
-    "EAGLE-llama2-chat-7B": (LLAMA_2_7B, EAGLE_1 | {"bias": True}, PRESETS["7b"], (32, 32, 128, 1e4, 1e-6)),
     "EAGLE-LLaMA3.1-Instruct-8B": (LLAMA_3_8B, EAGLE_1, LLAMA_8B, (32, 8, 128, 5e5, 1e-5)),
     "EAGLE3-LLaMA3.1-Instruct-8B": (LLAMA_31_8B_3, EAGLE_3, LLAMA_8B, (32, 8, 128, 1e4, 1e-5)),
     "SpecForge's Qwen 3 32B": (SPECFORGE, EAGLE_3, QWEN3_32B, (64, 8, 80, 1e6, 1e-6)),

@@ -60,7 +60,6 @@ CASES = {
     "medusa": (MedusaHeads, Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)),
     "reconstruction": (MedusaHeads, Objective(teacher_weight=0.0, reconstruction_weight=1.0)),
     "all": (HydraHeads, Objective(**MIXED, head_decay=0.9, chunk_tokens=2)),
-    "all, one chunk": (HydraHeads, Objective(**MIXED, head_decay=0.9)),
 }
 
 
