@@ -9,9 +9,10 @@ import pytest
 
 from helpers.fake_openai import fake_server
 from helpers.outputs import write_lines
+from hydrajax.certify.servers.answers import Answer
 from hydrajax.certify.servers.client import Client
 from hydrajax.certify.servers.sides import Settings, Sides, in_parallel
-from hydrajax.certify.servers.structured_checks import tool_calls
+from hydrajax.certify.servers.structured_checks import FUNCTION, _wrong_call, tool_calls
 
 QUICK = ["--requests", 4, "--concurrency", "1,4", "--max-new-tokens", 24]
 CHECKS = {
@@ -163,6 +164,13 @@ def test_what_a_server_does_not_offer_is_skipped(certify):
 def test_a_validation_error_with_status_500_is_a_refusal(certify_fake):
     found = certify_fake(refuses=["response_format"], refusal=(500, "1 validation error: type"))
     assert found.outcomes["structured output"] == "skipped"
+
+
+def test_the_limit_may_cut_the_last_of_several_calls():
+    calls = [(FUNCTION, '{"city": "Oslo"}'), (FUNCTION, '{"')]
+    assert not _wrong_call(Answer("", "length", calls=tuple(calls)))
+    for cut in (Answer("", "tool_calls", calls=tuple(calls)), Answer("", "length", calls=tuple(calls[1:]))):
+        assert _wrong_call(cut) == "arguments that are not JSON: '{\"'"
 
 
 def test_completions_alone(certify_fake):

@@ -123,7 +123,8 @@ def _wrong_call(answer: Answer) -> str:
     """Return the mistake of a call of `TOOL`, or an empty text."""
     if not answer.calls:
         return f"no tool_calls, but the text {shown(answer.text, 80)}"
-    for name, arguments in answer.calls:
+    whole = answer.calls[:-1] if answer.finish_reason == "length" else ()  # the limit may cut the last of several
+    for name, arguments in whole or answer.calls:
         if name != FUNCTION:
             return f"expected a call of {FUNCTION}, found {shown(name)}"
         try:
