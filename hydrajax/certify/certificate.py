@@ -40,28 +40,6 @@ class Check:
     details: list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Divergence:
-    """The first difference between decoding with a tree and without.
-
-    Attributes:
-        position: In the output.
-        tokens: With the tree and without.
-        margin: The best logit less that of the worse of the two tokens, in float32.
-        rounding: Twice the largest difference between the logits in float32 and in the computing dtype.
-    """
-
-    prompt: int
-    position: int
-    tokens: tuple[int, int]
-    margin: float
-    rounding: float
-
-    @property
-    def verdict(self) -> str:
-        return "tie within rounding" if self.margin <= self.rounding else "defect"
-
-
 def certify(
     executor: Executor,
     prompts: Sequence[Int[np.ndarray, " P"]],
@@ -131,27 +109,31 @@ def check_equality(executor: Executor, exact: Executor, prompts, seed: int) -> C
             at = int(different[0])
             parted = int(with_tree.tokens[0, at]), int(without.tokens[0, at])
             found.append(_divergence(executor, exact, number, prompt, without.tokens[0, :at], parted))
-    defects = [d for d in found if d.verdict == "defect"]
+    defects = [each for each in found if each["verdict"] == "defect"]
     in_float32 = executor.model.dtype == jnp.float32
     holds = not (found if in_float32 else defects if isinstance(executor.request.rule, Greedy) else [])
     summary = (
         f"{len(prompts)} prompts, {tokens} tokens in {steps} steps (tokens_per_step {tokens / max(steps, 1):.2f}); "
         f"{len(found)} differ, of which {len(found) - len(defects)} at a tie within rounding"
     )
-    details = [dataclasses.asdict(d) | {"verdict": d.verdict} for d in found]
-    return Check("tokens equal to decoding without a tree", holds, summary, details)
+    return Check("tokens equal to decoding without a tree", holds, summary, found)
 
 
-def _divergence(
-    executor: Executor, exact: Executor, number: int, prompt, output, tokens: tuple[int, int]
-) -> Divergence:
+def _divergence(executor: Executor, exact: Executor, number: int, prompt, output, tokens: tuple[int, int]) -> dict:
+    """Return the first difference between decoding with a tree and without: the two tokens at this position.
+
+    ``margin`` is the best logit less that of the worse of the two, in float32; ``rounding`` twice the largest
+    difference between the logits in float32 and in the computing dtype.
+    """
     before, grammar = [np.concatenate([prompt, output])], _start(executor)
     precise, rounded = (
         _processed(last_logits(each.model, each.params.base, before)[0], executor.request, grammar, prompt, output)
         for each in (exact, executor)
     )
     margin = float(precise.max() - min(precise[token] for token in tokens))  # token -1 (none) has a margin too
-    return Divergence(number, len(output), tokens, margin, 2 * float(np.abs(precise - rounded).max()))
+    rounding = 2 * float(np.abs(precise - rounded).max())
+    found = {"prompt": number, "position": len(output), "tokens": tokens, "margin": margin, "rounding": rounding}
+    return found | {"verdict": "tie within rounding" if margin <= rounding else "defect"}
 
 
 # --- distribution ---------------------------------------------------------------------------------------------------

@@ -19,12 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add(parser, "--max-new-tokens", type=options.positive, default=64)
     options.add(parser, "--seed")
     parser.add_argument(
-        "--samples",
-        metavar="N",
-        type=options.positive,
-        default=4096,
+        "--samples", metavar="N", type=options.positive, default=4096,
         help="draws of the chi-square test (default %(default)s)",
-    )
+    )  # fmt: skip
     parser.add_argument("--json", metavar="FILE", help="also write the certificate to this file")
     options.add_sampling_arguments(parser)
     options.add_grammar_arguments(parser)
@@ -48,14 +45,8 @@ def run(args: argparse.Namespace) -> int:
         name, numbers = args.tree or f"{program.tree.size} nodes", described(args.dtype, args.quantize)
         print(f"base {args.base}, draft {args.draft}, tree {name}, {request.shown_rule()}, {numbers}", flush=True)
         checks: list[Check] = []
-        for check in certify(
-            executor,
-            prompts,
-            exact=exact_executor,
-            samples=args.samples,
-            seed=args.seed,
-            on_status=lambda status: print(f"{status} ...", file=sys.stderr),
-        ):
+        how = {"exact": exact_executor, "samples": args.samples, "seed": args.seed}
+        for check in certify(executor, prompts, **how, on_status=lambda text: print(f"{text} ...", file=sys.stderr)):
             checks.append(check)
             show(check)
         holds = all(check.holds for check in checks)

@@ -7,7 +7,7 @@ from hydrajax.certify.servers.cases import built_in_contents, contents_of
 from hydrajax.certify.servers.checks import ServerCheck, certify_server
 from hydrajax.certify.servers.client import Client
 from hydrajax.certify.servers.report import lines_of, record_of
-from hydrajax.certify.servers.sides import Reference, ServerReference, Settings, Sides
+from hydrajax.certify.servers.sides import Reference, Settings, Sides
 from hydrajax.cli import options
 from hydrajax.cli.prompt_files import read_prompts
 from hydrajax.cli.screen import bar
@@ -66,18 +66,13 @@ def refuse_without_server(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, defaults: dict[str, object]) -> int:
-    """Certify the server of ``args.server``.
-
-    Args:
-        defaults: of its flags, to refuse those that do not concern a server.
-    """
+    """Certify the server of ``args.server``; the flags' defaults serve to refuse those that do not concern a server."""
     settings = _settings(args, defaults)
     contents = contents_of(read_prompts(args.prompts)) if args.prompts else built_in_contents()
     with options.json_report(args.json, indent=1) as write:
         key = args.api_key if args.api_key is not None else os.environ.get(KEY)
         timeout = float(args.timeout or 300)
         server = Client("server", args.server, api_key=key, model=args.model, timeout=timeout)
-        reference: Reference
         if args.reference is not None:
             theirs = args.reference_api_key
             other = Client(
@@ -89,7 +84,7 @@ def run(args: argparse.Namespace, defaults: dict[str, object]) -> int:
             )
             if (other.url, other.model) == (server.url, server.model):
                 raise HydrajaxError("reference: got the server itself, expected one without speculation")
-            reference = ServerReference(other)
+            reference = Reference(other)
         else:
             from hydrajax.certify.servers.local_reference import LocalReference  # loads JAX's part of the program
 

@@ -131,10 +131,13 @@ def _tokens(logprobs: Any) -> list[Token] | None:
 
 
 def _top(top: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for token, logprob in top.items() if isinstance(top, dict) else [(each, each["logprob"]) for each in top or ()]:
-        found.setdefault(_piece(token), logprob)  # of equal texts the likeliest
-    return found
+    pairs = top.items() if isinstance(top, dict) else [(each, each["logprob"]) for each in top or ()]
+    return _by_text((_piece(token), logprob) for token, logprob in pairs)
+
+
+def _by_text(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the log-probability of each text, the first of several: the likeliest."""
+    return dict(reversed(list(pairs)))
 
 
 def _piece(token: dict[str, Any] | str) -> str:
@@ -153,7 +156,8 @@ def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:
     while tokens and not text[:1].isspace() and tokens[0].text.isspace():
         tokens = tokens[1:]
     if tokens and not text.startswith(" ") and (stripped := tokens[0].text.lstrip(" ")) != tokens[0].text:
-        tokens = [Token(stripped, tokens[0].logprob, _stripped(tokens[0].top)), *tokens[1:]]
+        top = _by_text((each.lstrip(" ") or each, logprob) for each, logprob in tokens[0].top.items())
+        tokens = [Token(stripped, tokens[0].logprob, top), *tokens[1:]]
     found, start = [], 0
     for token in tokens:
         found.append(Token(token.text, token.logprob, token.top, start))
@@ -161,10 +165,3 @@ def placed(text: str, tokens: Sequence[Token]) -> tuple[Token, ...]:
         at = text.find(whole, start, start + len(whole) + 4)  # after the rest of a character
         start = min(len(text), start + len(whole)) if at < 0 else at + len(whole)  # or cut by a stop string
     return tuple(found)
-
-
-def _stripped(top: dict[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for text, logprob in top.items():
-        found.setdefault(text.lstrip(" ") or text, logprob)
-    return found

@@ -28,22 +28,12 @@ class NoAnswer(Exception):
 
 
 class Client:
-    """A server and one of its models.
-
-    Attributes:
-        url: ends with ``/v1``.
-        model: the model's name in requests.
-    """
+    """A server, whose ``url`` ends with ``/v1``, and one of its models."""
 
     def __init__(
         self, field: str, url: str, *, api_key: str | None = None, model: str | None = None, timeout: float = 300.0
     ):
-        """Connect to a server and choose its model.
-
-        Args:
-            url: such as ``http://127.0.0.1:8000``, with or without ``/v1``.
-            model: its name, None for the first one that the server lists.
-            timeout: seconds that the server may be silent.
+        """Connect to a server, which may be silent for ``timeout`` seconds, and choose its model, by default the first.
 
         Raises:
             HydrajaxError: the server cannot be reached, refuses the key, is not an OpenAI-compatible one, or has no
@@ -70,15 +60,9 @@ class Client:
             HydrajaxError: the key is refused, or the server is busy.
         """
         body = json.dumps({"model": self.model} | question.body()).encode()
+        connection = None
         try:
             connection, response = self._send("POST", question.path, body)
-        except TimeoutError:
-            raise NoAnswer(f"silent for {self._timeout:g} s") from None
-        except OSError as error:
-            raise NoAnswer(f"no connection: {_reason(error)}") from None
-        except http.client.HTTPException as error:
-            raise NoAnswer(f"the connection was lost: {_reason(error)}") from None
-        try:
             if response.status != 200:
                 self._refuse(response.status, response.read())
             if question.stream:
@@ -88,7 +72,9 @@ class Client:
         except TimeoutError:
             raise NoAnswer(f"silent for {self._timeout:g} s") from None
         except (OSError, http.client.HTTPException) as error:
-            raise NoAnswer(f"the connection was lost: {_reason(error)}") from None
+            is_lost = connection is not None or not isinstance(error, OSError)
+            what = "the connection was lost" if is_lost else "no connection"
+            raise NoAnswer(f"{what}: {_reason(error)}") from None
         except Malformed as error:
             raise NoAnswer(f"malformed response: {one_line(error)}") from None
         except ValueError as error:
@@ -96,23 +82,22 @@ class Client:
                 raise
             raise NoAnswer("malformed response: not JSON") from None
         finally:
-            connection.close()
+            if connection is not None:
+                connection.close()
 
     def most_logprobs(self, question: Question) -> int | None:
         """Return how many top log-probabilities the server offers, up to 5; None if it offers none at all."""
         if question.chat not in self._most_logprobs:
-            self._most_logprobs[question.chat] = next(filter(self._gives(question), MOST_LOGPROBS), None)
+            offered = (number for number in MOST_LOGPROBS if self._gives(question, number))
+            self._most_logprobs[question.chat] = next(offered, None)
         return self._most_logprobs[question.chat]
 
-    def _gives(self, question: Question):
-        def gives(number: int) -> bool:
-            try:
-                answers = self.ask(question.but(max_tokens=2, logprobs=number, stream=False, n=1, stop=()))
-            except (Refused, NoAnswer):
-                return False
-            return bool(answers[0].tokens) and answers[0].tokens[0].logprob is not None
-
-        return gives
+    def _gives(self, question: Question, number: int) -> bool:
+        try:
+            answers = self.ask(question.but(max_tokens=2, logprobs=number, stream=False, n=1, stop=()))
+        except (Refused, NoAnswer):
+            return False
+        return bool(answers[0].tokens) and answers[0].tokens[0].logprob is not None
 
     # --- HTTP -------------------------------------------------------------------------------------------------
 

@@ -75,10 +75,10 @@ def gap_of(tokens: Sequence[Token], other: Answer, common: int) -> Gap:
     if found:
         return min(found, key=lambda gap: gap.value)
     last = near[-1]
+    rest = other.text[last.start : last.start + len(last.text) + 8]
     masked = last.logprob is not None and last.logprob + MASKED < max(last.top.values(), default=-math.inf)
     if masked:  # a grammar forbids the most likely tokens, so they bound nothing
-        return Gap(None, False, last.text, other.text[last.start : last.start + len(last.text) + 8])
-    rest = other.text[last.start : last.start + len(last.text) + 8]
+        return Gap(None, False, last.text, rest)
     if last.logprob is None or not last.top:
         return Gap(None, False, last.text, rest)
     least = min(last.top.values())

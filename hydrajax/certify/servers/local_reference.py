@@ -10,6 +10,7 @@ from hydrajax.certify.servers.answers import Answer, Token
 from hydrajax.certify.servers.client import Refused, Reply
 from hydrajax.certify.servers.comparison import NEAR_TOKENS
 from hydrajax.certify.servers.questions import Question
+from hydrajax.certify.servers.sides import Reference
 from hydrajax.errors import HydrajaxError
 from hydrajax.language_model import LanguageModel
 from hydrajax.text.answers import Generation
@@ -20,7 +21,7 @@ MOST_LIKELY = 64  # tokens of which the texts are compared
 FINISH_REASONS = {"eos": "stop", "stop": "stop"}
 
 
-class LocalReference:
+class LocalReference(Reference):
     """Answers of a model without a draft.
 
     Grammars differ between servers, for example in white space, so structured output and tool calls are not compared

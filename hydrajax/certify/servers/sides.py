@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hydrajax.certify.servers.answers import Answer, Token
 from hydrajax.certify.servers.client import Client, NoAnswer, Refused, Reply
@@ -47,28 +47,10 @@ class Settings:
     seed: int = 0
 
 
-class Reference(Protocol):
-    """Answers without speculation."""
+class Reference:
+    """Answers without speculation: those of another server, or of the same one with another model."""
 
-    shares_grammars: bool  # its structured output is written by the same grammars as the server's
-
-    def ask(self, question: Question) -> Reply:
-        """Return the answers, greedy ones with log-probabilities if there are any. Raises as `Client.ask`."""
-        ...
-
-    def tokens_near(self, question: Question, answer: Answer, at: int) -> Sequence[Token]:
-        """Return the answer's tokens around a character, with the most likely tokens at their positions."""
-        ...
-
-    def prepare(self, questions: Sequence[Question]) -> None:
-        """Answer questions together, if that is faster."""
-        ...
-
-
-class ServerReference:
-    """Another server, or the same one with another model."""
-
-    shares_grammars = True
+    shares_grammars = True  # its structured output is written by the same grammars as the server's
 
     def __init__(self, client: Client):
         self.client = client
@@ -77,6 +59,7 @@ class ServerReference:
         return str(self.client)
 
     def ask(self, question: Question) -> Reply:
+        """Return the answers, greedy ones with log-probabilities if there are any. Raises as `Client.ask`."""
         if question.temperature == 0 and question.logprobs is None and "tools" not in question.more:
             most = self.client.most_logprobs(question.but(more={}))
             try:
@@ -87,10 +70,11 @@ class ServerReference:
         return self.client.ask(question)
 
     def tokens_near(self, question: Question, answer: Answer, at: int) -> Sequence[Token]:
+        """Return the answer's tokens around a character, with the most likely tokens at their positions."""
         return answer.tokens or ()
 
     def prepare(self, questions: Sequence[Question]) -> None:
-        pass
+        """Answer questions together, if that is faster."""
 
 
 def in_parallel(
@@ -147,7 +131,7 @@ class Sides:
         self.server, self.reference, self.settings = server, reference, settings
         self.requests = 0  # to the server
         self._on_answer = on_answer
-        self._expected: list[tuple[Question, Outcome]] = []
+        self._expected: dict[Question, Outcome] = {}
 
     def served(
         self, questions: Sequence[Question], workers: int = 1, ask: Callable[[Question], Any] | None = None
@@ -160,20 +144,16 @@ class Sides:
     def expected(self, questions: Sequence[Question]) -> list[Outcome]:
         """Return the reference's answers. Raises `HydrajaxError` if it fails."""
         questions = [question.but(stream=False) for question in questions]
-        missing = [question for question in questions if self._known(question) is None]
-        self.reference.prepare(missing)
-        for question in missing:
-            if self._known(question) is not None:
+        self.reference.prepare([question for question in questions if question not in self._expected])
+        for question in questions:
+            if question in self._expected:
                 continue
             outcome = _outcome(self.reference.ask, question)
             if isinstance(outcome, NoAnswer):
                 raise HydrajaxError(f"reference: {self.reference} failed: {outcome}")
-            self._expected.append((question, outcome))
+            self._expected[question] = outcome
             self._on_answer()
-        return [self._known(question) for question in questions]  # type: ignore[misc]
-
-    def _known(self, question: Question) -> Outcome | None:
-        return next((outcome for asked, outcome in self._expected if asked == question), None)
+        return [self._expected[question] for question in questions]
 
     # --- comparison -------------------------------------------------------------------------------------------
 

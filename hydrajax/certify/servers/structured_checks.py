@@ -1,7 +1,7 @@
 """Checks of structured output and tool calls: valid, and equal to the reference's."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from hydrajax.certify.servers.answers import Answer
@@ -54,6 +54,7 @@ def tool_calls(sides: Sides) -> Compared:
 
 
 def _checked(sides: Sides, more: dict[str, Any], wrong: Callable[[Answer], str], kind: str) -> Compared:
+    """Check that answers are valid, and compare them with valid ones of the reference, if it has any."""
     questions = [Question(text, True, MOST_TOKENS, more=more) for text in REQUESTS]
     together, found = max(sides.settings.concurrency), Compared()
     (outcome,) = sides.served(questions[:1])
@@ -68,40 +69,26 @@ def _checked(sides: Sides, more: dict[str, Any], wrong: Callable[[Answer], str],
         (streams, 1, "streamed"),
     ):
         for number, (question, served) in enumerate(zip(asked, sides.served(asked, workers), strict=True)):
-            _add(found, sides, question, served, expected, number % len(questions), setting, wrong, kind)
+            if (reply := found.reply(question, served, setting)) is None:
+                continue
+            at = number % len(questions)
+            wanted = expected[at]
+            if message := wrong(reply[0]):
+                if isinstance(wanted, tuple) and wrong(wanted[0]):
+                    found.refusals.append(f"not valid on either side: {message}")
+                    continue
+                found.compared += 1
+                found.findings.append(Finding(kind, FAULT, setting, question, message))
+            elif isinstance(wanted, tuple):
+                found.add(sides, question, served, expected, at, setting)
+            else:
+                found.compared += 1
     invalid = [each for each in found.findings if each.kind == kind]
     if not sides.reference.shares_grammars and 0 < len(invalid) == found.compared:
         found.refusals.append(f"no answer is valid, for which the model may be the reason: {invalid[0].message}")
         found.findings = [each for each in found.findings if each.kind != kind]
         found.compared = 0
     return found
-
-
-def _add(
-    found: Compared,
-    sides: Sides,
-    question: Question,
-    served: Any,
-    expected: Sequence[Any],
-    number: int,
-    setting: str,
-    wrong: Callable[[Answer], str],
-    kind: str,
-) -> None:
-    """Check that an answer is valid, then compare it, if there is an answer of the reference that is valid too."""
-    if (reply := found.reply(question, served, setting)) is None:
-        return
-    if message := wrong(reply[0]):
-        wanted = expected[number]
-        if isinstance(wanted, tuple) and wrong(wanted[0]):
-            found.refusals.append(f"not valid on either side: {message}")
-            return
-        found.compared += 1
-        found.findings.append(Finding(kind, FAULT, setting, question, message))
-    elif isinstance(expected[number], tuple):
-        found.add(sides, question, served, expected, number, setting)
-    else:
-        found.compared += 1
 
 
 def _wrong_json(answer: Answer) -> str:
