@@ -26,6 +26,8 @@ from hydrajax.trees.built_trees import from_parents
 from hydrajax.trees.dynamic import DynamicTree
 from hydrajax.trees.topology import Topology
 
+Timed = Callable[..., float]
+
 
 def random_like(shapes: Any, rng: Array) -> Any:
     """Return random numbers and keys of these shapes, and zeros for integers."""
@@ -40,23 +42,6 @@ def random_like(shapes: Any, rng: Array) -> Any:
         else:
             filled.append(jnp.zeros(leaf.shape, leaf.dtype))
     return jax.tree.unflatten(treedef, filled)
-
-
-class Timed:
-    """A compiled loop of ``n_steps`` iterations that can be run repeatedly from the same state."""
-
-    def __init__(self, loop: Callable, rewind: Callable, params: Params, carry: Any, n_steps: int):
-        self._loop, self._rewind, self._params, self._n_steps = loop, rewind, params, n_steps
-        self._carry = loop(params, jax.tree.map(jnp.copy, carry))  # warm-up
-
-    def __call__(self, number: int = 0) -> float:
-        """Run once and return the milliseconds per iteration, for `hydrajax.bench.rounds.in_rounds`."""
-        self._carry = jax.block_until_ready(self._rewind(self._carry))
-
-        def run() -> None:
-            self._carry = jax.block_until_ready(self._loop(self._params, self._carry))
-
-        return seconds(run) * 1e3 / self._n_steps
 
 
 def example_topology(engine: Engine, batch: int) -> Topology:
@@ -80,7 +65,8 @@ def example_topology(engine: Engine, batch: int) -> Topology:
 
 
 class StepTimer:
-    """Time an executor's step and its phases. Each method compiles one of them and returns it as `Timed`.
+    """Time an executor's step and its phases. Each method compiles one of them and returns it as `Timed`, which runs
+    it once and returns the milliseconds per iteration, for `hydrajax.bench.rounds.in_rounds`.
 
     Sequences have ``context`` random tokens. The program's ``max_new_tokens`` must be at least ``n_steps`` (K + 1), so
     that no sequence finishes in a timed loop. ``compile_seconds`` is the total of all compilations so far.
@@ -122,7 +108,7 @@ class StepTimer:
         return state._replace(output=state.output._replace(lengths=zero, steps=zero, limits=limits, done=zero > 0))
 
     def _time(self, body: Callable[[Params, Any], Any], carry: Any) -> Timed:
-        """Compile a loop of ``carry = body(params, carry)`` that donates the carry."""
+        """Compile a loop of ``carry = body(params, carry)`` that donates the carry, and run it from the same state."""
         n = self.n_steps
         loop = self._jit(
             lambda params, carry: jax.lax.fori_loop(0, n, lambda _, c: body(params, c), carry),
@@ -139,7 +125,16 @@ class StepTimer:
         )
         compiled = []
         self.compile_seconds += seconds(lambda: compiled.append(loop.lower(self.params, carry).compile()))
-        return Timed(compiled[0], rewind, self.params, carry, n)
+        kept = [compiled[0](self.params, jax.tree.map(jnp.copy, carry))]  # warm-up
+
+        def run() -> None:
+            kept[0] = jax.block_until_ready(compiled[0](self.params, kept[0]))
+
+        def timed(number: int = 0) -> float:
+            kept[0] = jax.block_until_ready(rewind(kept[0]))
+            return seconds(run) * 1e3 / n
+
+        return timed
 
     # --- inputs that the phases share ---------------------------------------------------------------------------
 

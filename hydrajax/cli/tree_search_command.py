@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from hydrajax.bench.contests.tree_search import Race, search
+    from hydrajax.bench.contests.tree_search import races, search
     from hydrajax.bench.report.drawing import draw_sizes, new_figure, png
     from hydrajax.files import WholeFile
 
@@ -107,9 +107,7 @@ def run(args: argparse.Namespace) -> None:
         if args.shapes != DYNAMIC:
             proposals, chain = _proposals(args, executor, prompts, sizes, line.update)
         static = [] if proposals is None else [proposals.tree(size) for size in sizes if size <= proposals.largest]
-        race = Race(
-            executor, prompts[: args.measure], batch_size=args.batch_size, seed=args.seed, on_status=line.update
-        )
+        race = races(executor, prompts[: args.measure], line.update, batch_size=args.batch_size, seed=args.seed)
         one_pass = executor.program.drafter.spec.one_pass
         found = search(race, static, sizes, grows, args.repeats, all_sizes=args.sizes is not None, one_pass=one_pass)
         line.stop()
@@ -226,16 +224,7 @@ def _content(args: argparse.Namespace, request: Request, proposals, found, chain
 
 
 def _print(rows: list[dict[str, Any]], fastest: str) -> None:
-    columns = (
-        "tree",
-        "nodes",
-        "τ expected",
-        "τ measured",
-        "tokens/s",
-        "95% interval",
-        "speed-up",
-        "chance it is fastest",
-    )
+    figures = ("τ expected", "τ measured", "tokens/s", "95% interval", "speed-up", "chance it is fastest")
 
     def cells(row):
         known, expected = row["low"] is not None, row["expected_tokens_per_step"]
@@ -251,4 +240,4 @@ def _print(rows: list[dict[str, Any]], fastest: str) -> None:
         )
 
     bold = [row["name"] for row in rows].index(fastest)
-    print_table(columns, map(cells, rows), left=("tree",), bold=bold)
+    print_table(("tree", "nodes", *figures), map(cells, rows), left=("tree",), bold=bold)

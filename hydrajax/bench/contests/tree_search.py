@@ -4,6 +4,7 @@ Every tree costs a compilation, so N, D and K are chosen one after the other in 
 that remain run in one final contest on the same prompts, so that its figures are comparable.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ FIRST_EXPANSIONS, FIRST_TOP_K = 3, 4  # until the best are measured
 SMALLEST = 4  # nodes; with fewer, all expansions and top-k give the same tree
 QUICK_ROUNDS = 3  # of the contests before the final one
 Tree = TypeVar("Tree", bound=CandidateTree)
+Race = Callable[[Sequence[CandidateTree], int, str], list[Measured]]
 
 
 @dataclass
@@ -43,38 +45,19 @@ class Search:
         return max(self.rows, key=lambda row: row.tokens_per_second)
 
 
-class Race:
-    """Runs contests of trees of one executor on the same prompts. Each tree is compiled once."""
+def races(executor: Executor, prompts: Sequence[np.ndarray], on_status: Callable[[str], None], **settings: int) -> Race:
+    """Return ``run(trees, repeats, purpose)``, which returns each tree's figures relative to decoding without a draft.
 
-    def __init__(
-        self,
-        executor: Executor,
-        prompts: Sequence[np.ndarray],
-        *,
-        batch_size: int,
-        seed: int = 0,
-        on_status: Callable[[str], None] = lambda text: None,
-    ):
-        self._executor, self._prompts = executor, prompts
-        self._batch_size, self._seed = batch_size, seed
-        self._on_status = on_status
-        self._plain = executor.autoregressive()
-        self._with_tree: dict[CandidateTree, Executor] = {}
+    Each tree is compiled once. ``settings`` are ``batch_size`` and ``seed`` of `contest`.
+    """
+    plain, with_tree = executor.autoregressive(), functools.cache(lambda tree: executor.with_program(tree=tree))
 
-    def run(self, trees: Sequence[CandidateTree], repeats: int, purpose: str) -> list[Measured]:
-        """Return the figures of each tree, relative to decoding without a draft."""
-        for tree in trees:
-            if tree not in self._with_tree:
-                self._with_tree[tree] = self._executor.with_program(tree=tree)
-        entrants = {name_of(tree): self._with_tree[tree] for tree in trees}
-        return contest(
-            {AUTOREGRESSIVE: self._plain} | entrants,
-            self._prompts,
-            batch_size=self._batch_size,
-            repeats=repeats,
-            seed=self._seed,
-            on_status=lambda text: self._on_status(f"{purpose}: {text}"),
-        )[1:]
+    def run(trees: Sequence[CandidateTree], repeats: int, purpose: str) -> list[Measured]:
+        entrants = {AUTOREGRESSIVE: plain} | {name_of(tree): with_tree(tree) for tree in trees}
+        told = {"on_status": lambda text: on_status(f"{purpose}: {text}")}
+        return contest(entrants, prompts, repeats=repeats, **settings, **told)[1:]
+
+    return run
 
 
 def name_of(tree: CandidateTree) -> str:
@@ -107,7 +90,7 @@ def search(
     def fastest_of(trees: Sequence[Tree], number: str) -> Tree:
         if len(trees) == 1:
             return trees[0]
-        rows = race.run(trees, min(QUICK_ROUNDS, repeats), f"choosing the {number}")
+        rows = race(trees, min(QUICK_ROUNDS, repeats), f"choosing the {number}")
         tried.append(rows)
         return max(zip(rows, trees, strict=True), key=lambda found: found[0].tokens_per_second)[1]
 
@@ -129,7 +112,7 @@ def search(
         d = fastest_of(_distinct([begin], depths, [FIRST_TOP_K], grows), "number of expansions").expansions
         k = fastest_of(_distinct([begin], [d], TOP_K, grows), "number of children").top_k
         trees += _distinct(near, [d], [k], grows)
-    return Search({name_of(tree): tree for tree in trees}, race.run(trees, repeats, "measuring"), tried)
+    return Search({name_of(tree): tree for tree in trees}, race(trees, repeats, "measuring"), tried)
 
 
 def usable(size: int, expansions: int, top_k: int) -> DynamicTree:

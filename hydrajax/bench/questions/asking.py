@@ -6,9 +6,10 @@ import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from hydrajax.bench.questions.answer_files import AnswerFiles
+from hydrajax.bench.questions.contenders import Answerer
 from hydrajax.bench.questions.dialogue import Dialogue
 from hydrajax.bench.questions.sets import Question
 from hydrajax.bench.rounds import in_rounds
@@ -16,15 +17,6 @@ from hydrajax.decoding.prompt_batch import bucket
 from hydrajax.errors import HydrajaxError
 from hydrajax.text.answers import Generation
 from hydrajax.text.jsonl import shown
-
-
-class Contender(Protocol):
-    """A way to answer questions; ``model_id`` is the name of its answer file."""
-
-    model_id: str
-
-    def decode(self, ids: list[int], seed: int) -> Generation:
-        """Return the answer to one prompt of token ids."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Prompter:
 
 def evaluate(
     questions: Sequence[Question],
-    contenders: Sequence[Contender],
+    contenders: Sequence[Answerer],
     prompter: Prompter,
     files: AnswerFiles | None,
     *,
@@ -113,7 +105,7 @@ def _rotated(question: int, repeat: int, count: int) -> list[int]:
 class ContenderDialogue(Dialogue):
     """One contender's conversation about one question."""
 
-    def __init__(self, contender: Contender, question: Question, prompter: Prompter, seed: int):
+    def __init__(self, contender: Answerer, question: Question, prompter: Prompter, seed: int):
         super().__init__(seed, question.question_id, question.turns)
         self.contender, self._question, self._prompter = contender, question, prompter
         self._cut: list[int] = []

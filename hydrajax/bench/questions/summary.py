@@ -76,10 +76,8 @@ def acceptance_lengths(
     A question's acceptance length is the mean of its steps, the root included, and a category's the mean of its
     questions (`summarise` weighs steps equally). ``Overall`` is the mean of the categories.
     """
-    groups: dict[str, list[int | str]] = {question.category: [] for question in questions}
-    for question in questions:
-        groups[question.category].append(question.question_id)
-    categories, rows = sorted(groups), []
+    groups = group_by_category(questions)
+    categories, rows = sorted({question.category for question in questions}), []
     for model_id, records in answers.items():
         of = {id_: statistics.mean(record["choices"][0]["accept_lengths"]) for id_, record in records.items()}
         means = [statistics.mean(of[id_] for id_ in groups[category]) for category in categories]

@@ -103,12 +103,7 @@ def draw_step(tree: TreeTopology, labels: Sequence[str], path: Sequence[int], be
 
 
 def draw_sizes(rows: Sequence[dict]) -> Any:
-    """Draw the tokens per second and per step of measured trees over their nodes.
-
-    Args:
-        rows: Of ``hydrajax tree search``, with ``name``, ``nodes``, ``tokens_per_second``, ``tokens_per_step`` and
-            ``expected_tokens_per_step`` (None for dynamic trees).
-    """
+    """Draw the tokens per second and per step of the rows of ``hydrajax tree search`` over their nodes."""
     figure = new_figure(5.5, 6.4)
     panels = figure.subplots(2, 1, sharex=True)
     kinds = {

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.roofline.division import ONE_DEVICE, Division
 from hydrajax.bench.roofline.operators import Operator, at_depth
 from hydrajax.bench.roofline.traced import PLAIN, trace
@@ -125,17 +126,16 @@ def cache_bytes(drafter: Drafter, base: Llama, batch: int, slots: int, division:
     """Return the bytes of the KV caches of base and drafter on a device, which shard key-value heads."""
     batch = division.rows(batch)
     heads = division.model if base.config.n_kv_heads % division.model == 0 else 1
-    of_base = _nbytes(_abstract(lambda: base.init_cache(batch, slots))) // heads
+    of_base = nbytes(_abstract(lambda: base.init_cache(batch, slots)))
+    of_draft = nbytes(_abstract(lambda: drafter.init_state(batch, slots)))
     # A draft model is copied to every device, and so is its cache.
-    return of_base + _nbytes(_abstract(lambda: drafter.init_state(batch, slots))) // (
-        heads if isinstance(drafter, Trainable) else 1
-    )
+    return of_base // heads + of_draft // (heads if isinstance(drafter, Trainable) else 1)
 
 
 def state_bytes(base: Llama, batch: int) -> int:
     """Return the bytes of the states of recurrent layers, with the inputs of their convolutions."""
     caches = _abstract(lambda: base.init_cache(batch, 1)).layers
-    return _nbytes([cache for cache in caches if isinstance(cache, RecurrentCache)])
+    return nbytes([cache for cache in caches if isinstance(cache, RecurrentCache)])
 
 
 def draft_parameters(drafter: Drafter, base: Llama) -> int:
@@ -241,10 +241,6 @@ def _proposed(
 def _aux_hidden_states(drafter: Drafter, base: Llama, batch: int, tokens: int) -> jax.ShapeDtypeStruct:
     shape = (batch, tokens, len(drafter.spec.aux_hidden_layers) * base.config.width)
     return jax.ShapeDtypeStruct(shape, base.dtype)
-
-
-def _nbytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _integers(*shape: int) -> jax.ShapeDtypeStruct:

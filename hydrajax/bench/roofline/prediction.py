@@ -167,11 +167,7 @@ def predict(
 ) -> Iterator[Prediction]:
     """Yield a prediction for every cell, contexts outermost, trees innermost.
 
-    Args:
-        itemsize: bytes per number, 2 or 4.
-        tokens_per_step: one value per tree, or empty.
-        quantize: "int8" for a base with such weights.
-        division: a mesh of several such devices.
+    ``itemsize``, ``quantize`` and ``division`` are as in `Workload`; ``tokens_per_step`` has a value per tree, or none.
     """
     draft_bytes = passes.draft_parameters(drafter, Llama(config, base_dtype(itemsize))) * itemsize
     for tree in trees.values():

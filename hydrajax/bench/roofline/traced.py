@@ -74,7 +74,10 @@ def trace(
         names += [name, *(f"{name} {other}" for other in others)]
     weights = len(names)
     names += [None] * (len(closed.jaxpr.invars) - len(names))
-    inputs = [_Value.of_input(variable, name) for variable, name in zip(closed.jaxpr.invars, names, strict=True)]
+    inputs = [
+        _Value(name, variable.aval.dtype.itemsize, is_real=bool(name) or _is_real(variable))
+        for variable, name in zip(closed.jaxpr.invars, names, strict=True)
+    ]
     if division.model > 1:
         leaves = zip(inputs, jax.tree.leaves(params), division.axes(params if boxed is None else boxed), strict=False)
         inputs[:weights] = [one._replace(shape=x.shape, axis=axis) for one, x, axis in leaves]
@@ -113,10 +116,6 @@ class _Value(NamedTuple):
     axis: int | None = None
     experts: int = 0
 
-    @classmethod
-    def of_input(cls, variable, weight: str | None) -> _Value:
-        return cls(weight, variable.aval.dtype.itemsize, is_real=bool(weight) or _is_real(variable))
-
 
 @dataclass
 class _Product:
@@ -145,32 +144,18 @@ class _Product:
     experts: int = 0
 
 
-class _ProductDivision(NamedTuple):
-    """How a matmul is sharded: by its inputs, over which devices sum, by its outputs, or not at all.
+def _sharded(weight: _Value | None, terms: int, reads_divided: bool) -> tuple[bool, bool]:
+    """Return whether a product's inputs are sharded, over which devices sum, and its outputs.
 
-    Attributes:
-        inputs, outputs: They are sharded. Attention, by heads, shards both.
+    The product is one of this weight over ``terms`` terms, or attention, which shards both by heads.
     """
-
-    inputs: bool = False
-    outputs: bool = False
-
-    @property
-    def anything(self) -> bool:
-        return self.inputs or self.outputs
-
-    @classmethod
-    def of(cls, weight: _Value | None, terms: int, reads_divided: bool) -> _ProductDivision:
-        """Return the division of a product of this weight over ``terms`` terms, or of two activations."""
-        if weight is None:
-            return cls(reads_divided, reads_divided)
-        if weight.axis is None:
-            return cls()
-        if weight.experts:  # each device has some of them, and multiplies their tokens
-            return cls(True, True)
-        # A kernel is [inputs, *outputs]. An embedding that is the lm head is multiplied the other way round.
-        inputs = (weight.axis == 0) == (terms == weight.shape[0])
-        return cls(inputs, not inputs)
+    if weight is None or weight.axis is None:
+        return (reads_divided, reads_divided) if weight is None else (False, False)
+    if weight.experts:  # each device has some of them, and multiplies their tokens
+        return True, True
+    # A kernel is [inputs, *outputs]. An embedding that is the lm head is multiplied the other way round.
+    inputs = (weight.axis == 0) == (terms == weight.shape[0])
+    return inputs, not inputs
 
 
 @dataclass
@@ -287,18 +272,18 @@ class _Count:
         operations = 2.0 * out.size * terms
         weight = next((value for value in read if value.weight), None)
         reads_divided = any(self.products[i].is_divided for value in read for i in value.products)
-        division = _ProductDivision.of(weight, terms, reads_divided)
+        inputs_sharded, outputs_sharded = _sharded(weight, terms, reads_divided)
         exchanges: list[Operator] = []
-        if division.anything:
+        if inputs_sharded or outputs_sharded:
             devices = self.division.model
             operations /= devices
-            divided = [value is weight or division.inputs for value in read]
+            divided = [value is weight or inputs_sharded for value in read]
             sizes = [size / devices if part else size for size, part in zip(sizes, divided, strict=True)]
-            if division.outputs:
+            if outputs_sharded:
                 output /= devices
             else:
                 exchanges.append(collective(f"all-reduce {_shown(weight.weight)}", self.division.all_reduce(output)))
-        if not division.inputs:
+        if not inputs_sharded:
             self._join(read)
         made = 0.0
         for value, size in zip(read, sizes, strict=True):
@@ -320,7 +305,7 @@ class _Count:
             last.operator = replace(last.operator, flops=last.operator.flops + operator.flops)
             last.exchanges, last.is_joined = last.exchanges + exchanges, False  # its new output is not gathered yet
         else:
-            product = _Product(operator, path, made, output, times, is_divided=division.outputs, exchanges=exchanges)
+            product = _Product(operator, path, made, output, times, is_divided=outputs_sharded, exchanges=exchanges)
             product.stored, product.experts = stored, weight.experts if weight else 0
             self.products.append(product)
         made_by = frozenset({len(self.products) - 1})

@@ -63,7 +63,6 @@ def independent(accuracies: Float[np.ndarray, "K R"], largest: int) -> Proposals
         accuracies: ``[k, r]`` is the probability that the guess of rank r of head k is right; a path's is their
             product.
     """
-    _check(largest)
     frontier: list[tuple[float, int, Choice]] = []
 
     def open_up(path: Choice, probability: float) -> None:
@@ -98,7 +97,6 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
         ranks: int32 ``[K, rows, T]``.
         spans: ``(row, start, end)`` of the tokens to be emitted.
     """
-    _check(largest)
     n_heads, _, length = ranks.shape
     flat = ranks.reshape(n_heads, -1)
     members = {(): np.arange(flat.shape[1])}  # of each node: the positions whose text begins with its path
@@ -138,8 +136,3 @@ def simulated(ranks: Int[np.ndarray, "K rows T"], spans: Sequence[tuple[int, int
         accepted[members[best]] = np.maximum(accepted[members[best]], len(best))
         choices.append(best)
         open_up(best)
-
-
-def _check(largest: int) -> None:
-    if largest < 1:
-        raise HydrajaxError(f"tree: got {largest} as the largest size, expected 1 or more")

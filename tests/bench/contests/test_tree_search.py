@@ -18,12 +18,12 @@ CHAINS = [presets.chain(size - 1) for size in SIZES]
 
 @dataclass
 class KnownRace:
-    """Replaces `hydrajax.bench.contests.tree_search.Race`. speed: of a tree. ran: the timed trees and their rounds."""
+    """Replaces the result of `races`. speed: of a tree. ran: the timed trees and their rounds."""
 
     speed: Callable
     ran: list = field(default_factory=list)
 
-    def run(self, trees, repeats, purpose):
+    def __call__(self, trees, repeats, purpose):
         self.ran.append((purpose, [name_of(tree) for tree in trees], repeats))
         return [
             Measured(name_of(tree), tree.size, 2.0, self.speed(tree), None, None, None, 1.0, True) for tree in trees

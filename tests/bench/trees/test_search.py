@@ -84,7 +84,7 @@ def test_simulated_growth_equals_a_plain_loop():
 
 
 def test_edges_of_a_search():
-    """Accuracies are shares of ranks; paths that were never right are not added; a size below one is refused."""
+    """Accuracies are shares of ranks; paths that were never right are not added."""
     found = accuracies(np.array([[0, 0, 1, WRONG], [2, WRONG, WRONG, 2]]))
     assert found.shape == (2, WIDEST)
     np.testing.assert_allclose(found[:, :3], [[0.5, 0.25, 0], [0, 0, 0.5]])
@@ -92,9 +92,6 @@ def test_edges_of_a_search():
     found = simulated(wrong[:, None], [(0, 1, 4)], 10)
     assert found == Proposals((), (1.0,))
     assert_refused(found.tree, (2, "got size 2, expected 1 to 1, which were searched"))
-    message = "got 0 as the largest size, expected 1 or more"
-    assert_refused(independent, (ACCURACIES, 0, message))
-    assert_refused(simulated, (wrong[:, None], [(0, 1, 3)], 0, message))
 
 
 def test_expected_tokens_by_enumeration():
@@ -116,9 +113,3 @@ def test_best_length_is_optimal():
         # Corollary 3.9: a chain pays exactly if alpha > c, and then even a chain of one token does.
         assert (best > 0) == (alpha > c)
         assert alpha <= c or improvement(alpha, 1, c) == pytest.approx((1 + alpha) / (1 + c))
-    assert_refused(
-        improvement,
-        *((alpha, 1, 0.1, f"acceptance: got {alpha}, expected 0 to 1") for alpha in (-0.1, 1.1, float("nan"))),
-        (0.5, -1, 0.1, "K: got -1, expected at least 0"),
-        (0.5, 1, -0.1, "cost: got -0.1 for a pass of the draft, expected at least 0"),
-    )
