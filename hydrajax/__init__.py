@@ -42,37 +42,11 @@ check_imported("numpy", "jax", "flax")
 __version__ = own_version()
 
 __all__ = [
-    "AllowedTokens",
-    "Chat",
-    "DecodeResult",
-    "ExactSampling",
-    "Generation",
-    "Grammar",
-    "Greedy",
-    "HydrajaxError",
-    "LanguageModel",
-    "LogitBias",
-    "Params",
-    "Penalties",
-    "Placement",
-    "Program",
-    "RejectionSampling",
-    "Request",
-    "Stream",
-    "TreeTopology",
-    "Typical",
-    "assets",
-    "export_checks",
-    "from_params",
-    "generate",
-    "load",
-    "make_autoregressive_fn",
-    "make_decode_fn",
-    "make_executor",
-    "stream",
-    "to_params",
-    "trees",
-]
+    "AllowedTokens", "Chat", "DecodeResult", "ExactSampling", "Generation", "Grammar", "Greedy", "HydrajaxError",
+    "LanguageModel", "LogitBias", "Params", "Penalties", "Placement", "Program", "RejectionSampling", "Request",
+    "Stream", "TreeTopology", "Typical", "assets", "export_checks", "from_params", "generate", "load",
+    "make_autoregressive_fn", "make_decode_fn", "make_executor", "stream", "to_params", "trees",
+]  # fmt: skip
 
 # Each name is imported at its first use: with JAX they take most of a second.
 HOMES = {

@@ -56,10 +56,6 @@ class Keywords(SamplingKeywords, total=False):
     on_status: Callable[[str], None]
 
 
-def _ignore(status: str) -> None:
-    pass
-
-
 def _at_terminal(status: str) -> None:
     """Tell a user at a terminal about compilations, which take seconds."""
     if "compiling" in status and sys.stderr.isatty():
@@ -94,7 +90,7 @@ class LanguageModel(LoadedModel):
         tree: Tree | None = None,
         batch_size: int = 1,
         prompts: Iterable[np.ndarray] = (),
-        on_status: Callable[[str], None] = _ignore,
+        on_status: Callable[[str], None] = lambda status: None,
     ) -> Program:
         """Return the program with a tree, or without a draft if that was measured to be faster; a choice is printed.
 

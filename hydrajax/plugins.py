@@ -20,6 +20,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, not_allowed, one_line
 
+COMMANDS = "demo generate chat serve train distill tree bench evaluate certify convert roofline report"
 # By group: "module:attribute" of each name, in the order of listings. A part without entries here has plug-ins alone.
 BUILT_IN: dict[str, dict[str, str]] = {
     "drafters": {
@@ -126,21 +127,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
     "tuners": {"trees": "hydrajax.bench.contests.fastest:measure"},
     "recipes": {},
-    "commands": {
-        "demo": "hydrajax.cli.demo",
-        "generate": "hydrajax.cli.generate",
-        "chat": "hydrajax.cli.chat",
-        "serve": "hydrajax.cli.serve",
-        "train": "hydrajax.cli.train",
-        "distill": "hydrajax.cli.distill",
-        "tree": "hydrajax.cli.tree",
-        "bench": "hydrajax.cli.bench",
-        "evaluate": "hydrajax.cli.evaluate",
-        "certify": "hydrajax.cli.certify",
-        "convert": "hydrajax.cli.convert",
-        "roofline": "hydrajax.cli.roofline",
-        "report": "hydrajax.cli.report",
-    },
+    "commands": {name: f"hydrajax.cli.{name}" for name in COMMANDS.split()},
 }
 
 
@@ -153,11 +140,7 @@ def add(group: str, name: str, part: Any) -> None:
 
 
 def find(group: str, name: str) -> Any:
-    """Import and return a part.
-
-    Args:
-        group: a key of `BUILT_IN`.
-        name: a key of `Group`.
+    """Import and return the part of this name of a group, a key of `BUILT_IN`.
 
     Raises:
         HydrajaxError: no part has this name, two packages have it, or the package that has it cannot be imported.

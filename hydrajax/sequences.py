@@ -48,13 +48,7 @@ def growing_text(tokenizer: Any, request: Request, prompt: Sequence[int] = ()) -
 
 
 def row_result(
-    executor: Executor,
-    request: Request,
-    ids: np.ndarray,
-    now: Snapshot,
-    row: int,
-    text: GrowingText,
-    seconds: float,
+    executor: Executor, request: Request, ids: np.ndarray, now: Snapshot, row: int, text: GrowingText, seconds: float
 ) -> Generation:
     """Return the result of a row of a snapshot. Tokens after a stop string are not counted."""
     output_ids = now.tokens[row, : text.used].tolist()

@@ -49,11 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add(parser, "--tree-sizes", "--batch-sizes", "--repeats", "--seed", "--json")
     parser.add_argument(
-        "--fan-outs",
-        metavar="F,F,...",
-        type=options.positives,
+        "--fan-outs", metavar="F,F,...", type=options.positives,
         help="with --draft-devices, sweep the number of verification outcomes that the draft prepares for (default 12)",
-    )
+    )  # fmt: skip
     parser.add_argument("--context", metavar="S", type=options.positive, default=512, help="cache slots (default 512)")
     options.add(parser, "--prompts", help=f"prompts for measuring tokens per second: {PROMPT_FORMATS}")
     options.add(parser, "--max-new-tokens", type=options.positive, default=128)
@@ -113,12 +111,9 @@ def _executors(args: argparse.Namespace) -> tuple[dict[str, Executor], list[np.n
     request = options.request_from(args)
     executor, texts = _executor(args, request)
     tree = executor.program.tree
-    trees: Mapping[str, CandidateTree]
-    trees = (
-        first_nodes(tree, args.tree_sizes)
-        if args.tree_sizes
-        else {args.tree or executor.program.drafter.spec.default_tree: tree}
-    )
+    trees: Mapping[str, CandidateTree] = {args.tree or executor.program.drafter.spec.default_tree: tree}
+    if args.tree_sizes:
+        trees = first_nodes(tree, args.tree_sizes)
     return {name: executor.with_program(tree=tree) for name, tree in trees.items()}, texts
 
 

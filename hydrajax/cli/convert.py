@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hydrajax import plugins
+from hydrajax.bench.device_memory import nbytes
 from hydrajax.bench.quantization import LogitEffect, logit_effect
 from hydrajax.cli import options
 from hydrajax.cli.prompt_files import PROMPT_FORMATS
@@ -175,7 +176,7 @@ def _quantized(args: argparse.Namespace) -> None:
         ids = options.prompts_from(args.prompts, plain, args.limit)
         quantized = options.api.load(args.base, dtype=args.dtype, quantize=args.verb)
         effect = logit_effect((plain.model, plain.params.base), (quantized.model, quantized.params.base), ids)
-        sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(m.params.base)) for m in (plain, quantized)]
+        sizes = [nbytes(m.params.base) for m in (plain, quantized)]
         dtype = plain.model.dtype.name
         print(f"{args.base}: {sizes[0] / 1e6:.1f} MB in {dtype}, {sizes[1] / 1e6:.1f} MB with {args.verb} weights")
         print(_described(effect, len(ids)))
@@ -200,8 +201,7 @@ def _kv_caches(args: argparse.Namespace) -> None:
 
 def _token_bytes(model: BaseModel) -> int:
     slots = 64  # a whole number of every backend's blocks
-    layers = jax.eval_shape(lambda: model.init_cache(1, slots)).layers
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers)) // slots
+    return nbytes(jax.eval_shape(lambda: model.init_cache(1, slots)).layers) // slots
 
 
 def _described(effect: LogitEffect, prompts: int) -> str:

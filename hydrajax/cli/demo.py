@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,6 @@ from hydrajax.formats.draft_registry import title_of, without_weights
 from hydrajax.generation import generate
 from hydrajax.language_model import LanguageModel
 from hydrajax.loaded_model import make_executor
-from hydrajax.text.answers import Generation
 from hydrajax.text.built_in import QUESTIONS
 from hydrajax.text.marking import pieces
 from hydrajax.text.tokenizer import decode_text
@@ -49,31 +47,20 @@ BUILT_IN_CODE = (
     "class BoundedQueue:\n    def __init__(self, limit):",
     "def read_settings(path):\n    with open(path) as file:",
 )
-ENDS = (
-    "\n\n\n",
-    "\ndef ",
-    "\nclass ",
-    "\n    def ",
-    "\n\n    @",
-    "\n@",
-    "\nif ",
-)  # of the function that a prompt begins
+# Of the function that a prompt begins.
+ENDS = ("\n\n\n", "\ndef ", "\nclass ", "\n    def ", "\n\n    @", "\n@", "\nif ")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", metavar="TEXT", help="continue this text (default: held-out Python code)")
     parser.add_argument(
-        "--base",
-        metavar="DIR|NAME",
+        "--base", metavar="DIR|NAME",
         help="let this instruct model answer --prompt or a few built-in questions (default: the shipped model of code)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--draft",
-        metavar="DIR|NAME",
-        action="append",
-        default=[],
+        "--draft", metavar="DIR|NAME", action="append", default=[],
         help="compare this draft with lookup, repeatable (default: the bundled drafts of the base)",
-    )
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,10 +79,7 @@ def run(args: argparse.Namespace) -> None:
         repeats = QUESTION_REPEATS if args.base else REPEATS
         rows = contest(executors, ids, batch_size=1, repeats=repeats, on_status=update)
         best = max(rows[1:], key=lambda row: row.tokens_per_second)
-    if args.base:
-        show_answers(console, prompts, questions, best.name, executors[best.name])
-    else:
-        show_texts(console, prompts, best.name, executors[best.name])
+    show_texts(console, prompts, best.name, executors[best.name], questions if args.base else None)
     console.print(result_table(rows))
     different = [row.name for row in rows if not row.equal]
     if not different:
@@ -148,39 +132,25 @@ def make_executors(model: LanguageModel, drafts: Sequence[str | Path]) -> dict[s
     return executors
 
 
-def show_texts(console: Console, prompts: Sequence[NamedPrompt], name: str, executor: Executor) -> None:
-    """Print continuations with drafted tokens marked: first whole functions without repeated lines."""
-    results = list(generate(executor, [prompt.ids for prompt in prompts], stop=ENDS))
+def show_texts(
+    console: Console, prompts: Sequence[NamedPrompt], name: str, executor: Executor, questions: Mapping[str, str] | None
+) -> None:
+    """Print answers to questions, else continuations: first whole functions without repeated lines."""
+    results = generate(executor, [prompt.ids for prompt in prompts], stop=ENDS if questions is None else ())
 
     def repeats_or_is_cut(pair) -> bool:
         lines = [line.strip() for line in pair[1].text.splitlines() if line.strip()]
         return pair[1].finish_reason != "stop" or len(set(lines)) < len(lines)
 
-    shown = sorted(zip(prompts, results, strict=True), key=repeats_or_is_cut)[:SHOWN]
+    shown = list(zip(prompts, results, strict=True))
+    if questions is None:
+        shown = sorted(shown, key=repeats_or_is_cut)[:SHOWN]
     for number, (prompt, result) in enumerate(shown, start=1):
-        before = decode_text(executor.tokenizer, prompt.ids)
-        show_text(console, f"{number}. {prompt.name}", before, result, name, executor.tokenizer)
-    explain_marks(console)
-
-
-def show_answers(
-    console: Console, prompts: Sequence[NamedPrompt], questions: Mapping[str, str], name: str, executor: Executor
-) -> None:
-    results = generate(executor, [prompt.ids for prompt in prompts])
-    for number, (prompt, result) in enumerate(zip(prompts, results, strict=True), start=1):
-        before = f"{questions[prompt.name]}\n\n"
-        show_text(console, f"{number}. {prompt.name}", before, result, name, executor.tokenizer)
-    explain_marks(console)
-
-
-def show_text(console: Console, title: str, before: str, result: Generation, name: str, tokenizer: Any) -> None:
-    facts = f"{result.new_tokens} tokens in {result.steps} steps of {name}"
-    console.print(f"\n[bold]{title}[/]: {facts}\n", soft_wrap=True)
-    console.out(before, style="dim", end="", highlight=False)
-    write_marked(console, pieces(tokenizer, result))
-
-
-def explain_marks(console: Console) -> None:
+        facts = f"{result.new_tokens} tokens in {result.steps} steps of {name}"
+        console.print(f"\n[bold]{number}. {prompt.name}[/]: {facts}\n", soft_wrap=True)
+        before = f"{questions[prompt.name]}\n\n" if questions else decode_text(executor.tokenizer, prompt.ids)
+        console.out(before, style="dim", end="", highlight=False)
+        write_marked(console, pieces(executor.tokenizer, result))
     sign = "green and underlined" if console.is_terminal else f"{OPEN}in brackets{CLOSE}"
     console.print(f"\nDrafted and accepted tokens are {sign}. The base has chosen the others.\n")
 

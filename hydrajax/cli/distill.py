@@ -25,25 +25,20 @@ NEW_TOKENS = {False: 192, True: 512}  # of a continuation, and of an answer
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--config",
-        metavar="FILE.yaml|NAME",
-        required=True,
+        "--config", metavar="FILE.yaml|NAME", required=True,
         help="config of a head-training run, or a recipe in the package, for its model and data",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--output",
-        metavar="FILE.jsonl",
-        required=True,
+        "--output", metavar="FILE.jsonl", required=True,
         help="write one line per text or answer, for training with data.format: generations; resume an interrupted run",
-    )
+    )  # fmt: skip
     group = parser.add_argument_group("seeds")
     group.add_argument(
-        "--seeds",
-        metavar="FILE|NAME|org/name",
+        "--seeds", metavar="FILE|NAME|org/name",
         help="conversations (ShareGPT, messages, Alpaca) or questions (as evaluate --set): the base answers each user "
         "turn after its own earlier answers, in the config's chat template (data.template). Default: the config's "
         "data, where conversations are answered and beginnings of other texts continued",
-    )
+    )  # fmt: skip
     add(group, "--data")
     group.add_argument("--held-out", action="store_true", help="take the config's held-out data, not the rest")
     group.add_argument(
@@ -55,18 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, base=False)
     group = parser.add_argument_group("decoding")
     group.add_argument(
-        "--new-tokens",
-        metavar="N",
-        type=positive,
+        "--new-tokens", metavar="N", type=positive,
         help=f"limit of each text (default {NEW_TOKENS[False]}) or answer (default {NEW_TOKENS[True]})",
-    )
+    )  # fmt: skip
     group.add_argument(
-        "--temperatures",
-        metavar="T,T",
-        type=temperatures,
-        default=(0.0, 0.7),
+        "--temperatures", metavar="T,T", type=temperatures, default=(0.0, 0.7),
         help="share these evenly among the seeds; 0 is greedy (default 0,0.7)",
-    )
+    )  # fmt: skip
     add(group, "--batch-size", default=32)
     add(group, "--seed")
     parser.add_argument("overrides", metavar="key.sub=value", nargs="*", help="settings that override the config's")
@@ -116,7 +106,9 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         seed=args.seed,
     )
-    check_room(args, seeds, spec, model.config.max_positions)
+    room, tokens = spec.room(model.config.max_positions), args.prompt_tokens or CUT_TOKENS
+    if not seeds.conversations and tokens > room:
+        raise HydrajaxError(f"prompt_tokens: got {tokens}, expected at most {room} with {spec.new_tokens} new tokens")
     tree = tree or model.default_tree(args.batch_size)
     executor = model.executor(model.program(tree=tree, rule=ExactSampling, max_new_tokens=spec.new_tokens))
     with in_use(args.output):
@@ -142,12 +134,6 @@ def seeds_of(args: argparse.Namespace, config: TrainConfig, tokenizer: Any) -> S
     if found.conversations and args.prompt_tokens is not None:
         raise HydrajaxError("--prompt-tokens: applies to beginnings, but the seeds are conversations; leave it out")
     return found._replace(seeds=found.seeds[: args.count])
-
-
-def check_room(args: argparse.Namespace, seeds: Seeds, spec: DistillSpec, context: int) -> None:
-    room, tokens = spec.room(context), args.prompt_tokens or CUT_TOKENS
-    if not seeds.conversations and tokens > room:
-        raise HydrajaxError(f"prompt_tokens: got {tokens}, expected at most {room} with {spec.new_tokens} new tokens")
 
 
 def settings_of(

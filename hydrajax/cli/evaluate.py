@@ -26,7 +26,6 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.formats.fingerprint import fingerprint
 from hydrajax.formats.hub import resolve
-from hydrajax.language_model import LanguageModel
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
 from hydrajax.trees import presets
@@ -35,13 +34,10 @@ from hydrajax.trees import presets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("questions and answers")
     files.add_argument(
-        "--set",
-        "--questions",
-        metavar="NAME|FILE|org/name",
-        required=True,
+        "--set", "--questions", metavar="NAME|FILE|org/name", required=True,
         help=f"{', '.join(question_sets.FILES)}; speed-bench:FILE; a JSONL or Parquet file with turns, messages, "
         "question, instruction or prompt; or a Hub dataset, org/name or org/name:configuration:split",
-    )
+    )  # fmt: skip
     options.add(files, "--data")
     options.add(files, "--limit", help="ask the first N questions (default all)")
     files.add_argument(
@@ -49,11 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     files.add_argument("--categories", metavar="A,B,...", type=lambda text: text.split(","), help="ask only these")
     files.add_argument(
-        "--output",
-        metavar="DIR",
-        required=True,
+        "--output", metavar="DIR", required=True,
         help="write an answer file for each contender and summary.json; resume an interrupted run",
-    )
+    )  # fmt: skip
     options.add_model_arguments(parser, several=True)
     decoding = parser.add_argument_group("decoding")
     text = (
@@ -67,19 +61,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
+
     request, trees = options.request_from(args), [(presets.label(name), presets.by_name(name)) for name in args.tree]
     everything = question_sets.read_questions(args.set, args.data)
     questions = question_sets.select(everything, args.categories, args.limit, args.per_category)
     base = resolve(args.base, "base")
     model = options.load_from(args, base=base, draft=None)
-    prompter = make_prompter(model, args.template, args.max_new_tokens)
+    if model.tokenizer is None:
+        raise HydrajaxError("--base: has no tokenizer, which question sets need")
+    encode, room = make_encoder(model.tokenizer, args.template).prompt, model.config.max_positions
+    prompter = Prompter(encode, room, args.max_new_tokens, model.tokenizer.bos_token_id)
     drafts = [draft for draft in args.draft if draft != api.NO_DRAFT]
     if trees and not drafts:
         raise HydrajaxError(f"--tree: got '{args.tree[0]}' without a draft; add --draft")
     made_for = None if args.force else base
     ways = contenders(model, args.base, drafts, trees, request, base_directory=made_for)
     baseline, same_outputs = ways[0].model_id, request.rule.same_output
-    check_same(args, model, questions, prompter, ways)
+    if jax.process_count() > 1:
+        decoded = [options.described(model, way.executor.program, way.executor.request) for way in ways]
+        first = prompter([{"role": "user", "content": questions[0].turns[0]}]) if questions else None
+        asked = question_sets.digest(questions), first, args.template, args.mesh, args.repeats, args.seed
+        processes.check_same("questions or arguments", decoded, asked)
     settings = settings_of(args, base, everything, ways)
     with in_use(answer_directory(args.output)) if processes.is_main() else nullcontext():
         written = AnswerFiles(args.output, [way.model_id for way in ways], settings) if processes.is_main() else None
@@ -89,8 +92,13 @@ def run(args: argparse.Namespace) -> None:
             return
         results = summarise(written.answers, questions, baseline, same_outputs)
         cut = written.cut_prompts(questions)
-        nodes = {way.model_id: way.executor.program.verified_nodes for way in ways}
-        write_summary(args, results, baseline, cut, nodes)
+        report = {"machine": machine(), "arguments": options.recorded(args), "baseline": baseline, "prompts_cut": cut}
+        report["nodes"] = {way.model_id: way.executor.program.verified_nodes for way in ways}
+        report["results"] = {
+            model_id: {name: figures.as_dict() for name, figures in rows.items()} for model_id, rows in results.items()
+        }
+        with WholeFile(Path(args.output) / "summary.json", "--output") as file:
+            file.write_json(report | of_evaluate(report))
     show(results, baseline)
     if args.set.startswith(question_sets.SPEED_BENCH):
         publish(args, *acceptance_lengths(written.answers, questions))
@@ -100,30 +108,6 @@ def run(args: argparse.Namespace) -> None:
     if not same_outputs:
         print(f"outputs not compared: --rule {args.rule} does not promise those of the base alone")
     print(f"answers and summary.json: {args.output}")
-
-
-def check_same(
-    args: argparse.Namespace,
-    model: LanguageModel,
-    questions: Sequence[Question],
-    prompter: Prompter,
-    ways: Sequence[Answerer],
-) -> None:
-    if jax.process_count() > 1:
-        decoded = [options.described(model, way.executor.program, way.executor.request) for way in ways]
-        first = prompter([{"role": "user", "content": questions[0].turns[0]}]) if questions else None
-        asked = question_sets.digest(questions), first, args.template, args.mesh, args.repeats, args.seed
-        processes.check_same("questions or arguments", decoded, asked)
-
-
-def make_prompter(model: LanguageModel, template: str, max_new_tokens: int) -> Prompter:
-    from hydrajax.text.templates import make_encoder  # transformers' templates are slow to import
-
-    if model.tokenizer is None:
-        raise HydrajaxError("--base: has no tokenizer, which question sets need")
-    encoder = make_encoder(model.tokenizer, template)
-    context = model.config.max_positions
-    return Prompter(encoder.prompt, context, max_new_tokens, model.tokenizer.bos_token_id)
 
 
 def settings_of(
@@ -172,36 +156,11 @@ def ask(
             raise
 
 
-def write_summary(
-    args: argparse.Namespace,
-    results: dict[str, dict[str, Figures]],
-    baseline: str,
-    cut: dict[str, int],
-    nodes: dict[str, int],
-) -> None:
-    report = {
-        "machine": machine(),
-        "arguments": options.recorded(args),
-        "baseline": baseline,
-        "prompts_cut": cut,
-        "nodes": nodes,
-        "results": {
-            model_id: {name: figures.as_dict() for name, figures in rows.items()} for model_id, rows in results.items()
-        },
-    }
-    with WholeFile(Path(args.output) / "summary.json", "--output") as file:
-        file.write_json(report | of_evaluate(report))
-
-
 def publish(args: argparse.Namespace, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:
     """Print acceptance lengths as a Markdown table and write them as CSV, with two decimals as others publish them."""
     cells = [[row[0], *(f"{value:.2f}" for value in row[1:])] for row in rows]
-    print(
-        f"acceptance length, {options.request_from(args).shown_rule()}:\n",
-        *markdown_table(columns, cells),
-        "",
-        sep="\n",
-    )
+    table = "\n".join(markdown_table(columns, cells))
+    print(f"acceptance length, {options.request_from(args).shown_rule()}:\n\n{table}\n")
     with WholeFile(Path(args.output) / "acceptance_lengths.csv", "--output") as file:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([columns, *cells])

@@ -20,11 +20,9 @@ from hydrajax.cli.options import add
 from hydrajax.cli.prompt_files import PROMPT_FORMATS, read_prompts
 from hydrajax.cli.screen import bar, write_marked
 from hydrajax.decoding.executor import Executor
-from hydrajax.decoding.program import Program
-from hydrajax.decoding.request import Request
 from hydrajax.errors import HydrajaxError
 from hydrajax.generation import generate, stream
-from hydrajax.language_model import AUTO, LanguageModel
+from hydrajax.language_model import AUTO
 from hydrajax.text.answers import AnswerWriter, Generation
 from hydrajax.text.marking import pieces, text_of
 from hydrajax.text.prompt import Prompt
@@ -73,7 +71,10 @@ def run(args: argparse.Namespace) -> None:
         progress.status("loading")
         model = options.load_from(args, progress.status)
         program = model.program(request, tree=None if tree == AUTO else tree, logprobs=logprobs)
-        check_same(args, model, program, request, prompts)
+        if jax.process_count() > 1:
+            ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
+            chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
+            processes.check_same("prompts or arguments", options.described(model, program, request), ids, chosen)
         ids = model.ids_of_prompts(prompts)
         program = model.with_tree(program, request, tree, args.batch_size, ids, progress.status)
         progress.hide()
@@ -102,15 +103,6 @@ def run(args: argparse.Namespace) -> None:
     if totals.stuck:
         print(f"{totals.stuck} cut off: no token can continue them, or the grammar is too complex", file=sys.stderr)
     print(totals.summary(), file=sys.stderr)
-
-
-def check_same(
-    args: argparse.Namespace, model: LanguageModel, program: Program, request: Request, prompts: list[Prompt]
-) -> None:
-    if jax.process_count() > 1:
-        ids = [found.tolist() for found in model.ids_of_prompts(prompts)]
-        chosen = args.mesh, args.tree, args.batch_size, args.seed, args.stop, args.stream
-        processes.check_same("prompts or arguments", options.described(model, program, request), ids, chosen)
 
 
 def print_streams(
@@ -147,20 +139,14 @@ def print_result(executor: Executor, result: Generation, number: int, count: int
 
 @dataclass
 class Totals:
-    """Sums over all results.
-
-    Attributes:
-        seconds: Since decoding began, without compilation.
-        cut: Outputs that the context cut off.
-        stuck: Outputs that the grammar's parser ended before they were complete.
-    """
+    """Sums over all results."""
 
     prompts: int = 0
     tokens: int = 0
     steps: int = 0
-    seconds: float = 0.0
-    cut: int = 0
-    stuck: int = 0
+    seconds: float = 0.0  # since decoding began, without compilation
+    cut: int = 0  # outputs that the context cut off
+    stuck: int = 0  # outputs that the grammar's parser ended before they were complete
 
     def add(self, result: Generation, seconds: float) -> None:
         self.prompts += 1

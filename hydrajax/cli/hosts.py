@@ -28,14 +28,9 @@ OWN_ERRORS = ("RESOURCE_EXHAUSTED", "RET_CHECK", "INVALID_ARGUMENT", "UNIMPLEMEN
 
 
 def run_together(run: Callable[[], int | None], outcome: Callable[[BaseException], tuple[int, str] | None]) -> int:
-    """Join the other processes and run a command in all of them; without others just run it.
+    """Join the other processes, run a command in all of them, and return its exit code; only the main one prints.
 
-    Args:
-        run: the command. What it prints appears in the main process only.
-        outcome: returns the exit code and the line of an error, None for a fault of the program.
-
-    Returns:
-        The exit code. After an error the process ends here.
+    ``outcome`` returns the exit code and the line of an error, None for a fault of the program; the process ends here.
     """
     processes.start()
     if jax.process_count() == 1:

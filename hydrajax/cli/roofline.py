@@ -117,21 +117,16 @@ def _print(args: argparse.Namespace, device: Device, rows: list[Prediction]) -> 
     cells = []
     for row in rows:
         times = (row.autoregressive_step, row.step, row.verify, row.propose, row.observe, row.prefill)
-        line = [row.batch, row.context, row.nodes, *times, f"{row.memory_bound:.0%}", f"{row.break_even:.2f}"]
-        cells.append(line)
-    if sizes.model > 1:
-        for row, line in zip(rows, cells, strict=True):
-            line.insert(9, f"{cell(row.collective_time)} ({row.collectives})")
-    columns = ["AR step", "step", "verify", "propose", "observe", "prefill", "memory", "even"]
-    columns[6:6] = ["exchange"] if sizes.model > 1 else []
-    print_table(("batch", "context", "nodes", *columns), cells)
+        exchange = [f"{cell(row.collective_time)} ({row.collectives})"] if sizes.model > 1 else []
+        shares = (f"{row.memory_bound:.0%}", f"{row.break_even:.2f}")
+        cells.append([row.batch, row.context, row.nodes, *times, *exchange, *shares])
+    columns = ("AR step", "step", "verify", "propose", "observe", "prefill", *(["exchange"] if sizes.model > 1 else []))
+    print_table(("batch", "context", "nodes", *columns, "memory", "even"), cells)
     print("memory: share of the step's time in memory-bound operators. even: step / AR step; the tree is faster if")
     print("tokens_per_step (τ) is larger.")
     if sizes.model > 1:
-        latency = f"{1e6 * device.latency:g} us"
-        print(
-            f"exchange: ms of the step's collectives (their number): {latency} each, and a ring's bytes over the links;"
-        )
+        latency = f"{1e6 * device.latency:g} us each"
+        print(f"exchange: ms of the step's collectives (their number): {latency}, and a ring's bytes over the links;")
         print("nothing else runs meanwhile. A device multiplies with its part of the weights and with what is copied.")
     if device.memory is not None:
         _print_memory(device, rows)

@@ -34,11 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print parameters, bytes per device and time without running"
     )
     parser.add_argument(
-        "--device-memory",
-        metavar="GB",
-        type=positive,
+        "--device-memory", metavar="GB", type=positive,
         help="check that the --dry-run fits into this memory per device (default: on a CPU the machine's, else 80)",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--preview", metavar="N", type=positive, help="print N training documents with their targets marked, and stop"
     )
@@ -53,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
         dry_run(config, console, args.device_memory)
         return 0
-    start_devices(config)
+    keep_freed_memory()
+    if config.mesh.cpu_devices:  # before JAX's first array
+        jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
+    processes.start()
     console.quiet = not processes.is_main()
     if args.preview:
         preview(config, args.preview, console)
@@ -73,14 +74,6 @@ def run(args: argparse.Namespace) -> int:
         processes.from_main(lambda: held.enter_context(in_use(output)))  # once for all processes of the run
         with or_end():
             return train(config, make_task(config, mesh, console), mesh, console)
-
-
-def start_devices(config: TrainConfig) -> None:
-    """Split the CPU into devices and join the run's other processes, which must precede JAX's first array."""
-    keep_freed_memory()
-    if config.mesh.cpu_devices:
-        jax.config.update("jax_num_cpu_devices", config.mesh.cpu_devices)
-    processes.start()
 
 
 def preview(config: TrainConfig, count: int, console: Console) -> None:
