@@ -1,7 +1,6 @@
 """`hydrajax certify --server`: planted faults of a fake server are found by name, and nothing else is."""
 
 import json
-import socket
 import threading
 import time
 
@@ -188,12 +187,6 @@ def test_prompts_of_a_file(certify_fake, tmp_path):
         assert prompt in asked
 
 
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        return each.getsockname()[1]
-
-
 MISTAKES = [
     ({"key": "k"}, [], "--server: URL/v1 refuses the API key (401: no such key); give --api-key or set"),
     ({"models": []}, [], "--server: URL/v1 lists no models; load one"),
@@ -217,7 +210,7 @@ def test_mistakes_of_the_user(certify_fake, monkeypatch):
 
 
 def test_more_mistakes(certify, refused, reference):
-    url = f"http://127.0.0.1:{free_port()}"
+    url = "http://127.0.0.1:9"
     for address, message in (
         (url, f"--server: cannot reach {url}/v1: Connection refused\n"),
         ("ftp://x", "--server: got 'ftp://x', expected a URL such as http://"),

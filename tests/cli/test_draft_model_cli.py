@@ -36,17 +36,6 @@ def prompts(tmp_path):
 
 
 @pytest.mark.slow
-def test_generate_and_certify(program, base, draft):
-    common = ("generate", "--base", base, *TEXT, "--max-new-tokens", 12)
-    plain = program(*common, "--tree", "root")
-    for flags in (("--tree", "chain-4"), ("--tree", "dynamic-8-2-3"), ("--tree", "chain-4", "--draft-confidence", 0.4)):
-        done = program(*common, "--draft", draft, *flags)
-        assert done.out == plain.out
-    sure = ("--draft", draft, "--tree", "chain-2", "--max-new-tokens", 12, "--samples", 1024, "--limit", 2)
-    done = program("certify", "--base", base, *sure, "--rule", "rejection", "--temperature", "0.8")
-
-
-@pytest.mark.slow
 def test_tree_search_of_chains(program, base, draft, prompts, tmp_path):
     path = tmp_path / "tree.json"
     flags = ("--prompts", prompts, "--how", "chains", "--shapes", "static", "--sizes", "2,3", "--largest", 3)

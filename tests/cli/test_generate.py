@@ -183,28 +183,6 @@ def test_long_lines_and_markup_reach_the_terminal_unchanged():
     assert DRAFTED == "green underline"
 
 
-@pytest.mark.slow
-def test_rules_reach_the_decoder(program, base, heads, wide_tree, prompt_file, tmp_path):
-    """Sampling is the same with and without heads and in any batch; typical and rejection run."""
-
-    def outputs(name, *flags):
-        path = tmp_path / f"{name}.jsonl"
-        program("generate", "--base", base, "--prompts", prompt_file, "--max-new-tokens", NEW, "--output", path, *flags)
-        return [answer.output_ids for answer in read_answers(path)]
-
-    drafted = ["--draft", heads, "--tree", wide_tree]
-    exact = ["--rule", "exact", "--temperature", 1.3, "--top-k", 20, "--top-p", 0.9]
-    plain = outputs("plain", *exact)
-    assert outputs("tree", *exact, *drafted, "--batch-size", 3) == plain
-    assert outputs("temperature", *exact[2:], *drafted) == plain  # without a rule
-    greedy = outputs("greedy")
-    assert outputs("zero", "--temperature", 0) == greedy
-    assert plain != greedy
-    assert outputs("k1", "--rule", "exact", "--top-k", 1, *drafted) == greedy
-    assert outputs("typical", "--rule", "typical", "--epsilon", 0, "--alpha", 0, *drafted) != greedy  # accepts all
-    assert outputs("rejection", "--rule", "rejection", "--top-k", 20, "--draft", heads, "--tree", "chain-2") != greedy
-
-
 def test_penalties_and_logprobs_are_those_of_the_model(program, base, heads, wide_tree, prompt_file, tmp_path):
     output = tmp_path / "out.jsonl"
     flags = ["--draft", heads, "--tree", wide_tree, "--batch-size", 3, "--repetition-penalty", 1.3]

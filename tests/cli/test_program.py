@@ -17,7 +17,11 @@ from rich.console import Console
 from hydrajax import assets
 from hydrajax.cli import EPILOG, bench, build_parser, main, options, parse, screen, train
 from hydrajax.cli.completion import add_completers
+from hydrajax.decoding.acceptance import Greedy
+from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
+from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import without_weights
 from hydrajax.formats.export_base import export_llama
@@ -85,6 +89,17 @@ def test_the_dtype_is_left_to_the_checkpoint_and_the_device():
     for command in LOADING:
         assert parsed(*command.split()).dtype == "auto", command
         assert parsed(*command.split(), "--dtype", "bfloat16").dtype == "bfloat16", command
+
+
+def test_flags_of_rules():
+    for flags, rule in (
+        ("--temperature 1.3 --top-k 20 --top-p 0.9", ExactSampling(1.3, top_k=20, top_p=0.9)),
+        ("--rule exact --top-k 1", ExactSampling(top_k=1)),
+        ("--temperature 0", Greedy()),
+        ("--rule typical --epsilon 0 --alpha 0", Typical(epsilon=0.0, alpha=0.0)),
+        ("--rule rejection --min-p 0.1", RejectionSampling(min_p=0.1)),
+    ):
+        assert options.request_from(parsed("generate", "--base", "B", "--prompt", "x", *flags.split())).rule == rule
 
 
 WITHOUT_BFLOAT16 = "computing in float16: GPUs of compute capability 7.5 have no bfloat16\n"

@@ -115,15 +115,6 @@ def test_a_dynamic_tree_is_searched_saved_and_taken(program, base, heads, prompt
     assert presets.by_name(str(heads / "tree_b1.json")) == taken  # what --tree makes of it
 
 
-def test_the_tree_of_the_nearest_smaller_batch_is_taken(tmp_path):
-    for size, tree in ((1, presets.chain(3)), (4, presets.chain(2))):
-        presets.searched_path(tmp_path, size).write_text(json.dumps({"choices": tree.choices}))
-    assert presets.searched(tmp_path, 1) == presets.searched(tmp_path, 3) == presets.chain(3)
-    assert presets.searched(tmp_path, 4) == presets.searched(tmp_path, 9) == presets.chain(2)
-    assert presets.searched(tmp_path / "nothing", 4) is None
-    assert presets.searched(None, 4) is None
-
-
 def test_show(program, refused, tmp_path):
     done = program("tree", "show", "cartesian-2x2", "--picture", tmp_path / "tree.png")
     assert done.out.splitlines() == [
