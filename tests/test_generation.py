@@ -103,27 +103,6 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executo
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
 
 
-def test_sampled_text_is_the_same_streamed_and_at_any_batch_size(loaded):
-    executor = of(loaded, hydrajax.ExactSampling(0.9, top_p=0.95))
-    two = list(hydrajax.generate(executor, PROMPTS[:2], seed=5, batch_size=2))
-    for number, prompt in enumerate(PROMPTS[:2]):
-        pieces = hydrajax.stream(executor, prompt, executor.request.replace(seed=5, number=number))
-        list(pieces)
-        assert pieces.result.output_ids == two[number].output_ids
-
-
-@pytest.mark.slow
-def test_with_a_seed_of_its_own_a_prompt_draws_as_if_it_were_alone(loaded):
-    executor, seeds = of(loaded, hydrajax.ExactSampling(0.9)), [5, 2**32 - 1, 0]
-    together = list(hydrajax.generate(executor, PROMPTS, seed=seeds, batch_size=2))
-    assert [result.seed for result in together] == seeds
-    for prompt, seed, result in zip(PROMPTS, seeds, together, strict=True):
-        (alone,) = hydrajax.generate(executor, [prompt], seed=seed)
-        assert result.output_ids == alone.output_ids
-    with pytest.raises(HydrajaxError, match="seed: got 2 for 3 prompts, expected one per prompt"):
-        hydrajax.generate(executor, PROMPTS, seed=seeds[:2])
-
-
 @pytest.mark.slow
 def test_logprobs_of_the_tokens_that_are_left(loaded, whole):
     """Texts cut by a stop string, by limits and by an unfinished stream, compared with a plain forward pass."""
@@ -165,6 +144,7 @@ def test_bad_requests_are_refused(loaded, executor):
     for arguments, message in [
         ({"stop": "\n"}, "stop: got one string, expected a list"),
         ({"stop": [""]}, "stop: got an empty string"),
+        ({"seed": [5, 0]}, "seed: got 2 for 3 prompts, expected one per prompt"),
         ({"requests": [executor.request]}, "requests: got 1 for 3 prompts, expected one per prompt"),
         ({"requests": with_limits(executor, [3, 33, 1])}, "max_new_tokens: got 33, expected at most 32"),
     ]:

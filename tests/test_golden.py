@@ -96,26 +96,13 @@ def test_official_tree_is_the_preset(golden):
     assert read_tree(golden / "hydra_pp" / "tree_mc63.json") == presets.sparse()
 
 
-def base_forward(loaded: LanguageModel, params, ids: np.ndarray):
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    return loaded.model.apply({"params": params.base}, ids, positions, causal_mask(ids.shape[1]))
-
-
-def test_prefill(loaded, trace):
-    prefill = quick_jit(lambda params: base_forward(loaded, params, trace["prompt"][None]).hidden[0])
-    hidden = prefill(loaded.params)
-    near(hidden, trace["prefill_hidden_all"])
-    near(hidden[-1], trace["prefill_hidden_last"])
-    logits = loaded.model.apply({"params": loaded.params.base}, hidden[-1], method="logits")
-    near(logits, trace["prefill_logits_last"])
-
-
 def teacher_forced(loaded: LanguageModel, ids: np.ndarray):
     """Return hidden states and head logits of the training forward, padding included."""
 
     @quick_jit
     def forward(params):
-        base = base_forward(loaded, params, ids)
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+        base = loaded.model.apply({"params": params.base}, ids, positions, causal_mask(ids.shape[1]))
         bound = BoundBase(loaded.model, params.base)
         return base.hidden, forced_logits(loaded.drafter, params.draft, base.aux_hidden_states, jnp.asarray(ids), bound)
 

@@ -157,34 +157,17 @@ def private_imports(module: str, source: str) -> list[str]:
     return sorted(f"{origin}.{name}" for origin, name in others if re.match("_(?!_)", name))
 
 
-def names_in(module: str) -> set[str]:
-    """Return the names that a module defines or imports at its top level, also inside ``if``, ``try`` and ``with``."""
-    found, waiting = set(), list(parsed(MODULES[module].read_text()).body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        else:
-            found |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-            waiting += [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
-    return found
-
-
 def test_every_imported_name_exists():
     """Also in functions and in modules that no other quick test imports."""
-    missing = []
-    for module, path in MODULES.items():
-        for node in nodes_of(path.read_text()):
-            origin = getattr(node, "module", None) or ""
-            if origin in MODULES and origin != "hydrajax":  # whose names are loaded at their first use
-                there = names_in(origin)
-                missing += [
-                    f"{module}: {origin}.{alias.name}"
-                    for alias in node.names
-                    if alias.name not in there and f"{origin}.{alias.name}" not in MODULES
-                ]
+    missing = [
+        f"{module}: {node.module}.{alias.name}"
+        for module, path in MODULES.items()
+        for node in nodes_of(path.read_text())
+        if getattr(node, "module", None) in MODULES
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in MODULES
+        and not hasattr(importlib.import_module(node.module), alias.name)
+    ]
     assert missing == []
 
 
@@ -207,27 +190,14 @@ def test_no_cycles():
         visit(module, [])
 
 
-def imports_at_the_top(source: str, name: str) -> bool | None:
-    """Return whether a library is imported outside functions; None if it is not imported."""
-    everywhere = [node for node in nodes_of(source) if name in {each.split(".")[0] for each in names_of(node)}]
-    functions = [node for node in nodes_of(source) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    lazy = {node for function in functions if everywhere for node in ast.walk(function)}
-    return any(node not in lazy for node in everywhere) if everywhere else None
-
-
-def names_of(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-
-
 def test_torch_and_transformers_are_imported_inside_functions_only():
-    users = {}
-    for name in ("torch", "transformers"):
-        found = {module: imports_at_the_top(path.read_text(), name) for module, path in MODULES.items()}
-        users[name] = {module: at_top for module, at_top in found.items() if at_top is not None}
-    assert users["torch"] == {"hydrajax.formats.torch_files": False}
-    assert set(users["transformers"].values()) == {False}
+    found = {
+        (module, library, indented > "")
+        for module, path in MODULES.items()
+        for indented, library in re.findall(r"^( *)(?:import|from) (torch|transformers)\b", path.read_text(), re.M)
+    }
+    assert {module for module, library, _ in found if library == "torch"} == {"hydrajax.formats.torch_files"}
+    assert {inside for _, _, inside in found} == {True}
 
 
 # Optional or slow packages.

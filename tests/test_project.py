@@ -48,6 +48,7 @@ def test_the_licence_is_complete_and_packaged():
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     project = PYPROJECT["project"]
     assert (project["license"], project["license-files"]) == ("Apache-2.0", ["LICENSE"])
+    assert (ROOT / "hydrajax" / "py.typed").is_file()  # by which type checkers read the annotations (PEP 561)
     assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax"]
     assert "recipes/*.yaml" in PYPROJECT["tool"]["setuptools"]["package-data"]["hydrajax.train"]
 

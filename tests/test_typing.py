@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,3 @@ def test_correct_use_is_accepted_and_every_mistake_has_its_error_code():
     expected = {(MISUSE, str(number), line.split("# refused: ")[1]) for number, line in lines if "# refused: " in line}
     assert found == expected
     assert len(expected) > 5
-
-
-def test_the_package_is_marked_as_typed():
-    """By this file, PEP 561, checkers read the annotations of an installed package."""
-    assert files("hydrajax").joinpath("py.typed").is_file()
