@@ -70,14 +70,10 @@ def test_files_extras_and_options_exist():
 
 
 def test_the_health_check_asks_the_server():
-    pytest.importorskip("starlette", reason="starlette is not installed")
-    from hydrajax.serve.app import Api
-    from hydrajax.serve.options import ServerOptions
-
     python, flag, program = array(argument("HEALTHCHECK"))
     port, path = re.search(r"\('http://127\.0\.0\.1:(\d+)(/\w+)', timeout=5\)", program).groups()
     assert (python, flag, port) == ("python", "-c", argument("EXPOSE"))
-    assert path in {route.path for route in Api([], None, ServerOptions()).app().routes}
+    assert f'Route("{path}", ' in (ROOT / "hydrajax" / "serve" / "app.py").read_text()
     compile(program, "HEALTHCHECK", "exec")
 
 
