@@ -236,10 +236,6 @@ class AmphistaHeads(AtOnce):
     def _auto_embedding(self) -> AutoEmbedding:
         return AutoEmbedding(self.layer_config, self.dtype, self.auto_embedding_layers, self.position_encoding)
 
-    def _stage_of(self, k: int) -> int:
-        """Return the stage whose output head k reads."""
-        return self.adaptation_layers * k // self.num_draft_heads
-
     def _adapt(
         self,
         params,
@@ -268,9 +264,8 @@ class AmphistaHeads(AtOnce):
 
     def _heads_together(self, params, adapted: list[Float[Array, "B T D"]]) -> tuple[Float[Array, "B T D"], ...]:
         """Return what the lm head of each head reads at T positions, from the stages' outputs there."""
-        hidden = [
-            self.apply_head(params, k, adapted[self._stage_of(k)], method="hidden") for k in range(self.num_draft_heads)
-        ]
+        stages = [self.adaptation_layers * k // self.num_draft_heads for k in range(self.num_draft_heads)]
+        hidden = [self.apply_head(params, k, adapted[stage], method="hidden") for k, stage in enumerate(stages)]
         if not self.auto_embedding_layers:
             return tuple(hidden)
         batch, n_places, width = hidden[0].shape

@@ -159,10 +159,6 @@ class Corpus:
             return self._index
 
 
-def _flatten(corpus: Corpus):
-    return tuple(corpus.index), None
-
-
 def _unflatten(_, arrays) -> Corpus:
     """Return a corpus that is its index alone, such as one inside a program."""
     found = object.__new__(Corpus)
@@ -171,4 +167,4 @@ def _unflatten(_, arrays) -> Corpus:
 
 
 # Registered as a node, so that every call reads the index of that moment, also through copies of the parameters.
-jax.tree_util.register_pytree_node(Corpus, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(Corpus, lambda corpus: (tuple(corpus.index), None), _unflatten)

@@ -76,14 +76,6 @@ def _shared(c: Any) -> dict[str, Any]:
     }
 
 
-def _llama3(c: Any) -> dict[str, Any]:
-    return {"model_type": "llama", "tie_word_embeddings": c.weight_tying, "rope_theta": ROPE_THETA}
-
-
-def _qwen2(c: Any) -> dict[str, Any]:
-    return {"model_type": "qwen2", "tie_word_embeddings": c.use_tied_embedding}
-
-
 def _qwen3(c: Any) -> dict[str, Any]:
     fields = {"model_type": "qwen3", "tie_word_embeddings": c.use_tied_embedding, "rope_theta": ROPE_THETA}
     if c.num_experts is None:
@@ -185,8 +177,8 @@ def _rope(theta: float, factor: float) -> dict[str, Any]:
 
 
 TUNIX = {  # by package
-    "llama3": _llama3,
-    "qwen2": _qwen2,
+    "llama3": lambda c: {"model_type": "llama", "tie_word_embeddings": c.weight_tying, "rope_theta": ROPE_THETA},
+    "qwen2": lambda c: {"model_type": "qwen2", "tie_word_embeddings": c.use_tied_embedding},
     "qwen3": _qwen3,
     "gemma": _gemma,
     "gemma3": _gemma3,

@@ -211,8 +211,6 @@ def attend(
     accepted (docs/design.md 7), so verification attends to the tree's block and to the cache.
 
     Args:
-        queries: ``[B, n_heads, T, H]``.
-        segments: Keys, values and masks.
         softcap: Scores are ``softcap * tanh(score / softcap)``, in XLA's own operations on every backend; None for no
             cap.
         sinks: A further logit of each head in the softmax, which no value belongs to (gpt-oss); None for none.

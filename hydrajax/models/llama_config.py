@@ -25,19 +25,12 @@ OF_CONFIG = ("norms", "n_kv_heads", "head_dim", "mlp_width")
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The settings by which the layers of one model differ.
+    """The settings by which the layers of one model differ, as in `LlamaConfig`.
 
     Attributes:
-        sliding_window: As in `LlamaConfig`.
-        rope_theta: As in `LlamaConfig`; None for layers without rotary embedding.
-        rope_scaling: As in `LlamaConfig`.
-        experts: As in `LlamaConfig`.
-        norms: As in `LlamaConfig`; None for those of the configuration.
+        rope_theta: None for layers without rotary embedding.
+        norms, n_kv_heads, head_dim, mlp_width: None for those of the configuration.
         recurrent: The layer keeps a state in place of keys and values; None for attention.
-        mlp: As in `LlamaConfig`.
-        n_kv_heads, head_dim, mlp_width: As in `LlamaConfig`; None for those of the configuration.
-        shared_kv: As in `LlamaConfig`.
-        values_are_keys: As in `LlamaConfig`.
     """
 
     sliding_window: int | None = None

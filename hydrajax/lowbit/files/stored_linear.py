@@ -221,14 +221,7 @@ def unpack(words: np.ndarray, bits: int, axis: int, order: Sequence[int] | None 
 def widen(
     numbers: np.ndarray, scales: np.ndarray, zeros: np.ndarray | int | None = None, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return the float32 weights ``(numbers - zeros) * scales``, each rounded once.
-
-    Args:
-        numbers: ``[inputs, outputs]``, of at most 8 bits each.
-        scales: float32 ``[groups, outputs or 1]``.
-        zeros: ``[groups, outputs or 1]``, or one number for all; None for 0.
-        groups: the group of each input; by default consecutive inputs in groups of equal size.
-    """
+    """Return the float32 weights ``(numbers - zeros) * scales`` of `Integers`, each rounded once."""
     wide = numbers.astype(np.float32)  # in the memory order of `numbers`
     inputs = len(wide)
     groups = np.arange(inputs) * len(scales) // inputs if groups is None else groups
