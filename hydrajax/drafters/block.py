@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +24,12 @@ from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.block_network import BlockNetwork, BlockState, Text
 from hydrajax.drafters.clusters import ChosenLogits
 from hydrajax.drafters.draft_lm_head import LmHead
-from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal, SeesAcceptedOnly
+from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.markov import MarkovHead
 from hydrajax.drafters.ranks import ranks_among
 from hydrajax.drafters.settings import Settings, at_least, below
+from hydrajax.drafters.trained import OneNetwork
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
@@ -118,7 +118,7 @@ def one_by_one(work: Callable[[Array], Array], chunks: Int[Array, "chunks B ..."
     return found.reshape(len(found), -1, *found.shape[3:])
 
 
-class BlockDrafter(SeesAcceptedOnly):
+class BlockDrafter(OneNetwork):
     """The procedure of drafts of one pass.
 
     A subclass is a frozen dataclass with the fields of `BlockNetwork` and ``aux_hidden_layers``, ``mask_token``,
@@ -277,20 +277,7 @@ class BlockDrafter(SeesAcceptedOnly):
         above = tree.mask & ~np.eye(tree.size, dtype=bool)
         return proposal._replace(tokens=jnp.where(jnp.any(above & unsure[:, None, :], axis=-1), -1, tokens))
 
-    def _apply(self, params, *inputs, method: str = "__call__"):
-        return self.network.apply({"params": params}, *inputs, method=method)
-
-    # --- parameters and training --------------------------------------------------------------------------------------
-
-    def init(self, rng, base):
-        return nn.unbox(self.init_boxed(rng, base))
-
-    def init_boxed(self, rng: Array, base) -> Any:
-        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
-        x = jnp.zeros((1, 1, self.config.width), self.dtype)
-        aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
-        example = aux_hidden_states, x, jnp.zeros((1, 1), jnp.int32), base.logits
-        return dict(self.network.init(rng, *example, method="everything")["params"])
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def blocks(
         self,
@@ -381,13 +368,6 @@ class BlockDrafter(SeesAcceptedOnly):
         ranks = jax.lax.map(rank, into_chunks(anchors, min(width, length)))  # [chunks, B, width, depth]
         return jnp.moveaxis(ranks, (3, 1), (0, 1)).reshape(depth, n_rows, -1)[:, :, :length]
 
-    def reaching(self, depth):
-        return self
-
     def trained_on(self, found):
         """Return the draft that was read, with the settings' number of anchors."""
-        if type(found) is not type(self):
-            raise HydrajaxError(
-                f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"
-            )
-        return dataclasses.replace(found, num_anchors=self.num_anchors, dtype=self.dtype)
+        return dataclasses.replace(super().trained_on(found), num_anchors=self.num_anchors)

@@ -85,8 +85,6 @@ class LmHead:
 
         The nearest product of rank r is the projection onto the r leading directions of the kernel.
         """
-        if self.shared:
-            return {}
         if self.vocabulary is not None:
             kernel = kernel[:, self.vocabulary.tokens]
         if self.rank is None:
@@ -94,6 +92,11 @@ class LmHead:
         wide = kernel.astype(jnp.float32)
         directions = jnp.linalg.eigh(wide @ wide.T)[1][:, -self.rank :]  # ascending by weight
         return {"lm_down": directions.astype(dtype), "lm_up": (directions.T @ wide).astype(dtype)}
+
+    def started(self, fresh: dict[str, Any], base, dtype) -> dict[str, Any]:
+        """Return boxed parameters of which those of `like_base` start so."""
+        own = {} if self.shared else self.like_base(base.head_kernel(), dtype)
+        return fresh | {name: fresh[name].replace_boxed(value) for name, value in own.items()}
 
     def logits(
         self, params: Mapping[str, Array | Quantized], hidden: Float[Array, "*rows D"], base_logits

@@ -9,7 +9,7 @@ predictions build on it: at a drafted node the layer reads its own output at the
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,9 +23,8 @@ from hydrajax.drafters.drafter import Beam, DrafterSpec, following_tokens, last_
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import Settings, at_least, vocabulary_of
-from hydrajax.drafters.trained import Trained
+from hydrajax.drafters.trained import OneNetwork
 from hydrajax.drafters.vocabulary import Vocabulary
-from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, SamePosition, causal_mask, rope_table
 from hydrajax.models.cache import KVCache, append, init_cache
@@ -123,7 +122,7 @@ class EagleSettings(Settings):
         at_least("draft.vocabulary", self.vocabulary, 1)
 
 
-class EagleDrafter(Trained):
+class EagleDrafter(OneNetwork):
     """The procedure of EAGLE for any of its networks.
 
     A subclass is a frozen dataclass with ``config`` (of its layer, with the base's width and vocabulary), ``dtype``,
@@ -230,17 +229,7 @@ class EagleDrafter(Trained):
     def _logits(self, params, hidden: Float[Array, "*rows D"], base) -> Float[Array, "*rows V_"] | ChosenLogits:
         return self._apply(params, hidden, self.lm_head.base_logits(params, base), method="logits")
 
-    def _apply(self, params, *inputs, method: str = "__call__"):
-        return self.network.apply({"params": params}, *inputs, method=method)
-
-    # --- parameters and training ---------------------------------------------------------------------
-
-    def init_boxed(self, rng: Array, base) -> Any:
-        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`)."""
-        vector = jnp.zeros((1, 1, self.config.width), self.dtype)
-        aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
-        example = aux_hidden_states, vector, jnp.zeros((1, 1), jnp.int32), base.logits
-        return dict(self.network.init(rng, *example, method="everything")["params"])
+    # --- training -----------------------------------------------------------------------------------------------------
 
     def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
         """Return outputs ``[B, T, D]`` for each of the ``ttt_length`` predictions at every position t, given the text
@@ -272,11 +261,7 @@ class EagleDrafter(Trained):
 
     def trained_on(self, found):
         """Return a draft of the same kind with the layer and the vocabulary that were read."""
-        if type(found) is not type(self):
-            raise HydrajaxError(
-                f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"
-            )
-        return dataclasses.replace(found, ttt_length=self.ttt_length, dtype=self.dtype)
+        return dataclasses.replace(super().trained_on(found), ttt_length=self.ttt_length)
 
 
 @dataclass(frozen=True)

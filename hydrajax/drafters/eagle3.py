@@ -139,12 +139,5 @@ class Eagle3(EagleDrafter):
         n_reads = len(self.aux_hidden_layers)
         return Eagle3Network(self.config, self.dtype, n_reads, self.lm_head, self.norm_before_residual)
 
-    def init_boxed(self, rng, base):
-        """Return fresh parameters; the lm head starts as a copy of the base's."""
-        params = super().init_boxed(rng, base)
-        for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
-            params[name] = params[name].replace_boxed(value)
-        return params
-
 
 KIND = DrafterKind("EAGLE-3", Eagle3)

@@ -13,7 +13,7 @@ g only in ``retention ** g`` of the rollouts, all of which have guess g - 1 too.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from hydrajax.drafters.block import ROWS_AT_ONCE, BlockDrafter, BlockSettings, o
 from hydrajax.drafters.block_network import Text
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
+from hydrajax.drafters.eagle import EagleState
 from hydrajax.drafters.eagle3 import default_aux_hidden_layers
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of
@@ -32,7 +33,7 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array, DType
 from hydrajax.models.attention import KVSegment, causal_mask, rope_table
-from hydrajax.models.cache import Block, KVCache, append, init_cache
+from hydrajax.models.cache import Block, append, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import row_layout
@@ -56,13 +57,6 @@ class PEagleSettings(BlockSettings):
         for name in ("retention", "least_retention"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise HydrajaxError(f"draft.{name}: got {value}, expected more than 0 and at most 1")
-
-
-class PEagleState(NamedTuple):
-    """The state: the cache of the text's rows, and the output of the last one, ``[B, D]``."""
-
-    cache: KVCache
-    hidden: Float[Array, "B D"]
 
 
 class PEagleNetwork(nn.Module):
@@ -193,16 +187,9 @@ class PEagle(BlockDrafter):
         reads, own = len(self.aux_hidden_layers), self.own_embedding
         return PEagleNetwork(self.config, self.dtype, reads, self.lm_head, self.norm_before_residual, own)
 
-    def init_boxed(self, rng, base):
-        """Return fresh parameters; the lm head starts as a copy of the base's."""
-        params = super().init_boxed(rng, base)
-        for name, value in self.lm_head.like_base(base.head_kernel(), self.dtype).items():
-            params[name] = params[name].replace_boxed(value)
-        return params
-
     def init_state(self, batch, slots):
         cache = init_cache(self.config, batch, slots, self.dtype)
-        return PEagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
+        return EagleState(cache, jnp.zeros((batch, self.config.width), self.dtype))
 
     def advance(self, params, state, aux_hidden_states, tokens, counts, bonus_token, base):
         """Run the rows of positions that the base has processed, each with the token that followed."""
@@ -212,7 +199,7 @@ class PEagle(BlockDrafter):
         fused = self._apply(params, aux_hidden_states, method="fused")
         past = [cache.segments(layer) for layer in range(self.config.n_layers)]
         hidden, block = self._apply(params, embeddings, fused, positions, causal_mask(n_tokens), past)
-        return PEagleState(append(cache, block, counts, after=hidden[:, 0, 0]), last_observed(hidden, counts))
+        return EagleState(append(cache, block, counts, after=hidden[:, 0, 0]), last_observed(hidden, counts))
 
     def slots(self, params, state, root, n_levels, base):
         cache, first = state.cache, state.hidden[:, None]

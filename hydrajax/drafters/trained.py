@@ -28,6 +28,31 @@ class Trained(SeesAcceptedOnly):
         return self
 
 
+class OneNetwork(Trained):
+    """Base of drafters with one ``network``, which reads the base's hidden states of ``aux_hidden_layers``."""
+
+    def _apply(self, params, *inputs, method: str = "__call__"):
+        return self.network.apply({"params": params}, *inputs, method=method)
+
+    def init_boxed(self, rng, base):
+        """Return fresh parameters with their logical axes (`flax.core.meta` boxes, `hydrajax.sharding`); an lm head
+        starts as a copy of the base's.
+        """
+        vector = jnp.zeros((1, 1, self.config.width), self.dtype)
+        aux_hidden_states = jnp.zeros((1, 1, len(self.aux_hidden_layers) * self.config.width), self.dtype)
+        example = aux_hidden_states, vector, jnp.zeros((1, 1), jnp.int32), base.logits
+        fresh = dict(self.network.init(rng, *example, method="everything")["params"])
+        return self.lm_head.started(fresh, base, self.dtype)
+
+    def trained_on(self, found):
+        """Return the draft that was read, which must be of this kind, in the settings' dtype."""
+        if type(found) is not type(self):
+            raise HydrajaxError(
+                f"draft: got {type(found).__name__} heads, expected {type(self).__name__} by the settings"
+            )
+        return dataclasses.replace(found, dtype=self.dtype)
+
+
 @dataclass(frozen=True)
 class StackSettings(HeadSettings):
     """Settings of Medusa and Hydra heads.
@@ -88,9 +113,7 @@ class TrainedStack(Trained):
             example = jnp.zeros((1, head.width * (1 + conditioned)), head.dtype)
             path = jnp.zeros((1, head.width * (head.path_length or 0)), head.dtype)
             fresh = dict(head.init(jax.random.fold_in(rng, k), example, path, base.logits)["params"])
-            for name, value in head.lm_head.like_base(base.head_kernel(), head.dtype).items():
-                fresh[name] = fresh[name].replace_boxed(value)
-            params[f"head_{k}"] = fresh
+            params[f"head_{k}"] = head.lm_head.started(fresh, base, head.dtype)
         return params
 
     def teacher_hidden(self, params, aux_hidden_states, tokens, base, rng=None, positions=None, mask=None):
