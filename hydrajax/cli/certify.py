@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.server is not None:
-        return certify_server.run(args, _defaults())
+        parser = argparse.ArgumentParser(add_help=False)
+        add_arguments(parser)
+        return certify_server.run(args, {action.dest: action.default for action in parser._actions})
     certify_server.refuse_without_server(args)
     tree, request = options.tree_from(args), options.request_from(args)
     if options.draft_of(args) is None:
@@ -54,12 +56,6 @@ def run(args: argparse.Namespace) -> int:
         report = {"certified": holds, "machine": machine(), "arguments": options.recorded(args)}
         write(report | {"rule": request.shown_rule(), "checks": [vars(check) for check in checks]})
     return 0 if holds else 1
-
-
-def _defaults() -> dict[str, object]:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    return {action.dest: action.default for action in parser._actions}
 
 
 def show(check: Check) -> None:

@@ -105,8 +105,11 @@ def _compared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    verbs = {"export": _export, "merge": _merge, "fetch": _fetch, "push": _push, KV_CACHE: _kv_caches}
-    (verbs | dict.fromkeys(QUANTIZED, _quantized))[args.verb](args)
+    if args.verb == "push":
+        print(push(args.directory, args.repository, private=args.private, message=args.message))
+        return
+    verbs = {"export": _export, "merge": _merge, "fetch": _fetch, KV_CACHE: _kv_caches}
+    verbs.get(args.verb, _quantized)(args)
 
 
 def _check_output(output: str, inputs: Mapping[str, str | Path]) -> None:
@@ -164,10 +167,6 @@ def _fetch(args: argparse.Namespace) -> None:
 
 def _print_files(directory: str) -> None:
     print(f"{directory}: {', '.join(sorted(path.name for path in Path(directory).iterdir()))}")
-
-
-def _push(args: argparse.Namespace) -> None:
-    print(push(args.directory, args.repository, private=args.private, message=args.message))
 
 
 def _quantized(args: argparse.Namespace) -> None:

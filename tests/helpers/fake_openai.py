@@ -227,11 +227,9 @@ class Handler(BaseHTTPRequestHandler):
             for piece in pieces:
                 part = {"delta": {"content": piece}} if chat else {"text": piece}
                 events.append({"choices": [{"index": index, "finish_reason": None, **part}]})
-            last = {
-                "index": index,
-                "finish_reason": choice["finish_reason"],
-                **({"delta": {}} if chat else {"text": ""}),
-            }
+            last = {"index": index, "finish_reason": choice["finish_reason"]} | (
+                {"delta": {}} if chat else {"text": ""}
+            )
             if "call" in choice:
                 function = {"name": "get_weather", "arguments": choice["call"]}
                 last["delta"] = {"tool_calls": [{"index": 0, "id": "1", "type": "function", "function": function}]}
@@ -255,11 +253,8 @@ class Handler(BaseHTTPRequestHandler):
 def _logprobs(tokens: list[tuple], chat: bool, most: int) -> dict:
     if not chat:
         tops = [dict(top[:most]) for _, _, top in tokens] if most else None
-        return {
-            "tokens": [token for token, _, _ in tokens],
-            "token_logprobs": [logprob for _, logprob, _ in tokens],
-            "top_logprobs": tops,
-        }
+        texts, values = ([each[place] for each in tokens] for place in (0, 1))
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops}
     content = []
     for token, logprob, top in tokens:
         others = [{"token": text, "logprob": value} for text, value in top[:most]]
