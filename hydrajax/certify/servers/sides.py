@@ -9,19 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hydrajax.certify.servers import comparison
 from hydrajax.certify.servers.answers import Answer, Token
 from hydrajax.certify.servers.client import Client, NoAnswer, Refused, Reply
-from hydrajax.certify.servers.comparison import (
-    FAULT,
-    UNJUDGED,
-    Finding,
-    Gap,
-    common_length,
-    gap_of,
-    gap_of_chosen,
-    shown,
-    text_finding,
-)
+from hydrajax.certify.servers.comparison import FAULT, UNJUDGED, Finding, Gap, common_length, shown
 from hydrajax.certify.servers.questions import Question
 from hydrajax.errors import HydrajaxError
 
@@ -180,10 +171,10 @@ class Sides:
     def text_difference(self, question: Question, answer: Answer, expected: Answer, setting: str) -> Finding:
         """Judge two texts that differ: by the reference, else by the server's own log-probabilities."""
         asked, at = question.but(stream=False), common_length(answer.text, expected.text)
-        gap, judge = gap_of(self.reference.tokens_near(asked, expected, at), answer, at), "the reference"
+        gap, judge = comparison.gap_of(self.reference.tokens_near(asked, expected, at), answer, at), "the reference"
         if gap.value is None and (own := self._own_gap(asked, answer, expected, at)).value is not None:
             gap, judge = own, "the server"
-        found = text_finding(question, answer, expected, gap, judge, self.settings.tolerance, setting)
+        found = comparison.text_finding(question, answer, expected, gap, judge, self.settings.tolerance, setting)
         if gap.value is None and question.more and self._gives(asked, expected.text):
             return dataclasses.replace(found, verdict=UNJUDGED)
         return found
@@ -198,8 +189,12 @@ class Sides:
         if question.temperature == 0 and most is not None:
             again = _outcome(self.server.ask, question.but(logprobs=most))
             if isinstance(again, tuple) and again[0].text == answer.text:
-                gap = gap_of(again[0].tokens or (), expected, at)
-                return gap if gap.value is not None else gap_of_chosen(expected.tokens or (), again[0].tokens or (), at)
+                gap = comparison.gap_of(again[0].tokens or (), expected, at)
+                return (
+                    gap
+                    if gap.value is not None
+                    else comparison.gap_of_chosen(expected.tokens or (), again[0].tokens or (), at)
+                )
         return Gap(None, False, "", "")
 
 
