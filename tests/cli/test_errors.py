@@ -19,8 +19,8 @@ import pytest
 from helpers.lora_files import write_lora
 from helpers.outputs import write_lines
 from hydrajax import assets, cli
-from hydrajax.cli import bench, run_command
 from hydrajax.cli import generate as command
+from hydrajax.cli import run_command
 from hydrajax.text.answers import Generation
 
 GENERATE = "generate --base base --output out.jsonl"
@@ -232,7 +232,6 @@ def folder(base, heads, wordless, tmp_path_factory):
 @pytest.mark.parametrize("begun", REFUSALS)
 def test_refusals(program, folder, begun, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(bench, "random_model", without_weights)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     for flags, words in REFUSALS[begun]:
         found = program(*shlex.split(f"{begun} {flags}"), code=2)
@@ -240,24 +239,6 @@ def test_refusals(program, folder, begun, monkeypatch):
         assert re.fullmatch(r"hydrajax: [^\n]+\n", found.err), (flags, found.err)
         assert re.search(words, found.err), (flags, found.err)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-
-
-def without_weights(shape, kind, dtype, seed, quantize=None):
-    """A `random_model` of shapes alone, for errors that are raised before parameters are used."""
-    import flax.linen as nn
-    import jax
-
-    from hydrajax.bench.shapes import PRESETS
-    from hydrajax.decoding.state import Params
-    from hydrajax.formats.draft_registry import KINDS
-    from hydrajax.models.base_model import BoundBase
-    from hydrajax.models.init import abstract_base
-    from hydrajax.models.llama import Llama
-
-    model = Llama(PRESETS[shape], dtype)
-    drafter, base = KINDS[kind].build(model.config, dtype), nn.unbox(abstract_base(model))
-    draft = jax.eval_shape(lambda base: drafter.init(jax.random.key(0), BoundBase(model, base)), base)
-    return model, drafter, Params(base, draft)
 
 
 def test_commands_of_one_process_refuse_several(refused, monkeypatch):
