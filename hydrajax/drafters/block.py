@@ -28,7 +28,7 @@ from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.markov import MarkovHead
 from hydrajax.drafters.ranks import ranks_among
-from hydrajax.drafters.settings import Settings, at_least, below
+from hydrajax.drafters.settings import Settings, at_least, below, vocabulary_of
 from hydrajax.drafters.trained import OneNetwork
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
@@ -147,6 +147,16 @@ class BlockDrafter(OneNetwork):
     markov: MarkovHead | None = None
     confidence_head: str | None = None
     confidence: float = 0.0
+
+    @classmethod
+    def for_base(cls, base, dtype, settings=None, target_counts=None):
+        """Return a draft whose layers have the base's shape and norms of queries and keys, as released."""
+        s = settings or cls.Settings()
+        return cls(
+            base.plain_layer.replace(n_layers=s.n_layers, qk_norm=True), s.reads(base), s.mask_of(base), s.block_size,
+            vocabulary=vocabulary_of(s.vocabulary, base, target_counts), dtype=jnp.dtype(dtype),
+            num_anchors=s.num_anchors,
+        )  # fmt: skip
 
     def check_block(self) -> None:
         """Raise `HydrajaxError` for numbers out of range."""

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
 from hydrajax.drafters.kind import DrafterKind
-from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.models.arrays import DType
 from hydrajax.models.llama_config import LlamaConfig
@@ -48,20 +47,6 @@ class DFlash(BlockDrafter):
 
     def __post_init__(self):
         self.check_block()
-
-    @classmethod
-    def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """Return a draft whose layers have the base's shape and norms of queries and keys, as released."""
-        s = settings or cls.Settings()
-        return cls(
-            base.plain_layer.replace(n_layers=s.n_layers, qk_norm=True),
-            s.reads(base),
-            s.mask_of(base),
-            s.block_size,
-            vocabulary_of(s.vocabulary, base, target_counts),
-            jnp.dtype(dtype),
-            s.num_anchors,
-        )
 
 
 @dataclass(frozen=True)

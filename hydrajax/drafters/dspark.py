@@ -4,7 +4,7 @@ DeepSpec, the released training code, has a variant of DFlash with the same slot
 heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from hydrajax.drafters.block import BlockDrafter, BlockSettings
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.markov import KINDS, MarkovHead
-from hydrajax.drafters.settings import at_least, below, one_of, vocabulary_of
+from hydrajax.drafters.settings import at_least, below, one_of
 from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import DType
@@ -41,21 +41,15 @@ class DSparkSettings(BlockSettings):
 
 @dataclass(frozen=True)
 class DSpark(BlockDrafter):
-    """DSpark.
+    """DSpark. Other attributes are those of `hydrajax.drafters.dflash.DFlash`.
 
     Attributes:
-        config: Shape of the draft's layers, with the base's width and vocabulary.
-        aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
-        mask_token: Id of the token whose embedding marks positions to predict.
         block_size: Slots of a block, each of which predicts a token.
         markov: The Markov head; None without one.
         confidence_head: What the confidence head reads, ``"hidden"`` or ``"markov"`` (both that and the token before);
             None without one.
         confidence: Threshold of the confidence head: tokens after a node whose next slot is less confident are removed
             from the tree. The number of verified nodes stays the same. 0 for no threshold.
-        vocabulary: The tokens that it can propose; None for all.
-        num_anchors: Blocks per row of training text.
-        windows: See `hydrajax.drafters.block.BlockDrafter`.
     """
 
     config: LlamaConfig
@@ -86,18 +80,11 @@ class DSpark(BlockDrafter):
 
     @classmethod
     def for_base(cls, base, dtype, settings=None, target_counts=None):
-        """Return a draft whose layers have the base's shape and norms of queries and keys, as released."""
         s = settings or DSparkSettings()
-        return cls(
-            base.plain_layer.replace(n_layers=s.n_layers, qk_norm=True),
-            s.reads(base),
-            s.mask_of(base),
-            s.block_size,
-            MarkovHead(s.markov_rank, s.markov) if s.markov_rank else None,
-            ("markov" if s.markov_rank else "hidden") if s.confidence_head else None,
-            vocabulary=vocabulary_of(s.vocabulary, base, target_counts),
-            dtype=jnp.dtype(dtype),
-            num_anchors=s.num_anchors,
+        return replace(
+            super().for_base(base, dtype, s, target_counts),
+            markov=MarkovHead(s.markov_rank, s.markov) if s.markov_rank else None,
+            confidence_head=("markov" if s.markov_rank else "hidden") if s.confidence_head else None,
         )
 
 

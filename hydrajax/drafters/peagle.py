@@ -129,14 +129,11 @@ class PEagleNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class PEagle(BlockDrafter):
-    """P-EAGLE.
+    """P-EAGLE. Other attributes are those of `hydrajax.drafters.dflash.DFlash`.
 
     Attributes:
-        config: Shape of the draft's layers, with the base's width and vocabulary.
-        aux_hidden_layers: The hidden states of the base that it reads (`hydrajax.models.base_model.BaseModel`).
         mask_token: Id of the token whose embedding mask rows read.
         block_size: K, the number of guesses.
-        vocabulary: The tokens that it can propose; None for all.
         num_anchors: Rollouts per row of training text.
         norm_before_residual, own_embedding: See `PEagleNetwork`.
         retention, least_retention: See `PEagleSettings`.
