@@ -47,10 +47,6 @@ def whole(executor):
     return found
 
 
-def joined(stream) -> str:
-    return "".join(stream)
-
-
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
@@ -72,7 +68,7 @@ def test_stop_strings_cut_streamed_and_whole_text_alike(executor, whole, data):
         assert result.emitted_per_step[:-1] == without.emitted_per_step[: steps - 1]
         assert result.emitted_per_step[-1] <= without.emitted_per_step[steps - 1]
     pieces = hydrajax.stream(executor, PROMPTS[number], executor.request.replace(stop=stop))
-    assert joined(pieces) == stopped[number].text
+    assert "".join(pieces) == stopped[number].text
     streamed, whole_one = pieces.result, stopped[number]
     assert (streamed.output_ids, streamed.emitted_per_step) == (whole_one.output_ids, whole_one.emitted_per_step)
     assert streamed.finish_reason == "stop"
@@ -94,7 +90,7 @@ def test_a_stream_begins_after_one_step_and_compiles_no_burst_of_its_own(executo
     first = next(pieces)
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
     assert (asked, pieces.result.steps) == ([1], 1)
-    assert first + joined(pieces) == whole[0].text
+    assert first + "".join(pieces) == whole[0].text
     found = pieces.result
     assert (found.output_ids, found.emitted_per_step) == (whole[0].output_ids, whole[0].emitted_per_step)
     assert found.finish_reason == "length"

@@ -156,7 +156,7 @@ def settings_of(
 def write_all(executor: Executor, seeds: Seeds, encoder: Any, spec: DistillSpec, file: RecordFile) -> DialogueResult:
     """Run `write` with a progress bar and print the speed; on Ctrl-C, print how many records are kept."""
     from hydrajax.cli.generate import Totals
-    from hydrajax.cli.screen import bar
+    from hydrajax.cli.screen import resumable
     from hydrajax.train.distill.dialogues import write
 
     totals = Totals()
@@ -166,15 +166,8 @@ def write_all(executor: Executor, seeds: Seeds, encoder: Any, spec: DistillSpec,
         for generation in generations:
             totals.add(generation, seconds)
 
-    with bar() as progress:
-        task = progress.add_task("write", total=len(seeds.seeds))
-        calls = {"on_batch": add, "on_end": lambda: progress.advance(task)}
-        try:
-            result = write(executor, seeds.seeds, encoder, spec, file, **calls)
-        except KeyboardInterrupt:
-            progress.stop()
-            print(f"{len(file)} records are kept in {file.path}; repeat the command to resume", file=sys.stderr)
-            raise
+    with resumable("write", len(seeds.seeds), lambda _: f"{len(file)} records are kept in {file.path}") as advance:
+        result = write(executor, seeds.seeds, encoder, spec, file, on_batch=add, on_end=advance)
     if totals.tokens:
         print(totals.summary())
     return result

@@ -21,7 +21,7 @@ from hydrajax.bench.questions.summary import Figures, acceptance_lengths, summar
 from hydrajax.bench.report.records import of_evaluate
 from hydrajax.bench.report.tables import markdown_table, print_table
 from hydrajax.cli import options
-from hydrajax.cli.screen import bar
+from hydrajax.cli.screen import resumable
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.formats.fingerprint import fingerprint
@@ -87,7 +87,12 @@ def run(args: argparse.Namespace) -> None:
     with in_use(answer_directory(args.output)) if processes.is_main() else nullcontext():
         written = AnswerFiles(args.output, [way.model_id for way in ways], settings) if processes.is_main() else None
         done = processes.from_main(lambda: written.done)
-        ask(questions, ways, prompter, written, done, args)
+        if before := sum(question.question_id in done for question in questions):
+            print(f"resuming: {before} of {len(questions)} questions are answered", file=sys.stderr)
+        how = {"done": done, "repeats": args.repeats, "seed": args.seed}
+        count, title = len(questions), f"{args.set}, {len(ways)} contenders"
+        with resumable(title, count, lambda asked: f"{asked} of {count} questions are kept") as advance:
+            evaluate(questions, ways, prompter, written, **how, on_question=advance)
         if written is None:
             return
         results = summarise(written.answers, questions, baseline, same_outputs)
@@ -129,31 +134,6 @@ def settings_of(
         **{key: getattr(args, key) for key in ("dtype", "quantize", "template", "max_new_tokens", "repeats", "seed")},
         **{key: machine()[key] for key in ("device", "platform", "jax")},
     }
-
-
-def ask(
-    questions: Sequence[Question],
-    ways: Sequence[Answerer],
-    prompter: Prompter,
-    files: AnswerFiles | None,
-    done: set[int | str],
-    args: argparse.Namespace,
-) -> None:
-    """Run `evaluate` with a progress bar; on Ctrl-C, print how many questions are kept."""
-    if before := sum(question.question_id in done for question in questions):
-        print(f"resuming: {before} of {len(questions)} questions are answered", file=sys.stderr)
-    with bar() as progress:
-        task = progress.add_task(f"{args.set}, {len(ways)} contenders", total=len(questions))
-        try:
-            evaluate(
-                questions, ways, prompter, files, done=done,
-                repeats=args.repeats, seed=args.seed, on_question=lambda: progress.advance(task),
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            progress.stop()
-            kept = f"{progress.tasks[0].completed:.0f} of {len(questions)} questions"
-            print(f"{kept} are kept; repeat the command to resume", file=sys.stderr)
-            raise
 
 
 def publish(args: argparse.Namespace, columns: Sequence[str], rows: Sequence[Sequence[str | float]]) -> None:

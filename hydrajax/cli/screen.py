@@ -38,6 +38,20 @@ def bar(*columns: str | ProgressColumn, **settings: Any) -> Progress:
 
 
 @contextmanager
+def resumable(text: str, total: int, kept: Callable[[int], str]) -> Iterator[Callable[[], None]]:
+    """Show a progress bar, and yield a function that advances it. On Ctrl-C, print what is kept of so many."""
+    with bar() as progress:
+        task = progress.add_task(text, total=total)
+        try:
+            yield lambda: progress.advance(task)
+        except KeyboardInterrupt:
+            progress.stop()
+            done = round(progress.tasks[0].completed)
+            print(f"{kept(done)}; repeat the command to resume", file=sys.stderr)
+            raise
+
+
+@contextmanager
 def status(text: str, every: float = 10.0) -> Iterator[Callable[[str], None]]:
     """Show a status text on stderr, and yield a function that changes it.
 
