@@ -23,6 +23,7 @@ from hydrajax.decoding.request import SEED_BITS
 from hydrajax.errors import HydrajaxError
 from hydrajax.machine import own_version
 from hydrajax.serve.api_errors import error_response
+from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.openapi import document
 from hydrajax.serve.options import ServerOptions
 from hydrajax.serve.prometheus import ServerMetrics
@@ -267,10 +268,7 @@ class Api:
         continuous = wanted.include_usage and wanted.continuous_usage_stats
         form = form or ReplyFormat(model.name, chat, continuous, body.prompt_logprobs)
         form.reasoning = not chat or body.include_reasoning is not False
-        n, sampling = body.n or 1, body.sampling()
-        if sampling["temperature"] is None and self._options.temperature:
-            sampling["temperature"] = self._options.temperature
-        seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed  # one for all choices
+        n, limit = body.n or 1, self._options.max_new_tokens if body.limit() is None else body.limit()
         if len(prompts) * n > MOST_CHOICES:
             raise HydrajaxError(f"n: got {len(prompts)} prompts x {n} choices, expected at most {MOST_CHOICES} in all")
         echo_top, whole_echo = body.scored(), body.scored() is not None and not body.stream
@@ -279,27 +277,7 @@ class Api:
                 f"{body.TOP_LOGPROBS}: got {top}, expected at most {batcher.top_logprobs}; "
                 "start the server with a larger --top-logprobs"
             )
-        limit = self._options.max_new_tokens if body.limit() is None else body.limit()
-        common = {"max_new_tokens": max(limit, 1), "stop": body.stops(), "seed": seed}
-        common |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
-        common |= {"stop_token_ids": body.stop_token_ids or ()}
-        if body.bad_words:
-            common["bad_words"] = await self._on_thread(lambda: self._encoder.words(body.bad_words), body.bad_words)
-        common["include_stop_str_in_output"] = bool(body.include_stop_str_in_output)
-        common["remembered"] = body.corpus is not False
-
-        def made() -> list[Submission]:
-            firsts = [batcher.request(ids, **common, **sampling) for ids in prompts]
-            return [first.numbered(number) for first in firsts for number in range(n)]
-
-        if (grammar := structure.grammar) is None:
-            requests = made()
-        else:
-            common["grammar"] = grammar
-            try:
-                requests = await self._on_thread(made, [grammar.text])  # compiles the grammar
-            except HydrajaxError as error:
-                raise structure.named(error) from None
+        requests = await self._requests(batcher, body, prompts, structure, max(limit, 1))
         echoed: list[str | None] = [None] * len(prompts)
         if not chat and body.echo:
             echoed = [await run_in_threadpool(self._encoder.text, content) for content in body.prompts()]
@@ -326,6 +304,32 @@ class Api:
         finally:
             if not streams:
                 reply.close()
+
+    async def _requests(
+        self, batcher: Batcher, body: RequestBody, prompts: Sequence[np.ndarray], structure: Structure, limit: int
+    ) -> list[Submission]:
+        """Return the sequences of all choices, each prompt's together."""
+        fields = {"max_new_tokens": limit, "stop": body.stops(), "stop_token_ids": body.stop_token_ids or ()}
+        fields |= {"ignore_eos": bool(body.ignore_eos), "min_tokens": body.min_tokens or 0}
+        fields |= {"remembered": body.corpus is not False, "grammar": structure.grammar}
+        fields["include_stop_str_in_output"] = bool(body.include_stop_str_in_output)
+        fields["seed"] = secrets.randbits(SEED_BITS) if body.seed is None else body.seed  # one for all choices
+        if body.bad_words:
+            fields["bad_words"] = await self._on_thread(lambda: self._encoder.words(body.bad_words), body.bad_words)
+        sampling = body.sampling()
+        if sampling["temperature"] is None and self._options.temperature:
+            sampling["temperature"] = self._options.temperature
+
+        def made() -> list[Submission]:
+            firsts = [batcher.request(ids, **fields, **sampling) for ids in prompts]
+            return [first.numbered(number) for first in firsts for number in range(body.n or 1)]
+
+        if structure.grammar is None:
+            return made()
+        try:
+            return await self._on_thread(made, [structure.grammar.text])  # compiles the grammar
+        except HydrajaxError as error:
+            raise structure.named(error) from None
 
 
 def _listed(model: ServedModel) -> dict[str, Any]:
