@@ -22,9 +22,9 @@ Table = tuple[Sequence[str], list[Sequence[Any]]]
 MakeTable = Callable[[list[dict]], Table]
 
 
-def write_report(results: Sequence[tuple[Path, Result]], path: str | Path, flag: str = "output") -> None:
+def write_report(results: Sequence[tuple[Path, Result]], path: str | Path) -> None:
     """Write a table of every result to ``path``."""
-    with WholeFile(path, flag) as file:
+    with WholeFile(path, "output") as file:
         file.write_text("\n".join([INTRODUCTION, *(section(result, source.name) for source, result in results)]))
 
 

@@ -4,7 +4,6 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from helpers.refusals import assert_refused
 from hydrajax.bench.trees.search import WIDEST, Proposals, accuracies, independent, simulated
@@ -27,13 +26,6 @@ def drawn(seed: int, rows: int, length: int) -> np.ndarray:
     random = np.random.default_rng(seed)
     ranks = np.stack([np.searchsorted(np.cumsum(row), random.random((rows, length))) for row in ACCURACIES])
     return np.where(ranks >= ACCURACIES.shape[1], WRONG, ranks)
-
-
-@st.composite
-def heads(draw) -> np.ndarray:
-    """Draw accuracies of three guesses for two or three heads."""
-    row = st.lists(st.floats(0.01, 0.33), min_size=3, max_size=3)
-    return np.array(draw(st.lists(row, min_size=2, max_size=3)))
 
 
 def test_every_size_up_to_40_has_the_likeliest_paths():
