@@ -23,7 +23,6 @@ from jaxtyping import Bool, Float, Int
 from hydrajax.drafters.best_first import best_first
 from hydrajax.drafters.block_network import BlockNetwork, BlockState, Text
 from hydrajax.drafters.clusters import ChosenLogits
-from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import DrafterSpec, Draw, Proposal
 from hydrajax.drafters.filling import fill
 from hydrajax.drafters.markov import MarkovHead
@@ -186,11 +185,6 @@ class BlockDrafter(OneNetwork):
             num_draft_heads=self.depth,
             shared_lm_head=self.lm_head.shared,
         )
-
-    @property
-    def lm_head(self) -> LmHead:
-        """The lm head, which is the base's own."""
-        return LmHead(shared=True, vocabulary=self.vocabulary)
 
     @property
     def network(self) -> BlockNetwork:

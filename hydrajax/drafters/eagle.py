@@ -144,10 +144,6 @@ class EagleDrafter(OneNetwork):
         """Return the configuration of the layer."""
         return base.plain_layer
 
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(shared=True, vocabulary=self.vocabulary)
-
     @cached_property
     def spec(self) -> DrafterSpec:
         return DrafterSpec(

@@ -115,6 +115,7 @@ class Eagle3(EagleDrafter):
     depth: int = DEPTH
     ttt_length: int = 7
     norm_before_residual: bool = False
+    shares_lm_head = False
     Settings = Eagle3Settings
 
     @classmethod
@@ -129,10 +130,6 @@ class Eagle3(EagleDrafter):
             jnp.dtype(dtype),
             ttt_length=s.ttt_length or cls.ttt_length,
         )
-
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(vocabulary=self.vocabulary)
 
     @property
     def network(self) -> Eagle3Network:

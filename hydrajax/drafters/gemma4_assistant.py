@@ -166,6 +166,7 @@ class Gemma4Assistant(EagleDrafter):
     vocabulary: Vocabulary | None = None
     ordered: OrderedEmbedding | None = None
     aux_hidden_layers = (0,)
+    shares_lm_head = False
     Settings = AssistantSettings
 
     @classmethod
@@ -175,10 +176,6 @@ class Gemma4Assistant(EagleDrafter):
             _like(base, min(s.width or WIDTH, base.width), s.layers), base.width, jnp.dtype(dtype),
             ttt_length=s.ttt_length or cls.ttt_length, vocabulary=vocabulary_of(s.vocabulary, base, target_counts),
         )  # fmt: skip
-
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(vocabulary=self.vocabulary)
 
     @property
     def network(self) -> AssistantNetwork:

@@ -23,10 +23,9 @@ from jaxtyping import Float, Int
 from hydrajax import ops
 from hydrajax.drafters.block import ROWS_AT_ONCE, BlockDrafter, BlockSettings, one_by_one
 from hydrajax.drafters.block_network import Text
-from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import following_tokens, last_observed
 from hydrajax.drafters.eagle import EagleState
-from hydrajax.drafters.eagle3 import default_aux_hidden_layers
+from hydrajax.drafters.eagle3 import Eagle3Network, default_aux_hidden_layers
 from hydrajax.drafters.kind import DrafterKind
 from hydrajax.drafters.settings import vocabulary_of
 from hydrajax.drafters.vocabulary import Vocabulary
@@ -37,7 +36,7 @@ from hydrajax.models.cache import Block, append, init_cache
 from hydrajax.models.layers import DecoderLayer, RMSNorm
 from hydrajax.models.llama_config import LlamaConfig
 from hydrajax.models.packed_forward import row_layout
-from hydrajax.models.weights import declare, project
+from hydrajax.models.weights import declare
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,13 @@ class PEagleSettings(BlockSettings):
                 raise HydrajaxError(f"draft.{name}: got {value}, expected more than 0 and at most 1")
 
 
-class PEagleNetwork(nn.Module):
+class PEagleNetwork(Eagle3Network):
     """EAGLE-3's network with several layers, of which the first reads [norm(E), norm(g)], and a vector for masks.
 
     Attributes:
-        n_reads: Number of the base's hidden states that fc reads.
-        norm_before_residual: See `hydrajax.drafters.eagle3.Eagle3Network`.
         own_embedding: It has its own embedding, which speculators trains.
     """
 
-    config: LlamaConfig
-    dtype: DType
-    n_reads: int
-    lm_head: LmHead
-    norm_before_residual: bool = False
     own_embedding: bool = False
 
     def setup(self):
@@ -93,10 +85,6 @@ class PEagleNetwork(nn.Module):
         """Return the embeddings of tokens."""
         return ops.take_rows(self.embedding, tokens) if self.own_embedding else base_embed(tokens)
 
-    def fused(self, aux_hidden_states: Float[Array, "B T nD"]) -> Float[Array, "B T D"]:
-        """Return what rows of the text read of the base's hidden states."""
-        return project(aux_hidden_states.astype(self.dtype), self.fc)
-
     def masks(self) -> Float[Array, "1 1 D"]:
         """Return what mask rows read in the place of the base's hidden states."""
         return self.fused(self.mask_hidden[None, None])
@@ -114,10 +102,6 @@ class PEagleNetwork(nn.Module):
             block.append(keys)
             both = None
         return x + added, tuple(block)
-
-    def logits(self, hidden, base_logits):
-        """Return float32 logits over the draft's vocabulary."""
-        return self.lm_head.logits(self.lm_params, self.norm(hidden), base_logits)
 
     def everything(self, aux_hidden_states, x, positions, base_logits):
         """Touch every parameter, for `init`."""
@@ -154,6 +138,7 @@ class PEagle(BlockDrafter):
     ends_at_gaps: ClassVar[bool] = False
     causal: ClassVar[bool] = True
     windows: ClassVar[tuple[int, ...]] = ()
+    shares_lm_head = False
     Settings = PEagleSettings
 
     def __post_init__(self):
@@ -174,10 +159,6 @@ class PEagle(BlockDrafter):
             retention=s.retention,
             least_retention=s.least_retention,
         )
-
-    @property
-    def lm_head(self) -> LmHead:
-        return LmHead(vocabulary=self.vocabulary)
 
     @property
     def network(self) -> PEagleNetwork:

@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import SeesAcceptedOnly
 from hydrajax.drafters.prefix import Prefix
 from hydrajax.drafters.settings import HeadSettings, at_least, below, within_base
@@ -30,6 +31,12 @@ class Trained(SeesAcceptedOnly):
 
 class OneNetwork(Trained):
     """Base of drafters with one ``network``, which reads the base's hidden states of ``aux_hidden_layers``."""
+
+    shares_lm_head = True  # the base's
+
+    @property
+    def lm_head(self) -> LmHead:
+        return LmHead(shared=self.shares_lm_head, vocabulary=self.vocabulary)
 
     def _apply(self, params, *inputs, method: str = "__call__"):
         return self.network.apply({"params": params}, *inputs, method=method)
