@@ -32,17 +32,18 @@ from hydrajax import api
 from hydrajax.bench.appended import whole_lines
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE
 from hydrajax.bench.draft_contest import candidate_drafts, measure_drafts
+from hydrajax.bench.questions.asking import Prompter
 from hydrajax.bench.questions.contenders import folder_name
 from hydrajax.bench.questions.sets import FILES, read_questions, select
 from hydrajax.bench.questions.summary import MT_BENCH, OVERALL
 from hydrajax.bench.report.drawing import can_draw
 from hydrajax.cli import run_command
-from hydrajax.cli.evaluate import make_prompter
 from hydrajax.errors import HydrajaxError
 from hydrajax.files import WholeFile
 from hydrajax.locking import in_use
 from hydrajax.machine import machine
 from hydrajax.text.records import OBJECT, read_record
+from hydrajax.text.templates import make_encoder
 from hydrajax.train.checkpoints import RECORD
 from hydrajax.train.metrics import FILE, read_metrics
 from hydrajax.train.run_config import load_config
@@ -208,7 +209,8 @@ def batch(args: argparse.Namespace) -> None:
     questions = select(everything, list(MT_BENCH), per_category=args.batch_questions_per_category)
     sizes = {"questions": len(questions), "max_new_tokens": args.max_new_tokens, "rounds": args.batch_rounds}
     base = hydrajax.load(args.base, dtype=args.dtype)
-    prompter = make_prompter(base, args.template or "auto", args.max_new_tokens)
+    encode, room = make_encoder(base.tokenizer, args.template or "auto").prompt, base.config.max_positions
+    prompter = Prompter(encode, room, args.max_new_tokens, base.tokenizer.bos_token_id)
     prompts = [np.array(prompter([{"role": "user", "content": each.turns[0]}])[0], np.int32) for each in questions]
 
     def measure(size: int) -> list[dict]:
