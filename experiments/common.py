@@ -30,7 +30,7 @@ from hydrajax.bench.benchmark import step_timer
 from hydrajax.bench.calibration import Calibration, calibrate
 from hydrajax.bench.contests.contest import AUTOREGRESSIVE, Measured, contest
 from hydrajax.bench.questions.held_out import held_out_files
-from hydrajax.bench.report.results import FORMAT, Result, check
+from hydrajax.bench.report.results import Result, write_result
 from hydrajax.bench.rounds import in_rounds
 from hydrajax.bench.trees.search import Proposals, simulated
 from hydrajax.bench.trees.simulation import accepted_lengths, walk
@@ -118,16 +118,6 @@ def write(
     """Write the result file of a script."""
     result = Result(kind, source, title, rows, args.command, machine(), settings_of(args), list(remarks))
     write_result(args.file, result)
-
-
-def write_result(file: WholeFile, result: Result) -> None:
-    """Write a result file.
-
-    Raises:
-        HydrajaxError: rows do not have the fields of their kind.
-    """
-    check(asdict(result), "result")
-    file.write_json({"hydrajax_result": FORMAT} | asdict(result))
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

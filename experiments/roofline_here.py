@@ -18,7 +18,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import write_result
 from jaxtyping import Array, Float
 from rich.console import Console
 
@@ -26,7 +25,7 @@ from hydrajax import api
 from hydrajax.bench.benchmark import BenchmarkRow, run_benchmark
 from hydrajax.bench.device_memory import copy_bandwidth
 from hydrajax.bench.random_models import random_base, with_random_params
-from hydrajax.bench.report.results import Result
+from hydrajax.bench.report.results import Result, write_result
 from hydrajax.bench.report.tables import cell, print_table
 from hydrajax.bench.roofline.devices import Device
 from hydrajax.bench.roofline.operators import Operator

@@ -25,19 +25,20 @@ from hydrajax import ops, plugins
 from hydrajax.bench.benchmark import autoregressive_bytes, first_nodes
 from hydrajax.bench.device_memory import asleep, nbytes
 from hydrajax.bench.shapes import SHAPES
-from hydrajax.bench.timing import verify_again
+from hydrajax.bench.timing import example_topology
 from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.decode_loop import run_steps
 from hydrajax.decoding.engine import Engine
 from hydrajax.decoding.program import Program
 from hydrajax.decoding.request import SamplingParams
 from hydrajax.decoding.state import Params
-from hydrajax.drafters.drafter import Drafter
+from hydrajax.drafters.drafter import Drafter, Proposal
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.trainable import Trainable, abstract_draft
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import KINDS
 from hydrajax.models.base_model import BaseModel, BoundBase
+from hydrajax.models.cache import after_reads
 from hydrajax.models.init import abstract_base
 from hydrajax.models.llama import Llama
 from hydrajax.ops import trace
@@ -203,7 +204,16 @@ def _turn(what: str, engine: Engine) -> tuple[Callable, Callable]:
         return lambda params, state: run_steps(engine, params, state), lambda state: state
 
     def turns(params, carry):
-        return jax.lax.fori_loop(0, 8, lambda _, carry: verify_again(engine, params, *carry), carry)
+        """Verify eight times. Cache and tokens depend on the logits, so that no pass is dropped or hoisted."""
+
+        def verified(_, carry):
+            cache, tokens = carry
+            _, logits = engine.verify(params, cache, Proposal(tokens, example_topology(engine, len(tokens))))
+            shift = (jnp.max(logits, axis=-1) > 0).astype(jnp.int32)
+            cache = cache._replace(lengths=after_reads(cache.lengths, shift[:, 0]))
+            return cache, (tokens + shift) % engine.model.config.vocab_size
+
+        return jax.lax.fori_loop(0, 8, verified, carry)
 
     def carry_of(state):
         return state.target.cache, jnp.broadcast_to(

@@ -5,10 +5,11 @@ commands holds a list of these under ``hydrajax_results``.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hydrajax.errors import HydrajaxError
+from hydrajax.files import WholeFile
 from hydrajax.text.jsonl import shown
 from hydrajax.text.records import BOOL, NUMBER, OBJECT, TEXT, Kind, checked, list_of, or_null
 from hydrajax.text.records import INTEGER as WHOLE
@@ -95,6 +96,16 @@ def map_texts(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
     if isinstance(value, dict):
         return {map_texts(name, change): map_texts(item, change, depth + 1) for name, item in value.items()}
     return [map_texts(item, change, depth + 1) for item in value] if isinstance(value, list) else value
+
+
+def write_result(file: WholeFile, result: Result) -> None:
+    """Write a result file.
+
+    Raises:
+        HydrajaxError: rows do not have the fields of their kind.
+    """
+    check(asdict(result), "result")
+    file.write_json({"hydrajax_result": FORMAT} | asdict(result))
 
 
 def check(content: Mapping[str, Any], where: str) -> None:
