@@ -129,7 +129,7 @@ class Api:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(document(has_key=self._options.key is not None))
+        return JSONResponse(document(self._options.key is not None, self._encoder.vocab_size))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": own_version()})

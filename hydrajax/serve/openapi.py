@@ -45,6 +45,9 @@ RESPONSE = _object(
     text=OBJECT, previous_response_id=TEXT_OR_NULL,
 )  # fmt: skip
 STORED = "/v1/responses/{name}"
+# What validators check that belong to no single type.
+LIMITS: dict[str, Schema] = {"repetition_penalty": {"exclusiveMinimum": 0}}
+ONE_TEXT = [_object(prompt=TEXT), _object(messages={"type": "array"})]
 
 
 class Operation(NamedTuple):
@@ -97,12 +100,14 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def document(has_key: bool) -> dict[str, Any]:
+def document(has_key: bool, vocab_size: int) -> dict[str, Any]:
     """Return the document; ``has_key``: the server has an API key."""
     paths: dict[str, dict[str, Any]] = {}
     schemas: dict[str, Any] = {"Error": ERROR}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation, schemas, has_key)
+    schemas["DetokenizeBody"]["properties"]["tokens"]["items"] |= {"minimum": 0, "maximum": vocab_size - 1}
+    schemas["TokenizeBody"]["oneOf"] = ONE_TEXT
     keys = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_key else {}
     info = {"title": "hydrajax", "version": own_version(), "summary": "An OpenAI-compatible API."}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas} | keys}
@@ -119,6 +124,8 @@ def _described(operation: Operation, schemas: dict[str, Any], has_key: bool) -> 
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": TEXT | {"minLength": 1}}]
     if kind is not None:
         own = complete(kind).model_json_schema(ref_template="#/components/schemas/{model}")
+        for field in LIMITS.keys() & own["properties"].keys():
+            own["properties"][field] |= LIMITS[field]
         schemas |= own.pop("$defs", {}) | {kind.__name__: own}
         body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
         found["requestBody"] = {"required": True, "content": {"application/json": body}}

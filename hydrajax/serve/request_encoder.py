@@ -57,6 +57,7 @@ class RequestEncoder:
         """
         # A copy, because encoding may change the settings of the tokenizer that the batcher's thread decodes with.
         self._tokenizer, self._config, self._max_prompt = copy.deepcopy(tokenizer), config, max_prompt
+        self.vocab_size = config.vocab_size
         self._most_bytes = _most_bytes(self._tokenizer, min(max_prompt or config.max_positions, config.max_positions))
         self._no_template, self._chat, self._tool_parser = "", None, tool_parser
         try:
@@ -160,8 +161,8 @@ class RequestEncoder:
             return content
         if self._tokenizer is None:
             raise HydrajaxError("tokens: the base has no tokenizer to write them as text")
-        if wrong := [token for token in content if not 0 <= token < self._config.vocab_size]:
-            raise HydrajaxError(f"tokens: got token id {wrong[0]}, expected 0 to {self._config.vocab_size - 1}")
+        if wrong := [token for token in content if not 0 <= token < self.vocab_size]:
+            raise HydrajaxError(f"tokens: got token id {wrong[0]}, expected 0 to {self.vocab_size - 1}")
         return self._tokenizer.decode(content, clean_up_tokenization_spaces=False)
 
     def after(self, prompt: Sequence[int] | None) -> Continuation:

@@ -71,7 +71,7 @@ def test_what_would_change_an_answer_is_refused():
 
 
 def test_the_schemas_accept_what_is_accepted():
-    components = {"components": document(has_key=False)["components"]}
+    components = {"components": document(has_key=False, vocab_size=9)["components"]}
     wrong = [{"skip_special_tokens": False}, {"priority": False}, {"beam": 1}, {"n": "1"}, {"stream": 1}, {"seed": -1}]
     wrong += [{"logit_bias": {"5": None}}, {"stop": [None]}, {"stream_options": {"a": 1}}, {"model": 1}]
     right = [{"beam": None, "user": "a", "n": None, "stop": [], "stream_options": None}, {"length_penalty": 1.0}]
