@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 FLAGS = {
     "API": {
         "host": "ADDRESS", "port": "PORT", "api_key": "KEY", "cors": "ORIGIN", "any_model": "", "name": "NAME",
-        "also": "DRAFT[@TREE]", "timeout": "S", "grace": "S", "max_body": "BYTES", "max_connections": "N", "quiet": "",
+        "also": "DRAFT[@TREE]", "timeout": "S", "grace": "S", "max_body": "BYTES", "max_connections": "N",
+        "stored_responses": "N", "stored_memory": "MB", "quiet": "",
     },
     "defaults of requests": {
         "template": "NAME|FILE", "tool_parser": "NAME", "chat_template_kwargs": "JSON", "reasoning_parser": "NAME",

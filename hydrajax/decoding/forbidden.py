@@ -35,13 +35,18 @@ def forbidding(
         min_tokens: EOS is not among the first ``min_tokens`` tokens.
 
     Raises:
-        HydrajaxError: for what a grammar or ``stop_token_ids`` contradict.
+        HydrajaxError: for wrong values, and for what a grammar or ``stop_token_ids`` contradict.
     """
     for name, value in (("ignore_eos", request.ignore_eos), ("min_tokens", min_tokens)):
         if value and request.grammar is not None:
             raise HydrajaxError(f"{name}: got {shown(value)} with a grammar, which decides where the answer ends")
     if not isinstance(min_tokens, int) or min_tokens < 0:
         raise HydrajaxError(f"min_tokens: got {shown(min_tokens)}, expected an integer from 0 up")
+    if min_tokens > request.max_new_tokens:
+        limit = request.max_new_tokens
+        raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most the limit of new tokens, {limit}")
+    if not isinstance(request.ignore_eos, bool):
+        raise HydrajaxError(f"ignore_eos: got {shown(request.ignore_eos)}, expected True or False")
     if min_tokens and request.stop_token_ids:
         raise HydrajaxError(f"min_tokens: got {min_tokens} with stop_token_ids, expected one of them")
     if not (min_tokens or words):

@@ -25,7 +25,7 @@ def error_body(message: str, status: int) -> dict[str, Any]:
 def _routes(request: Request) -> list[str]:
     """Return the routes of the API, without the files of its pages."""
     return [
-        f"{method} {route.path}"
+        f"{method} {route.path.replace(':path', '')}"
         for route in request.app.routes
         for method in sorted(route.methods - {"HEAD"})
         if "." not in route.path or route.path.endswith(".json")

@@ -49,8 +49,6 @@ def new_request(
     fields |= {"max_new_tokens": limit, "grammar": grammar}
     sampling = {name: value for name, value in given.items() if value is not None}
     request = make_request(pool.sizes.rule, fields=fields, **getattr(pool.program.rule, "SERVED", {}) | sampling)
-    if min_tokens > max_new_tokens:
-        raise HydrajaxError(f"min_tokens: got {min_tokens}, expected at most max_tokens, {max_new_tokens}")
     eos_ids, model, tokenizer = pool.program.eos_ids, pool.executor.model, pool.executor.tokenizer
     request = forbidding(request, eos_ids, bad_words, min_tokens)
     if not pool.sizes.penalties and any(processor.counts_tokens for processor in request.processors):

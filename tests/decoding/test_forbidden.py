@@ -136,6 +136,7 @@ def test_refusals(m):
         ({"min_tokens": -1}, "min_tokens: got -1, expected an integer from 0 up"),
         ({"min_tokens": 2, "stop_token_ids": [1]}, "min_tokens: got 2 with stop_token_ids, expected one of them"),
         ({"min_tokens": 2, "grammar": SixOfThree()}, "min_tokens: got 2 with a grammar, which decides where"),
+        ({"min_tokens": 9, "max_new_tokens": 4}, "min_tokens: got 9, expected at most the limit of new tokens, 4"),
         ({"ignore_eos": True, "grammar": SixOfThree()}, "ignore_eos: got true with a grammar, which decides where"),
     ]:
         with pytest.raises(HydrajaxError) as error:

@@ -31,7 +31,7 @@ BAD_COMPLETIONS = [
     ({"n": 1000}, "n: got 1000, expected at most 128"),
     ({"logprobs": 3}, "logprobs: got 3, expected at most 0; start the server"),
     ({"logprobs": 6}, "logprobs: got 6, expected at most 5"),
-    ({"min_tokens": 4}, "min_tokens: got 4, expected at most max_tokens, 3"),
+    ({"min_tokens": 4}, "min_tokens: got 4, expected at most the limit of new tokens, 3"),
     ({"logit_bias": {"3": 101}}, "logit_bias: got 101, expected at most 100"),
     ({"logit_bias": {"17": 1}}, "logit_bias: got token id 17, expected 0 to"),
     ({"logit_bias": {"x": 1}}, 'logit_bias: got {"x": 1.0}, expected token ids'),

@@ -18,9 +18,10 @@ from helpers.serving import SECONDS, expected, serving
 from hydrajax import assets
 from hydrajax.certify.servers.client import Client
 from hydrajax.cli import main
+from hydrajax.cli.serve import FLAGS
 from hydrajax.errors import HydrajaxError
 from hydrajax.optional_deps import needs
-from hydrajax.serve import Server
+from hydrajax.serve import Server, ServerOptions
 from hydrajax.serve.served_models import base_names
 from hydrajax.trees import presets
 
@@ -200,6 +201,11 @@ def test_eight_clients_of_a_model_on_six_devices(monkeypatch):
 
         with ThreadPoolExecutor(len(prompts)) as clients:
             assert list(clients.map(ask, prompts)) == [result.text for result in wanted]
+
+
+def test_every_option_has_a_flag():
+    of_the_command = {name for names in FLAGS.values() for name in names}
+    assert ServerOptions.model_fields.keys() - of_the_command == {"body_timeout", "write_timeout"}
 
 
 def test_bad_options_are_refused_before_the_model_is_loaded(capfd, monkeypatch):

@@ -82,7 +82,7 @@ def read_questions(name: str, data: str | Path | None = None) -> list[Question]:
     elif match := HUB.fullmatch(name):
         records, category = _hub_records(**match.groupdict()), match["name"]
     else:
-        raise not_allowed("set", name, FILES, ", FILE.jsonl and org/name")
+        raise not_allowed("set", name, FILES, ", speed-bench:FILE, FILE.jsonl and org/name")
     questions: dict[int | str, Question] = {}
     for number, (where, record) in enumerate(records, start=1):
         question = _question(where, record, number, category)
