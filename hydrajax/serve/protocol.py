@@ -248,8 +248,13 @@ def sampling_fields() -> dict[str, tuple[Any, tuple]]:
 
     Their classes say both: a field's annotation, or metadata ``json``, ``json_range`` and ``none``, and ``NEUTRAL``.
     """
+    return _fields_of((*RULES.values(), *PROCESSORS.values()))  # to which plugins may add
+
+
+@functools.lru_cache
+def _fields_of(kinds: tuple[type, ...]) -> dict[str, tuple[Any, tuple]]:
     found: dict[str, tuple[Any, tuple]] = {}
-    for kind in (*RULES.values(), *PROCESSORS.values()):
+    for kind in kinds:
         hints, neutral = get_type_hints(kind), getattr(kind, "NEUTRAL", {})
         for each in dataclasses.fields(kind):
             own = _strict(each.metadata.get("json", hints[each.name]), *each.metadata.get("json_range", ()))
