@@ -135,7 +135,7 @@ def test_interrupted_grown_and_refused(program, refused, arguments, monkeypatch,
 
 @pytest.mark.slow
 def test_speed_bench_at_two_temperatures(program, arguments, questions, tmp_path):
-    """The table that others publish, on standard output and as CSV, beside the usual files."""
+    """The table that others publish, on standard output and as CSV, next to the usual files."""
     arguments = [f"speed-bench:{questions}" if word == questions else word for word in arguments]
     arguments[arguments.index("--set")] = "--questions"
     for temperature, rule in ((0, "Greedy()"), (1, "ExactSampling(temperature=1.0")):
