@@ -62,8 +62,9 @@ class VllmMetrics:
         self._success.labels(model, ENGINE, _reason(handle)).inc()
         if handle.first is not None and handle.ended is not None:
             for name, (_, values) in HISTOGRAMS.items():
+                histogram = self._histograms[name].labels(model, ENGINE)
                 for value in values(handle):
-                    self._histograms[name].labels(model, ENGINE).observe(value)
+                    histogram.observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
