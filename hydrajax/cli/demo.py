@@ -7,7 +7,7 @@ downloaded. With ``--base``, an instruct model answers a few questions.
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def show_texts(
         lines = [line.strip() for line in pair[1].text.splitlines() if line.strip()]
         return pair[1].finish_reason != "stop" or len(set(lines)) < len(lines)
 
-    shown = list(zip(prompts, results, strict=True))
+    shown: Iterable[tuple] = zip(prompts, results, strict=True)  # answers are printed as they come
     if questions is None:
         shown = sorted(shown, key=repeats_or_is_cut)[:SHOWN]
     for number, (prompt, result) in enumerate(shown, start=1):
