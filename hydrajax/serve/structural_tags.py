@@ -11,7 +11,7 @@ from typing import Any
 
 from hydrajax.errors import HydrajaxError, not_allowed
 from hydrajax.grammar.grammar import Grammar
-from hydrajax.serve.tool_calls import json_rule, lark
+from hydrajax.serve.tool_calls import escaped, json_rule, lark
 from hydrajax.text.jsonl import shown
 
 FORMATS: dict[str, dict[str, Any]] = {  # their fields
@@ -76,8 +76,7 @@ class _Rules:
                 self._of_schema(one["json_schema"], f"{field}.json_schema")
                 return json_rule(one["json_schema"])
             case "regex":
-                pattern = re.sub(r"\\.|/", lambda found: found[0] if len(found[0]) > 1 else r"\/", one["pattern"])
-                return f"/{pattern}/".replace("\n", r"\n")
+                return f"/{escaped(one['pattern'])}/"
             case "any_text":
                 return "TEXT?"
             case "sequence" | "or":

@@ -142,6 +142,12 @@ def lark(start: str, rules: Sequence[str]) -> Grammar:
     return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
+def escaped(pattern: str) -> str:
+    """Return a regular expression as it stands between slashes in Lark."""
+    escape = re.compile(r"\\.|/")
+    return escape.sub(lambda one: one[0] if len(one[0]) > 1 else r"\/", pattern).replace("\n", r"\n")
+
+
 def bodies(tools: Mapping[str, Schema], key: str) -> list[str]:
     """Return the rule of a call's JSON object. Each schema is one of its own, as it may refer to its root."""
     bodies = [

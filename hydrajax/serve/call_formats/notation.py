@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.schema_faults import JsonCheck, target
-from hydrajax.serve.tool_calls import Schema, json_rule
+from hydrajax.serve.tool_calls import Schema, escaped, json_rule
 
 NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # The keywords of each kind of value; a schema without any allows all kinds.
@@ -183,7 +183,7 @@ def raw_text(schema: Schema, end: str) -> str:
     found = [f"/(.|{LINE}){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}{end}/"]
     if pattern := schema.get("pattern"):
         first, last = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
-        inner = re.sub(r"\\.|/", lambda one: one[0] if len(one[0]) > 1 else r"\/", pattern[first : len(pattern) - last])
+        inner = escaped(pattern[first : len(pattern) - last])
         found.append(f"/{'' if first else anything}({inner}){'' if last else anything}{end}/")
     return " & ".join([*found, *([f"~/{anything}{end.removeprefix(LINE)}(.|{LINE})+/"] if end else [])])
 
