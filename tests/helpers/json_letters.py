@@ -31,6 +31,11 @@ NUMBER = {"type": "object", "properties": {"b": {"$ref": "#/$defs/n"}}, "require
 NUMBER |= {"$defs": {"n": {"type": "integer", "minimum": 0, "maximum": 11}}}
 SCHEMAS = {"ab": LETTERS | {"additionalProperties": False}, "a": NUMBER | {"additionalProperties": False}}
 SCHEMAS |= {"b": {"type": "object", "additionalProperties": False}}  # of a function without parameters
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "b", "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+del TOOLS[2]["function"]["parameters"]
 
 
 def tokenizer():

@@ -1,10 +1,11 @@
 """A tiny model and its executors for all tests of serving."""
 
+import dataclasses
 from importlib.util import find_spec
 
 import pytest
 
-from helpers import letters
+from helpers import json_letters, letters
 from hydrajax.serve.batcher import Batcher
 from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.programs import Kind
@@ -26,6 +27,13 @@ def small(served):
         if program.kind is not Kind.CONSTRAINED:
             pool.programs.compile(program)
     return pool
+
+
+@pytest.fixture(scope="session")
+def json_pool(served):
+    """A slot for a tokenizer that can write JSON. Except for grammars, its programs are those of `small`."""
+    own = dataclasses.replace(served, tokenizer=json_letters.tokenizer())
+    return letters.pool(own, PoolSizes(slots=1, chunk=16, cache_len=128, penalties=True))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """Structured output and tool calls over a socket, with OpenAI's client; every finished answer against jsonschema."""
 
 import asyncio
-import dataclasses
 import json
 import re
-import sys
 from typing import Literal
 
 import httpx
@@ -14,36 +12,23 @@ import pydantic
 import pytest
 
 from helpers import json_letters, letters
-from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG
+from helpers.json_letters import IDS, NUMBER, SCHEMAS, TAG, TOOLS
 from helpers.serving import SECONDS, running
 from hydrajax.grammar.grammar import Grammar
 from hydrajax.grammar.schema_faults import JsonCheck
 from hydrajax.serve import default_tools
-from hydrajax.serve.executor_pool import PoolSizes
 from hydrajax.serve.reasoning import MARKS
 from hydrajax.serve.request_encoder import RequestEncoder
 
 HELLO = [{"role": "user", "content": "ab"}]
-TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "b", "parameters": schema}}
-    for name, schema in SCHEMAS.items()
-]
-del TOOLS[2]["function"]["parameters"]
 CLOSED = {"additionalProperties": False}
 BEGIN, NEVER = {str(IDS[TAG]): 100}, {str(IDS[TAG]): -100}  # biases
 ONE = {"model": "letters", "messages": HELLO, "max_completion_tokens": 60}
 
 
 @pytest.fixture(scope="module")
-def pool(served):
-    """A slot for a tokenizer that can write JSON. Except for grammars, its programs are those of `small`."""
-    own = dataclasses.replace(served, tokenizer=json_letters.tokenizer())
-    return letters.pool(own, PoolSizes(slots=1, chunk=16, cache_len=128, penalties=True))
-
-
-@pytest.fixture(scope="module")
-def address(pool):
-    with running(pool, model="letters") as (at, _):
+def address(json_pool):
+    with running(json_pool, model="letters") as (at, _):
         yield at
 
 
@@ -293,10 +278,10 @@ def test_the_client_joins_the_stream_and_parses_the_arguments(client):
     assert again.choices[0].message.content
 
 
-def test_calls_and_their_results_return_to_the_model(client, pool):
+def test_calls_and_their_results_return_to_the_model(client, json_pool):
     """The client sends the message back as it came; the prompt is the one that transformers renders."""
     asked = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
-    message, tokenizer = asked.choices[0].message, pool.executor.tokenizer
+    message, tokenizer = asked.choices[0].message, json_pool.executor.tokenizer
     (call,) = message.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "01"}
     found = client.chat.completions.create(**ONE | {"messages": [*HELLO, message, result]}, tools=TOOLS)
@@ -304,14 +289,14 @@ def test_calls_and_their_results_return_to_the_model(client, pool):
     conversation = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}, result]
     ids = tokenizer.apply_chat_template(conversation, tools=TOOLS, tokenize=True, return_dict=False)
     assert found.usage.prompt_tokens == len(ids)
-    encoder = RequestEncoder(tokenizer, pool.executor.model.config)
+    encoder = RequestEncoder(tokenizer, json_pool.executor.model.config)
     assert encoder.conversation(conversation, TOOLS)[0].tolist() == ids
     assert IDS[TAG] in ids
 
 
-def test_calls_of_llama(pool, monkeypatch):
-    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", json_letters.LLAMA)
-    with running(pool, model="letters") as (address, _):
+def test_calls_of_llama(json_pool, monkeypatch):
+    monkeypatch.setattr(json_pool.executor.tokenizer, "chat_template", json_letters.LLAMA)
+    with running(json_pool, model="letters") as (address, _):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
         found = client.chat.completions.create(**ONE, tools=TOOLS, tool_choice="required").choices[0]
         assert len(checked(found.message)) == 1
@@ -331,7 +316,7 @@ def test_calls_of_llama(pool, monkeypatch):
         assert (message.tool_calls, bool(message.content)) == (None, True)
 
 
-def test_reasoning_is_free_and_the_content_follows_the_grammar(pool, monkeypatch):
+def test_reasoning_is_free_and_the_content_follows_the_grammar(json_pool, monkeypatch):
     """As R1's, the template opens the reasoning. The tokens ``name`` and ``parameters`` are the marks."""
 
     def thought(message) -> str:
@@ -339,8 +324,8 @@ def test_reasoning_is_free_and_the_content_follows_the_grammar(pool, monkeypatch
 
     monkeypatch.setitem(MARKS, "qwen3", ("name", "parameters", ""))
     template = json_letters.HERMES + "{% if add_generation_prompt and enable_thinking is not false %}name{% endif %}"
-    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", template)
-    with running(pool, model="letters", reasoning_parser="qwen3") as (address, _):
+    monkeypatch.setattr(json_pool.executor.tokenizer, "chat_template", template)
+    with running(json_pool, model="letters", reasoning_parser="qwen3") as (address, _):
         create = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS).chat.completions.create
         bias = {"logit_bias": {str(IDS["parameters"]): 2, str(letters.END): -2}}
         more = ONE | bias | {"n": 6, "temperature": 1.0, "seed": 3, "max_completion_tokens": 70}
@@ -403,116 +388,12 @@ def test_grammars_are_compiled_outside_the_event_loop(client, monkeypatch):
     assert in_loop == [False]
 
 
-def of(schema, **more) -> dict:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **more}}}
-
-
-def tool(**function) -> dict:
-    return {"tools": [{"type": "function", "function": {"name": "a"} | function}]}
-
-
-def messages(*more) -> dict:
-    return {"messages": [*HELLO, *more]}
-
-
-CALL = {"id": "1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
-
-
-def called(arguments: str) -> dict:
-    return messages({"role": "assistant", "tool_calls": [CALL | {"function": {"name": "a", "arguments": arguments}}]})
-
-
-WANTED_CHOICES = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
-
-
-REFUSED = [
-    (of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
-    (of({"enum": []}), "response_format.json_schema.schema: Unsatisfiable schema"),
-    (of({"type": "integer", "multipleOf": 2**31}), "response_format.json_schema.schema: takes more than 2 s"),
-    (
-        of({"properties": {"a": {}}, "patternProperties": {"^a": {}}}),
-        "response_format.json_schema.schema: patternProperties: a pattern matches a name in properties",
-    ),
-    (of({"title": "a" * (1 << 17)}), "response_format.json_schema.schema: got more than 131072 bytes"),
-    (of(3), "response_format.json_schema.schema: got 3, expected an object"),
-    (of({}, x=1), "response_format.json_schema.x: this field is not supported"),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
-    (
-        {"response_format": {"type": "text", "json_schema": {"name": "a"}}},
-        "response_format.json_schema: requires response_format.type=json_schema",
-    ),
-    ({"response_format": {"type": "xml"}}, "response_format.type: got 'xml', expected 'text', 'json_object', "),
-    (
-        {"response_format": {"type": "json_object", "format": {}}},
-        "response_format.format: requires response_format.type=structural_tag",
-    ),
-    ({"structured_outputs": {}}, "structured_outputs: got none, expected one of json, regex, choice, grammar, "),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs: got regex and choice, expected one"),
-    ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex: "),
-    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: got [], expected a list of texts"),
-    ({"structured_outputs": {"json": "["}}, "structured_outputs.json: got a text that is not a JSON object"),
-    ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar: Failed to convert the grammar"),
-    ({"structured_outputs": {"whitespace_pattern": "a"}}, "structured_outputs.whitespace_pattern: this field is not"),
-    (
-        {"structured_outputs": {"regex": "a"}, "guided_regex": "a"},
-        "guided_regex: got one with structured_outputs.regex",
-    ),
-    ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "min_tokens: got 1 with structured_outputs.regex"),
-    ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs.structural_tag.format.type: got"),
-    (
-        tool() | {"guided_regex": "a"},
-        "guided_regex: got one with tools, expected JSON, or tool_choice none",
-    ),
-    (of({}) | {"ignore_eos": True}, "ignore_eos: got true with response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens: got 2 with response_format"),
-    ({"tools": [{}]}, "tools.0.type: is missing"),
-    ({"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type: got 'custom', expected 'function'"),
-    (tool(name="a b"), "tools.0.function.name: got 'a b', expected 1 to 64 letters, digits, _ and -"),
-    (tool(parameters={"type": "string"}), "tools.0.function.parameters.type: got 'string', expected 'object'"),
-    (tool(parameters={"properties": {"a": False}, "required": ["a"]}), "tools.0.function.parameters: Unsat"),
-    (tool(parameters={"not": {}}), 'tools.0.function.parameters: Unimplemented keys: ["not"]'),
-    (tool(description="a</s>"), "tools: contains the special token </s>, expected plain text"),
-    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools: got ab twice, expected different names"),
-    (tool() | of({"not": {}}), 'response_format.json_schema.schema: Unimplemented keys: ["not"]'),
-    (tool() | of({}) | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
-    (tool() | {"min_tokens": 1}, "min_tokens: got 1 with tools"),
-    ({"tool_choice": "required"}, "tool_choice: requires tools"),
-    (tool() | {"tool_choice": "any"}, f"tool_choice: got 'any', expected {WANTED_CHOICES}"),
-    (
-        tool() | {"tool_choice": {"type": "function", "function": {"name": "b"}}},
-        "tool_choice.function.name: got 'b', expected one of: a",
-    ),
-    ({"functions": []}, "functions: got [], expected none; use tools, which replace it"),
-    ({"function_call": "auto"}, "function_call: got 'auto', expected none; use tool_choice"),
-    (messages({"role": "tool", "content": "a"}), "messages.1.tool_call_id: is missing"),
-    (messages({"role": "user", "content": "a", "tool_call_id": "1"}), "messages.1.tool_call_id: requires role"),
-    (messages({"role": "assistant", "content": None}), "messages.1.content: is missing"),
-    (messages({"role": "user", "content": "a", "tool_calls": [CALL]}), "messages.1.tool_calls: got a list"),
-    (called("[]"), "messages.1.tool_calls.0.function.arguments: got '[]', expected a JSON object as text"),
-    (
-        messages({"role": "tool", "content": "a", "tool_call_id": "</s>"}),
-        "messages.1: contains the special token </s>, expected plain text",
-    ),
-    (called('{"</s>": 1}'), "messages.1: contains the special token </s>, expected plain text"),
-]
-
-
-def test_refusals(address):
-    for body, message in REFUSED:
-        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["type"]) == (400, "invalid_request_error"), error
-        assert error["message"].startswith(message)
-        assert error["param"] == message.split(":")[0].split(" ")[0]
-        assert "\n" not in error["message"]
-
-
-def test_tools_of_templates_without_tools(pool, monkeypatch):
+def test_tools_of_templates_without_tools(json_pool, monkeypatch):
     """The server describes the tools; the description of a real base would fill the tiny one's context."""
     monkeypatch.setattr(default_tools, "DESCRIPTION", "ab")
-    monkeypatch.setattr(pool.executor.tokenizer, "chat_template", letters.TEMPLATE)
+    monkeypatch.setattr(json_pool.executor.tokenizer, "chat_template", letters.TEMPLATE)
     named = {"type": "function", "function": {"name": "b"}}
-    with running(pool, model="letters") as (address, _):
+    with running(json_pool, model="letters") as (address, _):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=SECONDS)
         asked = ONE | {"tools": TOOLS, "parallel_tool_calls": False}
         for choice, bias, count in (("required", {}, 1), (named, {}, 1), ("auto", BEGIN, 1), ("auto", NEVER, 0)):
@@ -527,7 +408,7 @@ def test_tools_of_templates_without_tools(pool, monkeypatch):
         assert again.choices[0].message.content
 
 
-def test_templates_with_tools_in_another_form(pool, monkeypatch):
+def test_templates_with_tools_in_another_form(json_pool, monkeypatch):
     """Forced calls have the form of the grammar."""
     unknown = "tools: the chat template describes calls in an unknown format; start the server with --tool-parser"
     ignored = "tools: the chat template ignores tools; leave them out"
@@ -536,9 +417,9 @@ def test_templates_with_tools_in_another_form(pool, monkeypatch):
         ("{{ tools }}", unknown),
         ("<tool_call><arg_key>{{ tools }}", unknown),
     ):
-        monkeypatch.setattr(pool.executor.tokenizer, "chat_template", letters.TEMPLATE + template)
-        with running(pool) as (address, _):
-            body = {"messages": HELLO, "max_tokens": 60} | tool()
+        monkeypatch.setattr(json_pool.executor.tokenizer, "chat_template", letters.TEMPLATE + template)
+        with running(json_pool) as (address, _):
+            body = {"messages": HELLO, "max_tokens": 60, "tools": [{"type": "function", "function": {"name": "a"}}]}
             answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=SECONDS)
             assert answer.status_code == 400
             assert answer.json()["error"]["message"].startswith(message)
@@ -548,15 +429,6 @@ def test_templates_with_tools_in_another_form(pool, monkeypatch):
                 assert [call["function"] for call in choice["message"]["tool_calls"]] == [
                     {"name": "a", "arguments": "{}"}
                 ]
-
-
-def test_llguidance_is_optional(address, monkeypatch):
-    for body in [of({}), tool(parameters={}), tool()]:
-        monkeypatch.setitem(sys.modules, "llguidance", None)
-        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": HELLO} | body, timeout=SECONDS)
-        assert answer.status_code == 400
-        wanted = r"[\w.]+: grammars need llguidance: pip install 'hydrajax\[grammar\]'"
-        assert re.fullmatch(wanted, answer.json()["error"]["message"])
 
 
 def test_the_responses_api(client):
