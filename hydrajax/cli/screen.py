@@ -39,7 +39,7 @@ def bar(*columns: str | ProgressColumn, **settings: Any) -> Progress:
 
 @contextmanager
 def resumable(text: str, total: int, kept: Callable[[int], str]) -> Iterator[Callable[[], None]]:
-    """Show a progress bar, and yield a function that advances it. On Ctrl-C, print what is kept of so many."""
+    """Show a progress bar, and yield a function that advances it. On Ctrl-C, print ``kept(steps so far)``."""
     with bar() as progress:
         task = progress.add_task(text, total=total)
         try:

@@ -51,7 +51,7 @@ def forbidding(
         raise HydrajaxError(f"min_tokens: got {min_tokens} with stop_token_ids, expected one of them")
     if not (min_tokens or words):
         return request
-    from hydrajax.decoding.processors import LogitBias, MinTokens
+    from hydrajax.decoding.processors import LogitBias, MinTokens  # like all processors, only if one is used
 
     if min_tokens and eos_ids:
         request = request.replace(processors=(*request.processors, MinTokens(min_tokens, tuple(eos_ids))))

@@ -1,7 +1,7 @@
 """Point well-known clients at a server of hydrajax, each in an environment of its own, and write a table.
 
-    python tools/clients/run.py --folder /tmp/clients                      # all; needs pip, node and 10 GB
-    python tools/clients/run.py --folder /tmp/clients --only litellm node --base shipped --draft hydra++
+    python tools/clients/run.py --folder FOLDER                      # all; needs pip, node and 10 GB
+    python tools/clients/run.py --folder FOLDER --only litellm node --base shipped --draft hydra++
 
 Each client's program or command prints what came back and fails if that is wrong; its output stays in FOLDER/NAME.log
 and NAME.err.

@@ -89,6 +89,6 @@ class TaggedCalls(CallFormat):
         return call, end
 
     def following(self, text: str, end: int) -> int:
-        """Return the place after the next tag, -1 if there is none."""
+        """Return the place after the next tag, -1 without one."""
         at = text.find(self.TAG, end)
         return at if at < 0 else at + len(self.TAG)
