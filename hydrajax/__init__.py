@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hydrajax.decoding.request import Request
     from hydrajax.decoding.sampling import ExactSampling
     from hydrajax.decoding.state import Params
+    from hydrajax.decoding.traversal import BlockVerification, TraversalVerification
     from hydrajax.decoding.typical import Typical
     from hydrajax.errors import HydrajaxError
     from hydrajax.generation import Stream, generate, stream
@@ -42,10 +43,10 @@ check_imported("numpy", "jax", "flax")
 __version__ = own_version()
 
 __all__ = [
-    "AllowedTokens", "Chat", "DecodeResult", "ExactSampling", "Generation", "Grammar", "Greedy", "HydrajaxError",
-    "LanguageModel", "LogitBias", "Params", "Penalties", "Placement", "Program", "RejectionSampling", "Request",
-    "Stream", "TreeTopology", "Typical", "assets", "export_checks", "from_params", "generate", "load",
-    "make_autoregressive_fn", "make_decode_fn", "make_executor", "stream", "to_params", "trees",
+    "AllowedTokens", "BlockVerification", "Chat", "DecodeResult", "ExactSampling", "Generation", "Grammar", "Greedy",
+    "HydrajaxError", "LanguageModel", "LogitBias", "Params", "Penalties", "Placement", "Program", "RejectionSampling",
+    "Request", "Stream", "TraversalVerification", "TreeTopology", "Typical", "assets", "export_checks", "from_params",
+    "generate", "load", "make_autoregressive_fn", "make_decode_fn", "make_executor", "stream", "to_params", "trees",
 ]  # fmt: skip
 
 # Each name is imported at its first use: with JAX they take most of a second.
@@ -61,6 +62,7 @@ HOMES = {
     "hydrajax.decoding.request": ("Request",),
     "hydrajax.decoding.sampling": ("ExactSampling",),
     "hydrajax.decoding.state": ("Params",),
+    "hydrajax.decoding.traversal": ("BlockVerification", "TraversalVerification"),
     "hydrajax.decoding.typical": ("Typical",),
     "hydrajax.errors": ("HydrajaxError",),
     "hydrajax.generation": ("Stream", "generate", "stream"),

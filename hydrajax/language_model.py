@@ -72,7 +72,8 @@ class LanguageModel(LoadedModel):
     - ``tree``: a tree, a name such as ``"chain-2"``, a file, or a list of choices. None measures nothing: it takes the
       choice that `autotune` stored for this device and draft, which may be no draft and is printed on stderr; else
       `default_tree`. ``"auto"`` calls `autotune` with the prompts first.
-    - ``rule`` and its parameters: a rule, or its name (greedy, exact, typical, rejection). ``temperature=0.7``
+    - ``rule`` and its parameters: a rule, or its name (greedy, exact, typical, rejection, traversal,
+      block). ``temperature=0.7``
       alone samples exactly; 0, the default, is greedy.
     - ``processors``: logits processors, or their parameters: ``repetition_penalty=1.2``,
       ``logit_bias={13: -5.0}``.

@@ -115,6 +115,8 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "typical": "hydrajax.decoding.typical:Typical",
         "exact": "hydrajax.decoding.sampling:ExactSampling",
         "rejection": "hydrajax.decoding.rejection:RejectionSampling",
+        "traversal": "hydrajax.decoding.traversal:TraversalVerification",
+        "block": "hydrajax.decoding.traversal:BlockVerification",
     },
     "processors": {
         "logit_bias": "hydrajax.decoding.processors:LogitBias",

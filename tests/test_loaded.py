@@ -229,8 +229,9 @@ def test_unknown_arguments_get_a_hint(m):
 
 
 def test_what_cannot_be_used_is_named_as_in_python(m, monkeypatch):
-    refused(lambda: m.generate(PROMPT, rule="oak"), "rule: got 'oak', expected greedy, typical, exact, rejection")
-    message = ": got a value for the rule greedy, expected none, only with typical, exact, rejection"
+    others = "typical, exact, rejection, traversal, block"
+    refused(lambda: m.generate(PROMPT, rule="oak"), f"rule: got 'oak', expected greedy, {others}")
+    message = f": got a value for the rule greedy, expected none, only with {others}"
     refused(lambda: m.generate(PROMPT, rule="greedy", temperature=0.5), f"temperature{message}")
     refused(lambda: m.generate(PROMPT, top_p=0.5), f"top_p{message} or with a temperature")
     given = hydrajax.ExactSampling()

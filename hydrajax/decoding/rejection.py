@@ -59,9 +59,8 @@ class RejectionSampling(Sampling):
             return  # it never skips an earlier sibling
         for node, choice in enumerate(tree.choices, start=1):
             if choice[-1] and (*choice[:-1], choice[-1] - 1) not in tree.choices[: node - 1]:
-                raise HydrajaxError(
-                    f"tree: got the choice {list(choice)}, expected siblings of rank 0, 1, 2 ... for RejectionSampling"
-                )
+                siblings = f"siblings of rank 0, 1, 2 ... for {type(self).__name__}"
+                raise HydrajaxError(f"tree: got the choice {list(choice)}, expected {siblings}")
 
     def baseline(self):
         return ExactSampling(self.temperature, self.top_k, self.top_p, min_p=self.min_p)
@@ -70,10 +69,10 @@ class RejectionSampling(Sampling):
         temperature = self.temperature if self.draft_temperature is None else self.draft_temperature
         if is_mixed(self):
             temperature = jnp.where(jnp.asarray(temperature) > 0, temperature, 1.0)
-        return Draw(_fold(keys, DRAFT), temperature)
+        return Draw(fold(keys, DRAFT), temperature)
 
     def first_root(self, logits, keys):
-        return self.choose(_fold(keys, BASE), logits)
+        return self.choose(fold(keys, BASE), logits)
 
     def accept(self, verify_result, keys):
         proposal = verify_result.proposal
@@ -98,7 +97,7 @@ class RejectionSampling(Sampling):
                 if some_given:
                     was_given = tree.at(tree.parent_slot, jnp.maximum(child, 0)) >= n_slots
                     q = jnp.where(was_given[:, None], itself, q)
-                uniform = jax.vmap(jax.random.uniform)(_fold(keys[:, depth], CHILDREN + rank))
+                uniform = jax.vmap(jax.random.uniform)(fold(keys[:, depth], CHILDREN + rank))
                 accepted = looked_at & (uniform * at_rows(q, drawn) < at_rows(p, drawn))
                 token, open_ = jnp.where(accepted, drawn, token), open_ & ~accepted
                 rest = jnp.maximum(p - q, 0)
@@ -106,7 +105,7 @@ class RejectionSampling(Sampling):
                 rejected = (looked_at & ~accepted)[:, None]
                 p = jnp.where(rejected & (total > 0), rest / total, p)
                 log_q = jnp.where(rejected & itself, -jnp.inf, log_q)
-            return jnp.where(open_, sample(_fold(keys[:, depth], BASE), jnp.log(p)), token)
+            return jnp.where(open_, sample(fold(keys[:, depth], BASE), jnp.log(p)), token)
 
         return walk(proposal, choose)
 
@@ -119,10 +118,12 @@ class RejectionSampling(Sampling):
         return jnp.where(self.sampled_rows()[:, None], p, best)
 
 
-def _fold(keys: Array, purpose: int) -> Array:
-    def fold(key):
+def fold(keys: Array, purpose: int) -> Array:
+    """Return keys of the same shape for one purpose."""
+
+    def of_key(key):
         return jax.random.fold_in(key, purpose)
 
     for _ in keys.shape:
-        fold = jax.vmap(fold)
-    return fold(keys)
+        of_key = jax.vmap(of_key)
+    return of_key(keys)

@@ -21,6 +21,7 @@ from hydrajax.decoding.acceptance import Greedy
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
+from hydrajax.decoding.traversal import BlockVerification
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats.draft_registry import without_weights
@@ -98,6 +99,7 @@ def test_flags_of_rules():
         ("--temperature 0", Greedy()),
         ("--rule typical --epsilon 0 --alpha 0", Typical(epsilon=0.0, alpha=0.0)),
         ("--rule rejection --min-p 0.1", RejectionSampling(min_p=0.1)),
+        ("--rule block --top-p 0.9", BlockVerification(top_p=0.9)),
     ):
         assert options.request_from(parsed("generate", "--base", "B", "--prompt", "x", *flags.split())).rule == rule
 
@@ -185,7 +187,7 @@ def test_completions_of_arguments(tmp_path, monkeypatch):
     assert completions("bench", "--tree", "o") == {"oak.json"}
     assert completions("bench", "--tree", "mc") == {"mc_sim_7b_63"}
     assert completions("generate", "--prompts", "n") == {"notes.txt"}
-    assert completions("generate", "--rule", "") == {"greedy", "typical", "exact", "rejection"}
+    assert completions("generate", "--rule", "") == {"greedy", "typical", "exact", "rejection", "traversal", "block"}
     sizes = {"none", "int8", "int8-64", "int8-128", "int4", "int4-64", "int4-128", "mxfp4", "fp8"}
     assert completions("generate", "--quantize", "") == sizes
     assert "--temperature" in completions("generate", "--t")

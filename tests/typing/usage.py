@@ -24,6 +24,7 @@ from hydrajax import (
     RejectionSampling,
     Request,
     Stream,
+    TraversalVerification,
     TreeTopology,
     Typical,
 )
@@ -79,6 +80,7 @@ def texts(m: LanguageModel) -> list[str | None]:
     assert_type(m.chat(template="plain"), Chat)
     assert_type(m.decode(hydrajax.make_decode_fn(m, tree="chain-2")(m.params, *m.encode(["a"]))), list[str])
     request = Request(RejectionSampling(1.0), max_new_tokens=9)
+    request = request.replace(rule=TraversalVerification(draft_temperature=1.1))
     pieces = hydrajax.stream(m.executor(m.program(request)), "Once", request)
     assert_type(pieces, Stream)
     for piece in pieces:
