@@ -48,10 +48,13 @@ class TraversalVerification(RejectionSampling):
     token. After its last child a node is accepted with probability alpha; the bonus token is drawn from its last p. The
     output has the base's distribution, as with `RejectionSampling`.
 
-    The shape of a dynamic tree depends on draws: what is drawn below a node decides which nodes exist below its earlier
-    siblings. So there a node with later drawn siblings is accepted or rejected, with probability alpha, before the
-    nodes below it are looked at, and alpha of an accepted one is 1. (If all nodes are judged in this way, the rule is
-    rejection sampling.) Whatever is judged after a node is thus still a draw from q given what was judged before it.
+    Proof, also for trees whose nodes depend on draws. Take the tree without its last node x, the last child of v. If
+    everything below v is rejected, v is accepted with probability alpha, and the next token drawn from p. With x, which
+    is drawn from q, v or x is accepted instead: the probability that the next token is y remains min(alpha p(y), q(y))
+    + max(0, alpha p(y) - q(y)) = alpha p(y), and that of rejecting v remains 1 - alpha. Nothing else depends on x. So
+    the node changes the distribution for no draws of the others, and neither do all nodes, removed one by one down to
+    the root, if the draws before it decide whether a node exists. They do so in a dynamic tree in the order of its
+    places' worth (`hydrajax.drafters.growing.grow`), and for given nodes, whose q is entirely on their token.
 
     Rejected draws influence the output, so no other step may draw with their keys: all keys come from the key of the
     position after the root, which this step emits in any case.
@@ -96,11 +99,7 @@ class TraversalVerification(RejectionSampling):
         alpha_below = jnp.where(here < drawn, here / drawn, here > 0)
         # A node that cannot be accepted is rejected now, as are all nodes below it.
         at_once = (below == 0) | (alpha_below == 0)
-        chosen = at_rows(uniform, child) < alpha_below
-        if proposal.tree.is_dynamic:
-            commits = jnp.any(later & ~_given(proposal, siblings), axis=1)
-            at_once, alpha_below = at_once | commits, jnp.where(commits, 1.0, alpha_below)
-        rejected = ~at.ended & (at.rejected | at_once & ~chosen)
+        rejected = ~at.ended & (at.rejected | at_once & (at_rows(uniform, child) >= alpha_below))
         descends = ~at.ended & ~rejected
 
         rest = jnp.maximum(left - q, 0)
@@ -157,12 +156,6 @@ def _first(children: Int[Array, "B C"], which: Bool[Array, "B C"]) -> Int[Array,
     return jnp.where(jnp.any(which, axis=1), at_rows(children, jnp.argmax(which, axis=1)), 0)
 
 
-def _given(proposal: Proposal, nodes: Int[Array, "B C"]) -> Bool[Array, "B C"]:
-    """Return which nodes were given, not drawn."""
-    slots = jnp.broadcast_to(proposal.tree.parent_slot, proposal.tokens.shape)
-    return take(slots, nodes) >= (0 if proposal.log_q is None else proposal.log_q.shape[1])
-
-
 def _drawn_from(
     proposal: Proposal, siblings: Int[Array, "B C"], child: Int[Array, " B"], vocab: int
 ) -> Float[Array, "B V"]:
@@ -176,4 +169,7 @@ def _drawn_from(
     slot = jnp.minimum(tree.at(tree.parent_slot, siblings[:, 0]), log_q.shape[1] - 1)
     left = at_rows(log_q, slot).at[jnp.arange(len(slot))[:, None], gone].set(-jnp.inf, mode="drop")
     q = jax.nn.softmax(left, axis=-1)
-    return jnp.where(_given(proposal, child[:, None]), itself, q) if tree.inner.shape[-1] > log_q.shape[1] else q
+    if tree.inner.shape[-1] == log_q.shape[1]:
+        return q
+    was_given = tree.at(tree.parent_slot, child) >= log_q.shape[1]
+    return jnp.where(was_given[:, None], itself, q)

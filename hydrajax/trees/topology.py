@@ -50,11 +50,6 @@ class Topology(NamedTuple):
         return self.parents.ndim == 2
 
     @property
-    def is_dynamic(self) -> bool:
-        """True if any node may have children: the shape of the tree depends on text or draws."""
-        return self.inner.shape[-1] == self.size
-
-    @property
     def attention_mask(self) -> Bool[Array, "..."]:
         """``mask`` in the form of `hydrajax.models.attention.attend`."""
         return self.mask[:, None, None] if self.of_each_row else self.mask
