@@ -48,6 +48,7 @@ OTHERS = {
     "ssd": ("--quick --count 1 --new-tokens 8 --fan-outs 3", "autoregressive; one program; in turn; ahead, 3 outcomes"),
     "ssd_two_processes": ("--quick --fan-outs 3", None),
     "quality": ("--quick --limit 2 --max-new-tokens 4 --draft hydra --gsm8k gsm8k_test.jsonl", None),
+    "ceilings": ("--quick --new-tokens 24 --draft hydra --rules exact --temperatures 0 0.7", None),
     "lookup_and_heads": ("--quick --count 1 --new-tokens 24 --draft hydra --prompts again.jsonl", None),
 }
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "qa"]
@@ -107,6 +108,10 @@ def test_scripts(name, folder):
         rules = {"greedy": True, "exact, temperature 0.7": True, "rejection, temperature 0.7": None}
         assert {row["rule"]: row["equal"] for row in rows} == rules | {"typical, epsilon 0.1, temperature 0.7": None}
         assert all(row["difference"] == 0 for row in rows if row["equal"])
+    if name == "ceilings":  # exact sampling accepts as computed from the base's own text
+        decoded = [(row["exact"], row["best_likely"]) for row in rows if "exact" in row]
+        assert len(decoded) == 4
+        assert all(found == expected for found, expected in decoded)
     if name == "lookup_and_heads":  # the combination accepts at least as many tokens as each alone
         steps = {row["name"].removeprefix("again.jsonl: "): row["tokens_per_step"] for row in rows}
         for tree in ("released tree", "small tree"):
