@@ -49,6 +49,7 @@ OTHERS = {
     "ssd_two_processes": ("--quick --fan-outs 3", None),
     "quality": ("--quick --limit 2 --max-new-tokens 4 --draft hydra --gsm8k gsm8k_test.jsonl", None),
     "ceilings": ("--quick --new-tokens 24 --draft hydra --rules exact --temperatures 0 0.7", None),
+    "node_budgets": ("--quick --draft hydra", None),
     "lookup_and_heads": ("--quick --count 1 --new-tokens 24 --draft hydra --prompts again.jsonl", None),
 }
 CATEGORIES = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities", "qa"]
