@@ -7,6 +7,9 @@ begins (Magpie: Xu et al. 2024, arXiv 2406.08464, section 2.1). The questions ar
 and every token is its own. User turns are drawn at temperature 0.95; answers are greedy in half of the conversations
 and drawn at 0.7 in the others.
 
+With --begin FILE, conversations start with given user messages (``turns``, of which the first one is taken), or with
+the beginning of one (``begin``), which the model completes: in another language, or a task such as translation.
+
 All conversations of a batch start with the same tokens and grow together, so that no prompt is read and no row waits.
 A batch depends only on its number, so that a repeated command resumes at the last batch of the file.
 """
@@ -30,6 +33,8 @@ from hydrajax.cli import run_command
 from hydrajax.errors import HydrajaxError
 from hydrajax.host_memory import keep_freed_memory
 from hydrajax.models.cache import KVCache, append
+from hydrajax.text.jsonl import read_jsonl
+from hydrajax.train.data.packing import digest
 
 USER = 0  # the role that writes; 1 is the assistant
 ASKING = 0.95  # temperature of user turns: at 1 one in ten of them is not a question
@@ -47,10 +52,33 @@ class Turns(NamedTuple):
     after_assistant: list[int]
 
 
+class Beginnings(NamedTuple):
+    """What follows the opening of each conversation of a batch.
+
+    Attributes:
+        tokens: int32 ``[B, S]``, right-padded.
+        lengths: int32 ``[B]``.
+        role: int32 ``[B]``, whose turn it is afterwards.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    role: np.ndarray
+
+    @classmethod
+    def of(cls, found: list[tuple[list[int], int]]) -> "Beginnings":
+        tokens = np.zeros((len(found), max(1, *(len(ids) for ids, _ in found))), np.int32)
+        for row, (ids, _) in zip(tokens, found, strict=True):
+            row[: len(ids)] = ids
+        return cls(tokens, np.array([len(ids) for ids, _ in found]), np.array([role for _, role in found]))
+
+
 class Writing(NamedTuple):
     """Conversations that grow together, one token each in a step.
 
     Attributes:
+        beginnings: The tokens that are given.
+        written: How many tokens there are after the opening.
         cache: What the base has read.
         hidden: ``[B, D]`` of the last token.
         role: int32 ``[B]``, whose turn it is.
@@ -58,6 +86,8 @@ class Writing(NamedTuple):
         key: Of the draws.
     """
 
+    beginnings: Beginnings
+    written: jax.Array
     cache: KVCache
     hidden: jax.Array
     role: jax.Array
@@ -95,7 +125,7 @@ def draw(key: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def make_writer(model, turns: Turns, eos: int, batch: int, chunk: int = CHUNK):
-    """Return ``start(params, key)`` and ``advance(params, writing)``, which writes tokens ``[chunk, B]``.
+    """Return ``start(params, beginnings, key)`` and ``advance(params, writing)``, which writes tokens ``[chunk, B]``.
 
     Raises `HydrajaxError` for a template whose messages do not end with EOS.
     """
@@ -110,40 +140,60 @@ def make_writer(model, turns: Turns, eos: int, batch: int, chunk: int = CHUNK):
         following[role, : lengths[role]] = ids[1:]
     following, lengths = jnp.asarray(following), jnp.asarray(lengths)
 
-    def start(params, key) -> Writing:
+    def start(params, beginnings, key) -> Writing:
         ids = jnp.tile(jnp.asarray(turns.opening), (batch, 1))
         positions = jnp.broadcast_to(jnp.arange(len(turns.opening)), ids.shape)
         mask = np.tri(len(turns.opening), dtype=bool)
         read = model.apply({"params": params}, ids, positions, mask)
         cache = model.init_cache(batch, len(turns.opening))
         cache = append(cache, read.block, jnp.full(batch, len(turns.opening)))
-        return Writing(cache, read.hidden[:, -1], jnp.zeros(batch, jnp.int32), jnp.full(batch, -1), key)
+        forced = jnp.full(batch, -1)
+        return Writing(beginnings, jnp.zeros((), jnp.int32), cache, read.hidden[:, -1], beginnings.role, forced, key)
 
     def advance(params, writing: Writing) -> tuple[Writing, jax.Array]:
         longer = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, chunk), (0, 0))), writing.cache.layers)
         answering = jnp.asarray(ANSWERING)[jnp.arange(batch) % len(ANSWERING)]
 
         def step(at, carry):
-            (cache, hidden, role, forced, key), written = carry
+            (given, number, cache, hidden, role, forced, key), written = carry
             key, drawn = jax.random.split(key)
             temperature = jnp.where(role == USER, ASKING, answering)
             logits = model.apply({"params": params}, hidden, method="logits")
             token = draw(drawn, logits / temperature[:, None])
             token = jnp.where(forced >= 0, following[role, jnp.maximum(forced, 0)], token)
+            beginning = number < given.lengths
+            token = jnp.where(beginning, given.tokens[:, jnp.minimum(number, given.tokens.shape[1] - 1)], token)
 
             last = forced == lengths[role] - 1
-            ended = (forced < 0) & (token == eos)
+            ended = (forced < 0) & (token == eos) & ~beginning
             forced = jnp.where(ended, 0, jnp.where(last, -1, jnp.where(forced >= 0, forced + 1, -1)))
             role = jnp.where(last, 1 - role, role)
 
             read = model.apply({"params": params}, token[:, None], cache.lengths[:, None], np.ones((1, 1), bool), cache)
             cache = append(cache, read.block, jnp.ones(batch, jnp.int32), after=read.hidden[:, 0, 0])
-            return Writing(cache, read.hidden[:, 0], role, forced, key), written.at[at].set(token)
+            advanced = Writing(given, number + 1, cache, read.hidden[:, 0], role, forced, key)
+            return advanced, written.at[at].set(token)
 
         writing = writing._replace(cache=writing.cache._replace(layers=longer))
         return jax.lax.fori_loop(0, chunk, step, (writing, jnp.zeros((chunk, batch), jnp.int32)))
 
     return jax.jit(start), jax.jit(advance)
+
+
+def beginnings_of(path: Path, tokenizer: Any, turns: Turns, longest: int) -> list[tuple[list[int], int]]:
+    """Return the tokens after the opening and the next role of each line, of at most ``longest`` tokens."""
+    found = []
+    for where, line in read_jsonl(path, "begin"):
+        is_whole = "turns" in line
+        text = line["turns"][0] if is_whole and line["turns"] else line.get("begin")
+        if not isinstance(text, str) or not text:
+            raise HydrajaxError(f"begin: {where}: expected turns, a list of texts, or begin, a text")
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + (turns.after_user if is_whole else [])
+        if len(ids) <= longest:
+            found.append((ids, int(is_whole)))
+    if not found:
+        raise HydrajaxError(f"begin: {path} has no text of at most {longest} tokens")
+    return found
 
 
 def records(turns: Turns, rows: np.ndarray, eos: int) -> list[dict]:
@@ -166,6 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=CHUNK,
         help="tokens per program; on a GPU, --length compiles once (default %(default)s)",
     )
+    parser.add_argument("--begin", type=Path, help="JSONL, one user message or the beginning of one per line")
     parser.add_argument("--batch-size", type=int, default=64, help="default %(default)s")
     parser.add_argument("--base", default="smollm2", help="default %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default %(default)s")
@@ -183,9 +234,13 @@ def run(args: argparse.Namespace) -> None:
         raise HydrajaxError("base: got a base without a chat template, expected a chat model")
     turns, eos = turns_of(loaded.tokenizer), loaded.tokenizer.eos_token_id
     start, advance = make_writer(loaded.model, turns, eos, args.batch_size, args.chunk)
+    given = [([], USER)]
+    if args.begin is not None:
+        given = beginnings_of(args.begin, loaded.tokenizer, turns, args.length // 2)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(args.output)
     settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "dtype", "seed")}
+    settings["begin"] = args.begin and digest(np.frombuffer(args.begin.read_bytes(), np.uint8))
     keep_settings(
         args.output.with_name(f"{args.output.name}.settings.json"),
         settings,
@@ -199,7 +254,10 @@ def run(args: argparse.Namespace) -> None:
         os.truncate(args.output, sum(len(line) + 1 for line, at in zip(lines, numbers, strict=True) if at < done))
     batches = -(-args.tokens // (args.batch_size * args.length))
     for number in track(range(done, batches), description="write"):
-        writing, written = start(loaded.params.base, jax.random.key(args.seed * 1_000_003 + number)), []
+        seed = args.seed * 1_000_003 + number
+        drawn = np.random.default_rng(seed).permutation(len(given))
+        chosen = Beginnings.of([given[i] for i in np.resize(drawn, args.batch_size)])
+        writing, written = start(loaded.params.base, chosen, jax.random.key(seed)), []
         for _ in range(args.length // args.chunk):
             writing, tokens = advance(loaded.params.base, writing)
             written.append(np.asarray(tokens))

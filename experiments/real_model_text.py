@@ -4,11 +4,16 @@
     hydrajax distill --config experiments/configs/smollm2/distill.yaml --seeds runs/smollm2/seeds.jsonl \\
         --output runs/smollm2/answers.jsonl --new-tokens 256
     python experiments/real_model_text.py PROMPTS_DIR --texts runs/smollm2/texts.jsonl
+    python experiments/real_model_text.py PROMPTS_DIR --languages LANGUAGES_DIR --begin runs/smollm2/languages.jsonl
 
 Seeds are user turns, which the base answers itself. Texts are questions with the answers of the training set: heads can
 learn the base's distribution on any text, and reading one is five times as fast as writing it (on two cores). Both are
 shuffled. PROMPTS_DIR holds the files of `SOURCES`. No evaluation set is among them: MT-Bench, Spec-Bench, HumanEval,
 AlpacaEval and the test half of GSM8K stay unseen.
+
+LANGUAGES_DIR has one folder of Markdown per language of `LANGUAGES`, such as the documentation of a project that is
+translated. Its sentences become user messages, which ask for a translation, and beginnings of user messages, which the
+base completes (real_model_dialogues.py --begin).
 """
 
 import argparse
@@ -135,17 +140,50 @@ def texts(folder: Path, base: str, limit: int, seed: int) -> Iterator[dict]:
         yield {"prompt_ids": prompt, "output_ids": output}
 
 
+LANGUAGES = {"de": "German", "es": "Spanish", "fr": "French", "it": "Italian", "pt": "Portuguese"}
+SENTENCE = re.compile(r"[^\W\d_][^\n`*<>{}|\[\]()#]{40,240}[.!?]")  # of prose: without markup and links
+
+
+def sentences(folder: Path) -> list[str]:
+    """Return the sentences of all Markdown files, outside code blocks, each once."""
+    found = []
+    for path in sorted(folder.rglob("*.md")):
+        for line in re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL).splitlines():
+            found += [match.strip() for match in SENTENCE.findall(line)]
+    return list(dict.fromkeys(found))
+
+
+def in_languages(folder: Path, seed: int) -> list[dict]:
+    """Return, in random order, half of the sentences to translate and half as beginnings of a message."""
+    random_, records = random.Random(seed), []
+    for code, language in LANGUAGES.items():
+        for number, sentence in enumerate(sentences(folder / code)):
+            if number % 2:
+                words = sentence.split()
+                records.append({"begin": " ".join(words[: random_.randint(3, max(3, len(words) - 2))])})
+            else:
+                asked = f"Translate {language} to English: {sentence}", f"{sentence}\n\nTranslate this to English."
+                records.append({"turns": [asked[number % 4 == 0]]})
+    random_.shuffle(records)
+    return records
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path, help="directory of the source files")
     parser.add_argument("--seeds", type=Path, help="write one conversation per line, for hydrajax distill")
     parser.add_argument("--texts", type=Path, help="write one answered question per line, for data.format: generations")
+    parser.add_argument("--languages", type=Path, help="directory with a folder of Markdown per language")
+    parser.add_argument("--begin", type=Path, help="write one user message, or the beginning of one, per line")
     parser.add_argument("--base", default="smollm2", help="the texts' tokenizer (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=600_000, help="limit of the texts (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
     args = parser.parse_args()
+    if args.begin is not None and args.languages is None:
+        parser.error("--begin needs --languages")
     for path, records in (
         (args.seeds, lambda: conversations(args.prompts, args.seed)),
+        (args.begin, lambda: in_languages(args.languages, args.seed)),
         (args.texts, lambda: texts(args.prompts, args.base, args.tokens, args.seed)),
     ):
         if path is not None:

@@ -4,11 +4,13 @@ Guess g of a block whose anchor is at position p predicts token p + 1 + g, which
 that token is one (`hydrajax.train.losses.IGNORED`) of the anchor's document. DeepSpec ends a block at the first token
 without a target; SpecForge's loss of DFlash skips it.
 
-A guess has the weight ``head_decay ** g``, e^(-g / γ) in the papers, with γ = 4 for blocks of 8 and 7 for blocks of 16.
-The loss is the weighted mean over all guesses, in float32, of
+A guess has the weight ``head_decay ** g``, e^(-g / γ) in the papers, with γ = 4 for blocks of 8 and 7 for blocks of 16,
+or D-PACE's (`Objective.position_weights`). The loss is the weighted mean over all guesses, with D-PACE the weighted sum
+over their number, in float32, of
 
 - ``lm_weight`` · the cross entropy with the text (DFlash 3.3),
-- ``teacher_weight`` · the cross entropy with the base's distribution,
+- ``teacher_weight`` · the cross entropy with the base's distribution, or another ``loss`` of
+  `hydrajax.train.acceptance_losses`,
 - ``distance_weight`` · Σ_v |q(v) - p(v)|, the distance of the draft's and the base's distributions (DSpark), and
 - ``confidence_weight`` · the binary cross entropy of the confidence head with the acceptance rate 1 - Σ_v |q - p| / 2.
 
@@ -32,6 +34,7 @@ from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks
+from hydrajax.train.acceptance_losses import d_pace_weights, teacher_loss
 from hydrajax.train.chunks import sum_over_chunks
 from hydrajax.train.losses import IGNORED, Objective
 
@@ -52,6 +55,8 @@ def check_objective(objective: Objective, drafter: BlockDrafter) -> None:
             raise HydrajaxError(
                 f"objective.{name}: got {getattr(objective, name)}, expected 0 for {type(drafter).__name__}"
             )
+    if objective.position_weights == "d_pace" and drafter.guesses(1).shape != (1, drafter.depth):
+        raise HydrajaxError("objective.position_weights: got d_pace, expected decay for drafts that leave out guesses")
     if objective.confidence_weight and drafter.confidence_head is None:
         raise HydrajaxError(
             f"objective.confidence_weight: got {objective.confidence_weight}, expected 0: the draft has no confidence "
@@ -155,7 +160,7 @@ def block_loss(
         batch: int32 ``[B, T]`` ``tokens``, ``labels`` and, if packed, ``segments``.
         totals: `block_totals` of the whole batch if this is a micro-batch.
     """
-    targets = block_targets(batch, anchors, drafter, objective.head_decay)
+    targets = block_targets(batch, anchors, drafter, objective.decay)
     totals = block_totals(targets, drafter.depth) if totals is None else totals
     text = drafter.read(draft_params, aux_hidden_states, batch["tokens"], batch.get("segments"), base)
     teaches = bool(objective.teacher_weight or objective.distance_weight or objective.confidence_weight)
@@ -173,13 +178,18 @@ def block_loss(
         lm = -jnp.take_along_axis(log_q, index[..., None], axis=-1)[..., 0]
         sums = {"lm": lm, "top1": jnp.argmax(logits, axis=-1) == index}
         nats = objective.lm_weight * lm
+        if objective.position_weights == "d_pace":
+            weights = d_pace_weights(jnp.exp(-lm), weights > 0, objective.d_pace_alpha)
         if teaches:
-            p = jax.nn.softmax(bound.logits(teacher, known), axis=-1)
+            taught = bound.logits(teacher, known)
+            if objective.teacher_temperature != 1:
+                taught = taught / objective.teacher_temperature
+            p = jax.nn.softmax(taught, axis=-1)
             distance = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1)
             sums |= {"acceptance": 1 - distance / 2}
             nats = nats + objective.distance_weight * distance
             if objective.teacher_weight:
-                sums["teacher"] = -jnp.sum(p * log_q, axis=-1)
+                sums["teacher"] = teacher_loss(objective.loss, objective.lk_eta, log_q, p)
                 nats = nats + objective.teacher_weight * sums["teacher"]
             if objective.confidence_weight:
                 rate = jax.lax.stop_gradient(jnp.clip(1 - distance / 2, 0, 1))

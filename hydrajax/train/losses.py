@@ -17,12 +17,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from hydrajax.drafters.settings import one_of
 from hydrajax.drafters.trainable import TeacherForced
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.base_model import BaseModel, BoundBase
 from hydrajax.models.packed_forward import chunk_width, into_chunks, row_layout
 from hydrajax.ops.sharded import by_feature, replicate_features
+from hydrajax.train.acceptance_losses import LOSSES, POSITION_WEIGHTS, d_pace_weights, teacher_loss
 from hydrajax.train.chunks import sum_over_chunks
 
 IGNORED = -100  # label without a target, as in transformers and the released training code
@@ -36,12 +38,19 @@ class Objective:
 
     Attributes:
         lm_weight: of the cross entropy with the text.
-        teacher_weight: of the cross entropy with the base's distribution (hydra 3.1, "teacher loss").
+        teacher_weight: of ``loss`` between the base's and the draft's distributions (hydra 3.1, "teacher loss").
+        loss: ``cross_entropy``, ``tv``, ``lk`` or ``lk_hybrid``, see `hydrajax.train.acceptance_losses.teacher_loss`.
+        lk_eta: η of ``lk_hybrid``; 3 in its paper.
+        teacher_temperature: the temperature of the base's distribution. Below 1, drafts learn what is accepted in
+            greedy decoding and at low temperatures.
         reconstruction_weight: of the smooth L1 distance between the input of a head's lm head and the base's hidden
             state that predicts the same token (released Hydra code).
         distance_weight, confidence_weight: of drafts of one pass (`hydrajax.train.block_loss`).
         head_decay: λ_k = head_decay^k; 1 in Hydra (docs/design.md 4), 0.8 in Medusa-1 (medusa 2.2.1) and for the
             successive guesses of EAGLE-3 (its released code).
+        position_weights: ``decay``, λ_k as above, or ``d_pace``, weights from the draft's probabilities of the text's
+            tokens (`hydrajax.train.acceptance_losses.d_pace_weights`). Heads then compute their logits twice.
+        d_pace_alpha: smoothing of these probabilities; 0.5 in the paper.
         noise_alpha: α of the input noise U(-1, 1) · α / sqrt(length · D), an ablation of hydra (75 there).
         feature_noise: a of the input noise U(-a, a) · 512 / length; 0.1 in the released EAGLE code.
         chunk_tokens: positions of a batch whose logits of one head exist at once. Affects memory only.
@@ -49,25 +58,43 @@ class Objective:
 
     lm_weight: float = 0.0
     teacher_weight: float = 1.0
+    loss: str = "cross_entropy"
+    lk_eta: float = 3.0
+    teacher_temperature: float = 1.0
     reconstruction_weight: float = 0.0
     distance_weight: float = 0.0
     confidence_weight: float = 0.0
     head_decay: float = 1.0
+    position_weights: str = "decay"
+    d_pace_alpha: float = 0.5
     noise_alpha: float = 0.0
     feature_noise: float = 0.0
     chunk_tokens: int = 2048
 
     def __post_init__(self):
+        one_of("objective.loss", self.loss, LOSSES)
+        one_of("objective.position_weights", self.position_weights, POSITION_WEIGHTS)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, str):
+                continue
             if not 0 <= value < float("inf"):  # refuses NaN too
                 raise HydrajaxError(f"objective.{field.name}: got {value}, expected a finite number of at least 0")
+        if not self.teacher_temperature:
+            raise HydrajaxError("objective.teacher_temperature: got 0, expected a positive number")
+        if not 0 < self.d_pace_alpha <= 1:
+            raise HydrajaxError(f"objective.d_pace_alpha: got {self.d_pace_alpha}, expected more than 0, at most 1")
         if self.chunk_tokens < 1:
             raise HydrajaxError(f"objective.chunk_tokens: got {self.chunk_tokens}, expected at least 1")
         if not self.lm_weight + self.teacher_weight + self.reconstruction_weight + self.distance_weight:
             raise HydrajaxError(
                 "objective: set at least one of lm_weight, teacher_weight, reconstruction_weight and distance_weight"
             )
+
+    @property
+    def decay(self) -> float:
+        """The base of λ_k: 1 if D-PACE's weights replace them."""
+        return self.head_decay if self.position_weights == "decay" else 1.0
 
 
 class HeadCounts(NamedTuple):
@@ -213,7 +240,7 @@ def draft_loss(
     positions, mask = row_layout(tokens, segments)
     hidden = jax.lax.stop_gradient(hidden)
     read = drafter.teacher_hidden(draft_params, aux_hidden_states, tokens, base, hidden_key, positions, mask)
-    weights = objective.head_decay ** jnp.arange(num_draft_heads, dtype=jnp.float32)
+    weights = objective.decay ** jnp.arange(num_draft_heads, dtype=jnp.float32)
 
     loss = jnp.zeros(())
     missing = jnp.full(num_draft_heads, jnp.nan)
@@ -281,7 +308,8 @@ class _Shared(NamedTuple):
     """Inputs of all heads for one chunk of positions.
 
     ``probs`` (over the draft vocabulary V') and ``best`` are the base's, at the chunk and K - 1 further positions.
-    ``best`` is the index in V' of the base's most likely token of all, -1 if it is not in V'.
+    ``best`` is the index in V' of the base's most likely token of all, -1 if it is not in V'. ``weights`` are those of
+    D-PACE, of all heads.
     """
 
     rng: Array | None
@@ -289,6 +317,7 @@ class _Shared(NamedTuple):
     base_params: Any
     probs: Float[Array, "B halo V_"] | None
     best: Int[Array, "B halo"] | None
+    weights: Float[Array, "B width K"] | None
 
 
 def _token_losses(objective: Objective, drafter, draft_params, read, hidden, best, labels, segments, base, rng, scale):
@@ -303,11 +332,32 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
         """The indices of tokens in the draft vocabulary, -1 for others."""
         return tokens if vocabulary is None else vocabulary.places_of(tokens, base.config.vocab_size)
 
+    def logits_of(params, k, read, base_params, rng):
+        key = None if rng is None else jax.random.fold_in(rng, k)
+        return drafter.head_logits(params, k, read, BoundBase(base.model, base_params), key)
+
+    def log_likelihood(logits, tokens, counts):
+        """The log-probabilities of the text's tokens, and which of them are in the draft vocabulary."""
+        tokens = in_vocabulary(tokens)
+        counts = counts & (tokens >= 0)
+        return _chosen(logits, tokens, counts) - jax.nn.logsumexp(logits, axis=-1), counts
+
+    def confidences(params, read, rows, index, base_params, rng):
+        for k in range(num_draft_heads):
+            here, (tokens, counts) = jax.tree.map(lambda x: x[index], (read[k], rows[k]))
+            yield log_likelihood(logits_of(params, k, here, base_params, rng), tokens, counts)
+
     def prepare(frozen, index):
-        hidden, best, base_params, rng, scale = frozen
+        hidden, best, base_params, rng, scale, heads = frozen
         rng = None if rng is None else jax.random.fold_in(rng, index)
+        weights = None
+        if heads is not None:
+            found, counts = map(jnp.stack, zip(*confidences(*heads, index, base_params, rng), strict=True))
+            weights = d_pace_weights(
+                *(jnp.moveaxis(x, 0, -1) for x in (jnp.exp(found), counts)), objective.d_pace_alpha
+            )
         if not objective.teacher_weight:
-            return _Shared(rng, scale, base_params, None, None)
+            return _Shared(rng, scale, base_params, None, None, weights)
         # Head k at position t has its teacher at t + 1 + k.
         halo = replicate_features(
             jax.lax.dynamic_slice_in_dim(hidden, index * width + 1, width + num_draft_heads - 1, axis=1)
@@ -320,24 +370,32 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
             logits = bound.logits(halo)
             draftable = logits if vocabulary is None else logits[..., vocabulary.tokens]
             halo_best = jnp.argmax(logits, axis=-1)
-        return _Shared(rng, scale, base_params, jax.nn.softmax(draftable, axis=-1), in_vocabulary(halo_best))
+        if objective.teacher_temperature != 1:
+            draftable = draftable / objective.teacher_temperature
+        probs = jax.nn.softmax(draftable, axis=-1)
+        return _Shared(rng, scale, base_params, probs, in_vocabulary(halo_best), weights)
 
     def head(k):
         def chunk_loss(params, read, rows, shared: _Shared):
             tokens, counts = rows
-            key = None if shared.rng is None else jax.random.fold_in(shared.rng, k)
-            logits = drafter.head_logits(params, k, read, BoundBase(base.model, shared.base_params), key)
+            logits = logits_of(params, k, read, shared.base_params, shared.rng)
             log_z, best = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
             tokens = in_vocabulary(tokens)
             lm_counts = counts & (tokens >= 0)
             chosen = _chosen(logits, tokens, lm_counts)
-            lm, teacher, agreement = _sum(log_z - chosen, lm_counts), None, None
-            loss = objective.lm_weight * lm if objective.lm_weight else jnp.zeros(())
+            weight = 1.0 if shared.weights is None else shared.weights[..., k]
+            nats, teacher, agreement = log_z - chosen, None, None
+            lm = _sum(nats, lm_counts)
+            loss = objective.lm_weight * _sum(weight * nats, lm_counts) if objective.lm_weight else jnp.zeros(())
             if shared.probs is not None:
                 probs, top = (jax.lax.slice_in_dim(x, k, k + width, axis=1) for x in (shared.probs, shared.best))
                 taught = counts & (top >= 0)
-                teacher = _sum(log_z - jnp.sum(probs * logits, axis=-1), taught)
-                loss = loss + objective.teacher_weight * teacher
+                if objective.loss == "cross_entropy":  # without an array of log-probabilities
+                    nats = log_z - jnp.sum(probs * logits, axis=-1)
+                else:
+                    nats = teacher_loss(objective.loss, objective.lk_eta, logits - log_z[..., None], probs)
+                teacher = _sum(nats, taught)
+                loss = loss + objective.teacher_weight * _sum(weight * nats, taught)
                 agreement = _sum(_chosen(logits, top, taught) == best, taught)
             return shared.scale[k] * loss, [lm, teacher, _sum(chosen == best, lm_counts), agreement]
 
@@ -348,6 +406,7 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
     padding = len(rows[0][0]) * width + num_draft_heads - labels.shape[1]
     hidden = jnp.pad(by_feature(hidden), ((0, 0), (0, padding), (0, 0)))
     best = None if best is None else jnp.pad(best, ((0, 0), (0, padding)))
-    frozen = hidden, best, base.params, rng, scale
+    heads = (draft_params, read, rows) if objective.position_weights == "d_pace" else None
+    frozen = hidden, best, base.params, rng, scale, heads
     loss, sums = sum_over_chunks([head(k) for k in range(num_draft_heads)], prepare, draft_params, read, rows, frozen)
     return loss, [None if x[0] is None else jnp.stack(x) for x in zip(*sums, strict=True)]

@@ -9,9 +9,15 @@ import numpy as np
 import optax
 import pytest
 
+from helpers.draft_heads import random_params
 from helpers.refusals import assert_refused
 from helpers.runs import heads_file, refused, without_clock
 from hydrajax import load
+from hydrajax.drafters.draft_lm_head import LmHead
+from hydrajax.drafters.dspark import DSpark
+from hydrajax.drafters.hydra import HydraHeads
+from hydrajax.drafters.markov import MarkovHead
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.formats.export import export_heads
 from hydrajax.formats.huggingface import read_config
 from hydrajax.formats.load import load_draft
@@ -24,7 +30,7 @@ from hydrajax.train.data import dataset
 from hydrajax.train.losses import Objective, draft_loss
 from hydrajax.train.run_config import config_from, draft_of
 from hydrajax.train.tasks.from_config import tokenizer_of
-from hydrajax.train.tasks.heads_task import load_heads, make_drafter
+from hydrajax.train.tasks.heads_task import load_heads, make_drafter, with_vocabulary
 
 EAGLE_1 = {"reconstruction_weight": 1.0, "teacher_weight": 0.1, "feature_noise": 0.1}
 KINDS = {
@@ -160,3 +166,29 @@ def test_small_lm_heads_learn_and_come_back(heads, lm_head, names, tmp_path):
         other, smaller = (make_drafter(draft, SHAPE, jnp.float32, counts[::-1]) for draft in (same, few))
         assert load_heads(other, str(tmp_path / "heads"), SHAPE)[0].vocabulary == drafter.vocabulary != other.vocabulary
         assert_refused(load_heads, (smaller, str(tmp_path / "heads"), SHAPE, "draft.init: "))
+
+
+@pytest.mark.parametrize("kind", ["hydra", "dspark"])
+def test_another_vocabulary_keeps_the_logits_of_common_tokens(tiny_model, kind):
+    model, base = tiny_model
+    if kind == "hydra":
+        old = HydraHeads(2, 32, 61, small_lm_head=LmHead(shared=True, vocabulary=Vocabulary(range(0, 40))))
+    else:
+        old = DSpark(model.config.plain_layer.replace(qk_norm=True), (1,), 60, 3, MarkovHead(4))
+        old = dataclasses.replace(old, vocabulary=Vocabulary(range(0, 40)))
+    params, bound = random_params(old, tiny_model), BoundBase(model, base)
+    new, moved = with_vocabulary(old, params, Vocabulary(range(20, 61)), model)
+    rows = np.random.default_rng(3).standard_normal((2, 1, 3, 32)).astype(np.float32)
+    before = np.arange(6, dtype=np.int32).reshape(2, 1, 3)
+
+    def logits(drafter, params):
+        if kind == "hydra":
+            return drafter.head_logits(params, 1, rows, bound)
+        return drafter.block_logits(params, rows, before, bound)
+
+    first, second = jax.jit(logits, static_argnums=0)(old, params), jax.jit(logits, static_argnums=0)(new, moved)
+    np.testing.assert_allclose(second[..., :20], first[..., 20:], rtol=1e-5, atol=1e-5)
+    assert second.shape[-1] == len(new.vocabulary) == 41
+    own = HydraHeads(2, 32, 61, small_lm_head=LmHead(vocabulary=Vocabulary([1])))
+    message = "draft.vocabulary: got 41, expected 1 as in draft.init"
+    assert_refused(with_vocabulary, (own, {}, new.vocabulary, model, message))

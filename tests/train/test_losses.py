@@ -32,25 +32,60 @@ def base(tiny_model):
     return BoundBase(*tiny_model)
 
 
+def compared_in_torch(name, eta, logits, p):
+    """The losses of arXiv 2602.23881 by torch's own functions, one for each row."""
+    if name == "cross_entropy":
+        return torch.nn.functional.cross_entropy(logits, p, reduction="none")
+    distance = (logits.softmax(-1) - p).abs().sum(-1) / 2
+    if name == "tv":
+        return distance
+    if name == "lk":
+        return -torch.log1p(-distance)
+    share = torch.exp(-eta * (1 - distance.detach()))
+    kl = torch.nn.functional.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1)
+    return share * kl + (1 - share) * distance
+
+
+def d_pace_in_torch(head_logits, labels, alpha):
+    """Weights by autograd: the derivative of the expected number of accepted guesses in each log-confidence."""
+    weights = torch.zeros(head_logits.shape[:-1])
+    for row, at in np.ndindex(*labels.shape):
+        targets = {k: at + k + 2 for k in range(len(head_logits))}
+        heads = [k for k, t in targets.items() if t < labels.shape[1] and labels[row, t] != IGNORED]
+        found = [head_logits[k, row, at].softmax(-1)[labels[row, targets[k]]].item() for k in heads]
+        logs = torch.log((1 - alpha) * torch.tensor(found) + alpha).requires_grad_()
+        if heads:
+            logs.cumsum(0).exp().sum().backward()
+            weights[heads, row, at] = logs.grad
+    return weights
+
+
 def in_torch(objective, head_logits, read, base_logits, hidden, labels):
     """The formulas of the released code: ``(loss, metrics, d loss / d logits, d loss / d read)``."""
     head_logits, read = (torch.from_numpy(np.array(x)).requires_grad_() for x in (head_logits, read))
     base_logits, hidden, labels = (torch.from_numpy(np.array(x)) for x in (base_logits, hidden, labels))
     cross_entropy, total, metrics = torch.nn.functional.cross_entropy, 0.0, []
+    weights = torch.full(head_logits.shape[:-1], 1.0)
+    if objective.position_weights == "d_pace":
+        weights = d_pace_in_torch(head_logits.detach(), labels, objective.d_pace_alpha)
     for k in range(len(head_logits)):
         shift = k + 2
         counts = labels[:, shift:] != IGNORED
         logits, text = head_logits[k][:, :-shift][counts], labels[:, shift:][counts].long()
         taught = base_logits[:, shift - 1 : -1][counts]
-        lm, teacher = cross_entropy(logits, text), cross_entropy(logits, taught.softmax(-1))
+        lm = cross_entropy(logits, text, reduction="none")
+        sharp = (taught / objective.teacher_temperature).softmax(-1)
+        teacher = compared_in_torch(objective.loss, objective.lk_eta, logits, sharp)
+        weight = weights[k][:, :-shift][counts]
         counts = labels[:, shift - 1 :] != IGNORED
         gap = read[k][:, : 1 - shift][counts], hidden[:, shift - 1 :][counts]
         reconstruction = torch.nn.functional.smooth_l1_loss(*gap)
         best = logits.argmax(-1)
-        metrics.append([lm, teacher, reconstruction, (best == text).float().mean()])
+        metrics.append([lm.mean(), teacher.mean(), reconstruction, (best == text).float().mean()])
         metrics[-1].append((best == taught.argmax(-1)).float().mean())
-        part = objective.lm_weight * lm + objective.teacher_weight * teacher
-        total = total + objective.head_decay**k * (part + objective.reconstruction_weight * reconstruction)
+        part = (weight * (objective.lm_weight * lm + objective.teacher_weight * teacher)).mean()
+        decay = objective.head_decay if objective.position_weights == "decay" else 1.0
+        total = total + decay**k * (part + objective.reconstruction_weight * reconstruction)
     gradients = torch.autograd.grad(total, [head_logits, read], allow_unused=True, materialize_grads=True)
     metrics = np.array([[x.item() for x in row] for row in metrics]).T
     return total.item(), metrics, *(x.numpy() for x in gradients)
@@ -60,10 +95,13 @@ CASES = {
     "medusa": (MedusaHeads, Objective(lm_weight=1.0, teacher_weight=0.0, head_decay=0.8, chunk_tokens=8)),
     "reconstruction": (MedusaHeads, Objective(teacher_weight=0.0, reconstruction_weight=1.0)),
     "all": (HydraHeads, Objective(**MIXED, head_decay=0.9, chunk_tokens=2)),
+    "tv": (HydraHeads, Objective(loss="tv", teacher_temperature=0.7)),
+    "lk": (HydraHeads, Objective(loss="lk", head_decay=0.8)),
+    "lk_hybrid": (MedusaHeads, Objective(loss="lk_hybrid", lk_eta=2.0, lm_weight=0.5, position_weights="d_pace")),
 }
 
 
-@pytest.mark.quick("all", "medusa", "reconstruction")
+@pytest.mark.quick("all", "medusa", "reconstruction", "lk_hybrid")
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_equal_torch(base, example, name):
     aux_hidden_states, hidden, batch = example

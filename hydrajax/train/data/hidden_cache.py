@@ -6,7 +6,7 @@ Runs on the same data and base can share a cache (``data.hidden_cache``).
 import json
 import math
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from hydrajax.train.run_config import TrainConfig
 from hydrajax.train.train_step import at_precision, batch_sharding
 
 VERSION = 3
-HIDDEN, BEST, RECORD = "hidden.bin", "best.bin", "hidden.json"
+HIDDEN, BEST, AUX, RECORD = "hidden.bin", "best.bin", "aux.bin", "hidden.json"
 
 
 def hidden_states(
@@ -41,30 +41,32 @@ def hidden_states(
     The size is printed before anything is written.
 
     Returns:
-        ``hidden`` ``[n, T, D]``, the post-norm hidden states in bfloat16, or float32 for a float32 run, and ``best``
-        int32 ``[n, T]``, the most likely next tokens; memory-mapped. {} if ``data.hidden_cache_gb`` is 0.
+        ``hidden`` ``[n, T, D]``, the post-norm hidden states in bfloat16, or float32 for a run whose matmuls are in
+        float32, ``best`` int32 ``[n, T]``, the most likely next tokens, and for drafts that read other layers ``aux``
+        ``[n, T, layers D]``; memory-mapped. {} if ``data.hidden_cache_gb`` is 0.
 
     Raises:
-        HydrajaxError: the cache exceeds ``data.hidden_cache_gb`` or the free disk, the drafter reads other
-            hidden states or the base's keys and values, or the run has several processes.
+        HydrajaxError: the cache exceeds ``data.hidden_cache_gb`` or the free disk, the drafter reads the base's keys
+            and values, or the run has several processes.
     """
     limit = config.data.hidden_cache_gb
     if not limit:
         return {}
     if jax.process_count() > 1:
         raise HydrajaxError(f"data.hidden_cache_gb: got {limit}, expected 0 with several processes")
-    reads = spec.aux_hidden_layers
-    if reads != (0,) or spec.reads_cache:
-        what = "the base's keys and values" if spec.reads_cache else f"aux_hidden_layers {list(reads)}"
+    if spec.reads_cache:
         raise HydrajaxError(
-            f"data.hidden_cache_gb: got {limit}, expected 0 for heads that read {what}: the cache holds the last "
-            "layer's hidden states"
+            f"data.hidden_cache_gb: got {limit}, expected 0 for heads that read the base's keys and values"
         )
     shape = (*rows.tokens.shape, model.config.width)
-    dtype = np.dtype(np.float32) if config.dtype == "float32" else np.dtype(jnp.bfloat16)
+    rounded = "bfloat16" in (config.dtype, config.matmul_precision)
+    dtype = np.dtype(jnp.bfloat16 if rounded else np.float32)
     folder = Path(config.data.hidden_cache or config.output)
     record = folder / RECORD
     files = {"hidden": (folder / HIDDEN, dtype, shape), "best": (folder / BEST, np.dtype(np.int32), shape[:-1])}
+    layers = spec.aux_hidden_layers
+    if layers != (0,):
+        files["aux"] = (folder / AUX, dtype, (*shape[:-1], len(layers) * shape[-1]))
     sizes = {path: math.prod(shape) * dtype.itemsize for path, dtype, shape in files.values()}
     size = sum(sizes.values())
     wanted = {
@@ -73,7 +75,7 @@ def hidden_states(
         "matmul_precision": config.matmul_precision,
         "rows": fingerprint(rows, base_params),
         "version": VERSION,
-    }
+    } | ({"layers": list(layers)} if layers != (0,) else {})
 
     def opened() -> dict[str, np.ndarray]:
         return {name: np.memmap(path, dtype, "r", shape=shape) for name, (path, dtype, shape) in files.items()}
@@ -94,7 +96,7 @@ def hidden_states(
     with nullcontext() if folder == Path(config.output) else in_use(folder, "data.hidden_cache"):
         record.unlink(missing_ok=True)  # written last: it marks the files as complete
         try:
-            write(folder, dtype, config, model, base_params, rows, mesh)
+            write(files, layers, config, model, base_params, rows, mesh)
             with WholeFile(record, "data.hidden_cache_gb") as file:
                 file.write_text(json.dumps(wanted))
         except (OSError, HydrajaxError) as error:
@@ -113,22 +115,33 @@ def _known(record: Path) -> dict | None:
         return None
 
 
-def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, base_params, rows: Rows, mesh) -> None:
+def write(
+    files: dict[str, tuple[Path, np.dtype, tuple[int, ...]]],
+    layers: tuple[int, ...],
+    config: TrainConfig,
+    model: BaseModel,
+    base_params,
+    rows: Rows,
+    mesh,
+) -> None:
     """Write with ordinary writes: on a full disk, writing to a memory map kills the process."""
 
     @jax.jit
     def forward(params, tokens, segments):
-        hidden = run_base(model, params, tokens, segments=segments).hidden
+        read = run_base(model, params, tokens, layers, segments)
+        hidden = read.hidden
         width = chunk_width(config.objective.chunk_tokens, tokens.shape)  # logits exist for one chunk at a time
         chunks = jax.lax.map(
             lambda x: ops.here().argmax(BoundBase(model, params).logits(x)), into_chunks(hidden, width)
         )
         best = jnp.moveaxis(chunks, 0, 1).reshape(len(tokens), -1)[:, : tokens.shape[1]]
-        return hidden.astype(dtype), best
+        found = {"hidden": hidden, "best": best, "aux": read.aux_hidden_states}
+        return {name: found[name].astype(dtype) for name, (_, dtype, _) in files.items()}
 
     batch, n_rows = config.batch_size, len(rows.tokens)
     sharding = batch_sharding(mesh)
-    with (folder / HIDDEN).open("wb") as hidden_file, (folder / BEST).open("wb") as best_file:
+    with ExitStack() as stack:
+        opened = {name: stack.enter_context(path.open("wb")) for name, (path, _, _) in files.items()}
         for start in track(range(0, n_rows, batch), "hidden states", transient=True, console=Console(stderr=True)):
             indices = np.arange(start, start + batch) % n_rows  # all batches have one shape; the overlap is dropped
             tokens, segments = (
@@ -136,9 +149,9 @@ def write(folder: Path, dtype: np.dtype, config: TrainConfig, model: BaseModel, 
             )
             with at_precision(config.precision):  # as in the steps of a run without a cache
                 outputs = jax.device_put(forward(base_params, tokens, segments), replicated(mesh))
-            for file, output in zip((hidden_file, best_file), outputs, strict=True):
-                file.write(np.asarray(output)[: n_rows - start].tobytes())
-        for file in (hidden_file, best_file):
+            for name, output in outputs.items():
+                opened[name].write(np.asarray(output)[: n_rows - start].tobytes())
+        for file in opened.values():
             file.flush()
             sync(file.fileno())
 

@@ -17,6 +17,8 @@ from jaxtyping import Int
 from hydrajax.bench.trees.simulation import accepted_lengths, runs, walk
 from hydrajax.drafters.block import BlockDrafter
 from hydrajax.drafters.trainable import TeacherForced, Trainable, abstract_draft
+from hydrajax.drafters.trained import TrainedStack
+from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.formats import draft_registry
 from hydrajax.formats.draft_ref import DraftRef
@@ -52,7 +54,8 @@ def make_drafter(
 class HeadsLoss(Loss):
     """`draft_loss` on the frozen base; see `hydrajax.train.train_step.Loss`. ``frozen`` are the base's parameters.
 
-    If a batch has the base's post-norm hidden states, ``hidden`` ``[B, T, D]``, the base is not run.
+    If a batch has the base's post-norm hidden states, ``hidden`` ``[B, T, D]``, and what the drafter reads, ``aux``
+    if that is not the same, the base is not run.
     """
 
     model: BaseModel
@@ -80,7 +83,8 @@ class HeadsLoss(Loss):
         """Return ``(base, aux_hidden_states, post-norm hidden states)``."""
         if "hidden" in batch:
             hidden = batch["hidden"].astype(self.model.dtype)
-            return BoundBase(self.model, frozen), hidden, hidden
+            aux = batch["aux"].astype(self.model.dtype) if "aux" in batch else hidden
+            return BoundBase(self.model, frozen), aux, hidden
         forward = run_base(
             self.model, frozen, batch["tokens"], self.drafter.spec.aux_hidden_layers, batch.get("segments")
         )
@@ -105,7 +109,7 @@ class BlocksLoss(HeadsLoss):
         return batch | {"anchors": anchors.positions, "keep": anchors.keep}
 
     def totals(self, batch: Batch):
-        targets = block_targets(batch, _anchors(batch), self.drafter, self.objective.head_decay)
+        targets = block_targets(batch, _anchors(batch), self.drafter, self.objective.decay)
         return block_totals(targets, self.drafter.depth)
 
     def __call__(self, params, frozen, batch: Batch, totals, rng, step=0):
@@ -180,7 +184,7 @@ class HeadsTask:
         drafter = make_drafter(config.draft, model.config, config.dtype, counts)
         self._start: Any = None  # parameters to start from
         if config.draft.init and dataset is not None:
-            drafter, self._start = load_heads(drafter, config.draft.init, model.config, config.model)
+            drafter, self._start = load_heads(drafter, config.draft.init, model.config, config.model, model)
         self.drafter, self.master = drafter, dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
         self.tree = tree_for(config.tree, drafter, model.config.vocab_size)
         self.loss = make_loss(model, drafter, config.objective)
@@ -259,21 +263,51 @@ class HeadsTask:
 
 
 def load_heads(
-    drafter: Trainable, directory: str, base: LlamaConfig, base_name: str | None = None
+    drafter: Trainable, directory: str, base: LlamaConfig, base_name: str | None = None, model: BaseModel | None = None
 ) -> tuple[Trainable, Any]:
     """Return the heads in a directory as ``(drafter, float32 parameters)``, with the settings of ``drafter``.
 
-    The directory ``mtp`` means the MTP module in the files of the base with this name.
+    The directory ``mtp`` means the MTP module in the files of the base with this name. With ``model``, heads that use
+    the base's lm head get a vocabulary of another size.
     """
     if DraftRef.parse(directory).is_own and base_name is not None:
         found, params = load_own_heads(resolve(base_name, "model"), base, jnp.float32)
     else:
         found, params = load_draft(directory, base, jnp.float32)
     wanted = dataclasses.replace(drafter, dtype=jnp.dtype(jnp.float32))
+    known, asked = getattr(found, "vocabulary", None), wanted.vocabulary
+    if model is not None and known is not None and asked is not None and len(known) != len(asked):
+        found, params = with_vocabulary(found, params, asked, model)
     try:
         return dataclasses.replace(wanted.trained_on(found), dtype=drafter.dtype), params
     except HydrajaxError as error:
         raise HydrajaxError(f"draft.init: {directory}: {error}") from None
+
+
+def with_vocabulary(found: Trainable, params: Any, vocabulary: Vocabulary, model: BaseModel) -> tuple[Trainable, Any]:
+    """Return a draft that uses the base's lm head, and its parameters, with another vocabulary.
+
+    Parameters of single tokens, such as the outputs of a Markov head, start at zero for new tokens.
+    """
+    if not found.lm_head.shared:
+        raise HydrajaxError(
+            f"draft.vocabulary: got {len(vocabulary)}, expected {len(found.vocabulary)} as in draft.init: the heads "
+            "have an lm head of their own"
+        )
+    places = np.asarray(found.vocabulary.places_of(vocabulary.tokens, model.config.vocab_size))
+
+    def of_tokens(box, values):
+        names = getattr(box, "names", (None,))
+        if names[-1] != "vocab" or values.shape[-1] != len(found.vocabulary):
+            return values
+        return jnp.where(places >= 0, values[..., np.maximum(places, 0)], 0)
+
+    boxes = abstract_draft(found, model)
+    params = jax.tree.map(of_tokens, boxes, params, is_leaf=lambda x: isinstance(x, nn.meta.AxisMetadata))
+    if isinstance(found, TrainedStack):
+        lm_head = dataclasses.replace(found.lm_head, vocabulary=vocabulary)
+        return dataclasses.replace(found, small_lm_head=lm_head), params
+    return dataclasses.replace(found, vocabulary=vocabulary), params
 
 
 def target_counts(dataset: Dataset, vocab_size: int) -> Int[np.ndarray, " V"]:
