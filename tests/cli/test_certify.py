@@ -79,7 +79,8 @@ def test_exact_sampling(certify):
 
 @pytest.mark.slow
 def test_rejection_and_typical(certify):
-    assert "holds: distribution" in certify("--rule", "rejection", "--temperature", 1.2)
+    for rule in ("rejection", "traversal"):
+        assert "holds: distribution" in certify("--rule", rule, "--temperature", 1.2)
     out = certify("--rule", "typical", "--epsilon", 0.05)
     assert "holds: typical acceptance as defined (not the base's distribution)" in out
 
@@ -101,6 +102,8 @@ PROMISES = {
     "greedy": ["tokens equal"],
     "exact": ["tokens equal", "distribution of the first tokens"],
     "rejection": ["distribution of the first tokens"],
+    "traversal": ["distribution of the first tokens"],
+    "block": ["distribution of the first tokens"],
     "typical": ["typical acceptance as defined"],
 }
 
@@ -114,12 +117,15 @@ PROMISES = {
         ("eagle1_mha", "dynamic-16-3-4", "rejection"),
         ("eagle3_mha", "dynamic-8-2-3", "rejection"),
         ("eagle3_mha", "eagle_26", "rejection"),
+        ("eagle3_mha", "eagle_26", "traversal"),
+        ("eagle3_mha", "dynamic-8-2-3", "traversal"),
         ("eagle3_mha", "dynamic-16-3-4", "typical"),
         ("dflash_a", "best-12", "greedy"),
         ("dflash_a", "cartesian-3x2", "rejection"),
         ("dspark_a", "best-12", "rejection"),
         ("dspark_a", "dynamic-12-3-4", "exact"),
         ("dspark_a", "chain-5", "rejection"),
+        ("dspark_a", "chain-5", "block"),
         ("jetspec_a", "fanout-12-3", "typical"),  # fanout trees are not drawn
         ("jetspec_a", "chain-5", "rejection"),
     ],

@@ -26,6 +26,7 @@ from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import ExactSampling, sample
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.traversal import BlockVerification, TraversalVerification
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters import growing
 from hydrajax.drafters.clusters import Clusters, clusters_of
@@ -252,6 +253,8 @@ PROCESSORS = (
         pytest.param(RejectionSampling(0.9, min_p=0.05, draft_temperature=1.2), "far", "tree", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05), "lookup with far", "grown", marks=pytest.mark.slow),
         pytest.param(RejectionSampling(0.9, min_p=0.05), "near", "chain", marks=pytest.mark.slow),
+        pytest.param(TraversalVerification(0.9, min_p=0.05), "lookup with far", "tree", marks=pytest.mark.slow),
+        pytest.param(BlockVerification(0.9, min_p=0.05), "near", "chain", marks=pytest.mark.slow),
     ],
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
@@ -288,13 +291,30 @@ REJECTION = [
 ]
 
 
+TRAVERSAL = [case for case in REJECTION if case[3] != "chain" and case[2] not in ("medusa", "eagle", "mtp")]
+BLOCK = [case for case in REJECTION if case[3] == "chain"]
+
+
 @pytest.mark.parametrize(
-    ("temperature", "cut", "drafter", "tree", "samples"),
-    [(0.7, "whole", "far", "tree", LEAST), *(pytest.param(*case, MANY, marks=pytest.mark.slow) for case in REJECTION)],
+    ("kind", "temperature", "cut", "drafter", "tree", "samples"),
+    [
+        (RejectionSampling, 0.7, "whole", "far", "tree", LEAST),
+        *(
+            pytest.param(kind, *case, MANY, marks=pytest.mark.slow)
+            for kind, cases in (
+                (RejectionSampling, REJECTION),
+                (TraversalVerification, TRAVERSAL),
+                (BlockVerification, BLOCK),
+            )
+            for case in cases
+        ),
+    ],
 )
-def test_rejection_sampling(temperature, cut, drafter, tree, samples):
-    rule = RejectionSampling(temperature, **CUTS[cut], draft_temperature=1.2)
-    assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
+def test_rules_that_judge_draws(kind, temperature, cut, drafter, tree, samples):
+    rule = kind(temperature, **CUTS[cut], draft_temperature=1.2)
+    found = p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule))
+    print(kind.__name__, temperature, cut, drafter, tree, samples, found)
+    assert found > P_VALUE
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from hydrajax.decoding.request import Request
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
 from hydrajax.decoding.stepped import SteppedExecutor
+from hydrajax.decoding.traversal import TraversalVerification
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.grammar.after_reasoning import AfterMark, AfterToken
@@ -403,6 +404,7 @@ def p_value(executor, grammar) -> float:
 
 
 EXACT, REJECTION = ExactSampling(1.3, top_k=2), RejectionSampling(0.8)
+NAMES = {ExactSampling: "exact", RejectionSampling: "rejection", TraversalVerification: "traversal"}
 
 
 # Exact sampling is compared token for token with the baseline above, which is stronger and faster.
@@ -410,7 +412,7 @@ EXACT, REJECTION = ExactSampling(1.3, top_k=2), RejectionSampling(0.8)
 @pytest.mark.parametrize(
     ("rule", "name", "tree", "forced_nodes"),
     [
-        pytest.param(*case, id="-".join(["exact" if case[0] is EXACT else "rejection", *map(str, case[1:])]))
+        pytest.param(*case, id="-".join([NAMES[type(case[0])], *map(str, case[1:])]))
         for case in (
             (REJECTION, "medusa", "small", 0),
             (REJECTION, "medusa", "chain", 3),
@@ -419,6 +421,8 @@ EXACT, REJECTION = ExactSampling(1.3, top_k=2), RejectionSampling(0.8)
             (REJECTION, "hydra++", "cartesian", 3),
             (REJECTION, "eagle", "grown", 3),
             (RejectionSampling(1.3, top_k=2), "medusa", "small", 3),
+            (TraversalVerification(1.3, top_k=2), "medusa", "small", 3),
+            (TraversalVerification(0.8), "model", "grown", 3),
             (EXACT, "none", "root", 3),
             (EXACT, "model", "grown", 3),
             (EXACT, "hydra++", "cartesian", 0),

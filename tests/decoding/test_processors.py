@@ -24,6 +24,7 @@ from hydrajax.decoding.processors import LogitBias, Penalties
 from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.traversal import TraversalVerification
 from hydrajax.decoding.typical import Typical
 from hydrajax.errors import HydrajaxError
 from hydrajax.trees import presets
@@ -272,12 +273,16 @@ def test_mixed_batches_give_the_tokens_of_each_request(lab):
 
 
 @pytest.mark.slow
-def test_rejection_sampling_at_temperature_0_is_greedy(lab):
+@pytest.mark.parametrize("kind", [RejectionSampling, TraversalVerification])
+def test_rules_that_judge_draws_are_greedy_at_temperature_0(lab, kind):
+    """Also in a batch with a sampled sequence, which the others do not change."""
     prompts, processors = [[3, 1, 4], [5, 9], [7]], [Penalties(repetition_penalty=1.4), LogitBias({2: 0.5})]
-    specs = [how(RejectionSampling(t, draft_temperature=1.0), processors=processors) for t in (0.0, 1.0, 0.0)]
+    specs = [how(kind(t, draft_temperature=1.0), processors=processors) for t in (0.0, 1.0, 0.0)]
     tree = presets.cartesian([3, 2])
     decode_fn = make_decode_fn(lab.model, lab.drafters["hydra"], tree, specs[0].rule, max_new_tokens=NEW)
     found = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=specs, seed=4)
     greedy = lab.plainly(prompts, how(processors=processors))
     np.testing.assert_array_equal(found.tokens[[0, 2]], greedy.tokens[[0, 2]])
     assert (found.tokens[1] != greedy.tokens[1]).any()
+    sampled = lab.decode(decode_fn, 0, lab.draft("hydra", 0), prompts, rule=[specs[1]] * 3, seed=4)
+    np.testing.assert_array_equal(found.tokens[1], sampled.tokens[1])

@@ -3,6 +3,7 @@ as the recursion does.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 
 from helpers.how import per_row
 from helpers.lab import quick_jit
+from helpers.refusals import refusal
 from hydrajax.decoding.acceptance import VerifyResult
 from hydrajax.decoding.random_keys import position_keys, row_keys
 from hydrajax.decoding.rejection import BASE, CHILDREN, RejectionSampling, fold
@@ -21,20 +23,26 @@ from hydrajax.drafters import growing
 from hydrajax.drafters.branch import with_branch
 from hydrajax.drafters.draft_lm_head import LmHead
 from hydrajax.drafters.drafter import Draw, Proposal
-from hydrajax.errors import HydrajaxError
+from hydrajax.drafters.filling import fill
 from hydrajax.trees import presets
-from hydrajax.trees.dynamic import DynamicTree
+from hydrajax.trees.built_trees import NDIMS
+from hydrajax.trees.dynamic import DynamicTree, guesses_of
 from hydrajax.trees.static_tree import TreeTopology
+from hydrajax.trees.topology import Topology, take
 
-VOCAB = 3
-STATIC = {
-    "chain": presets.chain(3),
-    "pairs": presets.cartesian([2, 2]),
-    "odd": TreeTopology.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0]]),
+VOCAB, BRANCH, COPIES = 3, (1, 0, 2, 2, 1), 12
+CHAIN, GROWN = presets.chain(3), DynamicTree(7, 2, 2)
+EVEN = TreeTopology([[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+ODD = TreeTopology([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 1, 0]])
+# With the number of given nodes, which are a branch.
+CASES = {
+    "chain": (CHAIN, 0),
+    "odd": (ODD, 0),
+    "grown": (GROWN, 0),
+    "even, given": (EVEN, 2),
+    "grown, given": (GROWN, 2),
 }
-GROWN, BRANCH = DynamicTree(7, 2, 2), (1, 0, 2, 2, 1)
-BRANCHED = "pairs, branch", "grown, branch"  # with a branch of given nodes
-RULES = {"rejection": RejectionSampling, "traversal": TraversalVerification, "block": BlockVerification}
+GIVEN = list(CASES)[3:]
 
 
 class Tables:
@@ -51,8 +59,8 @@ class Tables:
 
 
 class Tree(NamedTuple):
-    """One filled tree: the probability of its draws; of each node the children in order, its text from the root, and
-    whether it was given.
+    """The probability of a tree's draws; of each node the children in order, the text from the root, and whether it was
+    given.
     """
 
     probability: float
@@ -61,83 +69,46 @@ class Tree(NamedTuple):
     given: np.ndarray
 
 
-def without(q: np.ndarray, tokens) -> np.ndarray:
-    """Return q after the draw of these tokens; zeros if nothing is left."""
-    q = q.copy()
-    q[list(tokens)] = 0
-    return q / max(q.sum(), 1e-300)
+def drawn(tree, branch: int, tables: Tables) -> tuple[Proposal, list[Tree]]:
+    """Return all different trees that `fill` makes of all draws below token 0, as one proposal and as `Tree`."""
+    levels = guesses_of(tree)
+    orders = [np.array(list(itertools.permutations(range(VOCAB), k))) for _, k in levels]
+    n_orders = [len(found) for found, (n, _) in zip(orders, levels, strict=True) for _ in range(n)]
+    index = np.stack(np.meshgrid(*map(np.arange, n_orders), indexing="ij"), -1).reshape(-1, len(n_orders))
+    index = np.split(index, np.cumsum([n for n, _ in levels])[:-1], axis=1)
+    batch, shares = len(index[0]), []
 
-
-def filled(tree: TreeTopology, tables: Tables) -> tuple[Proposal, np.ndarray]:
-    """Return every draw of a static tree below the root's token 0, one per sequence, and its probability."""
-    found = [((0,), 1.0)]
-    for node in range(1, tree.size):
-        path = tree.node_paths[tree.parents[node]][: tree.depths[node]]
-        earlier = [other for other in range(1, node) if tree.parents[other] == tree.parents[node]]
-        found = [
-            ((*tokens, token), probability * q[token])
-            for tokens, probability in found
-            for q in [without(tables([tokens[n] for n in path])[1], [tokens[n] for n in earlier])]
-            for token in np.flatnonzero(q)
-        ]
-    tokens = np.array([tokens for tokens, _ in found], np.int32)
-    paths = [tree.node_paths[node][: tree.depths[node] + 1] for node in tree.topology.inner]
-    q = np.array([[tables(row[path])[1] for path in paths] for row in tokens], np.float32)
-    return Proposal(tokens, tree.topology, np.log(q)), np.array([probability for _, probability in found])
-
-
-def grown(tables: Tables, monkeypatch) -> tuple[Proposal, np.ndarray]:
-    """Return every draw of a dynamic tree, one per sequence, and its probability: `growing.grow` with given draws."""
-    orders = np.array([(a, b) for a in range(VOCAB) for b in range(VOCAB) if a != b])
-    levels = np.split(np.stack(np.meshgrid(*[np.arange(6)] * 5), -1).reshape(-1, 5), [1, 3], axis=1)
-    batch, probabilities = len(levels[0]), []
-
-    def drawn(lm_head, keys, logits, k):
-        tokens = jnp.asarray(orders[levels[len(probabilities)]])
-        first, second = jnp.moveaxis(jnp.take_along_axis(jax.nn.softmax(logits), tokens, axis=-1), -1, 0)
-        probabilities.append(jnp.prod(first * second / (1 - first), axis=1))
-        return tokens, jnp.log(jnp.stack([first, second], axis=-1))
+    def given_draws(lm_head, keys, logits, k):
+        tokens = jnp.asarray(orders[len(shares)][index[len(shares)]])
+        q = jnp.take_along_axis(jax.nn.softmax(logits), tokens, axis=-1)
+        shares.append(jnp.prod(q / (1 - (jnp.cumsum(q, axis=-1) - q)), axis=(1, 2)))
+        return tokens, jnp.log(q)
 
     def guess(carry, beam):
         return carry, jnp.log(jnp.asarray(tables.q[beam.depth], jnp.float32))[beam.tokens]
 
     @quick_jit
-    def grow(root):
-        draw = Draw(row_keys(jax.random.key(0), batch)[:, None], jnp.ones(batch))
-        return growing.grow(GROWN, root, guess, None, LmHead(), VOCAB, draw)[0], jnp.prod(jnp.stack(probabilities), 0)
+    def filled(root):
+        draw = Draw(row_keys(jax.random.key(0), batch)[:, None].repeat(len(levels), 1), jnp.ones(batch))
+        proposal, _ = fill(tree, root, guess, None, LmHead(), VOCAB, draw)
+        if branch:
+            proposal = with_branch(proposal, jnp.asarray([BRANCH] * batch, jnp.int32), branch)
+        return proposal._replace(scratch=()), jnp.prod(jnp.stack(shares), axis=0)
 
-    monkeypatch.setattr(LmHead, "drawn", drawn)
-    proposal, probability = jax.device_get(grow(jnp.zeros(batch, jnp.int32)))
-    # Draws that are in no node make no difference.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LmHead, "drawn", given_draws)
+        patch.setattr(LmHead, "sampled", lambda *arguments: given_draws(*arguments)[0])
+        proposal, shares = jax.device_get(filled(jnp.zeros(batch, jnp.int32)))
+    each = (np.broadcast_to(x, (batch, *x.shape[-axes:])) for x, axes in zip(proposal.tree, NDIMS, strict=True))
+    proposal = proposal._replace(tree=Topology(*each))
     same = np.concatenate([proposal.tokens, proposal.tree.parents], axis=1)
     _, first, index = np.unique(same, axis=0, return_index=True, return_inverse=True)
-    return jax.tree.map(lambda x: x[first], proposal), np.bincount(index.ravel(), probability)
-
-
-def proposals(name: str, tables: Tables, monkeypatch) -> tuple[Proposal, list[Tree]]:
-    """Return every draw of a tree, as one proposal and as trees."""
-    shape, _, branch = name.partition(", ")
-    proposal, probabilities = grown(tables, monkeypatch) if shape == "grown" else filled(STATIC[shape], tables)
-    if branch:
-        proposal = with_branch(proposal, jnp.asarray([BRANCH] * len(proposal.tokens), jnp.int32), 2)
-    of_rows = [
-        np.broadcast_to(x, (len(probabilities), *np.shape(x)[-axes:]))
-        for x, axes in (
-            (getattr(proposal.tree, name), 1 + (name in ("children", "paths")))
-            for name in ("children", "paths", "depths", "parent_slot")
-        )
-    ]
-    trees = [
-        Tree(
-            float(probability),
-            [[child for child in row if child > 0] for row in children.tolist()],
-            [tuple(tokens[path[: depth + 1]].tolist()) for path, depth in zip(paths, depths, strict=True)],
-            slots >= proposal.log_q.shape[1],
-        )
-        for probability, tokens, children, paths, depths, slots in zip(
-            probabilities, np.asarray(proposal.tokens), *of_rows, strict=True
-        )
-    ]
+    proposal, trees = jax.tree.map(lambda x: x[first], proposal), []
+    for row, share in enumerate(np.bincount(index.ravel(), shares)):
+        tree, tokens = Topology(*(x[row] for x in proposal.tree)), proposal.tokens[row]
+        children = [[child for child in line if child > 0] for line in tree.children.tolist()]
+        texts = [tuple(tokens[path[: depth + 1]].tolist()) for path, depth in zip(tree.paths, tree.depths, strict=True)]
+        trees.append(Tree(share, children, texts, tree.parent_slot >= proposal.log_q.shape[1]))
     return proposal, trees
 
 
@@ -175,7 +146,9 @@ def verdicts(tree: Tree, tables: Tables, accept, from_root=False, fault=""):
             if rejection > 1e-12:
                 alpha = total if fault == "alpha not normalised" else total / rejection
                 p = rest / total if total > 1e-12 else p
-            q = q if fault == "a sibling twice" else without(q, [token])
+            if fault != "a sibling twice":
+                q = np.where(np.arange(VOCAB) == token, 0, q)
+                q = q / max(q.sum(), 1e-300)
         chosen = accept(node, alpha)
         found.append((chance * chosen, node, tables(tree.texts[node])[0] if fault == "p again" else p))
         return chance * (1 - chosen)
@@ -209,117 +182,102 @@ def enumerated(trees: list[Tree], tables: Tables, **settings) -> tuple[float, fl
     return float(np.abs(found - continued(1, 0)).max()), float(accepted)
 
 
-@pytest.mark.parametrize(
-    "name", ["chain", "pairs", "grown", *(pytest.param(name, marks=pytest.mark.slow) for name in ("odd", *BRANCHED))]
-)
-def test_both_algorithms_keep_the_bases_distribution(name, monkeypatch):
-    """From the leaves up, and from the root down."""
-    tables = Tables(0)
-    trees = proposals(name, tables, monkeypatch)[1]
+@pytest.mark.parametrize("name", ["chain", "odd", "grown", *(pytest.param(x, marks=pytest.mark.slow) for x in GIVEN)])
+def test_rejection_and_traversal_keep_the_bases_distribution(name):
+    _, trees = drawn(*CASES[name], tables := Tables(0))
     assert sum(tree.probability for tree in trees) == pytest.approx(1, abs=1e-5)
-    assert (len({str(tree.children) for tree in trees}) > 4) == (name not in STATIC)
+    assert (len({str(tree.children) for tree in trees}) > 4) == (name in ("grown", *GIVEN))
     assert max(enumerated(trees, tables, from_root=first)[0] for first in (False, True)) < 1e-6
 
 
-FAULTS = ["alpha not normalised", "p again", "a sibling twice", "a token alone"]
-
-
-@pytest.mark.parametrize(("name", "fault"), [*(("pairs", fault) for fault in FAULTS), ("grown", "by tokens")])
-def test_the_enumeration_finds_errors(name, fault, monkeypatch):
-    """Also nodes chosen by their tokens."""
+@pytest.mark.parametrize("fault", ["alpha not normalised", "p again", "a sibling twice", "a token alone", "by tokens"])
+def test_the_enumeration_finds_errors(fault, monkeypatch):
+    """Also nodes of a dynamic tree that are chosen by their tokens."""
     if fault == "by tokens":
         monkeypatch.setattr(growing, "_prospects", lambda log_p: (log_p, jnp.zeros_like(log_p)))
-    tables = Tables(1)
-    assert enumerated(proposals(name, tables, monkeypatch)[1], tables, fault=fault)[0] > 1e-3
-
-
-def test_on_chains_it_is_block_verification_and_accepts_at_least_as_much_as_rejection(monkeypatch):
-    gains = []
-    for seed in range(10):
-        tables = Tables(seed)
-        trees = proposals("chain", tables, monkeypatch)[1]
-        for tree in trees:
-            found = [chance for chance, _, _ in verdicts(tree, tables, lambda _, alpha: alpha)]
-            np.testing.assert_allclose(found[::-1], of_block_verification(tree.texts[-1], tables), atol=1e-12)
-        gains.append(enumerated(trees, tables)[1] - enumerated(trees, tables, from_root=True)[1])
-    assert min(gains) > -1e-12
-    assert max(gains) > 0.1
-
-
-def of_block_verification(text, tables) -> np.ndarray:
-    """Return the probabilities of accepting 0, 1 ... K tokens of a chain, by algorithm 2 of Sun et al. (2024)."""
-    share, ends = 1.0, np.zeros(len(text))
-    for count in range(len(text)):
-        if count:
-            p, q = tables(text[:count])
-            share = min(1, share * p[text[count]] / q[text[count]])
-        p, q = tables(text[: count + 1])
-        rest = np.maximum(share * p - q, 0).sum()
-        last = count == len(text) - 1
-        stops = share if last else 1.0 if count == 0 else rest / (rest + 1 - share)
-        ends[:count] *= 1 - stops
-        ends[count] = stops
-    return ends
-
-
-COPIES = 12
+    _, trees = drawn(GROWN if fault == "by tokens" else EVEN, 0, tables := Tables(1))
+    assert enumerated(trees, tables, fault=fault)[0] > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("rule", "name"),
-    [
-        *(("block", "chain"), ("traversal", "odd"), ("traversal", "grown, branch"), ("rejection", "odd")),
-        *(pytest.param("traversal", name, marks=pytest.mark.slow) for name in ("chain", "pairs", "grown", BRANCHED[0])),
-        *(pytest.param("rejection", name, marks=pytest.mark.slow) for name in ("chain", "pairs", "grown", *BRANCHED)),
-    ],
+    ("tree", "seeds", "least"),
+    [(CHAIN, 3, 1e-3), (EVEN, 1, 0.05), (TreeTopology([[0], [0, 0], [0, 1], [0, 1, 0]]), 4, -1)],
 )
-def test_the_rule_decides_as_the_algorithm(rule, name, monkeypatch):
+def test_more_tokens_are_accepted_than_by_rejection_unless_later_siblings_have_deeper_branches(tree, seeds, least):
+    gains = []
+    for tables in map(Tables, range(seeds)):
+        _, trees = drawn(tree, 0, tables)
+        gains.append(enumerated(trees, tables)[1] - enumerated(trees, tables, from_root=True)[1])
+    assert min(gains) > least
+    assert (min(gains) < -1e-4) == (least < 0)
+
+
+def test_on_chains_it_is_block_verification():
+    """Sun et al. (2024): accept as many tokens as the last accepted prefix has, each with a probability of its own."""
+    _, trees = drawn(CHAIN, 0, tables := Tables(0))
+    for tree in trees:
+        text, share, wanted = tree.texts[-1], 1.0, np.ones(4)
+        for count in range(4):
+            if count:
+                p, q = tables(text[:count])
+                share = min(1, share * p[text[count]] / q[text[count]])
+            p, q = tables(text[: count + 1])
+            rest = np.maximum(share * p - q, 0).sum()
+            accepted = {0: 1.0, 3: share}.get(count) or rest / (rest + 1 - share)
+            wanted[:count] *= 1 - accepted
+            wanted[count] = accepted
+        found = [chance for chance, _, _ in verdicts(tree, tables, lambda _, alpha: alpha)]
+        np.testing.assert_allclose(found[::-1], wanted, atol=1e-12)
+
+
+DECISIONS = [(BlockVerification, "chain"), (TraversalVerification, "odd"), (TraversalVerification, "grown, given")]
+MORE = [(kind, name) for kind in (TraversalVerification, RejectionSampling) for name in CASES]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*DECISIONS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in DECISIONS)],
+)
+def test_the_rule_decides_as_the_algorithm(kind, name):
     """The same node and bonus token from the same random numbers, for every draw."""
-    tables, kind = Tables(1), RULES[rule]
-    proposal, trees = proposals(name, tables, monkeypatch)
+    from_root, tables = kind is RejectionSampling, Tables(1)
+    proposal, trees = drawn(*CASES[name], tables)
+    proposal = jax.tree.map(lambda x: x.repeat(COPIES, axis=0), proposal)
     trees = [tree for tree in trees for _ in range(COPIES)]
-    batch, n_nodes, depth = len(trees), proposal.tree.size, proposal.tree.depth
-    proposal = jax.tree.map(lambda x: np.repeat(x, COPIES, 0) if len(x) == batch // COPIES else x, proposal)
-    p = jnp.asarray([[tables(text)[0] for text in tree.texts] for tree in trees], jnp.float32)
-    keys = position_keys(row_keys(jax.random.key(5), batch), np.zeros((batch, 1), int) + np.arange(depth + 1))
-    static = None if proposal.tree.of_each_row else proposal.tree
+    p = np.array([[tables(text)[0] for text in tree.texts] for tree in trees], np.float32)
+    batch, size = proposal.tokens.shape
+    above, place = np.zeros((2, batch, size), int)  # depth of each node's parent, and its place among the siblings
+    for row, tree in enumerate(trees):
+        for node, children in enumerate(tree.children):
+            above[row, children], place[row, children] = len(tree.texts[node]) - 1, range(len(children))
 
     @quick_jit
-    def judged(p, proposal, keys):
-        proposal = proposal if static is None else proposal._replace(tree=static)
-        return per_row(kind(), batch).accept(VerifyResult(jnp.log(p), proposal), keys)
+    def judged(log_p, proposal):
+        depths = jnp.tile(jnp.arange(proposal.tree.depth + 1), (batch, 1))
+        keys = position_keys(row_keys(jax.random.key(5), batch), depths)
+        accepted = per_row(kind(), batch).accept(VerifyResult(log_p, proposal), keys)
+        if not from_root:
+            uniform = jax.vmap(lambda key: jax.random.uniform(key, (size,)))(fold(keys[:, 0], CHILDREN))
+            return accepted, uniform, fold(keys[:, 0], BASE)
+        own = jax.vmap(jax.vmap(jax.random.fold_in))(take(keys, above), CHILDREN + place)
+        last = keys[jnp.arange(batch), accepted.accept_length]
+        return accepted, jax.vmap(jax.vmap(jax.random.uniform))(own).at[:, 0].set(0), fold(last, BASE)
 
-    accepted = judged(p, proposal, keys)
-    uniform = np.asarray(jax.vmap(lambda key: jax.random.uniform(key, (n_nodes,)))(fold(keys[:, 0], CHILDREN)))
-    if rule == "rejection":  # one number for each place among the siblings at each depth
-        ranks = range(proposal.tree.children.shape[-1])
-        of_places = np.stack([jax.vmap(jax.vmap(jax.random.uniform))(fold(keys, CHILDREN + n)) for n in ranks], -1)
+    with np.errstate(divide="ignore"):
+        accepted, uniform, key = judged(np.log(p), proposal)
     ends, bonus = [], []
-    for row, tree in enumerate(trees):
-        numbers = uniform[row].copy()
-        if rule == "rejection":
-            numbers[0] = 0
-            for node, children in enumerate(tree.children):
-                numbers[children] = of_places[row, len(tree.texts[node]) - 1, : len(children)]
-        found = verdicts(tree, tables, lambda node, alpha, u=numbers: float(u[node] < alpha), rule == "rejection")
+    for tree, numbers in zip(trees, np.asarray(uniform), strict=True):
+        found = verdicts(tree, tables, lambda node, alpha, u=numbers: float(u[node] < alpha), from_root)
         [(node, distribution)] = [(node, bonus) for chance, node, bonus in found if chance]
         ends.append(node)
         bonus.append(distribution)
-    lengths = np.array([len(tree.texts[node]) - 1 for tree, node in zip(trees, ends, strict=True)])
     np.testing.assert_array_equal(accepted.path[:, -1], ends)
-    np.testing.assert_array_equal(accepted.accept_length, lengths)
-    at = keys[np.arange(batch), lengths] if rule == "rejection" else keys[:, 0]
-    wanted = sample(fold(at, BASE), jnp.log(jnp.asarray(np.array(bonus), jnp.float32)))
-    np.testing.assert_array_equal(accepted.bonus_token, wanted)
+    np.testing.assert_array_equal(accepted.accept_length, proposal.tree.depths[np.arange(batch), ends])
+    np.testing.assert_array_equal(accepted.bonus_token, sample(key, jnp.log(np.array(bonus, np.float32))))
     assert len(set(ends)) > 2
 
 
 def test_block_verification_refuses_other_trees():
-    for tree, found in (
-        (presets.cartesian([2]), "2 siblings, expected chain-K"),
-        (GROWN, "dynamic-7-2-2, expected a static tree"),
-    ):
-        with pytest.raises(HydrajaxError) as caught:
-            BlockVerification().check(tree)
-        assert str(caught.value) == f"tree: got {found} for BlockVerification, which judges chains alone"
     BlockVerification().check(presets.root())
+    refusal(lambda: BlockVerification().check(ODD), "tree: got 3 siblings, expected chain-K for BlockVerification")
+    refusal(lambda: BlockVerification().check(GROWN), "expected a static tree for BlockVerification")

@@ -20,6 +20,7 @@ RULES = {
     "greedy": hydrajax.Greedy(),
     "exact": hydrajax.ExactSampling(0.7),
     "rejection": hydrajax.RejectionSampling(0.7),
+    "block": hydrajax.BlockVerification(0.7),
 }
 
 

@@ -90,6 +90,7 @@ CASES = {
     "greedy": ["greedy/1/chain-3/9-0-5-12", "greedy/3/chain-2/0-0-0"],
     "exact": ["exact/3/chain-2/24-24-24"],
     "rejection": ["rejection/3/chain-2/24-24-24", "rejection/1/chain-1/30-20"],
+    "block": ["block/3/chain-2/24-24-24"],
 }
 
 

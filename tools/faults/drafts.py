@@ -19,6 +19,7 @@ from hydrajax.decoding.rejection import RejectionSampling
 from hydrajax.decoding.request import Request, SamplingParams, sampling_params
 from hydrajax.decoding.sampling import ExactSampling
 from hydrajax.decoding.state import Params
+from hydrajax.decoding.traversal import TraversalVerification
 from hydrajax.decoding.typical import Typical
 from hydrajax.drafters.drafter import Drafter
 from hydrajax.drafters.several import with_lookup
@@ -103,7 +104,7 @@ def drafter_of(name: str, reference: Reference, random: random.Random) -> Drafte
 
 def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) -> list[dict]:
     """Rule and processors of each sequence of a batch: one kind, different numbers."""
-    kind = random.choice(("greedy", "greedy", "greedy", "exact", "exact", "exact", "typical", "rejection"))
+    kind = random.choice(("greedy", "greedy", "greedy", "exact", "exact", "exact", "typical", "rejection", "traversal"))
     cuts = random.choice(((), ("top_k",), ("top_p", "min_p")))
     penalised, biased = random.random() < 0.2, random.random() < 0.1
 
@@ -113,8 +114,8 @@ def rules_of(random: random.Random, vocab_size: int, draws: bool, batch: int) ->
         rule, processors = Greedy(), []
         if kind == "exact":
             rule = ExactSampling(**sampling)
-        if kind == "rejection" and draws:
-            rule = RejectionSampling(**sampling)
+        if kind in ("rejection", "traversal") and draws:
+            rule = {"rejection": RejectionSampling, "traversal": TraversalVerification}[kind](**sampling)
         if kind == "typical":
             rule = Typical(temperature=sampling["temperature"])
         if penalised:
