@@ -153,7 +153,7 @@ def test_speed_bench_at_two_temperatures(program, arguments, questions, tmp_path
 
 @pytest.mark.slow
 def test_other_rules(program, arguments, tmp_path):
-    for rule in ("exact", "typical", "rejection", "block"):
+    for rule in ("exact", "typical", "rejection", "traversal"):
         result = program(*arguments, "--tree", "chain-2", "--rule", rule, "--output", tmp_path / rule)
         results = json.loads((tmp_path / rule / "summary.json").read_text())["results"]
         assert {rows["overall"]["equal"] for rows in results.values()} == ({True} if rule == "exact" else {None})
