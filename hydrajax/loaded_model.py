@@ -134,10 +134,11 @@ class LoadedModel:
     def _nearest_tree(self, batch_size: int) -> CandidateTree:
         """Return the tree that was searched for the nearest batch size up to this one, else the drafter's."""
         read = partial(presets.searched, self.draft_directory, batch_size)
-        if quantize := presets.searched_weights(self.model.quantize):
-            of_bits = processes.agreed(self.placement.base, lambda: read(quantize))
-            if of_bits is not None:
-                return of_bits
+        special = presets.searched_weights(self.model.quantize)
+        if special is None and not self.drafter.spec.branch_nodes:  # a branch would exceed the rows of a pass
+            special = presets.wide_kernels(self.model.dtype)
+        if special and (for_this := processes.agreed(self.placement.base, lambda: read(special))) is not None:
+            return for_this
         found = processes.agreed(self.placement.base, read)
         tree = found or presets.by_name(self.drafter.spec.default_tree)
         if not trace.on_cpu() or self.drafter.spec.window_nodes:

@@ -18,6 +18,7 @@ from hydrajax.drafters.medusa import MedusaHeads
 from hydrajax.drafters.none import NoDrafter
 from hydrajax.drafters.several import FromText
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.formats.draft_ref import DraftRef
 from hydrajax.trees import presets
 from hydrajax.trees.tree_json import content_of
 
@@ -174,6 +175,11 @@ def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     assert trees == [presets.chain(3), presets.chain(2), presets.chain(1)]
     presets.searched_path(tmp_path, 8).write_text(json.dumps(content_of(presets.chain(2))))
     assert [of_floats.default_tree(batch_size).size for batch_size in (4, 8, 16)] == [2, 3, 3]
+    presets.searched_path(tmp_path, 1, "avx512").write_text(json.dumps(content_of(presets.chain(5))))
+    monkeypatch.setattr(presets, "wide_kernels", lambda dtype: "avx512" if dtype == jnp.float32 else None)
+    with_branch = dataclasses.replace(of_floats, drafter=DraftRef.parse("lookup+heads").wrap(m.drafter))
+    trees = [each.default_tree() for each in (of_floats, of_int4, with_branch)]
+    assert trees == [presets.chain(5), presets.chain(2), presets.chain(3)]
     monkeypatch.setattr("hydrajax.ops.trace.on_cpu", lambda: False)
     assert without_one.default_tree() == presets.by_name("mc_sim_7b_63")
 

@@ -13,8 +13,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from hydrajax.errors import HydrajaxError, not_allowed
+from hydrajax.models.arrays import DType
 from hydrajax.ops import trace
+from hydrajax.ops.cpu import library
 from hydrajax.trees.dynamic import BestFirstTree, CandidateTree, DynamicTree
 from hydrajax.trees.static_tree import TreeTopology
 
@@ -64,6 +68,15 @@ def searched_weights(quantize: str | None) -> str | None:
     return quantize if trace.on_cpu() else None
 
 
+def wide_kernels(dtype: DType) -> str | None:
+    """Return ``avx512`` where a pass of the CPU kernels over a float32 weight takes 14 rows and not 6, or None.
+
+    Larger trees are faster there: a step reads the weights once.
+    """
+    wide = dtype == jnp.float32 and trace.has_cpu_kernels() and library.is_avx512()
+    return "avx512" if wide else None
+
+
 def searched_path(directory: Path, batch_size: int, quantize: str | None = None) -> Path:
     """Return the path of the tree that was searched for the heads in a directory, this batch size and weight type."""
     return directory / f"tree_b{batch_size}{f'_{quantize}' if quantize else ''}.json"
@@ -73,7 +86,7 @@ def searched(directory: Path | None, batch_size: int, quantize: str | None = Non
     """Return the tree that was searched for these heads, a weight type and the nearest batch size up to this one.
 
     Args:
-        quantize: see `searched_weights`.
+        quantize: see `searched_weights`; or a name of `wide_kernels`.
     """
     for size in range(batch_size, 0, -1):
         if directory is not None and (path := searched_path(directory, size, quantize)).is_file():

@@ -38,6 +38,13 @@ def available() -> bool:
     return True
 
 
+def is_avx512() -> bool:
+    """Return whether `library` is built for AVX-512."""
+    path = library()
+    return path is not None and path.name.startswith("_cpu_avx512")
+
+
+@functools.cache
 def library() -> Path | None:
     """Return the path of the compiled library for this CPU, or None without one."""
     names = (name + suffix for name in LIBRARIES for suffix in importlib.machinery.EXTENSION_SUFFIXES)
