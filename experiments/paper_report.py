@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paper_figures import draw
+from paper_figures import DRAWN, draw
 
 from hydrajax.bench.report.drawing import save_png
 from hydrajax.bench.report.markdown import EQUAL, INTRODUCTION, RATE_COLUMNS, Table, rate_cells, section
@@ -48,8 +48,9 @@ def write_paper_report(results: Sequence[tuple[Path, Result]], path: str | Path,
         stem = re.sub(r"[^\w.-]+", "-", source.stem if source.suffix == ".json" else result.kind)[:100]
         name = next(name for n in range(1, 1000) if (name := stem if n == 1 else f"{stem}-{n}") not in names)
         names.add(name)
-        parts.append(section(result, source.name, f"{PICTURES}/{name}.png", TABLES))
-        if pictures:
+        is_drawn = result.kind in DRAWN  # others are tables alone
+        parts.append(section(result, source.name, f"{PICTURES}/{name}.png" if is_drawn else None, TABLES))
+        if pictures and is_drawn:
             written.append(folder / f"{name}.png")
             save_png(draw(result), written[-1], "output")
     with WholeFile(path, "output") as file:
