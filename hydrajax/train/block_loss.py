@@ -181,10 +181,7 @@ def block_loss(
         if objective.position_weights == "d_pace":
             weights = d_pace_weights(jnp.exp(-lm), weights > 0, objective.d_pace_alpha)
         if teaches:
-            taught = bound.logits(teacher, known)
-            if objective.teacher_temperature != 1:
-                taught = taught / objective.teacher_temperature
-            p = jax.nn.softmax(taught, axis=-1)
+            p = objective.teacher(bound.logits(teacher, known))
             distance = jnp.sum(jnp.abs(jnp.exp(log_q) - p), axis=-1)
             sums |= {"acceptance": 1 - distance / 2}
             nats = nats + objective.distance_weight * distance

@@ -96,6 +96,11 @@ class Objective:
         """The base of λ_k: 1 if D-PACE's weights replace them."""
         return self.head_decay if self.position_weights == "decay" else 1.0
 
+    def teacher(self, logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+        """Return the distribution p that ``loss`` compares with, from the base's logits."""
+        sharpened = logits if self.teacher_temperature == 1 else logits / self.teacher_temperature
+        return jax.nn.softmax(sharpened, axis=-1)
+
 
 class HeadCounts(NamedTuple):
     """Targets per head, float32 ``[K]``: tokens to predict, and hidden states to reconstruct."""
@@ -336,26 +341,27 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
         key = None if rng is None else jax.random.fold_in(rng, k)
         return drafter.head_logits(params, k, read, BoundBase(base.model, base_params), key)
 
-    def log_likelihood(logits, tokens, counts):
-        """The log-probabilities of the text's tokens, and which of them are in the draft vocabulary."""
+    def of_text(logits, tokens, counts):
+        """The logits of the text's tokens, those of all tokens together, and which targets are in the vocabulary."""
         tokens = in_vocabulary(tokens)
         counts = counts & (tokens >= 0)
-        return _chosen(logits, tokens, counts) - jax.nn.logsumexp(logits, axis=-1), counts
+        return _chosen(logits, tokens, counts), jax.nn.logsumexp(logits, axis=-1), counts
 
-    def confidences(params, read, rows, index, base_params, rng):
-        for k in range(num_draft_heads):
-            here, (tokens, counts) = jax.tree.map(lambda x: x[index], (read[k], rows[k]))
-            yield log_likelihood(logits_of(params, k, here, base_params, rng), tokens, counts)
+    def position_weights(heads, base_params, rng):
+        """D-PACE's weights of a chunk from the parameters and the chunk's rows of all heads."""
+        params, read, rows = heads
+        found = [of_text(logits_of(params, k, read[k], base_params, rng), *rows[k]) for k in range(num_draft_heads)]
+        chosen, log_z, counts = (jnp.stack(x, axis=-1) for x in zip(*found, strict=True))
+        return d_pace_weights(jnp.exp(chosen - log_z), counts, objective.d_pace_alpha)
 
     def prepare(frozen, index):
         hidden, best, base_params, rng, scale, heads = frozen
         rng = None if rng is None else jax.random.fold_in(rng, index)
         weights = None
         if heads is not None:
-            found, counts = map(jnp.stack, zip(*confidences(*heads, index, base_params, rng), strict=True))
-            weights = d_pace_weights(
-                *(jnp.moveaxis(x, 0, -1) for x in (jnp.exp(found), counts)), objective.d_pace_alpha
-            )
+            params, *chunks = heads
+            chunk = jax.tree.map(lambda x: x[index], chunks)
+            weights = position_weights((params, *chunk), base_params, rng)
         if not objective.teacher_weight:
             return _Shared(rng, scale, base_params, None, None, weights)
         # Head k at position t has its teacher at t + 1 + k.
@@ -370,19 +376,14 @@ def _token_losses(objective: Objective, drafter, draft_params, read, hidden, bes
             logits = bound.logits(halo)
             draftable = logits if vocabulary is None else logits[..., vocabulary.tokens]
             halo_best = jnp.argmax(logits, axis=-1)
-        if objective.teacher_temperature != 1:
-            draftable = draftable / objective.teacher_temperature
-        probs = jax.nn.softmax(draftable, axis=-1)
-        return _Shared(rng, scale, base_params, probs, in_vocabulary(halo_best), weights)
+        return _Shared(rng, scale, base_params, objective.teacher(draftable), in_vocabulary(halo_best), weights)
 
     def head(k):
         def chunk_loss(params, read, rows, shared: _Shared):
             tokens, counts = rows
             logits = logits_of(params, k, read, shared.base_params, shared.rng)
-            log_z, best = jax.nn.logsumexp(logits, axis=-1), jnp.max(logits, axis=-1)
-            tokens = in_vocabulary(tokens)
-            lm_counts = counts & (tokens >= 0)
-            chosen = _chosen(logits, tokens, lm_counts)
+            best = jnp.max(logits, axis=-1)
+            chosen, log_z, lm_counts = of_text(logits, tokens, counts)
             weight = 1.0 if shared.weights is None else shared.weights[..., k]
             nats, teacher, agreement = log_z - chosen, None, None
             lm = _sum(nats, lm_counts)
