@@ -134,9 +134,7 @@ class LoadedModel:
     def _nearest_tree(self, batch_size: int) -> CandidateTree:
         """Return the tree that was searched for the nearest batch size up to this one, else the drafter's."""
         read = partial(presets.searched, self.draft_directory, batch_size)
-        special = presets.searched_weights(self.model.quantize)
-        if special is None and not self.drafter.spec.branch_nodes:  # a branch would exceed the rows of a pass
-            special = presets.wide_kernels(self.model.dtype)
+        special = presets.special_base(self.model.quantize, self.model.dtype, self.drafter.spec.branch_nodes)
         if special and (for_this := processes.agreed(self.placement.base, lambda: read(special))) is not None:
             return for_this
         found = processes.agreed(self.placement.base, read)

@@ -129,9 +129,10 @@ def _searched_here(executor: Executor, draft_directory: Path | None, batch_size:
 
 
 def searched_tree(executor: Executor, batch_size: int, draft_directory: Path | None) -> CandidateTree | None:
-    """Return the tree that `tree search` saved with the draft: for the base's weight type, else the one for floats."""
-    read = partial(presets.searched, draft_directory, batch_size)
-    return processes.agreed(executor.mesh, lambda: read(presets.searched_weights(executor.model.quantize)) or read())
+    """Return the tree that comes with the draft: for this kind of base (`presets.special_base`), else for any."""
+    read, model = partial(presets.searched, draft_directory, batch_size), executor.model
+    special = presets.special_base(model.quantize, model.dtype, executor.program.drafter.spec.branch_nodes)
+    return processes.agreed(executor.mesh, lambda: read(special) or read())
 
 
 def _path(executor: Executor, batch_size: int, draft_directory: Path | None) -> Path:

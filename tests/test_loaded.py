@@ -176,7 +176,8 @@ def test_the_default_tree_is_small_on_a_cpu(m, tmp_path, monkeypatch):
     presets.searched_path(tmp_path, 8).write_text(json.dumps(content_of(presets.chain(2))))
     assert [of_floats.default_tree(batch_size).size for batch_size in (4, 8, 16)] == [2, 3, 3]
     presets.searched_path(tmp_path, 1, "avx512").write_text(json.dumps(content_of(presets.chain(5))))
-    monkeypatch.setattr(presets, "wide_kernels", lambda dtype: "avx512" if dtype == jnp.float32 else None)
+    monkeypatch.setattr("hydrajax.ops.trace.has_cpu_kernels", lambda: True)
+    monkeypatch.setattr("hydrajax.ops.cpu.library.is_avx512", lambda: True)
     with_branch = dataclasses.replace(of_floats, drafter=DraftRef.parse("lookup+heads").wrap(m.drafter))
     trees = [each.default_tree() for each in (of_floats, of_int4, with_branch)]
     assert trees == [presets.chain(5), presets.chain(2), presets.chain(3)]

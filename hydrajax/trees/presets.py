@@ -68,13 +68,15 @@ def searched_weights(quantize: str | None) -> str | None:
     return quantize if trace.on_cpu() else None
 
 
-def wide_kernels(dtype: DType) -> str | None:
-    """Return ``avx512`` where a pass of the CPU kernels over a float32 weight takes 14 rows and not 6, or None.
+def special_base(quantize: str | None, dtype: DType, branch_nodes: int) -> str | None:
+    """Return the kind of base that a tree of its own may come with: `searched_weights`, ``avx512``, or None.
 
-    Larger trees are faster there: a step reads the weights once.
+    With AVX-512 a pass of the CPU kernels over a float32 weight takes 14 rows and not 6, so larger trees are faster. A
+    branch of ``branch_nodes`` would exceed them.
     """
-    wide = dtype == jnp.float32 and trace.has_cpu_kernels() and library.is_avx512()
-    return "avx512" if wide else None
+    if (weights := searched_weights(quantize)) is not None or branch_nodes:
+        return weights
+    return "avx512" if dtype == jnp.float32 and trace.has_cpu_kernels() and library.is_avx512() else None
 
 
 def searched_path(directory: Path, batch_size: int, quantize: str | None = None) -> Path:
@@ -86,7 +88,7 @@ def searched(directory: Path | None, batch_size: int, quantize: str | None = Non
     """Return the tree that was searched for these heads, a weight type and the nearest batch size up to this one.
 
     Args:
-        quantize: see `searched_weights`; or a name of `wide_kernels`.
+        quantize: see `searched_weights`; or a name of `special_base`.
     """
     for size in range(batch_size, 0, -1):
         if directory is not None and (path := searched_path(directory, size, quantize)).is_file():
