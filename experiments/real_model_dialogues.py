@@ -53,7 +53,7 @@ class Turns(NamedTuple):
 
 
 class Beginnings(NamedTuple):
-    """What follows the opening of each conversation of a batch.
+    """The given tokens after the opening of each conversation of a batch.
 
     Attributes:
         tokens: int32 ``[B, S]``, right-padded.
@@ -184,8 +184,9 @@ def beginnings_of(path: Path, tokenizer: Any, turns: Turns, longest: int) -> lis
     """Return the tokens after the opening and the next role of each line, of at most ``longest`` tokens."""
     found = []
     for where, line in read_jsonl(path, "begin"):
-        is_whole = "turns" in line
-        text = line["turns"][0] if is_whole and line["turns"] else line.get("begin")
+        turns_of_line = line.get("turns")
+        is_whole = isinstance(turns_of_line, list) and bool(turns_of_line)
+        text = turns_of_line[0] if is_whole else line.get("begin")
         if not isinstance(text, str) or not text:
             raise HydrajaxError(f"begin: {where}: expected turns, a list of texts, or begin, a text")
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] + (turns.after_user if is_whole else [])
@@ -240,7 +241,8 @@ def run(args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     lines = whole_lines(args.output)
     settings = {name: getattr(args, name) for name in ("base", "length", "batch_size", "dtype", "seed")}
-    settings["begin"] = args.begin and digest(np.frombuffer(args.begin.read_bytes(), np.uint8))
+    if args.begin is not None:
+        settings["begin"] = digest(np.frombuffer(args.begin.read_bytes(), np.uint8))
     keep_settings(
         args.output.with_name(f"{args.output.name}.settings.json"),
         settings,

@@ -11,6 +11,7 @@ import real_model_dialogues as script
 
 from hydrajax.bench.shapes import PRESETS
 from hydrajax.cli import run_command
+from hydrajax.errors import HydrajaxError
 from hydrajax.models.init import init_base
 from hydrajax.models.llama import Llama
 
@@ -34,7 +35,8 @@ def test_the_template_follows_every_message_and_greedy_rows_repeat():
     params = jax.jit(lambda: init_base(model, jax.random.key(0)))()
     start, advance = script.make_writer(model, TURNS, EOS, batch=6)
     params["lm_head"] = params["lm_head"].at[:, EOS].multiply(40)
-    writing, rows = start(params, jax.random.key(1)), []
+    nothing = script.Beginnings.of([([], script.USER)] * 6)
+    writing, rows = start(params, nothing, jax.random.key(1)), []
     for _ in range(2):
         writing, tokens = advance(params, writing)
         rows.append(np.asarray(tokens))
@@ -82,3 +84,25 @@ def test_a_repeated_command_writes_the_last_batch_anew(tmp_path, monkeypatch):
     file.write_bytes(b"".join(line + b"\n" for line in whole.splitlines()[:3]) + b'{"batch": 1, "outp')
     assert run_command("dialogues", "", script.add_arguments, script.run, argv) == 0
     assert file.read_bytes() == whole
+
+
+def test_conversations_begin_with_given_messages(tmp_path):
+    """Whole messages, which the assistant answers, and beginnings; also wrong lines."""
+    model, file = Llama(PRESETS["tiny"]), tmp_path / "begin.jsonl"
+    params = jax.jit(lambda: init_base(model, jax.random.key(0)))()
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": [ord(c) for c in text]}
+
+    file.write_text('{"turns": ["ab", "c"]}\n{"begin": "xyz"}\n{"turns": ["too long for this"]}\n')
+    given = script.beginnings_of(file, tokenizer, TURNS, 8)
+    assert given == [([97, 98, *TURNS.after_user], 1), ([120, 121, 122], script.USER)]
+    start, advance = script.make_writer(model, TURNS, EOS, batch=2, chunk=8)
+    writing, rows = advance(params, start(params, script.Beginnings.of(given), jax.random.key(1)))
+    for row, (ids, role), now in zip(np.asarray(rows).T, given, writing.role, strict=True):
+        assert row[: len(ids)].tolist() == ids
+        assert now == role or EOS in row[len(ids) :]
+    for line in ('{"turns": 3}', '{"turns": [3]}', '{"begin": ""}', "{}", '{"begin": "longer than eight"}'):
+        file.write_text(line + "\n")
+        with pytest.raises(HydrajaxError, match="begin: "):
+            script.beginnings_of(file, tokenizer, TURNS, 8)
