@@ -48,11 +48,9 @@ def decoded(
             here = np.stack([row[:, place] for place, row in zip(at, rows, strict=True)], axis=1)
             budget = choose(here)
             at += 1 + here[budget]
-            tokens, milliseconds, steps = (
-                tokens + int((1 + here[budget]).sum()),
-                milliseconds + times[budget],
-                steps + 1,
-            )
+            tokens += int((1 + here[budget]).sum())
+            milliseconds += times[budget]
+            steps += 1
     return tokens, milliseconds, steps
 
 
@@ -82,17 +80,12 @@ def compared(
 def run(args: argparse.Namespace) -> None:
     base = hydrajax.load(args.base or assets.base(), dtype=args.dtype, quantize=args.quantize)
     measured, others = ceilings.prompts_of(args, base)
-    decode = {
-        "tree": "root",
-        "rule": "exact",
-        "max_new_tokens": args.new_tokens,
-        "batch_size": ceilings.BATCH,
-        "seed": 1,
-    }
+    decode = {"max_new_tokens": args.new_tokens, "batch_size": ceilings.BATCH, "seed": 1}
+    decode |= {"tree": "root", "rule": "exact", "temperature": args.temperature}
     rows = []
     with common.CONSOLE.status("the base's own text") as line:
-        texts = base.generate(measured, temperature=args.temperature, **decode)
-        found = base.generate(others, temperature=args.temperature, **decode)
+        texts = base.generate(measured, **decode)
+        found = base.generate(others, **decode)
         for name in args.draft:
             m = base.with_draft(name)
             along = ceilings.Along(m, min(m.drafter.spec.depth, ceilings.DEEPEST), 1)
@@ -107,19 +100,14 @@ def run(args: argparse.Namespace) -> None:
                 executors = [m.executor(m.program(tree=tree)) for tree in trees]
                 timed = {n: step_timer(each, batch, args.context).step() for n, each in enumerate(executors)}
                 times = np.array([*medians(timed, args.rounds).values()])
-                row = {"draft": name, "temperature": args.temperature, "batch": batch} | compared(
-                    accepted, batch, times
-                )
-                row |= {
-                    "fixed": trees[row["fixed"]].size,
-                    "nodes": [tree.size for tree in trees],
-                    "step_ms": times.tolist(),
-                }
+                found_here = compared(accepted, batch, times)
+                row = {"draft": name, "temperature": args.temperature, "batch": batch} | found_here
+                row |= {"fixed": trees[found_here["fixed"]].size, "nodes": [tree.size for tree in trees]}
+                row["step_ms"] = times.tolist()
                 rows.append(row)
                 gains = f"smallest {row['smallest']:+.1%}, best {row['best']:+.1%} over {row['fixed']} nodes"
-                print(
-                    f"{name}, batch {batch}: {gains}; milliseconds {times.round(1)} of {row['nodes']} nodes", flush=True
-                )
+                of_nodes = f"milliseconds {times.round(1)} of {row['nodes']} nodes"
+                print(f"{name}, batch {batch}: {gains}; {of_nodes}", flush=True)
     common.write(args, "budgets", "", "gain of an oracle that chooses among node budgets in every step", rows)
 
 

@@ -152,7 +152,7 @@ def _children(proposal: Proposal, node: Int[Array, " B"]) -> tuple[Int[Array, "B
 
 
 def _first(children: Int[Array, "B C"], which: Bool[Array, "B C"]) -> Int[Array, " B"]:
-    """Return the first of these children, 0 if there is none."""
+    """Return the first of these children; 0 stands for no child."""
     return jnp.where(jnp.any(which, axis=1), at_rows(children, jnp.argmax(which, axis=1)), 0)
 
 

@@ -312,9 +312,7 @@ BLOCK = [case for case in REJECTION if case[3] == "chain"]
 )
 def test_rules_that_judge_draws(kind, temperature, cut, drafter, tree, samples):
     rule = kind(temperature, **CUTS[cut], draft_temperature=1.2)
-    found = p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule))
-    print(kind.__name__, temperature, cut, drafter, tree, samples, found)
-    assert found > P_VALUE
+    assert p_value(draws(rule, drafter, TREES.get(tree) or presets.root(), 8, samples), probabilities(rule)) > P_VALUE
 
 
 @pytest.mark.slow
