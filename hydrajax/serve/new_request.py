@@ -33,7 +33,8 @@ def new_request(
         pool: the executors of the model.
         ids: token ids of the prompt, int32 ``[P]``.
         max_new_tokens: limit; beyond the context it means the rest of the context.
-        min_tokens, bad_words: of `hydrajax.decoding.forbidden.forbidding`.
+        min_tokens: as in `hydrajax.decoding.forbidden.forbidding`.
+        bad_words: strings that the answer does not contain, its ``words``.
         remembered: add the answer to the draft's corpus, if it has one.
         grammar: the texts that may be generated.
         given: other fields of `Request`, without a seed of which one is drawn if the rule samples; parameters of the
