@@ -171,7 +171,7 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 def rope_table(
     config: LlamaConfig, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B 1 T 1 half"], Float[Array, "B 1 T 2 half"], Float[Array, "B 1 T 1"] | None] | None:
+) -> tuple[Float[Array, "B 1 T 2 half"], Float[Array, "B 1 T 2 half"], Float[Array, "B 1 T 1"] | None] | None:
     """Return cosines and sines of the rotary angles at ``positions``, float32, for `rotate`; the first sines are
     negative; and the factor of the queries, if they have one. Return None for a config without rotary embedding.
     """
@@ -185,7 +185,8 @@ def rope_table(
     if scaling is not None and scaling.query_beta:
         periods = (positions // scaling.original_max_position).astype(jnp.float32)
         factor = (1 + scaling.query_beta * jnp.log1p(periods))[:, None, :, None]
-    return cos, jnp.stack([-sin, sin], axis=-2).reshape(*sin.shape[:3], 2, -1), factor
+    # XLA's CPU compiler joins no concatenation with its readers. It would compute cosines again in every layer and head.
+    return jnp.concatenate([cos, cos], axis=-2), jnp.concatenate([-sin, sin], axis=-2), factor
 
 
 def rotate(x: Float[Array, "B h T H"], rope) -> Float[Array, "B h T H"]:

@@ -125,7 +125,7 @@ def trained_order(shape: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def rotate_halves(
-    x: Float[Array, "*rows H"], cos: Float[Array, "*#rows 1 half"], sin: Float[Array, "*#rows 2 half"]
+    x: Float[Array, "*rows H"], cos: Float[Array, "*#rows 2 half"], sin: Float[Array, "*#rows 2 half"]
 ) -> Float[Array, "*rows H"]:
     """Return ``x * cos + y * sin`` in float32, where y is x with the two halves of its last axis exchanged."""
     return here().rotate_halves(x, cos, sin)

@@ -359,6 +359,7 @@ def test_layers_that_are_traced_once_leave_the_program_as_it_is(name, monkeypatc
     each, n_each = optimised_hlo(engine, 2), len(calls) - n_once
     assert unordered(once) == unordered(each)
     assert n_once < n_each
+    assert once.count(" cosine(") == once.count(" sine(")  # of one table for all layers
 
 
 @pytest.mark.slow

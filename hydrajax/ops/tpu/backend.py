@@ -98,7 +98,6 @@ class Tpu(Xla):
         of halves would be stored in tiles that are a quarter full.
         """
         wide = x.astype(jnp.float32)
-        cos, sin = (jnp.broadcast_to(t, (*t.shape[:-2], 2, t.shape[-1])) for t in (cos, sin))
         cos, sin = (t.reshape(*t.shape[:-2], -1) for t in (cos, sin))
         exchange = np.roll(np.eye(x.shape[-1], dtype=x.dtype), x.shape[-1] // 2, axis=1)
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
