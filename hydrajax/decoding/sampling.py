@@ -26,7 +26,7 @@ from hydrajax.decoding.parameters import (
 )
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
-from hydrajax.ops import best_token, over_rows
+from hydrajax.ops import best_token, over_rows, sampled_tokens
 
 NEUTRAL: dict[str, Any] = {"top_k": None, "top_p": 1.0, "min_p": 0.0}
 TOP_K = {"none": (-1, 0)}  # values of JSON that mean None
@@ -155,7 +155,7 @@ def _among_largest(
 
 def sample(keys: Array, logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Draw one token per sequence, int32, each from its own key ``[B]``."""
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    return sampled_tokens(keys, logits, 1)[..., 0]
 
 
 @parameters_as_arrays

@@ -185,7 +185,7 @@ def rope_table(
     if scaling is not None and scaling.query_beta:
         periods = (positions // scaling.original_max_position).astype(jnp.float32)
         factor = (1 + scaling.query_beta * jnp.log1p(periods))[:, None, :, None]
-    # XLA's CPU compiler joins no concatenation with its readers. It would compute cosines again in every layer and head.
+    # XLA's CPU compiler does not join a concatenation with its readers; it would compute cosines in every layer.
     return jnp.concatenate([cos, cos], axis=-2), jnp.concatenate([-sin, sin], axis=-2), factor
 
 
