@@ -7,7 +7,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 KERNELS = "hydrajax/ops/cpu"
-SOURCES = "few_rows", "few_bits", "attention", "add_norm", "append_rows", "recurrence", "call_host", "runs_here"
+SOURCES = "few_rows", "few_bits", "attention", "add_norm", "append_rows", "likeliest", "recurrence"
+SOURCES += "call_host", "runs_here"
 HEADERS = "amx", "cpu_kernels", "experts", "few_bits", "few_bits_amx", "few_bits_isa", "few_bits_rows", "numbers"
 AVX2 = "-mavx2", "-mfma", "-mf16c", "-mbmi2"
 AVX512 = *AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl"

@@ -25,7 +25,7 @@ from hydrajax.drafters.vocabulary import Vocabulary
 from hydrajax.errors import HydrajaxError
 from hydrajax.models.arrays import Array
 from hydrajax.models.weights import Quantized, declare, project
-from hydrajax.ops import log_probabilities, sampled_tokens, top_tokens, trace
+from hydrajax.ops import likeliest_tokens, log_probabilities, sampled_tokens, top_tokens, trace
 
 WORD = 32  # tokens per word of a mask
 # Parameters that decoding may add (`LmHead.with_copy`, `LmHead.with_clusters`); no file holds them.
@@ -167,7 +167,7 @@ class LmHead:
         self, logits: Float[Array, "*rows V_"] | ChosenLogits, k: int
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         """Return `top` and the natural log-probabilities of its tokens, float32; -inf if the vocabulary has fewer."""
-        return self._with_likelihood(logits, top_tokens(numbers(logits), min(k, logits.shape[-1])), k)
+        return self._with_likelihood(logits, *likeliest_tokens(numbers(logits), min(k, logits.shape[-1])), k)
 
     def sampled(self, keys: Array, logits: Float[Array, "B *n V_"] | ChosenLogits, k: int) -> Int[Array, "B *n k"]:
         """Return the ids of k tokens drawn without replacement, in order; -1 if the vocabulary has fewer."""
@@ -179,14 +179,18 @@ class LmHead:
         """Return `sampled` and the natural log-probabilities of its tokens before any draw, float32; -inf if there are
         fewer.
         """
-        return self._with_likelihood(logits, sampled_tokens(keys, logits, min(k, logits.shape[-1])), k)
+        index = sampled_tokens(keys, logits, min(k, logits.shape[-1]))
+        return self._with_likelihood(logits, index, log_probabilities(numbers(logits), index), k)
 
     def _with_likelihood(
-        self, logits: Float[Array, "*rows V_"] | ChosenLogits, index: Int[Array, "*rows k_"], k: int
+        self,
+        logits: Float[Array, "*rows V_"] | ChosenLogits,
+        index: Int[Array, "*rows k_"],
+        log_p: Float[Array, "*rows k_"],
+        k: int,
     ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         missing = [(0, 0)] * (index.ndim - 1) + [(0, k - index.shape[-1])]
-        log_p = jnp.pad(log_probabilities(numbers(logits), index), missing, constant_values=-jnp.inf)
-        return self._ids(logits, index, k), log_p
+        return self._ids(logits, index, k), jnp.pad(log_p, missing, constant_values=-jnp.inf)
 
     def _ids(self, logits: Any, index: Int[Array, "*rows k_"], k: int) -> Int[Array, "*rows k"]:
         if isinstance(logits, ChosenLogits):

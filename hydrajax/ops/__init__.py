@@ -197,6 +197,15 @@ def log_probabilities(logits: Float[Array, "*rows V"], tokens: Int[Array, "*rows
     return chosen - jnp.log(jnp.sum(jnp.exp(logits), axis=-1, keepdims=True))
 
 
+def likeliest_tokens(logits: Float[Array, "*rows V"], k: int) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
+    """Return `top_tokens` and their `log_probabilities`."""
+    found = here().likeliest(logits, k)
+    if found is not None:
+        return found
+    tokens = top_tokens(logits, k)
+    return tokens, log_probabilities(logits, tokens)
+
+
 def sampled_tokens(keys: Array, logits: Float[Array, "B *n V"], k: int) -> Int[Array, "B *n k"]:
     """Draw k tokens without replacement, in order, int32; each sequence from its own key ``[B]``.
 

@@ -169,6 +169,12 @@ class Xla:
         chunk = jnp.take_along_axis(best, places // ARGMAX_CHUNK, axis=-1)
         return (chunk * ARGMAX_CHUNK + places % ARGMAX_CHUNK).astype(jnp.int32)
 
+    def likeliest(
+        self, logits: Float[Array, "*rows V"], k: int
+    ) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]] | None:
+        """Return `top_k` and its log-probabilities in one kernel, or None without one."""
+        return None
+
     def append_rows(self, caches: Sequence, blocks: Sequence, index, starts) -> Sequence:
         if index is not None:  # by a gather: see openxla/xla#49176
             blocks = [self._tokens(block, index) for block in blocks]

@@ -93,6 +93,8 @@ from test_cpu import *
 test_products_equal_numpy(EVERY, 320, 2048, "bfloat16")
 test_rows_are_independent(cpu.matmul, (1031, 270), "bfloat16")
 if {first}:
+    from test_ranking import test_likeliest_tokens_are_the_first_of_equal_ones_with_their_log_probabilities as likeliest
+    likeliest()
     test_products_equal_numpy(EVERY, 320, 2048, "float32")
     test_rows_are_independent(cpu.matmul_transposed, (1031, 320), "float32")
     test_norms_equal_numpy_and_rows_are_independent(37, True, "bfloat16")

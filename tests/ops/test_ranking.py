@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from hydrajax.ops import best_token, log_probability, sampled_tokens, top_tokens, trace
+from hydrajax.ops import best_token, likeliest_tokens, log_probability, sampled_tokens, top_tokens, trace
 from hydrajax.ops.xla import ARGMAX_CHUNK
 
 
@@ -35,6 +35,22 @@ def test_top_tokens_of_an_accelerator_are_the_first_of_equal_ones(device):
         assert found.dtype == np.int32
         expected = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
         np.testing.assert_array_equal(found, expected, err_msg=f"{size}, {k}")
+
+
+def test_likeliest_tokens_are_the_first_of_equal_ones_with_their_log_probabilities():
+    """By the kernel where there is one: vectors and a rest, whole and broken blocks, ties, and rows with few tokens."""
+    for size, k in ((5, 5), (40, 3), (256, 256), (257, 200), (5000, 10), (8192, 4), (12_300, 256), (5000, 300)):
+        logits = np.random.default_rng(size).integers(0, 40, (2, 3, size)).astype(np.float32) / 4
+        logits[0, 0] = 1.0
+        logits[0, 1, 1:-1] = -np.inf
+        logits[1, 0] += 1000
+        logits[1, 1, size // 2] = 90.0
+        tokens, log_p = jax.jit(lambda logits, k=k: likeliest_tokens(logits, k))(logits)
+        expected = np.argsort(-logits, axis=-1, kind="stable")[..., :k]
+        np.testing.assert_array_equal(tokens, expected, err_msg=f"{size}, {k}")
+        wide = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+        wanted = wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+        np.testing.assert_allclose(log_p, np.take_along_axis(wanted, expected, -1), rtol=2e-6, atol=2e-6)
 
 
 def test_a_slice_of_the_best_tokens_does_not_sort_the_vocabulary():

@@ -28,30 +28,6 @@ constexpr int kAhead = 16;     // keys and values prefetched before they are rea
 constexpr int kLongestHead = 512;
 constexpr float kHidden = 1e30f;
 
-// exp for x <= 0, relative error below 2e-7; 0 below -87.7, beyond float32's normal range.
-inline ALWAYS_INLINE void Exp(Native& x) {
-  x = Max(Native{} - 88.03f, x);  // in this order NaN stays NaN
-  // x = n ln 2 + r: 1.5 * 2^23 added and taken off again rounds to the nearest integer.
-  const float shift = 12582912.0f;
-  const Native n = (x * 1.44269504088896341f + shift) - shift;
-  const Native r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  Native p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  const NativeInts bits = (__builtin_convertvector(n, NativeInts) + 127) << 23;  // 0, and so the result, for n = -127
-  Native power;
-  std::memcpy(&power, &bits, sizeof(power));
-  x = p * power;
-}
-template <typename V>
-inline ALWAYS_INLINE void Exp(Pair<V>& x) {
-  Exp(x.low);
-  Exp(x.high);
-}
-
 // Keys and values of type K: float, BFloat16, or int8_t with a factor for each vector.
 template <typename K>
 struct Part {

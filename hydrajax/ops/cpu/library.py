@@ -20,6 +20,7 @@ TARGETS = (
     "hydrajax_matmul_experts",
     "hydrajax_matmul_few_bits_experts",
     "hydrajax_append_rows",
+    "hydrajax_likeliest",
     "hydrajax_walk",
     "hydrajax_advance",
     "hydrajax_call_host",
