@@ -158,9 +158,9 @@ def test_a_bundled_name_means_the_heads_for_the_base():
     assert all(leaf.dtype == "float32" for leaf in jax.tree.leaves(params))
     refusal(lambda: load_draft(own, read_config(assets.base())), "draft: ", "another base")
     drafter, _ = load_draft(resolve("hydra++", "draft", SMOLLM2), SMOLLM2)
-    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.prefix.window) == (3, 8192, 512)
+    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.prefix.window) == (3, 12288, 512)
     drafter, _ = load_draft(resolve("dspark", "draft", SMOLLM2), SMOLLM2)
-    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.aux_hidden_layers) == (6, 8192, (20, 10, 0))
+    assert (drafter.spec.depth, len(drafter.vocabulary), drafter.aux_hidden_layers) == (6, 12288, (20, 10, 0))
 
 
 def test_a_bundled_name_of_another_base_alone_is_refused():
