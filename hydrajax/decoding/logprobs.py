@@ -53,7 +53,7 @@ class Logprobs(NamedTuple):
         """Return the log-probabilities of these tokens, and of the k most likely ones."""
         top = None
         if k:
-            ids = top_tokens(logits, k)
+            ids = top_tokens(logits, k)  # not likeliest_tokens: a chosen token's number is its number here, to the bit
             top = TopTokens(ids, log_probabilities(logits, ids))
         return Logprobs(log_probability(logits, tokens), top)
 
